@@ -1,0 +1,1 @@
+"""The server: chooses cohorts, accepts updates, commits rounds."""

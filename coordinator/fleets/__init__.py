@@ -1,0 +1,1 @@
+"""The Fleet protocol and its kinds: whatever carries tasks to clients."""

@@ -1,0 +1,1 @@
+"""Everything a device installs: training, the wire format."""

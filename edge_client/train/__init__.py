@@ -1,0 +1,1 @@
+"""Local training: one Trainer, three runtimes."""

@@ -1,0 +1,37 @@
+"""Which examples a client trains on, in which order: the same in every runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+
+
+def batches(
+    num_examples: int, batch_size: int, *, epochs: int | None, steps: int | None, rng: np.random.Generator
+) -> Iterator[Indices]:
+    """Index arrays of the local steps, each at most `batch_size` long.
+
+    Every epoch is a fresh permutation of all examples; the last batch of an epoch may be shorter. With
+    `steps` the epochs go on until that many batches were given. Exactly one of `epochs`, `steps` is set.
+    """
+    if (epochs is None) == (steps is None):
+        raise ValueError("exactly one of epochs and steps must be set")
+    given = 0
+    epoch = 0
+    while epoch < epochs if epochs is not None else given < (steps or 0):
+        order = rng.permutation(num_examples)
+        for start in range(0, num_examples, batch_size):
+            if steps is not None and given == steps:
+                return
+            yield order[start : start + batch_size]
+            given += 1
+        epoch += 1
+
+
+def count(num_examples: int, batch_size: int, *, epochs: int | None, steps: int | None) -> int:
+    """How many local steps `batches` gives."""
+    return steps if steps is not None else (epochs or 0) * -(-num_examples // batch_size)

@@ -1,0 +1,93 @@
+"""Local training in PyTorch.
+
+The step is written out (`autograd.grad` and in-place `_foreach` arithmetic) instead of using an optimizer
+object: for small models that is most of the time of a step. BatchNorm layers use their frozen statistics,
+because running statistics are no gradients and do not average; dropout, where a model has it, is active
+and seeded by the task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from edge_client.train.trainer import Examples
+from strategies.client_rules import Correction
+from strategies.params import Params
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class TorchRuntime:
+    """Runs one module, again and again, on params given from outside."""
+
+    name = "torch"
+
+    def __init__(self, module: nn.Module, loss: Loss) -> None:
+        self._module = module
+        self._loss = loss
+        self._weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.trainable: tuple[str, ...] = tuple(self._weights)
+
+    def take_steps(
+        self, params: Params, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
+    ) -> tuple[Params, list[float]]:
+        load(self._module, params)
+        torch.manual_seed(seed)
+        train_mode(self._module)
+        weights = list(self._weights.values())
+        start = [weight.detach().clone() for weight in weights] if correction.mu else []
+        offset = [torch.from_numpy(correction.offset[n]) for n in self._weights] if correction.offset else []
+        losses = []
+        for batch in batches:
+            loss = self._loss(self._module(torch.from_numpy(batch.x)), torch.from_numpy(batch.y))
+            gradients = list(torch.autograd.grad(loss, weights))
+            with torch.no_grad():
+                if offset:
+                    torch._foreach_add_(gradients, offset)
+                if correction.mu:
+                    torch._foreach_add_(gradients, torch._foreach_sub(weights, start), alpha=correction.mu)
+                torch._foreach_add_(weights, gradients, alpha=-lr)
+            losses.append(float(loss.detach()))
+        return {name: weight.detach().numpy().copy() for name, weight in self._weights.items()}, losses
+
+    def logits(self, params: Params, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        load(self._module, params)
+        self._module.eval()
+        with torch.inference_mode():
+            answer: npt.NDArray[np.float32] = self._module(torch.from_numpy(x)).numpy()
+        return answer
+
+
+def load(module: nn.Module, params: Params) -> None:
+    """Copies canonical params into the module's own tensors.
+
+    Raises:
+        KeyError: a float tensor of the module is not in `params`.
+    """
+    with torch.no_grad():
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.from_numpy(np.ascontiguousarray(params[name])))
+
+
+def read(module: nn.Module) -> Params:
+    """The module's parameters and float buffers as canonical params, copied."""
+    return {
+        name: tensor.detach().to(torch.float32).contiguous().numpy().copy()
+        for name, tensor in module.state_dict().items()
+        if tensor.is_floating_point()
+    }
+
+
+def train_mode(module: nn.Module) -> None:
+    """Training mode, except that BatchNorm keeps its running statistics as they are."""
+    module.train()
+    for part in module.modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            part.eval()

@@ -1,0 +1,191 @@
+"""The device trains: one Trainer over three runtimes.
+
+A local run is the same story everywhere: the client rule says how gradients are corrected, the schedule
+says which examples come in which order, a runtime takes the steps, the rule makes the update. Only
+`Runtime` differs: LiteRT on a small device, PyTorch or TensorFlow on a larger one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_client.train import schedule
+from strategies.client_rules import ClientRule, Correction, PlainSGD, Streams
+from strategies.params import Params, difference
+from strategies.update import Update
+
+PADDING = -1
+"""A label that counts for nothing: not in the loss, not in the accuracy."""
+
+EVALUATION_ROWS = 256
+"""Rows evaluated at a time. Fixed, so that sums do not depend on who evaluates."""
+
+
+class NoExamples(ValueError):
+    """A client was asked to train on no data."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Local data. `x`: [N, …] float32 or int32. `y`: int32 class indices, [N] or [N, T] for sequences."""
+
+    x: npt.NDArray[Any]
+    y: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def rows(self, indices: npt.NDArray[np.int64] | slice) -> Examples:
+        return Examples(self.x[indices], self.y[indices])
+
+
+@dataclass(frozen=True)
+class TrainTask:
+    """What one client is asked to do: exactly one of `epochs` and `steps` is set.
+
+    Attributes:
+        seed: of the batch order, and of anything random inside the model.
+        broadcast: the streams that came along with the params, for the client rule.
+    """
+
+    seed: int
+    batch_size: int
+    lr: float
+    epochs: int | None = None
+    steps: int | None = None
+    rule: ClientRule = PlainSGD()  # noqa: RUF009 - a frozen value
+    broadcast: Streams = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """An update to send, and the state the client keeps for its next round."""
+
+    update: Update
+    client_state: dict[str, Params]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Cross-entropy and accuracy of one set of params.
+
+    Attributes:
+        loss_sum: summed over all labels.
+        correct: correct labels per row, int64 [N].
+        labels: counted labels per row, int64 [N]; 1 for classification, T for sequences.
+    """
+
+    loss_sum: float
+    correct: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / max(1, int(self.labels.sum()))
+
+    @property
+    def accuracy(self) -> float:
+        return int(self.correct.sum()) / max(1, int(self.labels.sum()))
+
+
+class Runtime(Protocol):
+    """What LiteRT, PyTorch and TensorFlow each implement, on params in canonical form."""
+
+    @property
+    def name(self) -> str:
+        """`litert`, `torch` or `tensorflow`."""
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """Names of the tensors that training changes; the others are frozen."""
+
+    def take_steps(
+        self, params: Params, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
+    ) -> tuple[Params, list[float]]:
+        """SGD over `batches`: w ← w − lr · (∇f(w) + mu · (w − w₀) + offset).
+
+        Returns the trained tensors (trainable ones only, float32, C order) and each batch's mean loss.
+        Never writes into `params`.
+        """
+
+    def logits(self, params: Params, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """[n, classes], or [n, T, classes] for sequences."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Trains and evaluates on a client's own data, in one runtime."""
+
+    runtime: Runtime
+
+    def train(
+        self, params: Params, task: TrainTask, data: Examples, client_state: Mapping[str, Params] | None = None
+    ) -> LocalResult:
+        """One client's local run from `params`.
+
+        Raises:
+            NoExamples: `data` is empty.
+        """
+        if not len(data):
+            raise NoExamples("no local examples to train on")
+        kept = client_state or {}
+        base = {name: params[name] for name in self.runtime.trainable}
+        correction = task.rule.begin(task.broadcast, kept)
+        order = list(
+            schedule.batches(
+                len(data), task.batch_size, epochs=task.epochs, steps=task.steps, rng=np.random.default_rng(task.seed)
+            )
+        )
+        trained, losses = self.runtime.take_steps(
+            params, (data.rows(indices) for indices in order), task.lr, correction, task.seed
+        )
+        outcome = task.rule.finish(base, trained, correction, len(order), task.lr, kept)
+        update = Update(
+            delta=difference(trained, base),
+            num_examples=len(data),
+            num_steps=len(order),
+            train_loss=float(np.average(losses, weights=[len(indices) for indices in order])),
+            extras=outcome.extras,
+        )
+        return LocalResult(update, outcome.client_state)
+
+    def evaluate(self, params: Params, data: Examples) -> Evaluation:
+        """Cross-entropy and accuracy on `data`, computed from logits in float64, alike in all runtimes."""
+        parts = [
+            score(self.runtime.logits(params, part.x), part.y)
+            for start in range(0, len(data), EVALUATION_ROWS)
+            for part in [data.rows(slice(start, start + EVALUATION_ROWS))]
+        ]
+        return merged(parts)
+
+
+def score(logits: npt.NDArray[np.float32], y: npt.NDArray[np.int32]) -> Evaluation:
+    """Evaluation of logits [n, (T,) classes] against labels [n, (T)]; `PADDING` labels do not count."""
+    wide = logits.astype(np.float64)
+    shifted = wide - wide.max(axis=-1, keepdims=True)
+    log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    counted = y != PADDING
+    picked = np.take_along_axis(log_probabilities, np.where(counted, y, 0)[..., None], axis=-1)[..., 0]
+    correct = (wide.argmax(axis=-1) == y) & counted
+    per_row = (len(y), -1)
+    return Evaluation(
+        loss_sum=float(-(picked * counted).sum()),
+        correct=correct.reshape(per_row).sum(axis=1, dtype=np.int64),
+        labels=counted.reshape(per_row).sum(axis=1, dtype=np.int64),
+    )
+
+
+def merged(parts: Iterable[Evaluation]) -> Evaluation:
+    """Evaluations of consecutive rows as one."""
+    listed = list(parts)
+    none = np.zeros(0, np.int64)
+    return Evaluation(
+        loss_sum=float(sum(part.loss_sum for part in listed)),
+        correct=np.concatenate([none, *(part.correct for part in listed)]),
+        labels=np.concatenate([none, *(part.labels for part in listed)]),
+    )

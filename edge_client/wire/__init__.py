@@ -1,0 +1,1 @@
+"""Bytes: params files, messages, the artifact manifest."""

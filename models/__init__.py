@@ -1,0 +1,1 @@
+"""What a model is and how one is made."""

@@ -1,0 +1,78 @@
+"""The models we ship: names, options and their schema, without importing a framework.
+
+The coordinator validates experiment files and the console draws forms from this. Architectures are in
+`models.zoo`, one module per entry here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Runtime = Literal["litert", "torch", "tensorflow"]
+Width = Annotated[int, Field(ge=1, le=65536)]
+
+
+class Options(BaseModel):
+    """Options of a model; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class NoOptions(Options):
+    """This model has none."""
+
+
+class MLPOptions(Options):
+    hidden: Annotated[list[Width], Field(min_length=1)] = [64]
+
+
+class CNNOptions(Options):
+    channels: Annotated[list[Width], Field(min_length=2, max_length=2)] = [8, 16]
+    hidden: Annotated[int, Field(ge=0, le=65536)] = 0
+
+
+class ResNet8Options(Options):
+    norm: Literal["group", "batch"] = "group"
+    width: Annotated[int, Field(ge=4, le=1024, multiple_of=4)] = 16
+
+
+class TransformerOptions(Options):
+    width: Annotated[int, Field(ge=4, le=4096)] = 32
+    layers: Annotated[int, Field(ge=1, le=64)] = 2
+    heads: Annotated[int, Field(ge=1, le=64)] = 4
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model we ship.
+
+    Attributes:
+        options: pydantic model of its options, with defaults.
+        runtimes: which can train it; all can evaluate it.
+        inputs: the kind of data it takes, in words for errors and forms.
+    """
+
+    name: str
+    meaning: str
+    options: type[Options]
+    runtimes: tuple[Runtime, ...]
+    inputs: Literal["any", "images", "tokens", "token sequences"]
+
+
+_ALL: tuple[Runtime, ...] = ("litert", "torch", "tensorflow")
+_NO_TWIN: tuple[Runtime, ...] = ("litert", "torch")
+
+MODELS: dict[str, Entry] = {
+    entry.name: entry
+    for entry in (
+        Entry("logreg", "multinomial logistic regression", NoOptions, _ALL, "any"),
+        Entry("mlp", "multi-layer perceptron", MLPOptions, _ALL, "any"),
+        Entry("cnn", "small convolutional network", CNNOptions, _ALL, "images"),
+        Entry("resnet8", "residual network with 8 layers", ResNet8Options, _NO_TWIN, "images"),
+        Entry("charlm", "causal transformer over characters", TransformerOptions, _NO_TWIN, "token sequences"),
+        Entry("textcls", "transformer text classifier", TransformerOptions, _NO_TWIN, "tokens"),
+    )
+}

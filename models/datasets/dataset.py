@@ -1,0 +1,62 @@
+"""Dataset: examples with labels, a held-out part and, where the data has them, sites."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+TaskKind = Literal["classification", "next_token"]
+
+
+class DataError(ValueError):
+    """The data or its description is wrong; the message names the file and place, and says what to do."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """All rows of one data set, training and test.
+
+    Attributes:
+        name: as the experiment file names it.
+        x: [N, …], float32 features or int32 token ids, C order.
+        y: int32 class indices, [N] for `classification`, [N, T] for `next_token`.
+        test: bool [N]; True rows are held out and never trained on.
+        classes: number of labels; also the vocabulary size of token inputs.
+        task: what the labels mean.
+        class_names: of length `classes`, or empty.
+        site: int32 [N], which natural client a row belongs to, or None where there are none.
+        site_names: names of the natural clients, indexed by `site`.
+        notes: what was understood and decided while loading, one sentence each, for the preview.
+    """
+
+    name: str
+    x: npt.NDArray[Any]
+    y: npt.NDArray[np.int32]
+    test: npt.NDArray[np.bool_]
+    classes: int
+    task: TaskKind = "classification"
+    class_names: tuple[str, ...] = ()
+    site: npt.NDArray[np.int32] | None = None
+    site_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return self.x.shape[1:]
+
+    @property
+    def input_dtype(self) -> Literal["float32", "int32"]:
+        return "int32" if self.x.dtype == np.int32 else "float32"
+
+    def fingerprint(self) -> str:
+        """SHA-256 over dtypes, shapes and bytes of every array: equal data, equal fingerprint."""
+        digest = hashlib.sha256()
+        for array in (self.x, self.y, self.test, self.site):
+            if array is not None:
+                digest.update(f"{array.dtype.str}{array.shape}".encode())
+                digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()

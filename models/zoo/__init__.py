@@ -1,0 +1,8 @@
+"""Architectures: plain torch modules that know no parallelism, and the one way to get at them."""
+
+from __future__ import annotations
+
+from models.zoo.resolve import ModelNotFound, get
+from models.zoo.spec import ModelSpec
+
+__all__ = ["ModelNotFound", "ModelSpec", "get"]

@@ -1,0 +1,75 @@
+"""From a model's name in an experiment file to its ModelSpec."""
+
+from __future__ import annotations
+
+import difflib
+from importlib.metadata import entry_points
+from typing import Any
+
+from torch import nn
+
+from models import user_code
+from models.zoo.spec import InputDtype, ModelSpec, TaskKind
+
+GROUP = "fedloop.models"
+
+
+class ModelNotFound(ValueError):
+    """No model of that name, or it cannot be built with these shapes and options; the message says why."""
+
+
+def get(
+    name: str,
+    *,
+    input_shape: tuple[int, ...],
+    classes: int,
+    input_dtype: InputDtype = "float32",
+    task: TaskKind = "classification",
+    **options: Any,
+) -> ModelSpec:
+    """The spec of a model: one of ours, one of the entry-point group `fedloop.models`, or `package.module:build`.
+
+    A builder is called with `input_shape`, `classes` and the options. It returns a ModelSpec, or simply a
+    `torch.nn.Module`, which is then trained with masked cross-entropy on data of `input_dtype` and `task`.
+
+    Raises:
+        ModelNotFound: unknown name, or the builder refused; `UserCodeError` when a user's module cannot be imported.
+    """
+    builder = user_code.load(name) if ":" in name else _installed(name)
+    try:
+        built = builder(input_shape=input_shape, classes=classes, **options)
+    except (TypeError, ValueError) as error:
+        raise ModelNotFound(f"model {name!r} cannot be built for examples of shape {input_shape}: {error}") from error
+    if isinstance(built, nn.Module):
+        return _wrapped(name, builder, input_shape, classes, input_dtype, task, options)
+    if getattr(built, "module", None) is None:
+        raise ModelNotFound(f"model {name!r} must return a torch.nn.Module or a ModelSpec, got {type(built).__name__}")
+    spec: ModelSpec = built
+    return spec
+
+
+def _installed(name: str) -> Any:
+    known = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name in known:
+        return known[name].load()
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else ""
+    raise ModelNotFound(
+        f"model {name!r} is unknown{hint}; known: {', '.join(sorted(known))}; your own is given as package.module:build"
+    )
+
+
+def _wrapped(
+    name: str,
+    builder: Any,
+    input_shape: tuple[int, ...],
+    classes: int,
+    input_dtype: InputDtype,
+    task: TaskKind,
+    options: dict[str, Any],
+) -> ModelSpec:
+    def module() -> nn.Module:
+        built: nn.Module = builder(input_shape=input_shape, classes=classes, **options)
+        return built
+
+    return ModelSpec(name, module, input_shape, classes, input_dtype, task, options=options)

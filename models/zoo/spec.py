@@ -1,0 +1,81 @@
+"""ModelSpec: what a model is, apart from its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+TaskKind = Literal["classification", "next_token"]
+InputDtype = Literal["float32", "int32"]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+PADDING = -1
+"""A label that counts for nothing, in any task."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """An architecture with its sizes filled in.
+
+    Attributes:
+        name: as the experiment file names it.
+        module: makes the untrained module; random weights come from torch's default generator.
+        input_shape: of one example, without the batch.
+        input_dtype: float32 features, or int32 token ids.
+        classes: size of the last logits axis.
+        task: `classification` has labels [B], `next_token` has labels [B, T]; int32, `PADDING` is masked.
+        loss: mean loss per counted label from (logits, labels); traceable when LiteRT is to train with it.
+        tensorflow_twin: makes the same architecture in TensorFlow (see `models.zoo.tensorflow_twins`).
+        options: as given, for the record.
+    """
+
+    name: str
+    module: Callable[[], nn.Module]
+    input_shape: tuple[int, ...]
+    classes: int
+    input_dtype: InputDtype = "float32"
+    task: TaskKind = "classification"
+    loss: Loss = field(default=lambda logits, y: masked_cross_entropy(logits, y))
+    tensorflow_twin: Callable[[], Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, seed: int) -> nn.Module:
+        """A fresh module; the same seed gives the same weights. Leaves torch's global generator as it was."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.module()
+
+    def example_batch(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A deterministic (x, y) of the right shapes and dtypes: sines in [0, 1], or tokens in turn."""
+        numbers = torch.arange(batch_size * _size(self.input_shape)).reshape(batch_size, *self.input_shape)
+        x = ((numbers * 7) % self.classes).int() if self.input_dtype == "int32" else numbers.sin() * 0.5 + 0.5
+        label_shape = (batch_size, *self.input_shape) if self.task == "next_token" else (batch_size,)
+        y = torch.arange(_size(label_shape)).reshape(label_shape) % self.classes
+        return x, y.int()
+
+    def metrics(self, logits: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
+        """Mean loss and accuracy over the labels that count."""
+        counted = y != PADDING
+        correct = (logits.argmax(-1) == y) & counted
+        return {"loss": float(self.loss(logits, y)), "accuracy": float(correct.sum() / counted.sum().clamp(min=1))}
+
+
+def masked_cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over the labels that are not `PADDING`. `logits`: [B, (T,) C], `y`: int [B, (T)].
+
+    Written with a compared one-hot, because gather and `one_hot` do not convert to LiteRT builtins.
+    """
+    one_hot = (y.unsqueeze(-1) == torch.arange(logits.shape[-1])).to(logits.dtype)
+    return -(one_hot * F.log_softmax(logits, -1)).sum() / one_hot.sum()
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for extent in shape:
+        size *= extent
+    return size

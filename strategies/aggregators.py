@@ -1,0 +1,173 @@
+"""Aggregators: how a cohort's updates become one delta.
+
+The weighted mean is folded as updates arrive. The cohort's canonical order is cut into blocks of
+`BLOCK` positions; inside a block updates are summed in position order, then blocks are summed in block
+order, all in float64. Floating-point addition is not associative, so this fixed tree is what makes the
+result the same bits whatever the order of arrival and however many workers summed the blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from strategies.params import Params
+from strategies.update import Aggregate, Update
+
+BLOCK = 8
+Weighting = Literal["examples", "uniform"]
+
+
+@dataclass(frozen=True)
+class PartialSum:
+    """Weighted sum over the accepted updates of one block, float64."""
+
+    delta: Params
+    extras: dict[str, Params]
+    weight: float
+    num_updates: int
+    num_examples: int
+    loss_sum: float
+
+
+class Fold(Protocol):
+    """An aggregation in progress over `cohort_size` canonical positions."""
+
+    def add(self, position: int, update: Update) -> None:
+        """Takes the accepted update of the client at `position`."""
+
+    def skip(self, position: int) -> None:
+        """Says that nothing will come from `position`."""
+
+    def finish(self) -> Aggregate:
+        """The aggregate; positions not heard of count as skipped. Raises ValueError without any update."""
+
+
+class Aggregator(Protocol):
+    """Makes folds; `memory` says what one holds at its peak."""
+
+    @property
+    def memory(self) -> Literal["one model", "cohort"]: ...
+
+    def start(self, cohort_size: int) -> Fold: ...
+
+
+@dataclass(frozen=True)
+class WeightedMean:
+    """Mean of updates weighted by example count, or unweighted with `weighting="uniform"`.
+
+    Holds one float64 model plus the updates of blocks not yet complete: one model when results come in
+    canonical order. Extra streams are always averaged unweighted, as SCAFFOLD's control variates ask
+    (Karimireddy 2020, Algorithm 1, line 17). McMahan 2017, Algorithm 1.
+    """
+
+    weighting: Weighting = "examples"
+    memory: Literal["one model", "cohort"] = "one model"
+
+    def start(self, cohort_size: int) -> MeanFold:
+        return MeanFold(self.weighting, cohort_size)
+
+
+def sum_block(updates: list[Update], weighting: Weighting) -> PartialSum | None:
+    """Sum of one block's updates, given in position order; None for an empty block.
+
+    Pure, so that a worker can do it where the updates are and send one partial sum instead of eight.
+    """
+    if not updates:
+        return None
+    first, *rest = updates
+    total = _weighted(first, weighting)
+    for update in rest:
+        total = _plus(total, _weighted(update, weighting))
+    return total
+
+
+class MeanFold:
+    """The mean, block by block. See the module's story for the order of summation."""
+
+    def __init__(self, weighting: Weighting, cohort_size: int) -> None:
+        self._weighting = weighting
+        self._size = cohort_size
+        self._heard: dict[int, dict[int, Update | None]] = {}
+        self._partials: dict[int, PartialSum | None] = {}
+        self._next_block = 0
+        self._total: PartialSum | None = None
+
+    def add(self, position: int, update: Update) -> None:
+        self._hear(position, update)
+
+    def skip(self, position: int) -> None:
+        self._hear(position, None)
+
+    def finish(self) -> Aggregate:
+        for block in range(self._next_block, -(-self._size // BLOCK)):
+            if block not in self._partials:
+                self._close(block)
+        if self._total is None:
+            raise ValueError("no update to aggregate: every position of the cohort was skipped")
+        return _mean(self._total)
+
+    def _hear(self, position: int, update: Update | None) -> None:
+        if not 0 <= position < self._size:
+            raise ValueError(f"position {position} is outside the cohort of {self._size}")
+        block = position // BLOCK
+        heard = self._heard.setdefault(block, {})
+        if position in heard or block in self._partials or block < self._next_block:
+            raise ValueError(f"position {position} was already folded")
+        heard[position] = update
+        if len(heard) == min(BLOCK, self._size - block * BLOCK):
+            self._close(block)
+
+    def _close(self, block: int) -> None:
+        heard = self._heard.pop(block, {})
+        updates = [update for _, update in sorted(heard.items()) if update is not None]
+        self._partials[block] = sum_block(updates, self._weighting)
+        while self._next_block in self._partials:
+            partial = self._partials.pop(self._next_block)
+            self._next_block += 1
+            if partial is not None:
+                self._total = partial if self._total is None else _plus(self._total, partial)
+
+
+def _weighted(update: Update, weighting: Weighting) -> PartialSum:
+    weight = float(update.num_examples) if weighting == "examples" else 1.0
+    return PartialSum(
+        delta={name: value.astype(np.float64) * weight for name, value in update.delta.items()},
+        extras={
+            stream: {name: value.astype(np.float64) for name, value in tensors.items()}
+            for stream, tensors in update.extras.items()
+        },
+        weight=weight,
+        num_updates=1,
+        num_examples=update.num_examples,
+        loss_sum=update.train_loss * update.num_examples,
+    )
+
+
+def _plus(left: PartialSum, right: PartialSum) -> PartialSum:
+    return PartialSum(
+        delta={name: value + right.delta[name] for name, value in left.delta.items()},
+        extras={
+            stream: {name: value + right.extras[stream][name] for name, value in tensors.items()}
+            for stream, tensors in left.extras.items()
+        },
+        weight=left.weight + right.weight,
+        num_updates=left.num_updates + right.num_updates,
+        num_examples=left.num_examples + right.num_examples,
+        loss_sum=left.loss_sum + right.loss_sum,
+    )
+
+
+def _mean(total: PartialSum) -> Aggregate:
+    return Aggregate(
+        delta={name: value / total.weight for name, value in total.delta.items()},
+        extras={
+            stream: {name: value / total.num_updates for name, value in tensors.items()}
+            for stream, tensors in total.extras.items()
+        },
+        num_updates=total.num_updates,
+        num_examples=total.num_examples,
+        train_loss=total.loss_sum / total.num_examples,
+    )

@@ -1,0 +1,159 @@
+"""Client rules: what a client's local steps minimise.
+
+Every rule so far is plain SGD with a corrected gradient,
+
+    w ← w − lr · (∇f(w) + mu · (w − w₀) + offset),
+
+where w₀ are the params the round started from and `offset` is constant during the local run. A runtime
+implements this one step; a rule says what `mu` and `offset` are before training, and what follows from
+the trained params afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from strategies.params import Params, difference, zeros_like
+from strategies.update import Aggregate
+
+Streams = Mapping[str, Params]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """The two terms added to the gradient; `offset` is named like the trainable tensors, or None for zero."""
+
+    mu: float = 0.0
+    offset: Params | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rule makes of a finished local run: streams to send and state for the client to keep."""
+
+    extras: dict[str, Params]
+    client_state: dict[str, Params]
+
+
+class ClientRule(Protocol):
+    """Both halves of a client rule. `broadcast` is what the server sends along with the params."""
+
+    @property
+    def name(self) -> str: ...
+
+    def init(self, trainable: Params) -> dict[str, Params]:
+        """The server's streams before round 1."""
+
+    def begin(self, broadcast: Streams, client_state: Streams) -> Correction:
+        """On the client, before its steps. `client_state` is empty the first time."""
+
+    def finish(
+        self, base: Params, trained: Params, correction: Correction, num_steps: int, lr: float, client_state: Streams
+    ) -> Outcome:
+        """On the client, after its steps. `base` and `trained` hold the trainable tensors."""
+
+    def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> dict[str, Params]:
+        """On the server, after the round: the next broadcast. `num_clients` is the whole population."""
+
+
+class _Stateless:
+    """The halves that a rule without streams has nothing to say to."""
+
+    def init(self, trainable: Params) -> dict[str, Params]:
+        return {}
+
+    def finish(
+        self, base: Params, trained: Params, correction: Correction, num_steps: int, lr: float, client_state: Streams
+    ) -> Outcome:
+        return Outcome(extras={}, client_state={})
+
+    def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> dict[str, Params]:
+        return {}
+
+
+@dataclass(frozen=True)
+class PlainSGD(_Stateless):
+    """Local SGD on the client's own loss. McMahan 2017, Algorithm 1, ClientUpdate."""
+
+    name: str = "plain"
+
+    def begin(self, broadcast: Streams, client_state: Streams) -> Correction:
+        return Correction()
+
+
+@dataclass(frozen=True)
+class Proximal(_Stateless):
+    """Adds mu/2 · ‖w − w₀‖² to the local loss. Li 2020 (FedProx), equation 2. `mu` >= 0."""
+
+    mu: float
+    name: str = "proximal"
+
+    def begin(self, broadcast: Streams, client_state: Streams) -> Correction:
+        return Correction(mu=self.mu)
+
+
+@dataclass(frozen=True)
+class ControlVariates:
+    """SCAFFOLD: gradients corrected by c − cᵢ. Karimireddy 2020, Algorithm 1, option II.
+
+    The server's c and the client's cᵢ travel as stream `control`. cᵢ stays with the client:
+    cᵢ⁺ = cᵢ − c + (w₀ − w) / (K · lr), and the client sends Δcᵢ. The server adds |S|/N · mean(Δcᵢ).
+    """
+
+    name: str = "control_variates"
+
+    def init(self, trainable: Params) -> dict[str, Params]:
+        return {"control": zeros_like(trainable)}
+
+    def begin(self, broadcast: Streams, client_state: Streams) -> Correction:
+        control = broadcast["control"]
+        own = client_state.get("control") or zeros_like(control)
+        return Correction(offset=difference(control, own))
+
+    def finish(
+        self, base: Params, trained: Params, correction: Correction, num_steps: int, lr: float, client_state: Streams
+    ) -> Outcome:
+        assert correction.offset is not None
+        own = client_state.get("control") or zeros_like(base)
+        scale = 1.0 / (num_steps * lr)
+        renewed = {
+            name: ((value - trained[name]) * np.float32(scale) - correction.offset[name]).astype(np.float32)
+            for name, value in base.items()
+        }
+        return Outcome(extras={"control": difference(renewed, own)}, client_state={"control": renewed})
+
+    def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> dict[str, Params]:
+        share = aggregate.num_updates / num_clients
+        change = aggregate.extras["control"]
+        return {
+            "control": {
+                name: (value.astype(np.float64) + share * change[name]).astype(np.float32)
+                for name, value in broadcast["control"].items()
+            }
+        }
+
+
+def to_options(rule: ClientRule) -> dict[str, str | float]:
+    """The rule as JSON for a task message."""
+    return {"name": rule.name, "mu": rule.mu} if isinstance(rule, Proximal) else {"name": rule.name}
+
+
+def from_options(options: Mapping[str, str | float]) -> ClientRule:
+    """The rule a task message names.
+
+    Raises:
+        ValueError: the name is none of ours; the device's software may be older than the coordinator's.
+    """
+    match options.get("name"):
+        case "plain":
+            return PlainSGD()
+        case "proximal":
+            return Proximal(mu=float(options["mu"]))
+        case "control_variates":
+            return ControlVariates()
+        case other:
+            raise ValueError(f"client rule {other!r} is unknown here; known: plain, proximal, control_variates")

@@ -1,0 +1,90 @@
+"""A Strategy is four orthogonal parts and the two moments of a round where they act.
+
+    state = strategy.init(params, trainable)
+    each round:  fold = strategy.start(cohort_size); fold.add(position, strategy.transform(update)) …
+                 params, state = strategy.apply(params, state, fold.finish(), num_clients)
+
+Every part is a small pure value; a preset (`strategies.presets`) is a composition under a known name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from strategies.aggregators import Aggregator, Fold, WeightedMean
+from strategies.client_rules import ClientRule, PlainSGD
+from strategies.params import Params
+from strategies.server_optimizers import SGD, ServerOptimizer
+from strategies.state import State, named, part_of
+from strategies.update import Aggregate, Update
+
+
+class UpdateTransform(Protocol):
+    """A pure change to one accepted update before it is folded."""
+
+    def __call__(self, update: Update) -> Update: ...
+
+
+@dataclass(frozen=True)
+class ClipNorm:
+    """Scales a delta whose L2 norm over all tensors exceeds `max_norm` down to it. McMahan 2018, section 3.1."""
+
+    max_norm: float
+
+    def __call__(self, update: Update) -> Update:
+        squares = (float(np.sum(np.square(value, dtype=np.float64))) for value in update.delta.values())
+        norm = float(np.sqrt(sum(squares)))
+        if norm <= self.max_norm:
+            return update
+        factor = np.float32(self.max_norm / norm)
+        return replace(update, delta={name: value * factor for name, value in update.delta.items()})
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A federated algorithm: client rule, update transforms, aggregator, server optimizer."""
+
+    name: str
+    client_rule: ClientRule = PlainSGD()  # noqa: RUF009 - a frozen value
+    transforms: tuple[UpdateTransform, ...] = ()
+    aggregator: Aggregator = WeightedMean()  # noqa: RUF009 - a frozen value
+    server_optimizer: ServerOptimizer = SGD()  # noqa: RUF009 - a frozen value
+
+    def init(self, params: Params, trainable: Collection[str]) -> State:
+        """State before round 1, for the tensors of `params` named in `trainable`."""
+        learned = {name: value for name, value in params.items() if name in trainable}
+        optimizer = self.server_optimizer.init(learned)
+        return State(self._joined(optimizer.arrays, self.client_rule.init(learned)), optimizer.values)
+
+    def broadcast(self, state: State) -> dict[str, Params]:
+        """The streams that accompany the params of the coming round, such as SCAFFOLD's control variate."""
+        rule = part_of(state.arrays, "rule")
+        return {stream: part_of(rule, stream) for stream in {name.split("/", 1)[0] for name in rule}}
+
+    def start(self, cohort_size: int) -> Fold:
+        """A fold over the canonical positions of a cohort."""
+        return self.aggregator.start(cohort_size)
+
+    def transform(self, update: Update) -> Update:
+        """The update after every transform, in order."""
+        for change in self.transforms:
+            update = change(update)
+        return update
+
+    def apply(self, params: Params, state: State, aggregate: Aggregate, num_clients: int) -> tuple[Params, State]:
+        """Params and state after the round. `num_clients` is the whole population, not the cohort."""
+        before = State(part_of(state.arrays, "optimizer"), state.values)
+        moved, after = self.server_optimizer.step(params, aggregate.delta, before)
+        streams = self.client_rule.advance(self.broadcast(state), aggregate, num_clients)
+        return moved, State(self._joined(after.arrays, streams), after.values)
+
+    @staticmethod
+    def _joined(optimizer: Params, streams: dict[str, Params]) -> Params:
+        joined = named("optimizer", optimizer)
+        for stream, tensors in streams.items():
+            joined |= named(f"rule/{stream}", tensors)
+        return joined

@@ -1,0 +1,45 @@
+"""What one client sends back, and what a cohort's updates add up to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from strategies.params import Params
+
+
+@dataclass(frozen=True)
+class Update:
+    """One client's contribution to a round.
+
+    Attributes:
+        delta: trained minus base, trainable tensors only, float32.
+        num_examples: size of the client's local training set, >= 1; the weight in the mean.
+        num_steps: optimizer steps taken.
+        train_loss: mean loss per example over the local steps.
+        extras: further tensors of the client rule by stream name, such as `{"control": …}` for SCAFFOLD.
+    """
+
+    delta: Params
+    num_examples: int
+    num_steps: int
+    train_loss: float
+    extras: dict[str, Params] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """A cohort folded into one.
+
+    Attributes:
+        delta: the aggregated delta, float64.
+        extras: the aggregated extra streams, float64.
+        num_updates: how many updates went in.
+        num_examples: their examples together.
+        train_loss: mean of their training losses, weighted by examples.
+    """
+
+    delta: Params
+    extras: dict[str, Params]
+    num_updates: int
+    num_examples: int
+    train_loss: float
