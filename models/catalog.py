@@ -45,6 +45,10 @@ class TransformerOptions(Options):
     heads: Annotated[int, Field(ge=1, le=64)] = 4
 
 
+class TextOptions(TransformerOptions):
+    vocab: Annotated[int, Field(ge=2, le=65536)] = 2048
+
+
 @dataclass(frozen=True)
 class Entry:
     """One model we ship.
@@ -72,7 +76,9 @@ MODELS: dict[str, Entry] = {
         Entry("mlp", "multi-layer perceptron", MLPOptions, _ALL, "any"),
         Entry("cnn", "small convolutional network", CNNOptions, _ALL, "images"),
         Entry("resnet8", "residual network with 8 layers", ResNet8Options, _NO_TWIN, "images"),
-        Entry("charlm", "causal transformer over characters", TransformerOptions, _NO_TWIN, "token sequences"),
-        Entry("textcls", "transformer text classifier", TransformerOptions, _NO_TWIN, "tokens"),
+        Entry(
+            "charlm", "causal transformer over characters", TransformerOptions, _NO_TWIN, "token sequences"
+        ),
+        Entry("textcls", "transformer text classifier", TextOptions, _NO_TWIN, "tokens"),
     )
 }

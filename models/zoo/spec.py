@@ -32,6 +32,7 @@ class ModelSpec:
         loss: mean loss per counted label from (logits, labels); traceable when LiteRT is to train with it.
         tensorflow_twin: makes the same architecture in TensorFlow (see `models.zoo.tensorflow_twins`).
         options: as given, for the record.
+        vocab: how many token ids an int32 input may hold, 0 to vocab - 1; None: as many as classes.
     """
 
     name: str
@@ -43,6 +44,12 @@ class ModelSpec:
     loss: Loss = field(default=lambda logits, y: masked_cross_entropy(logits, y))
     tensorflow_twin: Callable[[], Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    vocab: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many token ids an int32 input may hold."""
+        return self.vocab or self.classes
 
     def build(self, seed: int) -> nn.Module:
         """A fresh module; the same seed gives the same weights. Leaves torch's global generator as it was."""
@@ -53,7 +60,7 @@ class ModelSpec:
     def example_batch(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A deterministic (x, y) of the right shapes and dtypes: sines in [0, 1], or tokens in turn."""
         numbers = torch.arange(batch_size * _size(self.input_shape)).reshape(batch_size, *self.input_shape)
-        x = ((numbers * 7) % self.classes).int() if self.input_dtype == "int32" else numbers.sin() * 0.5 + 0.5
+        x = ((numbers * 7) % self.tokens).int() if self.input_dtype == "int32" else numbers.sin() * 0.5 + 0.5
         label_shape = (batch_size, *self.input_shape) if self.task == "next_token" else (batch_size,)
         y = torch.arange(_size(label_shape)).reshape(label_shape) % self.classes
         return x, y.int()
@@ -62,7 +69,10 @@ class ModelSpec:
         """Mean loss and accuracy over the labels that count."""
         counted = y != PADDING
         correct = (logits.argmax(-1) == y) & counted
-        return {"loss": float(self.loss(logits, y)), "accuracy": float(correct.sum() / counted.sum().clamp(min=1))}
+        return {
+            "loss": float(self.loss(logits, y)),
+            "accuracy": float(correct.sum() / counted.sum().clamp(min=1)),
+        }
 
 
 def masked_cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,62 @@
+"""A transformer that classifies a text: attention over its tokens, mean over them, one dense layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from models.zoo.spec import ModelSpec
+from models.zoo.transformer import MASKED, Block, TokenEmbedding, require_divisible, sequence_length
+
+PAD = 0
+"""The token id that fills a short text up to T; no token attends to it and the mean leaves it out."""
+
+
+class TextClassifier(nn.Module):
+    """x [B, T] int32, `PAD` where the text has ended -> logits [B, classes]."""
+
+    def __init__(self, length: int, vocab: int, classes: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.embedding = TokenEmbedding(vocab, length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.fc = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(x)
+        counted = (x != PAD).to(h.dtype)
+        bias = ((1 - counted) * MASKED)[:, None, None, :]
+        for block in self.blocks:
+            h = block(h, bias)
+        tokens = counted.sum(1, keepdim=True).clamp(min=1)
+        mean = (self.norm(h) * counted.unsqueeze(-1)).sum(1) / tokens
+        logits: torch.Tensor = self.fc(mean)
+        return logits
+
+
+def spec(
+    input_shape: tuple[int, ...],
+    classes: int,
+    vocab: int = 2048,
+    width: int = 32,
+    layers: int = 2,
+    heads: int = 4,
+) -> ModelSpec:
+    """`input_shape` is (T,); token ids are 0 (padding) to `vocab` - 1.
+
+    Raises:
+        ValueError: not token sequences, a vocabulary without a token, or a width that `heads` does not divide.
+    """
+    length = sequence_length(input_shape)
+    require_divisible(width, heads)
+    if vocab < 2:
+        raise ValueError(f"vocab counts padding and at least one token, so it is 2 or more; got {vocab}")
+    return ModelSpec(
+        "textcls",
+        lambda: TextClassifier(length, vocab, classes, width, layers, heads),
+        input_shape,
+        classes,
+        input_dtype="int32",
+        options={"vocab": vocab, "width": width, "layers": layers, "heads": heads},
+        vocab=vocab,
+    )

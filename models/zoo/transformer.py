@@ -1,0 +1,93 @@
+"""The transformer that `charlm` and `textcls` share: embedding, attention, blocks.
+
+Pre-norm blocks without dropout (Xiong 2020). Token embedding is a product with a compared one-hot
+instead of a lookup, because the lookup's gradient, a scatter, has no LiteRT builtin that prepares; with
+a few thousand tokens the product costs little.
+
+Shapes: B rows, T tokens, D width, H heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+MASKED = -1e9
+"""Added to an attention score that must not count. Finite, so a row without any token stays finite."""
+
+
+class TokenEmbedding(nn.Module):
+    """Token ids [B, T] int32 -> [B, T, D], plus learned positions. An id outside the vocabulary is zero."""
+
+    def __init__(self, vocab: int, length: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(vocab, width) * width**-0.5)
+        self.position = nn.Parameter(torch.randn(length, width) * 0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = torch.arange(self.weight.shape[0], dtype=x.dtype, device=x.device)
+        one_hot = (x.unsqueeze(-1) == ids).to(self.weight.dtype)
+        return one_hot @ self.weight + self.position
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention on [B, T, D]. Vaswani 2017, section 3.2.
+
+    Heads are counted from the projections' width, not stored, so that the projections may be split by head.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """`bias` is added to the scores [B, H, T, T] and broadcasts to them."""
+        rows, length, _ = x.shape
+        by_head = (rows, length, -1, self.head_width)
+        q, k, v = (part(x).reshape(by_head).transpose(1, 2) for part in (self.query, self.key, self.value))
+        scores = q @ k.transpose(-1, -2) * self.head_width**-0.5 + bias
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(rows, length, -1)
+        answer: torch.Tensor = self.out(mixed)
+        return answer
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer four times as wide, each behind a LayerNorm and a shortcut."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x), bias)
+        answer: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        return answer
+
+
+def causal_bias(length: int, like: torch.Tensor) -> torch.Tensor:
+    """[T, T]: zero where a token may look, at itself and back; `MASKED` ahead of it."""
+    place = torch.arange(length, device=like.device)
+    return (place > place.unsqueeze(-1)).to(like.dtype) * MASKED
+
+
+def sequence_length(input_shape: tuple[int, ...]) -> int:
+    """T of (T,). Raises ValueError for any other rank."""
+    match input_shape:
+        case (length,) if length > 0:
+            return length
+    raise ValueError(f"expected token sequences, (length,) per example, got {input_shape}")
+
+
+def require_divisible(width: int, heads: int) -> None:
+    """Raises ValueError, saying both, where heads do not share the width evenly."""
+    if min(width, heads) < 1 or width % heads:
+        raise ValueError(f"width must be divisible by heads, got width {width} and heads {heads}")
