@@ -1,0 +1,1 @@
+"""From a large trained model to a small one: distil, quantize."""

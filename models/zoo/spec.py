@@ -80,7 +80,7 @@ def masked_cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
     Written with a compared one-hot, because gather and `one_hot` do not convert to LiteRT builtins.
     """
-    one_hot = (y.unsqueeze(-1) == torch.arange(logits.shape[-1])).to(logits.dtype)
+    one_hot = (y.unsqueeze(-1) == torch.arange(logits.shape[-1], device=logits.device)).to(logits.dtype)
     return -(one_hot * F.log_softmax(logits, -1)).sum() / one_hot.sum()
 
 

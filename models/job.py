@@ -1,0 +1,205 @@
+"""The job file of a datacenter worker: which model, which arrays, which options, where to write.
+
+    {"model": {"name": "cnn", "options": {}, "input_shape": [8, 8], "classes": 10,
+               "input_dtype": "float32", "task": "classification"},
+     "arrays": "arrays", "out": ".", "seed": 7, "options": {"epochs": 60}}
+
+Relative paths count from the job file's folder. `arrays` is a folder of `.npy` files. Stages add keys of
+their own (`params`, `teacher`). A wrong value is a JobError that names the file and the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from models.zoo import ModelSpec
+
+Options = TypeVar("Options")
+
+PADDING = -1
+
+
+class JobError(ValueError):
+    """The job file, or a file it names, is wrong; the message says where and what was expected."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job file as read."""
+
+    path: Path
+    settings: Mapping[str, Any]
+
+    @property
+    def seed(self) -> int:
+        seed = self.settings.get("seed", 0)
+        if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+            raise JobError(f"{self.path}: seed is {seed!r}, expected a whole number >= 0")
+        return seed
+
+    @property
+    def out(self) -> Path:
+        """Folder for the results, made if need be."""
+        folder = self.file("out", self.settings.get("out", "."))
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def spec(self, *keys: str) -> ModelSpec:
+        """The model described under `keys`, `("model",)` by default."""
+        from models import zoo
+
+        where = keys or ("model",)
+        entry = self.value(*where)
+        described = _only(entry, _MODEL_KEYS, f"{self.path}: {'.'.join(where)}")
+        missing = sorted({"name", "input_shape", "classes"} - set(described))
+        if missing:
+            raise JobError(f"{self.path}: {'.'.join(where)}.{missing[0]} is missing")
+        return zoo.get(
+            described["name"],
+            input_shape=tuple(described["input_shape"]),
+            classes=described["classes"],
+            input_dtype=described.get("input_dtype", "float32"),
+            task=described.get("task", "classification"),
+            **described.get("options", {}),
+        )
+
+    def value(self, *keys: str) -> Any:
+        """The value at `keys`, one level after the other."""
+        found: Any = self.settings
+        for depth, key in enumerate(keys):
+            if not isinstance(found, Mapping) or key not in found:
+                raise JobError(f"{self.path}: {'.'.join(keys[: depth + 1])} is missing")
+            found = found[key]
+        return found
+
+    def file(self, key: str, value: object) -> Path:
+        """`value` as a path, relative to the job file."""
+        if not isinstance(value, str):
+            raise JobError(f"{self.path}: {key} is {value!r}, expected a path")
+        return self.path.parent / value
+
+    def options(self, kind: type[Options]) -> Options:
+        """`options` as the dataclass `kind`, whose defaults fill what is not given."""
+        given = self.settings.get("options", {})
+        fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        known = _only(given, tuple(fields), f"{self.path}: options")
+        hints = typing.get_type_hints(kind)
+        for name, value in known.items():
+            problem = _problem(value, hints[name], fields[name].metadata)
+            if problem:
+                raise JobError(f"{self.path}: options.{name} is {value!r}, expected {problem}")
+        return kind(**known)
+
+    def rows(self, name: str, spec: ModelSpec) -> npt.NDArray[Any]:
+        """Examples `<arrays>/<name>.npy`, [N, *input_shape], N >= 1, in the model's input dtype."""
+        array = self._array(name)
+        if array.shape[1:] != spec.input_shape or not len(array):
+            raise JobError(
+                f"{self._array_path(name)} is {array.shape}, expected (rows, {', '.join(map(str, spec.input_shape))}) "
+                f"with at least one row, for model {spec.name!r}"
+            )
+        if spec.input_dtype == "float32" and not np.isfinite(array).all():
+            raise JobError(f"{self._array_path(name)} holds NaN or infinite values")
+        return np.ascontiguousarray(array, dtype=spec.input_dtype)
+
+    def labels(self, name: str, spec: ModelSpec, x: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+        """Labels `<arrays>/<name>.npy` of `x`, int32, from -1 (does not count) to classes - 1."""
+        array = self._array(name)
+        expected = x.shape[:2] if spec.task == "next_token" else x.shape[:1]
+        if array.shape != expected or array.dtype.kind not in "iu":
+            raise JobError(
+                f"{self._array_path(name)} is {array.dtype} {array.shape}, expected whole numbers of shape {expected}"
+            )
+        if array.min() < PADDING or array.max() >= spec.classes:
+            raise JobError(
+                f"{self._array_path(name)} has labels from {array.min()} to {array.max()}, "
+                f"expected {PADDING} to {spec.classes - 1}"
+            )
+        return array.astype(np.int32)
+
+    def has_array(self, name: str) -> bool:
+        return self._array_path(name).exists()
+
+    def _array_path(self, name: str) -> Path:
+        return self.file("arrays", self.value("arrays")) / f"{name}.npy"
+
+    def _array(self, name: str) -> npt.NDArray[Any]:
+        path = self._array_path(name)
+        try:
+            array: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+        except FileNotFoundError:
+            raise JobError(f"{path} does not exist; {self.path} names its folder as `arrays`") from None
+        except (ValueError, EOFError, OSError) as error:
+            raise JobError(f"{path} is not a readable .npy file without pickled objects: {error}") from error
+        return array
+
+
+_MODEL_KEYS = ("name", "options", "input_shape", "classes", "input_dtype", "task")
+
+
+def read(path: Path) -> Job:
+    """The job in the JSON file `path`.
+
+    Raises:
+        JobError: no such file, no JSON, or no object.
+    """
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise JobError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise JobError(f"{path} is not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise JobError(f"{path} holds {type(settings).__name__}, expected an object")
+    return Job(path.absolute(), settings)
+
+
+def bounded(default: float, least: float, most: float) -> Any:
+    """A dataclass field with a default and an inclusive range that `Job.options` checks."""
+    return dataclasses.field(default=default, metadata={"least": least, "most": most})
+
+
+def write_result(folder: Path, result: Mapping[str, Any]) -> None:
+    """`result.json` in `folder`, replaced in one step."""
+    write_bytes(folder / "result.json", (json.dumps(result, indent=2) + "\n").encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a file so that a reader sees all of it or the one before, also after a power cut."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with unfinished.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _only(value: object, known: tuple[str, ...], where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise JobError(f"{where} is {value!r}, expected an object")
+    unknown = sorted(set(value) - set(known))
+    if unknown:
+        raise JobError(f"{where} has the unknown key {unknown[0]!r}; known: {', '.join(known)}")
+    return value
+
+
+def _problem(value: object, hint: Any, bounds: Mapping[str, Any]) -> str:
+    """What was expected instead of `value`, or nothing if it is fine."""
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        return "" if value in choices else "one of " + ", ".join(map(repr, choices))
+    noun = "a whole number" if hint is int else "a number"
+    expected = f"{noun} from {bounds['least']} to {bounds['most']}"
+    numeric = isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
+    return "" if numeric and bounds["least"] <= value <= bounds["most"] else expected

@@ -1,0 +1,81 @@
+"""How our worker processes behave: they die with their parent, report in lines, and fail in one sentence.
+
+A worker is started with the path of a job file. Whatever it wants its parent to know is one JSON object a
+line on standard output: progress as it comes, `{"error": …}` before a failing exit. Everything else that
+libraries print goes to standard error. Standard library only, so that any worker may import it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+PARENT_VARIABLE = "FEDLOOP_PARENT_PID"
+"""Environment variable in which a parent tells its workers its own process id."""
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+Report = Callable[..., None]
+"""Writes its keyword arguments as one JSON line to the parent."""
+
+
+def die_with_parent() -> None:
+    """Has the kernel kill this process when the thread that started it ends, SIGKILL included.
+
+    Not inherited: every process of a tree calls this for itself. The parent may be gone before the call,
+    so it leaves its process id in `PARENT_VARIABLE`, and a worker that finds another parent exits at once.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
+    parent = os.environ.get(PARENT_VARIABLE, "")
+    if parent.isdecimal() and os.getppid() != int(parent):
+        os._exit(1)
+
+
+def serve(work: Callable[[Path, Report], None]) -> NoReturn:
+    """The life of a worker: `work(job file, report)`, then exit 0, or 1 after an error line.
+
+    Our own errors are subclasses of ValueError with a message for the reader; for anything else, a bare
+    ValueError included, the traceback goes to standard error as well.
+    """
+    die_with_parent()
+    report = reporter(_own_stdout())
+    if len(sys.argv) != 2:
+        report(error=f"expected one argument, the job file, got {len(sys.argv) - 1}")
+        raise SystemExit(2)
+    try:
+        work(Path(sys.argv[1]), report)
+    except Exception as error:
+        ours = isinstance(error, ValueError) and type(error) is not ValueError
+        if not ours:
+            traceback.print_exc()
+        report(error=str(error) if ours else f"{type(error).__name__}: {error}")
+        raise SystemExit(1) from None
+    raise SystemExit(0)
+
+
+def reporter(stream: TextIO) -> Report:
+    """A `Report` that writes to `stream`, each line in one call, so that two processes can share a pipe."""
+
+    def report(**fields: object) -> None:
+        stream.write(json.dumps(fields) + "\n")
+        stream.flush()
+
+    return report
+
+
+def _own_stdout() -> TextIO:
+    """Standard output for us alone; what libraries print there, from C too, goes to standard error instead."""
+    sys.stdout.flush()
+    kept = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return kept
