@@ -1,0 +1,150 @@
+"""Local training in TensorFlow.
+
+The device has no architectures of its own, so the model comes in as a `Twin`: a forward pass, and the
+way from canonical params to TensorFlow's layout and back. One traced function takes a step of any client
+rule on a batch of any size: a plain step is one with `mu` and `offset` zero, which costs two additions
+and spares a second graph.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_client.train.trainer import PADDING, Examples
+from strategies.client_rules import Correction
+from strategies.params import Params, zeros_like
+
+# TensorFlow reads these once, at import. Without them every process prints lines about its CPU. oneDNN announces
+# itself at any log level and rounds differently from one CPU to the next; setting it to 1 makes larger
+# convolutions some 1.4 times faster again.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+import tensorflow as tf
+
+Tensors = dict[str, tf.Tensor]
+
+
+class Twin(Protocol):
+    """A model as this runtime needs it; names are those of the canonical params."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensors of the model."""
+
+    @property
+    def logits(self) -> Callable[[Mapping[str, tf.Tensor], tf.Tensor], tf.Tensor]:
+        """(weights in TensorFlow layout, x [B, …]) -> [B, (T,) classes]; without randomness of its own."""
+
+    def to_tensorflow(self, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """A canonical tensor in TensorFlow's layout."""
+
+    def from_tensorflow(self, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The exact inverse of `to_tensorflow`."""
+
+
+class TensorFlowRuntime:
+    """Runs one twin, again and again, on params given from outside."""
+
+    name = "tensorflow"
+
+    def __init__(self, twin: Twin, trainable: Sequence[str] | None = None) -> None:
+        """`trainable`: names of the tensors to train; all of the twin's unless given."""
+        use_one_cpu_thread()
+        self._twin = twin
+        self.trainable: tuple[str, ...] = twin.names if trainable is None else tuple(trainable)
+        self._step: Callable[..., tuple[Tensors, tf.Tensor]] | None = None
+        self._infer = tf.function(twin.logits, reduce_retracing=True)
+
+    def take_steps(
+        self, params: Params, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
+    ) -> tuple[Params, list[float]]:
+        tensors = self._to_tensors({name: params[name] for name in self._twin.names})
+        learned = {name: tensors.pop(name) for name in self.trainable}
+        frozen, start = tensors, learned
+        offset = self._to_tensors(correction.offset or zeros_like({n: params[n] for n in self.trainable}))
+        rate, mu = tf.constant(lr, tf.float32), tf.constant(correction.mu, tf.float32)
+        losses = []
+        for batch in batches:
+            x, y = tf.convert_to_tensor(batch.x), tf.convert_to_tensor(batch.y)
+            if self._step is None:
+                self._step = _traced_step(self._twin, learned, frozen, x, y)
+            learned, loss = self._step(learned, frozen, start, offset, x, y, rate, mu)
+            losses.append(float(loss))
+        return {
+            n: self._twin.from_tensorflow(n, value.numpy()).copy() for n, value in learned.items()
+        }, losses
+
+    def logits(self, params: Params, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        weights = self._to_tensors({name: params[name] for name in self._twin.names})
+        answer: npt.NDArray[np.float32] = self._infer(weights, tf.convert_to_tensor(x)).numpy()
+        return answer
+
+    def _to_tensors(self, params: Params) -> Tensors:
+        return {n: tf.convert_to_tensor(self._twin.to_tensorflow(n, value)) for n, value in params.items()}
+
+
+def masked_cross_entropy(logits: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    """Mean cross-entropy over the labels that are not `PADDING`. `logits`: [B, (T,) C], `y`: int32 [B, (T)]."""
+    counted = tf.cast(tf.not_equal(y, PADDING), logits.dtype)
+    labels = tf.maximum(y, 0)
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+    return tf.reduce_sum(losses * counted) / tf.reduce_sum(counted)
+
+
+def use_one_cpu_thread() -> None:
+    """Keeps TensorFlow to one thread and off any GPU; devices are shared with their user, workers with workers.
+
+    In a process where TensorFlow already runs it is too late to say so, and what was set there stays.
+    """
+    try:
+        tf.config.set_visible_devices([], "GPU")
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+    except RuntimeError:
+        return
+
+
+def _traced_step(
+    twin: Twin, learned: Tensors, frozen: Tensors, x: tf.Tensor, y: tf.Tensor
+) -> Callable[..., tuple[Tensors, tf.Tensor]]:
+    """One step of w ← w − lr · (∇f(w) + mu · (w − w₀) + offset) as a graph, for batches of any size."""
+
+    def step(
+        learned: Tensors,
+        frozen: Tensors,
+        start: Tensors,
+        offset: Tensors,
+        x: tf.Tensor,
+        y: tf.Tensor,
+        lr: tf.Tensor,
+        mu: tf.Tensor,
+    ) -> tuple[Tensors, tf.Tensor]:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(learned)
+            loss = masked_cross_entropy(twin.logits({**frozen, **learned}, x), y)
+        gradients = tape.gradient(loss, learned, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        moved = {
+            name: weight - lr * (gradients[name] + mu * (weight - start[name]) + offset[name])
+            for name, weight in learned.items()
+        }
+        return moved, loss
+
+    scalar = tf.TensorSpec([], tf.float32)
+    weights = _specs(learned)
+    signature = [weights, _specs(frozen), weights, weights, _any_size(x), _any_size(y), scalar, scalar]
+    traced: Callable[..., tuple[Tensors, tf.Tensor]] = tf.function(step, input_signature=signature)
+    return traced
+
+
+def _specs(tensors: Tensors) -> dict[str, tf.TensorSpec]:
+    return {name: tf.TensorSpec(value.shape, value.dtype) for name, value in tensors.items()}
+
+
+def _any_size(batch: tf.Tensor) -> tf.TensorSpec:
+    """The shape of a batch with its first axis left open, so that a shorter last batch is no new graph."""
+    return tf.TensorSpec([None, *batch.shape[1:]], batch.dtype)
