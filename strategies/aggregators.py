@@ -58,8 +58,8 @@ class Aggregator(Protocol):
 class WeightedMean:
     """Mean of updates weighted by example count, or unweighted with `weighting="uniform"`.
 
-    Holds one float64 model plus the updates of blocks not yet complete: one model when results come in
-    canonical order. Extra streams are always averaged unweighted, as SCAFFOLD's control variates ask
+    Holds one float64 model, the updates of incomplete blocks and the sums of blocks ahead of their turn: one
+    model, and at most one block, when results come in canonical order. Extra streams are always averaged unweighted, as SCAFFOLD's control variates ask
     (Karimireddy 2020, Algorithm 1, line 17). McMahan 2017, Algorithm 1.
     """
 
@@ -90,6 +90,7 @@ class MeanFold:
     def __init__(self, weighting: Weighting, cohort_size: int) -> None:
         self._weighting = weighting
         self._size = cohort_size
+        self._num_blocks = -(-cohort_size // BLOCK)
         self._heard: dict[int, dict[int, Update | None]] = {}
         self._partials: dict[int, PartialSum | None] = {}
         self._next_block = 0
@@ -101,10 +102,21 @@ class MeanFold:
     def skip(self, position: int) -> None:
         self._hear(position, None)
 
+    def add_partial(self, block: int, partial: PartialSum | None) -> None:
+        """Takes a whole block at once, as `sum_block` summed it elsewhere; None where all of it was skipped.
+
+        Raises:
+            ValueError: no such block, or something was already heard from it.
+        """
+        if not 0 <= block < self._num_blocks:
+            raise ValueError(f"block {block} is outside the cohort's {self._num_blocks} blocks")
+        if block in self._heard or self._is_closed(block):
+            raise ValueError(f"block {block} was already folded, in whole or in part")
+        self._settle(block, partial)
+
     def finish(self) -> Aggregate:
-        for block in range(self._next_block, -(-self._size // BLOCK)):
-            if block not in self._partials:
-                self._close(block)
+        while self._next_block < self._num_blocks:
+            self._close(self._next_block)
         if self._total is None:
             raise ValueError("no update to aggregate: every position of the cohort was skipped")
         return _mean(self._total)
@@ -113,22 +125,28 @@ class MeanFold:
         if not 0 <= position < self._size:
             raise ValueError(f"position {position} is outside the cohort of {self._size}")
         block = position // BLOCK
-        heard = self._heard.setdefault(block, {})
-        if position in heard or block in self._partials or block < self._next_block:
+        heard = self._heard.get(block, {})
+        if position in heard or self._is_closed(block):
             raise ValueError(f"position {position} was already folded")
-        heard[position] = update
-        if len(heard) == min(BLOCK, self._size - block * BLOCK):
+        self._heard[block] = heard | {position: update}
+        if len(self._heard[block]) == min(BLOCK, self._size - block * BLOCK):
             self._close(block)
 
     def _close(self, block: int) -> None:
         heard = self._heard.pop(block, {})
         updates = [update for _, update in sorted(heard.items()) if update is not None]
-        self._partials[block] = sum_block(updates, self._weighting)
+        self._settle(block, sum_block(updates, self._weighting))
+
+    def _is_closed(self, block: int) -> bool:
+        return block < self._next_block or block in self._partials
+
+    def _settle(self, block: int, partial: PartialSum | None) -> None:
+        self._partials[block] = partial
         while self._next_block in self._partials:
-            partial = self._partials.pop(self._next_block)
+            following = self._partials.pop(self._next_block)
             self._next_block += 1
-            if partial is not None:
-                self._total = partial if self._total is None else _plus(self._total, partial)
+            if following is not None:
+                self._total = following if self._total is None else _plus(self._total, following)
 
 
 def _weighted(update: Update, weighting: Weighting) -> PartialSum:

@@ -52,7 +52,13 @@ class ClientRule(Protocol):
         """On the client, before its steps. `client_state` is empty the first time."""
 
     def finish(
-        self, base: Params, trained: Params, correction: Correction, num_steps: int, lr: float, client_state: Streams
+        self,
+        base: Params,
+        trained: Params,
+        correction: Correction,
+        num_steps: int,
+        lr: float,
+        client_state: Streams,
     ) -> Outcome:
         """On the client, after its steps. `base` and `trained` hold the trainable tensors."""
 
@@ -67,7 +73,13 @@ class _Stateless:
         return {}
 
     def finish(
-        self, base: Params, trained: Params, correction: Correction, num_steps: int, lr: float, client_state: Streams
+        self,
+        base: Params,
+        trained: Params,
+        correction: Correction,
+        num_steps: int,
+        lr: float,
+        client_state: Streams,
     ) -> Outcome:
         return Outcome(extras={}, client_state={})
 
@@ -115,7 +127,13 @@ class ControlVariates:
         return Correction(offset=difference(control, own))
 
     def finish(
-        self, base: Params, trained: Params, correction: Correction, num_steps: int, lr: float, client_state: Streams
+        self,
+        base: Params,
+        trained: Params,
+        correction: Correction,
+        num_steps: int,
+        lr: float,
+        client_state: Streams,
     ) -> Outcome:
         assert correction.offset is not None
         own = client_state.get("control") or zeros_like(base)
@@ -156,4 +174,6 @@ def from_options(options: Mapping[str, str | float]) -> ClientRule:
         case "control_variates":
             return ControlVariates()
         case other:
-            raise ValueError(f"client rule {other!r} is unknown here; known: plain, proximal, control_variates")
+            raise ValueError(
+                f"client rule {other!r} is unknown here; known: plain, proximal, control_variates"
+            )

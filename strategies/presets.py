@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,18 +44,26 @@ class Option:
         if isinstance(self.default, bool):
             return "true or false"
         left = f"{'>' if self.low_open else '>='} {self.low:g}"
-        return left if self.high == float("inf") else f"{left} and {'<' if self.high_open else '<='} {self.high:g}"
+        return (
+            left
+            if self.high == float("inf")
+            else f"{left} and {'<' if self.high_open else '<='} {self.high:g}"
+        )
 
     def accepts(self, value: object) -> bool:
         if self.choices:
             return value in self.choices
         if isinstance(self.default, bool) or isinstance(value, bool):
             return isinstance(value, bool) and isinstance(self.default, bool)
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             return False
         above = value > self.low if self.low_open else value >= self.low
         below = value < self.high if self.high_open else value <= self.high
         return above and below
+
+    def taken(self, value: Any) -> float | str | bool:
+        """An accepted value in the option's own type: `1` for a number is 1.0."""
+        return float(value) if isinstance(self.default, float) else value
 
 
 _MEAN = {
@@ -66,7 +75,9 @@ _ADAPTIVE = {
     "server_lr": Option(0.03, "server learning rate", low=0.0, low_open=True),
     "beta1": Option(0.9, "decay of the first moment", low=0.0, high=1.0, high_open=True),
     "beta2": Option(0.99, "decay of the second moment", low=0.0, high=1.0, high_open=True),
-    "tau": Option(1e-3, "degree of adaptivity, added to the root of the second moment", low=0.0, low_open=True),
+    "tau": Option(
+        1e-3, "degree of adaptivity, added to the root of the second moment", low=0.0, low_open=True
+    ),
     "flower_form": Option(False, "compute as flwr 1.41 does, for parity with runs made there"),
 }
 
@@ -126,14 +137,22 @@ def checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         OptionError: as `get`.
     """
     if name not in OPTIONS:
-        raise OptionError(f"strategy {name!r} is unknown{_nearest(name, OPTIONS)}; known: {', '.join(OPTIONS)}")
+        raise OptionError(
+            f"strategy {name!r} is unknown{_nearest(name, OPTIONS)}; known: {', '.join(OPTIONS)}"
+        )
     known = OPTIONS[name]
     for key, value in options.items():
         if key not in known:
-            raise OptionError(f"{name} has no option {key!r}{_nearest(key, known)}; known: {', '.join(known)}", key)
+            raise OptionError(
+                f"{name} has no option {key!r}{_nearest(key, known)}; known: {', '.join(known)}", key
+            )
         if not known[key].accepts(value):
-            raise OptionError(f"{value!r} is not allowed for {name}: expected {known[key].allowed()}", key)
-    return {key: options.get(key, option.default) for key, option in known.items()}
+            raise OptionError(
+                f"{key} = {value!r} is not allowed for {name}: expected {known[key].allowed()}", key
+            )
+    return {
+        key: option.taken(options[key]) if key in options else option.default for key, option in known.items()
+    }
 
 
 def _nearest(word: str, known: Mapping[str, object]) -> str:

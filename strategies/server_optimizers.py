@@ -6,13 +6,13 @@ Arithmetic is float64, results and state are float32. Tensors not in the delta (
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 
-from strategies.params import Params
+from strategies.params import FloatArray, Params, zeros_like
 from strategies.state import State, named, part_of
 
 
@@ -37,7 +37,7 @@ class SGD:
     def init(self, trainable: Params) -> State:
         if not self.momentum:
             return State()
-        return State(arrays=named("momentum", _zeros(trainable)))
+        return State(arrays=named("momentum", zeros_like(trainable)))
 
     def step(self, params: Params, delta: Params, state: State) -> tuple[Params, State]:
         if not self.momentum:
@@ -72,7 +72,9 @@ class Adaptive:
     def init(self, trainable: Params) -> State:
         start = 0.0 if self.flower_form else self.tau**2
         second = {n: np.full(value.shape, start, np.float32) for n, value in trainable.items()}
-        return State(arrays=named("first", _zeros(trainable)) | named("second", second), values={"step": 0})
+        return State(
+            arrays=named("first", zeros_like(trainable)) | named("second", second), values={"step": 0}
+        )
 
     def step(self, params: Params, delta: Params, state: State) -> tuple[Params, State]:
         step = int(state.values["step"] or 0) + 1
@@ -106,9 +108,5 @@ def _moved(params: Params, step: Params) -> Params:
     }
 
 
-def _zeros(params: Params) -> Params:
-    return {name: np.zeros(value.shape, np.float32) for name, value in params.items()}
-
-
-def _float32(params: Params) -> Params:
+def _float32(params: Mapping[str, FloatArray]) -> Params:
     return {name: value.astype(np.float32) for name, value in params.items()}

@@ -63,7 +63,8 @@ class Strategy:
     def broadcast(self, state: State) -> dict[str, Params]:
         """The streams that accompany the params of the coming round, such as SCAFFOLD's control variate."""
         rule = part_of(state.arrays, "rule")
-        return {stream: part_of(rule, stream) for stream in {name.split("/", 1)[0] for name in rule}}
+        streams = sorted({name.split("/", 1)[0] for name in rule})
+        return {stream: part_of(rule, stream) for stream in streams}
 
     def start(self, cohort_size: int) -> Fold:
         """A fold over the canonical positions of a cohort."""
@@ -75,7 +76,9 @@ class Strategy:
             update = change(update)
         return update
 
-    def apply(self, params: Params, state: State, aggregate: Aggregate, num_clients: int) -> tuple[Params, State]:
+    def apply(
+        self, params: Params, state: State, aggregate: Aggregate, num_clients: int
+    ) -> tuple[Params, State]:
         """Params and state after the round. `num_clients` is the whole population, not the cohort."""
         before = State(part_of(state.arrays, "optimizer"), state.values)
         moved, after = self.server_optimizer.step(params, aggregate.delta, before)

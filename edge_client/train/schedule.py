@@ -20,6 +20,13 @@ def batches(
     """
     if (epochs is None) == (steps is None):
         raise ValueError("exactly one of epochs and steps must be set")
+    for name, value in (
+        ("num_examples", num_examples),
+        ("batch_size", batch_size),
+        ("epochs or steps", epochs or steps),
+    ):
+        if not value or value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
     given = 0
     epoch = 0
     while epoch < epochs if epochs is not None else given < (steps or 0):

@@ -40,13 +40,13 @@ class TorchRuntime:
         load(self._module, params)
         torch.manual_seed(seed)
         train_mode(self._module)
-        weights = list(self._weights.values())
+        weights: list[torch.Tensor] = list(self._weights.values())
         start = [weight.detach().clone() for weight in weights] if correction.mu else []
         offset = [torch.from_numpy(correction.offset[n]) for n in self._weights] if correction.offset else []
         losses = []
         for batch in batches:
             loss = self._loss(self._module(torch.from_numpy(batch.x)), torch.from_numpy(batch.y))
-            gradients = list(torch.autograd.grad(loss, weights))
+            gradients = list(torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True))
             with torch.no_grad():
                 if offset:
                     torch._foreach_add_(gradients, offset)
@@ -73,7 +73,8 @@ def load(module: nn.Module, params: Params) -> None:
     with torch.no_grad():
         for name, tensor in module.state_dict(keep_vars=True).items():
             if tensor.is_floating_point():
-                tensor.copy_(torch.from_numpy(np.ascontiguousarray(params[name])))
+                # Written through numpy: `from_numpy` warns of arrays that are read-only, as received ones are.
+                np.copyto(tensor.detach().numpy(), params[name])
 
 
 def read(module: nn.Module) -> Params:

@@ -26,7 +26,7 @@ EVALUATION_ROWS = 256
 """Rows evaluated at a time. Fixed, so that sums do not depend on who evaluates."""
 
 
-class NoExamples(ValueError):
+class NoExamples(ValueError):  # noqa: N818 - says what is the case, as the message does
     """A client was asked to train on no data."""
 
 
@@ -124,7 +124,11 @@ class Trainer:
     runtime: Runtime
 
     def train(
-        self, params: Params, task: TrainTask, data: Examples, client_state: Mapping[str, Params] | None = None
+        self,
+        params: Params,
+        task: TrainTask,
+        data: Examples,
+        client_state: Mapping[str, Params] | None = None,
     ) -> LocalResult:
         """One client's local run from `params`.
 
@@ -138,7 +142,11 @@ class Trainer:
         correction = task.rule.begin(task.broadcast, kept)
         order = list(
             schedule.batches(
-                len(data), task.batch_size, epochs=task.epochs, steps=task.steps, rng=np.random.default_rng(task.seed)
+                len(data),
+                task.batch_size,
+                epochs=task.epochs,
+                steps=task.steps,
+                rng=np.random.default_rng(task.seed),
             )
         )
         trained, losses = self.runtime.take_steps(
