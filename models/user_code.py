@@ -7,6 +7,7 @@ imports it means that one. While their code is imported and called, our packages
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -53,7 +54,8 @@ def load(target: str, folder: Path | None = None) -> Callable[..., Any]:
         with own_names(where):
             return function(*args, **kwargs)
 
-    return call
+    # `inspect.signature` sees through to the user's function: callers offer only what it takes.
+    return functools.update_wrapper(call, function, updated=())
 
 
 @contextmanager

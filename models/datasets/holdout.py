@@ -1,0 +1,44 @@
+"""Which rows are held out for testing where the data itself does not say."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from models.datasets.randomness import stream
+
+SHARE = Fraction(1, 5)
+
+
+def held_out(
+    y: npt.NDArray[np.int32], seed: int, site: npt.NDArray[np.int32] | None = None
+) -> npt.NDArray[np.bool_]:
+    """A fifth of each site's rows (of all rows without sites), spread evenly over its classes.
+
+    Systematic sampling: the rows of a site are ordered by class, at random within one, and every fifth is
+    taken from a random start. So the number is the rounded share exactly, classes are represented to
+    within one row, a site never loses its last training row, and without sites neither does any class that
+    has two.
+
+    `y`: [N] class indices. Returns bool [N].
+    """
+    rng = stream(seed, "held-out")
+    group = np.zeros(len(y), np.int32) if site is None else site
+    order = np.lexsort((rng.random(len(y)), y, group))
+    sizes = np.bincount(group) if len(y) else np.zeros(0, np.int64)
+    counts = np.array([take(int(size)) for size in sizes], np.int64)
+    starts = np.cumsum(sizes) - sizes
+    ordered = group[order]
+    place = np.arange(len(y)) - starts[ordered] + rng.integers(0, np.maximum(sizes, 1))[ordered]
+    size, count = sizes[ordered], counts[ordered]
+    test = np.zeros(len(y), np.bool_)
+    # The place advances by one, its share by count/size: where the whole part advances, a row is taken.
+    test[order] = (place + 1) * count // size > place * count // size
+    return test
+
+
+def take(size: int) -> int:
+    """How many of `size` rows are held out: the rounded share, and never all of them."""
+    return max(0, min(round(size * SHARE), size - 1))

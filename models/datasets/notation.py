@@ -1,0 +1,53 @@
+"""The notation `name(value, key=value)` in which experiment files give a data set or a partition its options.
+
+Only literals are read (`ast.literal_eval`), nothing is ever evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from models.datasets.dataset import DataError
+
+
+@dataclass(frozen=True)
+class Call:
+    """`name`, `name(1, 2)` or `name(key=1)` with the values as Python literals."""
+
+    name: str
+    positional: tuple[Any, ...] = ()
+    named: dict[str, Any] = field(default_factory=dict)
+
+
+def parse(text: str) -> Call:
+    """The name and the values of `text`.
+
+    Raises:
+        DataError: not of that form.
+    """
+    stripped = text.strip()
+    if "(" not in stripped:
+        return Call(stripped)
+    try:
+        tree = ast.parse(stripped, mode="eval").body
+        if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
+            raise ValueError
+        named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in tree.keywords if keyword.arg}
+        if len(named) != len(tree.keywords):
+            raise ValueError
+        return Call(tree.func.id, tuple(ast.literal_eval(value) for value in tree.args), named)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        raise DataError(
+            f"{text!r} is not of the form name(value) or name(key=value) with plain numbers and lists"
+        ) from None
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`, did you mean 'x'?` for an error message, or nothing when no known word is close."""
+    by_folded = {name.casefold(): name for name in known}
+    close = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.5)
+    return f", did you mean {by_folded[close[0]]!r}?" if close else ""

@@ -1,0 +1,243 @@
+"""A user's own loader, `package.module:load`, and the checks on what it returns."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from models import user_code
+from models.datasets.dataset import PADDING, DataError, Dataset, TaskKind
+from models.datasets.holdout import held_out
+from models.datasets.notation import nearest
+
+KEYS = ("x", "y", "test", "x_test", "y_test", "site", "classes", "task", "class_names")
+TASKS: tuple[TaskKind, ...] = ("classification", "next_token")
+
+
+def load(target: str, data_dir: Path | None, seed: int) -> Dataset:
+    """The data set that `target` returns.
+
+    The function is called with `data_dir` (a Path or None) and `seed` where its signature has them, and returns
+    a mapping: `x` [N, …] numbers, or whole numbers for tokens; `y` class indices [N], or [N, T] beside tokens
+    [N, T]. Optional are `test` (bool [N]) or else `x_test` and `y_test`, `site` ([N], names or numbers),
+    `classes`, `class_names`, and `task` (`classification` or `next_token`).
+
+    Raises:
+        DataError: it cannot be imported, fails, or returns something else; the message says what was expected.
+    """
+    try:
+        function = user_code.load(target)
+    except user_code.UserCodeError as error:
+        raise DataError(f"data set {target!r}: {error}") from error
+    returned = _called(function, target, {"data_dir": data_dir, "seed": seed})
+    if not isinstance(returned, Mapping):
+        raise DataError(
+            f"{target} returned {type(returned).__name__}, expected a mapping such as {{'x': …, 'y': …}}"
+        )
+    for key in returned:
+        if key not in KEYS:
+            raise DataError(
+                f"{target} returned key {key!r}{nearest(str(key), KEYS)}; known: {', '.join(KEYS)}"
+            )
+    return _dataset(target, {key: value for key, value in returned.items() if value is not None}, seed)
+
+
+def _called(function: Callable[..., Any], target: str, offered: dict[str, Any]) -> Any:
+    try:
+        accepted: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some callables written in C tell nothing
+        accepted = {}
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    try:
+        return function(**{name: value for name, value in offered.items() if anything or name in accepted})
+    except Exception as error:  # whatever a user's code raises is the user's to read
+        raise DataError(
+            f"{target} failed{_place(function, error)}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _place(function: Callable[..., Any], error: Exception) -> str:
+    """The last line of the user's own file that led to the error, where one did."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if code and frame.filename == code.co_filename
+    ]
+    return f" at {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+
+
+def _dataset(target: str, given: dict[str, Any], seed: int) -> Dataset:
+    for key in ("x", "y"):
+        if key not in given:
+            raise DataError(
+                f"{target} returned no {key!r}; it returned: {', '.join(map(str, given)) or 'nothing'}"
+            )
+    x, y = _inputs(target, "x", given["x"]), _labels(target, "y", given["y"])
+    test = None
+    if "x_test" in given or "y_test" in given:
+        x, y, test = _with_test_arrays(target, given, x, y)
+    elif "test" in given:
+        test = _mask(target, given["test"], len(x))
+    _same_rows(target, "y", y, "x", x)
+    task = _task(target, given.get("task"), x, y)
+    classes, class_names = _classes(target, given, x, y, task)
+    site, site_names = _sites(target, given["site"], len(x)) if "site" in given else (None, ())
+    notes = (f"Loaded by {target}.", "It says which rows are held out.")
+    if test is None:
+        flat = y if task == "classification" else np.zeros(len(y), np.int32)
+        test = held_out(flat, seed, site)
+        notes = (
+            notes[0],
+            f"20 % of {'each site' if site is not None else 'the rows'} is held out, by the seed.",
+        )
+    if test.all() or not test.any():
+        raise DataError(
+            f"{target}: {int(test.sum())} of {len(test)} rows are held out for testing; expected some, and not all"
+        )
+    return Dataset(target, x, y, test, classes, task, class_names, site, site_names, notes)
+
+
+def _inputs(target: str, key: str, value: Any) -> npt.NDArray[Any]:
+    """float32 from any floats, booleans or bytes (images); int32 from whole numbers (tokens)."""
+    array = _array(target, key, value)
+    if array.ndim < 2:
+        raise DataError(f"{target}: {key} has shape {array.shape}, expected rows and at least one more axis")
+    if array.dtype.kind == "f" or array.dtype in (np.bool_, np.uint8):
+        with np.errstate(over="ignore"):
+            numbers = np.ascontiguousarray(array, dtype=np.float32)
+        _all_finite(target, key, numbers)
+        return numbers
+    if array.dtype.kind in "iu":
+        return _int32(
+            target, key, array, 0, "token ids are 0 or more; numbers that are no tokens belong in floats"
+        )
+    raise DataError(f"{target}: {key} is of type {array.dtype}, expected floats, or whole numbers for tokens")
+
+
+def _labels(target: str, key: str, value: Any) -> npt.NDArray[np.int32]:
+    array = _array(target, key, value)
+    if array.dtype.kind not in "iub":
+        raise DataError(
+            f"{target}: {key} is of type {array.dtype}, expected whole numbers from 0, one a class "
+            f"(np.unique({key}, return_inverse=True) turns other labels into them)"
+        )
+    if array.ndim not in (1, 2) or array.shape[1:] == (1,):
+        raise DataError(
+            f"{target}: {key} has shape {array.shape}, expected one label a row, or [rows, tokens]"
+        )
+    return _int32(target, key, array, PADDING if array.ndim == 2 else 0, "labels count from 0")
+
+
+def _array(target: str, key: str, value: Any) -> npt.NDArray[Any]:
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise DataError(f"{target}: {key} cannot be made an array: {error}") from error
+    if array.dtype == object:
+        raise DataError(f"{target}: {key} is a ragged list or holds objects, expected an array of numbers")
+    if not array.ndim or not len(array):
+        raise DataError(f"{target}: {key} has no rows")
+    return array
+
+
+def _int32(target: str, key: str, array: npt.NDArray[Any], least: int, why: str) -> npt.NDArray[np.int32]:
+    wrong = np.argwhere((array < least) | (array > np.iinfo(np.int32).max))
+    if len(wrong):
+        raise DataError(f"{target}: {key} is {array[tuple(wrong[0])]} in row {wrong[0][0]}; {why}")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _all_finite(target: str, key: str, x: npt.NDArray[np.float32]) -> None:
+    wrong = np.flatnonzero(~np.isfinite(x).reshape(len(x), -1).all(axis=1))
+    if len(wrong):
+        raise DataError(
+            f"{target}: {key} has a NaN, an infinity or a number beyond float32 in row {wrong[0]} "
+            f"({len(wrong):,} such rows); fill or drop them"
+        )
+
+
+def _with_test_arrays(
+    target: str, given: dict[str, Any], x: npt.NDArray[Any], y: npt.NDArray[np.int32]
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    if "x_test" not in given or "y_test" not in given:
+        raise DataError(f"{target} returned only one of x_test and y_test; return both or neither")
+    for key in ("test", "site"):
+        if key in given:
+            raise DataError(
+                f"{target} returned {key} beside x_test and y_test; return all rows in x and y and mark those held out in test"
+            )
+    x_test, y_test = _inputs(target, "x_test", given["x_test"]), _labels(target, "y_test", given["y_test"])
+    _same_rows(target, "y", y, "x", x)
+    _same_rows(target, "y_test", y_test, "x_test", x_test)
+    for key, first, second in (("x_test", x, x_test), ("y_test", y, y_test)):
+        if first.shape[1:] != second.shape[1:] or first.dtype != second.dtype:
+            raise DataError(
+                f"{target}: {key} holds {second.dtype} rows of shape {second.shape[1:]}, those for training are "
+                f"{first.dtype} of shape {first.shape[1:]}"
+            )
+    test = np.arange(len(x) + len(x_test)) >= len(x)
+    return np.concatenate([x, x_test]), np.concatenate([y, y_test]), test
+
+
+def _same_rows(target: str, key: str, array: npt.NDArray[Any], other: str, rows: npt.NDArray[Any]) -> None:
+    if len(array) != len(rows):
+        raise DataError(f"{target}: {key} has {len(array):,} rows, {other} has {len(rows):,}")
+
+
+def _mask(target: str, value: Any, rows: int) -> npt.NDArray[np.bool_]:
+    array = _array(target, "test", value)
+    if array.dtype != np.bool_ or array.shape != (rows,):
+        raise DataError(
+            f"{target}: test is {array.dtype} {array.shape}, expected bool ({rows},), True where held out"
+        )
+    return array
+
+
+def _task(target: str, task: Any, x: npt.NDArray[Any], y: npt.NDArray[np.int32]) -> TaskKind:
+    if task is not None and not (isinstance(task, str) and task in TASKS):
+        raise DataError(f"{target}: task is {task!r}, expected {' or '.join(TASKS)}")
+    chosen: TaskKind = task or ("next_token" if y.ndim == 2 else "classification")
+    if chosen == "classification" and y.ndim != 1:
+        raise DataError(f"{target}: y has shape {y.shape}, expected ({len(y)},) for classification")
+    if chosen == "next_token" and (x.dtype != np.int32 or x.shape != y.shape):
+        raise DataError(
+            f"{target}: for next_token, x and y are whole numbers of one shape [rows, tokens]; "
+            f"x is {x.dtype} {x.shape}, y has shape {y.shape}"
+        )
+    return chosen
+
+
+def _classes(
+    target: str, given: dict[str, Any], x: npt.NDArray[Any], y: npt.NDArray[np.int32], task: TaskKind
+) -> tuple[int, tuple[str, ...]]:
+    largest = max(int(y.max()), int(x.max()) if task == "next_token" else 0)
+    names = given.get("class_names", ())
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{target}: class_names is {names!r}, expected a list of texts")
+    classes = given.get("classes", len(names) or largest + 1)
+    if not isinstance(classes, int | np.integer) or isinstance(classes, bool) or classes < 2:
+        raise DataError(f"{target}: {classes!r} classes, expected a whole number from 2")
+    if largest >= classes:
+        raise DataError(
+            f"{target}: label or token {largest} with {classes} classes, expected 0 to {classes - 1}"
+        )
+    if names and len(names) != classes:
+        raise DataError(f"{target}: {len(names)} class_names for {classes} classes")
+    return int(classes), tuple(names)
+
+
+def _sites(target: str, value: Any, rows: int) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
+    array = _array(target, "site", value)
+    if array.shape != (rows,) or array.dtype.kind not in "iuU":
+        raise DataError(
+            f"{target}: site is {array.dtype} {array.shape}, expected a name or whole number for each of {rows} rows"
+        )
+    names, site = np.unique(array, return_inverse=True)
+    return site.astype(np.int32), tuple(str(name) for name in names)

@@ -1,0 +1,217 @@
+"""Which training rows each client holds: `iid`, `shards(n)`, `dirichlet(alpha)` or `natural`.
+
+Every training row that is not set aside goes to exactly one client, and every client gets at least one. The
+same seed deals the same hands.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from models.datasets import notation
+from models.datasets.dataset import DataError, Dataset
+from models.datasets.randomness import stream
+
+Rows = npt.NDArray[np.int64]
+Kind = Literal["iid", "shards", "dirichlet", "natural"]
+
+KINDS: tuple[Kind, ...] = ("iid", "shards", "dirichlet", "natural")
+FORMS = "iid, shards(2), dirichlet(0.3) or natural"
+SHARDS = (1, 10_000)
+ALPHA = (0.001, 1_000_000.0)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A way to deal rows out.
+
+    Attributes:
+        shards: for `shards`, how many each client gets.
+        alpha: for `dirichlet`, the concentration: small is one class a client, large is iid.
+    """
+
+    kind: Kind
+    shards: int = 0
+    alpha: float = 0.0
+
+
+def partition(
+    spec: str | Partition, dataset: Dataset, *, clients: int | None, seed: int, exclude: Rows | None = None
+) -> list[Rows]:
+    """Row indices of each client, ascending, in the order of the clients.
+
+    Args:
+        clients: how many; None only with `natural`, where it is the number of sites.
+        exclude: training rows set aside, which no client gets.
+
+    Raises:
+        DataError: unknown or out of range, too few rows for the clients, no sites for `natural`, or labels
+            that are sequences where one label a row is needed.
+    """
+    chosen = parse_partition(spec) if isinstance(spec, str) else spec
+    free = ~dataset.test
+    if exclude is not None:
+        free[exclude] = False
+    rows = np.flatnonzero(free)
+    if chosen.kind == "natural":
+        return _natural(dataset, rows, clients)
+    count = _client_count(chosen, clients, len(rows))
+    rng = stream(seed, f"partition {chosen.kind}")
+    if chosen.kind == "iid":
+        parts = np.array_split(rng.permutation(rows), count)
+    else:
+        y = _one_label_a_row(chosen, dataset)[rows]
+        if chosen.kind == "shards":
+            parts = _shards(rows, y, count, chosen.shards, rng)
+        else:
+            parts = _dirichlet(rows, y, count, chosen.alpha, rng)
+    return [np.sort(part) for part in parts]
+
+
+def parse_partition(text: str) -> Partition:
+    """The partition that `text` names.
+
+    Raises:
+        DataError: unknown name, with the nearest known, or a value out of its range.
+    """
+    call = notation.parse(text)
+    values = (*call.positional, *call.named.values())
+    match call.name:
+        case "iid" | "natural" as kind if not values and "(" not in text:
+            return Partition(kind)
+        case "iid" | "natural":
+            raise DataError(f"partition {text!r}: {call.name} takes no value; write {call.name}")
+        case "shards":
+            count = _value(text, call, "n", *SHARDS)
+            if not isinstance(count, int):
+                raise DataError(f"partition {text!r}: {count!r} shards, expected a whole number")
+            return Partition("shards", shards=count)
+        case "dirichlet":
+            return Partition("dirichlet", alpha=float(_value(text, call, "alpha", *ALPHA)))
+    raise DataError(f"partition {text!r} is unknown{notation.nearest(call.name, KINDS)}; known: {FORMS}")
+
+
+def client_names(spec: str | Partition, dataset: Dataset, clients: int) -> list[str]:
+    """What the clients are called, in order: their sites, or `client-000`, `client-001`, …"""
+    chosen = parse_partition(spec) if isinstance(spec, str) else spec
+    if chosen.kind == "natural":
+        return list(dataset.site_names)
+    width = max(3, len(str(clients - 1)))
+    return [f"client-{index:0{width}d}" for index in range(clients)]
+
+
+def _value(text: str, call: notation.Call, name: str, least: float, most: float) -> int | float:
+    values = [*call.positional, *(value for key, value in call.named.items() if key == name)]
+    if len(values) != 1 or len(values) != len(call.positional) + len(call.named):
+        raise DataError(
+            f"partition {text!r} needs one value, {name} from {least:g} to {most:g}; known: {FORMS}"
+        )
+    value = values[0]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise DataError(
+            f"partition {text!r}: {name} = {value!r}, expected a number from {least:g} to {most:g}"
+        )
+    return value
+
+
+def _client_count(chosen: Partition, clients: int | None, rows: int) -> int:
+    if clients is None or clients < 1:
+        raise DataError(f"partition {chosen.kind} needs the number of clients, 1 or more; got {clients}")
+    if clients > rows:
+        raise DataError(
+            f"{clients:,} clients cannot share {rows:,} training rows; ask for at most {rows:,} clients"
+        )
+    return clients
+
+
+def _one_label_a_row(chosen: Partition, dataset: Dataset) -> npt.NDArray[np.int32]:
+    if dataset.y.ndim != 1:
+        raise DataError(
+            f"partition {chosen.kind} deals by label, and rows of {dataset.name!r} have a label for each token; "
+            "use iid or natural"
+        )
+    return dataset.y
+
+
+def _natural(dataset: Dataset, rows: Rows, clients: int | None) -> list[Rows]:
+    if dataset.site is None:
+        raise DataError(
+            f"partition natural needs sites, and {dataset.name!r} has none; use iid, shards(n) or dirichlet(alpha)"
+            + (", or name the column of the sites" if dataset.name == "csv" else "")
+        )
+    sites = len(dataset.site_names)
+    if clients is not None and clients != sites:
+        raise DataError(
+            f"partition natural has one client a site, {sites} of them, but {clients} clients are asked for; "
+            "leave the number of clients out"
+        )
+    site = dataset.site[rows]
+    order = np.argsort(site, kind="stable")
+    sizes = np.bincount(site, minlength=sites)
+    for index in np.flatnonzero(sizes == 0):
+        raise DataError(
+            f"site {dataset.site_names[index]!r} of {dataset.name!r} has no training row; "
+            "give it some, or leave the site out"
+        )
+    return np.split(rows[order], np.cumsum(sizes)[:-1])
+
+
+def _shards(
+    rows: Rows, y: npt.NDArray[np.int32], clients: int, each: int, rng: np.random.Generator
+) -> list[Rows]:
+    """Rows sorted by label and cut into `clients` x `each` shards, `each` to a client. McMahan 2017, section 3.
+
+    Which rows of a label share a shard is random; sizes of shards differ by at most one row.
+    """
+    count = clients * each
+    if count > len(rows):
+        raise DataError(
+            f"{clients:,} clients with {each:,} shards each need {count:,} training rows, there are {len(rows):,}"
+        )
+    shuffled = rng.permutation(len(rows))
+    ordered = rows[shuffled[np.argsort(y[shuffled], kind="stable")]]
+    shards = np.array_split(ordered, count)
+    return [
+        np.concatenate([shards[index] for index in hand])
+        for hand in rng.permutation(count).reshape(clients, each)
+    ]
+
+
+def _dirichlet(
+    rows: Rows, y: npt.NDArray[np.int32], clients: int, alpha: float, rng: np.random.Generator
+) -> list[Rows]:
+    """Each class is divided over the clients in proportions drawn from Dir(alpha, …, alpha).
+
+    Hsu 2019 (arXiv:1909.06335) draws each client's mix of classes and lets clients be of one size, which leaves rows
+    over. Drawing each class's mix of clients (Yurochkin 2019, arXiv:1905.12022) places every row once, and makes
+    clients of unequal sizes as well. A client left empty gets a row of the largest.
+    """
+    hands: list[list[Rows]] = [[] for _ in range(clients)]
+    for label in np.unique(y):
+        members = rng.permutation(rows[y == label])
+        bounds = np.rint(np.cumsum(rng.dirichlet(np.full(clients, alpha)))[:-1] * len(members)).astype(
+            np.int64
+        )
+        for hand, part in zip(hands, np.split(members, bounds), strict=True):
+            hand.append(part)
+    return _none_empty([rng.permutation(np.concatenate(hand)) for hand in hands])
+
+
+def _none_empty(parts: Sequence[Rows]) -> list[Rows]:
+    """Each empty part gets the last row of what is then the largest; of equals, the first."""
+    kept = [len(part) for part in parts]
+    largest = [(-size, index) for index, size in enumerate(kept)]
+    heapq.heapify(largest)
+    result = list(parts)
+    for empty in (index for index, size in enumerate(kept) if size == 0):
+        _, giver = heapq.heappop(largest)
+        kept[giver] -= 1
+        heapq.heappush(largest, (-kept[giver], giver))
+        result[empty] = parts[giver][kept[giver] : kept[giver] + 1]
+    return [part[:size] if size else part for part, size in zip(result, kept, strict=True)]

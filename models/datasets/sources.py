@@ -1,0 +1,87 @@
+"""The data sets by name, and the one way to load them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from models.datasets import digits, mnist, notation, own, phrasebank, shakespeare, synthetic, table
+from models.datasets.dataset import DataError, Dataset
+
+NAMES = ("digits", "mnist", "shakespeare", "phrasebank", "csv", "synthetic")
+"""Besides these, a name may be a user's own `package.module:load`."""
+
+
+def load(
+    name: str,
+    *,
+    data_dir: Path | None = None,
+    seed: int = 0,
+    clients: int | None = None,
+    path: Path | str | None = None,
+    label: str = "label",
+    site: str | None = None,
+    split: str | None = None,
+    features: Sequence[str] | None = None,
+    length: int = 32,
+    vocab: int = 2048,
+) -> Dataset:
+    """All rows of a data set. Equal arguments give equal bytes.
+
+    Args:
+        name: one of `NAMES`, `synthetic(shape=[…], classes=…, samples=…)`, or `package.module:load`.
+        data_dir: where downloaded files lie; the current folder when None.
+        seed: of what is held out, and of synthetic data.
+        clients: how many clients synthetic data is to serve.
+        path: of a csv; `label`, `site`, `split` and `features` name its columns (see `table.load`).
+        length: tokens in a row of text.
+        vocab: word ids of phrasebank, padding and unknown words included.
+
+    Raises:
+        DataError: unknown name, missing or damaged file, or wrong content; says where and what to do.
+    """
+    check_name(name)
+    if ":" in name:
+        return own.load(name, data_dir, seed)
+    if length < 1 or vocab <= phrasebank.FIRST_WORD:
+        raise DataError(
+            f"length = {length}, vocab = {vocab}: expected at least 1 and {phrasebank.FIRST_WORD + 1}"
+        )
+    call = notation.parse(name)
+    match call.name:
+        case "digits":
+            return digits.load(seed)
+        case "mnist":
+            return mnist.load(data_dir, seed)
+        case "shakespeare":
+            return shakespeare.load(data_dir, length)
+        case "phrasebank":
+            return phrasebank.load(data_dir, seed, length, vocab)
+        case "synthetic":
+            return synthetic.load(call, clients, seed)
+    if path is None:
+        raise DataError("data set 'csv' needs `path`, the table to read")
+    return table.load(Path(path), seed, label=label, site=site, split=split, features=features)
+
+
+def check_name(name: str) -> None:
+    """Returns when `name` can be loaded, as far as can be told without reading anything.
+
+    Raises:
+        DataError: an unknown name, with the nearest known; or options that do not parse or are out of range.
+    """
+    if ":" in name and "(" not in name:
+        module, _, function = name.partition(":")
+        if not all(part.isidentifier() for part in (*module.split("."), function)):
+            raise DataError(f"data set {name!r} is not of the form package.module:function")
+        return
+    call = notation.parse(name)
+    if call.name not in NAMES:
+        raise DataError(
+            f"data set {call.name!r} is unknown{notation.nearest(call.name, NAMES)}; known: {', '.join(NAMES)}; "
+            "your own is given as package.module:function"
+        )
+    if call.name == "synthetic":
+        synthetic.options(call)
+    elif call.positional or call.named:
+        raise DataError(f"data set {call.name!r} takes no options in brackets, got {name!r}")
