@@ -32,7 +32,7 @@ LOG_NAME = "log.txt"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-class JobFailed(RuntimeError):  # noqa: N818 - says what happened
+class JobFailed(RuntimeError):
     """A job ended without a result.
 
     Attributes:

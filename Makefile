@@ -1,0 +1,48 @@
+# Two commands do everything on a fresh Debian 12 with Python 3.11: `make demo` and `make test`.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3.11
+BIN := .venv/bin
+STAMP := .venv/.installed
+# Several processes with several threads each fight over the cores; workers and tests have one thread.
+export OMP_NUM_THREADS ?= 1
+export TF_CPP_MIN_LOG_LEVEL ?= 3
+SOURCES := coordinator edge_client strategies models tests fedloop.py
+
+.PHONY: help setup demo test check bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+setup: $(STAMP) ## make .venv with everything; nothing to do the second time
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; assert sys.version_info[:2] == (3, 11)' 2>/dev/null || { echo "fedloop needs Python 3.11: apt-get install python3.11 python3.11-venv, or make PYTHON=/path/to/python3.11"; exit 2; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "venv is missing: apt-get install python3.11-venv"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(STAMP)
+
+demo: setup ## the whole loop on digits: pretrain, distil, quantize, federate, report
+	$(BIN)/fedloop demo
+
+check: setup ## the fast loop: format, lint, types, import rules, unit tests
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest -q -n 2 -m "not slow"
+
+test: setup ## everything, with coverage; what CI runs
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest -n 2 --dist loadgroup --cov --cov-report=term
+
+bench: setup ## benchmarks: ratios measured interleaved, JSON under runs/bench
+	$(BIN)/python -m tests.bench
+
+clean: ## remove what was made here: environment, caches, runs
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

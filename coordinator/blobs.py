@@ -1,0 +1,81 @@
+"""Content-addressed files: a blob's name is the SHA-256 of its bytes.
+
+`put` returns only when the bytes survive a crash: write to a temporary name, fsync, rename, fsync the
+folder. A blob is never changed; it goes when nothing refers to it any more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from edge_client.wire import arrays
+
+
+class BlobDamaged(ValueError):
+    """A blob's bytes do not have the hash it is named by."""
+
+
+class Blobs:
+    """A folder of blobs; several processes may read it, one writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def put(self, payload: bytes) -> str:
+        """Stores bytes durably and returns their SHA-256. Storing them twice costs nothing."""
+        digest = arrays.sha256(payload)
+        path = self._folder / digest
+        if not path.exists():
+            write_durably(path, payload)
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        """The bytes.
+
+        Raises:
+            BlobDamaged: the file was changed or is missing.
+        """
+        try:
+            payload = (self._folder / digest).read_bytes()
+        except FileNotFoundError:
+            raise BlobDamaged(f"{self._folder / digest} is missing") from None
+        if arrays.sha256(payload) != digest:
+            raise BlobDamaged(f"{self._folder / digest} does not hold what its name says")
+        return payload
+
+    def keep_only(self, digests: Collection[str]) -> None:
+        """Removes every other blob, and temporary files a crash left behind."""
+        for path in self._folder.iterdir():
+            if path.name not in digests:
+                path.unlink(missing_ok=True)
+
+
+def write_durably(path: Path, payload: bytes) -> None:
+    """Replaces `path` by `payload`, whole or not at all, also across a power cut.
+
+    Raises:
+        OSError: the disk is full or not writable; `path` is as it was.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

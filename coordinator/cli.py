@@ -1,0 +1,147 @@
+"""The `fedloop` command.
+
+Each command parses, calls one function and prints. A user's mistake ends in one clear message on standard
+error and exit code 2; a run stopped from outside says how to go on and exits with 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from coordinator import doctor as checks
+from coordinator import experiment as experiments
+from coordinator import ownership
+from coordinator.display import RichProgress, closing_lines
+from coordinator.errors import RunInterrupted, UserError
+from coordinator.simulation import run
+
+app = typer.Typer(
+    help="Federated learning from the datacenter to the device and back.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-dir", envvar="FEDLOOP_DATA_DIR", help="Folder that holds the data files.", show_envvar=True
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", help="Folder for the results; new or empty. Default: runs/<name>-<time>."),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the result as JSON on standard output, nothing else there.")
+]
+
+
+@app.command(
+    epilog="Example: fedloop simulate my.toml --set local.lr=0.1 --set 'model.hidden=[64]' --out runs/mine"
+)
+def simulate(
+    experiment: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Experiment file (TOML); without one, the defaults: digits.", metavar="[EXPERIMENT.toml]"
+        ),
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="key=value, a TOML value or else a string; may be repeated.", metavar="KEY=VALUE"
+        ),
+    ] = None,
+    out: Out = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            help="Go on with the run in this folder, from its last committed round.",
+            metavar="DIR",
+        ),
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Run a whole federation on this machine and report on it."""
+    console = Console(stderr=True)
+    with RichProgress(console) as progress:
+        surroundings = run.Surroundings(data_dir=data_dir, progress=progress)
+        if resume is not None:
+            if experiment is not None or sets or out is not None:
+                raise UserError(
+                    "--resume takes everything from its folder: leave EXPERIMENT, --set and --out away"
+                )
+            if run.is_finished(resume):
+                console.print(f"{resume}: this run is already finished")
+            report, folder = run.resume(resume, surroundings), resume
+        else:
+            asked = experiments.load(experiment, sets or [])
+            folder = out or _default_out(asked.name)
+            report = run.simulate(asked, folder, surroundings)
+    _show(report, folder, as_json)
+
+
+@app.command(epilog="Example: fedloop doctor --json")
+def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Check this installation: who owns our names, which runtimes work, where data is looked for."""
+    findings = checks.examine(data_dir)
+    if as_json:
+        typer.echo(json.dumps([vars(finding) for finding in findings], indent=2))
+    else:
+        checks.show(findings, Console())
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point of the `fedloop` command."""
+    contested = ownership.problems()
+    # `doctor` tells about contested names itself, in full.
+    if contested and sys.argv[1:2] != ["doctor"]:
+        _fail("\n".join(contested), 2)
+    try:
+        app()
+    except UserError as error:
+        _fail(str(error), 2)
+    except RunInterrupted as error:
+        _fail(str(error), 1)
+    except BrokenPipeError:
+        os._exit(1)
+
+
+def _default_out(name: str) -> Path:
+    return Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+
+
+def _show(report: dict[str, Any], folder: Path, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"out": str(folder), **report}, indent=2))
+    else:
+        Console(soft_wrap=True).print(closing_lines(report, folder), highlight=False)
+
+
+def _fail(message: str, code: int) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_escaped(message)}", highlight=False)
+    raise SystemExit(code)
+
+
+def _escaped(message: str) -> str:
+    from rich.markup import escape
+
+    return escape(message)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""A run on the terminal: progress while it goes, a few lines when it is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from coordinator.rounds.engine import RoundRecord
+
+
+class RichProgress:
+    """A progress bar on a terminal; one line a round where there is none, such as in a log."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"), console=console, transient=True, disable=not console.is_terminal,
+        )  # fmt: skip
+        self._task: TaskID | None = None
+        self._rounds = 0
+
+    def __enter__(self) -> RichProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def stage(self, words: str) -> None:
+        self._console.print(Text(words + " …", style="dim"))
+
+    def begin(self, rounds: int, done: int) -> None:
+        self._rounds = rounds
+        self._task = self._bar.add_task("rounds", total=rounds, completed=done, figures="")
+
+    def round(self, record: RoundRecord) -> None:
+        loss = "-" if record.train_loss is None else f"{record.train_loss:.3f}"
+        figures = f"accuracy {record.test_accuracy:.4f}  test loss {record.test_loss:.3f}  train loss {loss}"
+        if record.rejected:
+            figures += f"  rejected {record.rejected}"
+        if self._console.is_terminal and self._task is not None:
+            self._bar.update(self._task, completed=record.round, figures=figures)
+        else:
+            self._console.print(
+                f"round {record.round}/{self._rounds}  {figures}  {record.seconds:.2f} s", highlight=False
+            )
+
+
+def closing_lines(report: dict[str, Any], folder: Path) -> str:
+    """What a person wants to know at the end of a run."""
+    final = report["final"]
+    runtimes = ", ".join(f"{count} {name}" for name, count in report["runtimes"].items())
+    lines = [
+        f"test accuracy {final['test_accuracy']:.4f}, test loss {final['test_loss']:.4f} "
+        f"on {final['test_rows']} held-out rows after {len(report['rounds'])} rounds",
+        f"{report['clients']} clients: {runtimes};  {megabytes(report['bytes_up'])} up, "
+        f"{megabytes(report['bytes_down'])} down",
+    ]
+    if report["rejections"]:
+        lines.append(
+            "rejected: " + ", ".join(f"{count} {reason}" for reason, count in report["rejections"].items())
+        )
+    lines.append(f"model {final['model_sha256'][:16]}…  report, curves and model in {folder}/")
+    return "\n".join(lines)
+
+
+def megabytes(count: int) -> str:
+    """A number of bytes for people."""
+    return f"{count / 1e6:.2f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"

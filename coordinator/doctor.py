@@ -1,0 +1,110 @@
+"""`fedloop doctor`: what works on this machine, and how to mend what does not."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from coordinator import ownership
+
+Level = Literal["ok", "note", "error"]
+
+# What a part needs, as distribution names, and the extra that brings it.
+_PARTS = {
+    "LiteRT clients": (("ai-edge-litert",), "edge"),
+    "PyTorch clients": (("torch",), "torch"),
+    "TensorFlow clients": (("tensorflow-cpu",), "tensorflow"),
+    "export to LiteRT": (("torch", "litert-torch"), "datacenter"),
+    "quantization": (("ai-edge-quantizer",), "datacenter"),
+    "reports": (("matplotlib",), "coordinator"),
+}
+_FREE_BYTES = 500_000_000
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at; `words` says what was found and, unless ok, what to do."""
+
+    subject: str
+    level: Level
+    words: str
+
+
+def examine(data_dir: Path | None) -> list[Finding]:
+    """Looks at names, Python, runtimes, data and disk, without importing a framework."""
+    return [*_names(), _python(), *_parts(), _data(data_dir), _disk()]
+
+
+def show(findings: list[Finding], console: Console) -> None:
+    """Prints the findings as a table."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("checked")
+    table.add_column("found", overflow="fold")
+    marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "error": "[bold red]error[/]"}
+    for finding in findings:
+        table.add_row(marks[finding.level], finding.subject, finding.words)
+    console.print(table)
+
+
+def _names() -> Iterator[Finding]:
+    wrong = ownership.problems()
+    if not wrong:
+        yield Finding("top-level names", "ok", f"{', '.join(ownership.NAMES)} are ours alone")
+    for words in wrong:
+        yield Finding("top-level names", "error", words)
+
+
+def _python() -> Finding:
+    found = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info[:2] == (3, 11):
+        return Finding("Python", "ok", found)
+    return Finding("Python", "error", f"{found}; fedloop runs on Python 3.11")
+
+
+def _parts() -> Iterator[Finding]:
+    for part, (needs, extra) in _PARTS.items():
+        installed = {need: _version(need) for need in needs}
+        missing = [need for need, found in installed.items() if found is None]
+        if missing:
+            yield Finding(part, "note", f"{', '.join(missing)} not installed; pip install 'fedloop[{extra}]'")
+        else:
+            yield Finding(part, "ok", ", ".join(f"{need} {found}" for need, found in installed.items()))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _data(data_dir: Path | None) -> Finding:
+    if data_dir is None:
+        return Finding(
+            "data files", "note", "neither --data-dir nor FEDLOOP_DATA_DIR is set; digits works without"
+        )
+    if not data_dir.is_dir():
+        return Finding(
+            "data files",
+            "error",
+            f"{data_dir} is not a folder; set FEDLOOP_DATA_DIR to the one with the files",
+        )
+    return Finding("data files", "ok", f"looked for in {data_dir}")
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(Path.cwd()).free
+    cores = len(os.sched_getaffinity(0))
+    words = f"{free / 1e9:.1f} GB free here, {cores} cores"
+    return Finding("machine", "ok" if free > _FREE_BYTES else "note", words)

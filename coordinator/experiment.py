@@ -1,0 +1,362 @@
+"""The experiment file: one TOML document that runs in simulation and on a real fleet.
+
+`load(path, sets)` reads the file, applies `--set`, checks everything and reports every bad value at once.
+The result is complete: each key has its value, so writing it down (`to_toml`) records the whole experiment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomlkit
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from coordinator.errors import UserError
+from models import catalog
+from models.datasets import DataError, parse_partition, sources
+from strategies import presets
+
+Runtime = Literal["litert", "torch", "tensorflow"]
+Fault = Literal[
+    "nan",
+    "wrong_shape",
+    "wrong_dtype",
+    "missing_tensor",
+    "extra_tensor",
+    "stale_base",
+    "duplicate",
+    "no_examples",
+]
+
+COHORT = 10
+"""Clients per round where the experiment does not say and there are that many."""
+
+
+class Section(BaseModel):
+    """A table of the file; unknown keys are errors, values are never coerced from strings."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Data(Section):
+    dataset: str = "digits"
+    path: str | None = None
+    label: str = "label"
+    site: str | None = None
+    split: str | None = None
+    features: list[str] | None = None
+    length: Annotated[int, Field(ge=1, le=65536)] = 32
+    vocab: Annotated[int, Field(ge=3, le=1_000_000)] = 2048
+    partition: str | None = None
+    public_samples: Annotated[int, Field(ge=0)] = 0
+
+
+class Model(BaseModel):
+    """`name` and `init`; every other key is an option of the model."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str | None = None
+    init: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Federation(Section):
+    clients: Annotated[int, Field(ge=1)] | None = None
+    clients_per_round: Annotated[int, Field(ge=1)] | None = None
+    rounds: Annotated[int, Field(ge=1)] = 30
+    runtimes: Annotated[dict[Runtime, Annotated[float, Field(gt=0)]], Field(min_length=1)] = {
+        "litert": 0.5,
+        "torch": 0.5,
+    }
+    mode: Literal["sync"] = "sync"
+    over_select: Annotated[float, Field(ge=1, le=10)] = 1.0
+    deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
+    min_updates: Annotated[int, Field(ge=1)] = 1
+
+
+class Local(Section):
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    steps: Annotated[int, Field(ge=1)] | None = None
+    batch_size: Annotated[int, Field(ge=1, le=65536)] = 16
+    lr: Annotated[float, Field(gt=0)] = 0.05
+
+
+class StrategySection(BaseModel):
+    """`name`; every other key is an option of the strategy."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str = "fedavg"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Simulation(Section):
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
+    engine: Literal["auto", "processes"] = "auto"
+    seconds_per_step: Annotated[float, Field(gt=0)] = 0.05
+    speed_spread: Annotated[float, Field(ge=0, le=5)] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    faults: dict[Fault, Annotated[int, Field(ge=1)]] = {}
+
+
+class Experiment(Section):
+    name: str = "digits"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 7
+    data: Data = Data()
+    model: Model = Model()
+    federation: Federation = Federation()
+    local: Local = Local()
+    strategy: StrategySection = StrategySection()
+    simulation: Simulation = Simulation()
+
+    def to_toml(self) -> str:
+        """The experiment as a TOML document; keys without a value are left out."""
+        return tomlkit.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+# What goes without saying, by data set: model, partition.
+_DEFAULTS: dict[str, tuple[str, str]] = {
+    "digits": ("cnn", "dirichlet(0.3)"),
+    "mnist": ("cnn", "dirichlet(0.3)"),
+    "shakespeare": ("charlm", "natural"),
+    "phrasebank": ("textcls", "dirichlet(0.3)"),
+}
+_OTHER_DEFAULTS = ("mlp", "dirichlet(0.3)")
+
+
+def load(path: Path | None, sets: Iterable[str] = ()) -> Experiment:
+    """The experiment of a file (or all defaults) after `--set key=value` settings.
+
+    Raises:
+        UserError: naming the file, every bad key with its value, and what was expected.
+    """
+    document = read(path) if path else {}
+    for setting in sets:
+        _apply(document, setting)
+    return resolve(document, str(path) if path else "experiment")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A TOML file as nested dicts."""
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such experiment file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+
+
+def resolve(document: Mapping[str, Any], source: str) -> Experiment:
+    """A checked experiment with every default filled in.
+
+    Raises:
+        UserError: listing every problem at once; `source` is what the messages call the document.
+    """
+    try:
+        experiment = Experiment.model_validate(document)
+    except ValidationError as error:
+        raise _wrong(source, [_described(item, document) for item in error.errors()]) from None
+    experiment = _with_defaults(experiment)
+    problems = list(_problems(experiment))
+    if problems:
+        raise _wrong(source, problems)
+    return experiment
+
+
+def _with_defaults(experiment: Experiment) -> Experiment:
+    data, model, federation, local = (
+        experiment.data,
+        experiment.model,
+        experiment.federation,
+        experiment.local,
+    )
+    model_name, partition = _DEFAULTS.get(data.dataset, _OTHER_DEFAULTS)
+    data = data.model_copy(update={"partition": data.partition or partition})
+    if data.path is not None:
+        data = data.model_copy(update={"path": str(Path(data.path).expanduser().absolute())})
+    name = model.name or model_name
+    model = Model.model_validate(
+        {"name": name, **({"init": model.init} if model.init else {}), **_model_options(name, model.options)}
+    )
+    if federation.clients is None and data.partition != "natural":
+        federation = federation.model_copy(update={"clients": 20})
+    if federation.clients_per_round is None and federation.clients is not None:
+        federation = federation.model_copy(update={"clients_per_round": min(COHORT, federation.clients)})
+    if local.epochs is None and local.steps is None:
+        local = local.model_copy(update={"epochs": 5})
+    simulation = experiment.simulation.model_copy(update={"engine": "processes"})
+    try:
+        options = presets.checked(experiment.strategy.name, experiment.strategy.options)
+    except presets.OptionError:
+        options = experiment.strategy.options  # reported by _problems
+    strategy = StrategySection.model_validate({"name": experiment.strategy.name, **options})
+    return experiment.model_copy(
+        update={
+            "data": data, "model": model, "federation": federation, "local": local,
+            "simulation": simulation, "strategy": strategy,
+        }
+    )  # fmt: skip
+
+
+def _model_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    entry = catalog.MODELS.get(name)
+    if entry is None:
+        return given
+    try:
+        return entry.options.model_validate(given).model_dump()
+    except ValidationError:
+        return given  # reported by _problems
+
+
+def _problems(experiment: Experiment) -> Iterable[str]:
+    """Everything wrong that a single key's type cannot tell: unknown names, ranges, contradictions."""
+    yield from _data_problems(experiment)
+    yield from _model_problems(experiment)
+    federation, local = experiment.federation, experiment.local
+    if local.epochs is not None and local.steps is not None:
+        yield f"local.epochs = {local.epochs} and local.steps = {local.steps} are both set; keep one of them"
+    if federation.clients is not None and federation.clients_per_round is not None:
+        if federation.clients_per_round > federation.clients:
+            yield (
+                f"federation.clients_per_round = {federation.clients_per_round} is more than "
+                f"federation.clients = {federation.clients}; expected 1 to {federation.clients}"
+            )
+    if federation.clients_per_round is not None and federation.min_updates > federation.clients_per_round:
+        yield (
+            f"federation.min_updates = {federation.min_updates} is more than "
+            f"federation.clients_per_round = {federation.clients_per_round}; no round could ever close"
+        )
+    faulty = sum(experiment.simulation.faults.values())
+    if federation.clients is not None and faulty >= federation.clients:
+        yield f"simulation.faults names {faulty} faulty clients, but federation.clients = {federation.clients}; leave at least one honest"
+    try:
+        presets.checked(experiment.strategy.name, experiment.strategy.options)
+    except presets.OptionError as error:
+        yield f"strategy.{error.option or 'name'}: {error}"
+
+
+def _data_problems(experiment: Experiment) -> Iterable[str]:
+    data = experiment.data
+    try:
+        sources.check_name(data.dataset)
+    except DataError as error:
+        yield f"data.dataset: {error}"
+    try:
+        parse_partition(data.partition or "")
+    except DataError as error:
+        yield f"data.partition: {error}"
+    if data.dataset == "csv" and data.path is None:
+        yield 'data.dataset = "csv" needs data.path, the table to read'
+    if data.dataset != "csv":
+        for key in ("site", "split", "features"):
+            if getattr(data, key) is not None:
+                yield f'data.{key} = {getattr(data, key)!r} is for data.dataset = "csv", but data.dataset = {data.dataset!r}'
+    if data.dataset == "csv" and data.partition == "natural" and data.site is None:
+        yield 'data.partition = "natural" needs data.site, the column that names the client of each row'
+
+
+def _model_problems(experiment: Experiment) -> Iterable[str]:
+    model, name = experiment.model, experiment.model.name or ""
+    entry = catalog.MODELS.get(name)
+    if entry is None:
+        # A user's own, or one from the entry-point group: resolved in a worker, which may import their framework.
+        if ":" not in name and name not in _installed_models():
+            yield (
+                f"model.name = {name!r} is unknown{_nearest(name, catalog.MODELS)}; known: "
+                f"{', '.join(catalog.MODELS)}; your own is given as package.module:build"
+            )
+        return
+    try:
+        entry.options.model_validate(model.options)
+    except ValidationError as error:
+        for item in error.errors():
+            key = ".".join(str(part) for part in item["loc"])
+            if item["type"] == "extra_forbidden":
+                known = list(entry.options.model_fields)
+                yield f"model.{key} is not an option of {name}{_nearest(key, known)}; its options: {', '.join(known) or 'none'}"
+            else:
+                yield f"model.{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
+    for runtime in experiment.federation.runtimes:
+        if runtime not in entry.runtimes:
+            yield (
+                f"federation.runtimes asks for {runtime}, but model.name = {name!r} has no {runtime} version; "
+                f"{name} runs in: {', '.join(entry.runtimes)}"
+            )
+
+
+def _installed_models() -> set[str]:
+    from importlib.metadata import entry_points
+
+    return {entry.name for entry in entry_points(group="fedloop.models")}
+
+
+def _apply(document: dict[str, Any], setting: str) -> None:
+    """One `--set key=value`: the value is TOML where it parses as TOML, else a string; a table replaces."""
+    key, equals, text = setting.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"--set {setting!r} is not of the form key=value, such as --set local.lr=0.1")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *tables, last = key.strip().split(".")
+    for table in tables:
+        inner = document.setdefault(table, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"--set {setting!r}: {table} is a value, not a table")
+        document = inner
+    document[last] = value
+
+
+def _described(item: Any, document: Mapping[str, Any]) -> str:
+    """One pydantic error in our words: the key, the value, what was expected."""
+    where = [str(part) for part in item["loc"] if part != "[key]"]
+    key = ".".join(where)
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(where[:-1])
+        return f"{key} is not a known key{_nearest(where[-1], known)}; known here: {', '.join(known)}"
+    message = item["msg"]
+    if item["type"] == "literal_error" and item["loc"][-1] == "[key]":
+        return (
+            f"{key} is not allowed{_nearest(where[-1], _quoted(message))}; {message[0].lower()}{message[1:]}"
+        )
+    return f"{key} = {item['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _quoted(message: str) -> list[str]:
+    return [part for index, part in enumerate(message.split("'")) if index % 2]
+
+
+def _known_keys(tables: list[str]) -> list[str]:
+    section: type[BaseModel] = Experiment
+    for table in tables:
+        annotation = section.model_fields[table].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        section = annotation
+    return list(section.model_fields)
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _wrong(source: str, problems: list[str]) -> UserError:
+    if len(problems) == 1:
+        return UserError(f"{source}: {problems[0]}")
+    return UserError(
+        f"{source}: {len(problems)} problems\n" + "\n".join(f"  - {problem}" for problem in problems)
+    )

@@ -1,0 +1,122 @@
+"""The simulated fleet: clients are rows of one data set, trained in worker processes, in virtual time.
+
+Tasks run in the order in which their clients would answer, and answers are yielded in that order, however
+the workers finish. So a round that closes at its quorum never trains the clients it would not have waited
+for, and the outcome does not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from coordinator.fleets.fleet import Delivery, Model, Silence
+from coordinator.rounds.plan import Task
+from coordinator.simulation.pool import Job, WorkerPool
+from coordinator.simulation.virtual_time import VirtualTime
+from edge_client.train import schedule
+from edge_client.wire import arrays
+from strategies.params import Params
+from strategies.state import named, part_of
+
+
+@dataclass(frozen=True)
+class SimulatedClient:
+    """One client: its examples lie at position `index` of the partition."""
+
+    name: str
+    index: int
+    num_examples: int
+    runtime: str
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    task: Task
+    client: SimulatedClient
+    seconds: float
+
+
+class SimulatedFleet:
+    """A fleet over a worker pool that has been told data and model (see `coordinator.simulation.run`)."""
+
+    def __init__(self, pool: WorkerPool, clients: Sequence[SimulatedClient], clock: VirtualTime) -> None:
+        self._pool = pool
+        self._clients = {client.name: client for client in clients}
+        self._clock = clock
+        self._arrivals: list[_Arrival] = []
+        self._silent: list[Task] = []
+        self._kept: dict[str, dict[str, Params]] = {}
+        self._renewed: dict[str, dict[str, Params]] = {}
+
+    def clients(self) -> Sequence[str]:
+        return list(self._clients)
+
+    def submit(self, tasks: Sequence[Task], model: Model) -> None:
+        streams: Params = {}
+        for stream, tensors in model.streams.items():
+            streams |= named(stream, dict(tensors))
+        self._pool.tell({"kind": "model"}, [arrays.encode(model.params), arrays.encode(streams)])
+        self._renewed = {}
+        answering = [t for t in tasks if not self._clock.drops_out(t.message.client, t.message.round)]
+        self._silent = [task for task in tasks if task not in answering]
+        self._arrivals = sorted(
+            map(self._arrival, answering), key=lambda each: (each.seconds, each.task.position)
+        )
+
+    def results(self, until: float) -> Iterator[Delivery | Silence]:
+        in_time = [arrival for arrival in self._arrivals if arrival.seconds <= until]
+        late = [arrival.task for arrival in self._arrivals if arrival.seconds > until]
+        done: dict[int, tuple[bytes, ...]] = {}
+        turn = 0
+        for job, reply in self._pool.run(self._job(index, arrival) for index, arrival in enumerate(in_time)):
+            *payloads, state = reply.blobs
+            done[job.key] = tuple(payloads)
+            self._remember(in_time[job.key].client.name, state)
+            while turn in done:
+                arrival = in_time[turn]
+                for payload in done.pop(turn):
+                    yield Delivery(arrival.task, payload, arrival.seconds)
+                turn += 1
+        for task in late:
+            yield Silence(task, "not done by the deadline", until)
+        for task in self._silent:
+            yield Silence(task, "dropped out", until)
+
+    def cancel(self, tasks: Sequence[Task]) -> None:
+        """Nothing to call back: closing `results` has stopped handing out work."""
+
+    def client_state(self, accepted: Sequence[str]) -> Mapping[str, Mapping[str, Params]]:
+        changed = {name: self._renewed[name] for name in accepted if self._renewed.get(name)}
+        self._kept |= changed
+        return changed
+
+    def restore(self, states: Mapping[str, Mapping[str, Params]]) -> None:
+        self._kept = {client: dict(streams) for client, streams in states.items()}
+
+    def _arrival(self, task: Task) -> _Arrival:
+        client = self._clients[task.message.client]
+        work = task.message
+        steps = schedule.count(client.num_examples, work.batch_size, epochs=work.epochs, steps=work.steps)
+        return _Arrival(task, client, self._clock.duration_seconds(client.name, steps))
+
+    def _job(self, key: int, arrival: _Arrival) -> Job:
+        client = arrival.client
+        values = {
+            "kind": "train",
+            "task": arrival.task.message.to_json(),
+            "part": client.index,
+            "runtime": client.runtime,
+            "fault": client.fault,
+        }
+        own: Params = {}
+        for stream, tensors in self._kept.get(client.name, {}).items():
+            own |= named(stream, tensors)
+        return Job(key, values, (arrays.encode(own),))
+
+    def _remember(self, client: str, state: bytes) -> None:
+        tensors = arrays.decode(state)
+        self._renewed[client] = {
+            name: part_of(tensors, name) for name in {key.split("/", 1)[0] for key in tensors}
+        }

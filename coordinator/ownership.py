@@ -1,0 +1,52 @@
+"""Who owns our top-level names, and who shadows them.
+
+`coordinator`, `edge_client`, `strategies` and `models` are generic names. Another distribution may install
+the same, or a folder on `PYTHONPATH` may come first; then imports reach the wrong code. Commands look
+before they start and say what to do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+NAMES = ("coordinator", "edge_client", "strategies", "models")
+DISTRIBUTION = "fedloop"
+
+
+def problems() -> list[str]:
+    """One sentence for each name that is not ours alone; empty when all is well."""
+    found = {name: _location(name) for name in NAMES}
+    home = Path(__file__).resolve().parent.parent
+    return shadowed(found, home) + contested(packages_distributions())
+
+
+def shadowed(found: Mapping[str, Path | None], home: Path) -> list[str]:
+    """Names that Python finds elsewhere than in `home`, where this module lies."""
+    return [
+        f"the name {name!r} leads to {where}, not to {home / name}; rename or move that, or take its folder off "
+        "PYTHONPATH"
+        if where is not None
+        else f"the package {name!r} is missing from {home}; install fedloop again: pip install --force-reinstall fedloop"
+        for name, where in found.items()
+        if where != home / name
+    ]
+
+
+def contested(owners: Mapping[str, Sequence[str]]) -> list[str]:
+    """Names that another installed distribution claims too."""
+    return [
+        f"the distribution {other!r} also installs a top-level package {name!r}; remove it (pip uninstall {other}) "
+        "or keep fedloop in a virtual environment of its own"
+        for name in NAMES
+        for other in sorted(set(owners.get(name, ())) - {DISTRIBUTION})
+    ]
+
+
+def _location(name: str) -> Path | None:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).resolve().parent

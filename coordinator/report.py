@@ -1,0 +1,194 @@
+"""What a run leaves in its folder: `rounds.csv` as it goes, `report.json`, `curves.png` and the model at the end."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from coordinator.blobs import write_durably
+from coordinator.experiment import Experiment
+from coordinator.fleets.simulated import SimulatedClient
+from coordinator.rounds.checkpoint import Committed
+from coordinator.rounds.engine import RoundRecord, as_row
+from coordinator.rounds.events import LineFile
+from edge_client.train.trainer import Evaluation
+from edge_client.wire import arrays
+from strategies.params import Params
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLUMNS = tuple(field.name for field in fields(RoundRecord))
+
+
+def open_lines(out: Path, committed: Committed | None) -> dict[str, LineFile]:
+    """The files written line by line, cut back to the committed round.
+
+    A round's own line is appended after its commit, with the time the commit took. If the run was killed
+    between the two, the line is made from the checkpoint, whose `seconds` lacks only that last moment.
+    """
+    names = ("rounds.csv", "events.jsonl")
+    if committed is None:
+        lines = {name: LineFile(out / name, keep_bytes=0) for name in names}
+        lines["rounds.csv"].append(_csv_line(COLUMNS))
+        return lines
+    written = _line_after(out / "rounds.csv", committed.offsets["rounds.csv"])
+    lines = {name: LineFile(out / name, keep_bytes=committed.offsets[name]) for name in names}
+    lines["rounds.csv"].append(written or _csv_line(_cells(committed.record)))
+    return lines
+
+
+def append_round(lines: LineFile, record: RoundRecord) -> None:
+    """The line of a committed round."""
+    lines.append(_csv_line(_cells(as_row(record))))
+
+
+def read_rounds(path: Path) -> list[dict[str, Any]]:
+    """`rounds.csv` as the objects of `report.json`."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [
+            {name: json.loads(text) if text else None for name, text in row.items()}
+            for row in csv.DictReader(file)
+        ]
+
+
+def write(
+    out: Path,
+    experiment: Experiment,
+    found: Mapping[str, Any],
+    clients: Sequence[SimulatedClient],
+    params: Params,
+    final: Evaluation,
+    sites: Any,
+) -> dict[str, Any]:
+    """Writes model, curves and report, the report last: where it is, the run is finished.
+
+    `sites`: site index of each test row, or None where the data has none.
+    """
+    encoded = arrays.encode(params)
+    write_durably(out / "model.safetensors", encoded)
+    rounds = read_rounds(out / "rounds.csv")
+    document: dict[str, Any] = {
+        "experiment": experiment.model_dump(mode="json", exclude_none=True),
+        "data": {key: found[key] for key in ("fingerprint", "classes", "input_shape", "task", "preview")},
+        "clients": len(clients),
+        "runtimes": dict(sorted(Counter(client.runtime for client in clients).items())),
+        "rounds": rounds,
+        "rejections": _total_rejections(rounds),
+        "bytes_up": sum(row["bytes_up"] for row in rounds),
+        "bytes_down": sum(row["bytes_down"] for row in rounds),
+        "final": {
+            "test_accuracy": final.accuracy,
+            "test_loss": final.loss,
+            "test_rows": len(final.labels),
+            "model_sha256": arrays.sha256(encoded),
+        },
+    }
+    if sites is not None:
+        document["per_site"] = _per_site(final, sites, found["site_names"])
+    draw_curves(out / "curves.png", experiment.name, rounds)
+    write_durably(out / "report.json", json.dumps(document, indent=2).encode())
+    return document
+
+
+def draw_curves(path: Path, title: str, rounds: Sequence[Mapping[str, Any]]) -> None:
+    """Loss and accuracy per round, with the spread of accuracy over clients."""
+    # Figure and canvas directly: pyplot keeps global state and looks for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    numbers = [row["round"] for row in rounds]
+    trained = [row for row in rounds if row["train_loss"] is not None]
+    left.plot(
+        [r["round"] for r in trained],
+        [r["train_loss"] for r in trained],
+        label="training (clients' mean)",
+        color="#8a8a8a",
+    )
+    left.plot(numbers, [row["test_loss"] for row in rounds], label="test", color="#1f6feb")
+    _dress(left, "loss (cross-entropy)", numbers)
+    left.set_ylim(bottom=0)
+    low = [row["client_accuracy_min"] for row in rounds]
+    high = [row["client_accuracy_max"] for row in rounds]
+    right.fill_between(
+        numbers, low, high, color="#1f6feb", alpha=0.15, lw=0, label="clients, minimum to maximum"
+    )
+    right.plot(
+        numbers,
+        [row["client_accuracy_median"] for row in rounds],
+        color="#1f6feb",
+        ls=":",
+        label="clients, median",
+    )
+    right.plot(numbers, [row["test_accuracy"] for row in rounds], color="#1f6feb", label="all test rows")
+    _dress(right, "test accuracy", numbers)
+    right.set_ylim(0, 1.01)
+    last = rounds[-1]["test_accuracy"]
+    right.annotate(
+        f"{last:.3f}", (numbers[-1], last), xytext=(-4, -14), textcoords="offset points", ha="right"
+    )
+    figure.suptitle(title)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
+    write_durably(path, buffer.getvalue())
+
+
+def _dress(axes: Axes, label: str, numbers: Sequence[int]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("round")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(min(numbers), max(max(numbers), min(numbers) + 1))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _per_site(final: Evaluation, sites: Any, names: Sequence[str]) -> dict[str, Any]:
+    correct = np.bincount(sites, weights=final.correct, minlength=len(names))
+    labels = np.bincount(sites, weights=final.labels, minlength=len(names))
+    rows = np.bincount(sites, minlength=len(names))
+    return {
+        name: {
+            "test_rows": int(rows[i]),
+            "test_accuracy": float(correct[i] / labels[i]) if labels[i] else None,
+        }
+        for i, name in enumerate(names)
+    }
+
+
+def _total_rejections(rounds: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for row in rounds:
+        total.update(row["rejections"])
+    return dict(sorted(total.items()))
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    return ["" if row[name] is None else json.dumps(row[name]) for name in COLUMNS]
+
+
+def _csv_line(cells: Sequence[str]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="").writerow(cells)
+    return buffer.getvalue()
+
+
+def _line_after(path: Path, offset: int) -> str | None:
+    """The complete line at `offset`, if there is one."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        line = file.readline()
+    return line[:-1].decode() if line.endswith(b"\n") else None

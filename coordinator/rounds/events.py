@@ -1,0 +1,61 @@
+"""Events: what happened in a run, one JSON object a line, written as it happens."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+Clock = Callable[[], datetime]
+
+
+class Emit(Protocol):
+    """Records one event with its keys, such as `emit("update_rejected", round=3, client="a", reason="stale_base")`."""
+
+    def __call__(self, event: str, **values: Any) -> None: ...
+
+
+class LineFile:
+    """An append-only text file that can be cut back to a size it had before.
+
+    A run that is resumed cuts its files to the size they had when its checkpoint was committed, so that
+    no line appears twice.
+    """
+
+    def __init__(self, path: Path, keep_bytes: int | None = None) -> None:
+        """Opens `path` at its end, or, given `keep_bytes`, cuts it to that size first."""
+        self._file = path.open("ab")
+        if keep_bytes is not None:
+            self._file.truncate(keep_bytes)
+            self._file.seek(0, os.SEEK_END)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._file.tell()
+
+    def append(self, line: str) -> None:
+        """Writes a line through to the operating system."""
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Makes what was appended durable."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class EventLog:
+    """`events.jsonl`."""
+
+    def __init__(self, lines: LineFile, clock: Clock) -> None:
+        self._lines = lines
+        self._clock = clock
+
+    def __call__(self, event: str, **values: Any) -> None:
+        moment = self._clock().isoformat(timespec="milliseconds")
+        self._lines.append(json.dumps({"time": moment, "event": event, **values}))

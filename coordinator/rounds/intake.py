@@ -1,0 +1,143 @@
+"""The coordinator accepts: one pure check between a client's bytes and the aggregation.
+
+Whoever receives a result calls `check`, a worker of the simulation as much as the device API. The header
+is judged before any array is built; the arrays are built once they are known to be what was asked for.
+A rejection never stops a round: it is counted by its reason and told in words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from coordinator.rounds.plan import Task
+from edge_client.wire import arrays
+from edge_client.wire.messages import DELTA, ResultHeader, result_header
+from strategies.params import Params
+from strategies.state import named, part_of
+from strategies.update import Update
+
+Reason = Literal[
+    "malformed",
+    "oversized",
+    "duplicate",
+    "stale_base",
+    "wrong_task",
+    "no_examples",
+    "missing_tensor",
+    "extra_tensor",
+    "misnamed_tensor",
+    "wrong_dtype",
+    "wrong_shape",
+    "non_finite",
+]
+
+_HEADROOM_BYTES = 65_536
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a result does not count: a stable code, and the words for the person who runs the client."""
+
+    client: str
+    reason: Reason
+    words: str
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a result of this round must hold: tensor name -> shape, all float32, and its largest size."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    payload_limit_bytes: int
+
+
+def expected_of(trainable: Params, streams: Mapping[str, Params]) -> Expected:
+    """The expectation for updates of `trainable` with the client rule's `streams`."""
+    tensors = named(DELTA, dict(trainable))
+    for stream, values in streams.items():
+        tensors |= named(stream, dict(values))
+    size = sum(value.size * 4 for value in tensors.values())
+    names = sum(len(name) + 128 for name in tensors)
+    return Expected({name: value.shape for name, value in tensors.items()}, size + names + _HEADROOM_BYTES)
+
+
+def check(payload: bytes, task: Task, expected: Expected, *, already_accepted: bool) -> Update | Rejection:
+    """The update in `payload`, or the reason it is refused.
+
+    Checked in this order: size, form, duplicate, base version, task, examples, names, dtypes, shapes, finiteness.
+    """
+    client = task.message.client
+
+    def no(reason: Reason, words: str) -> Rejection:
+        return Rejection(client, reason, f"update from {client}, round {task.message.round}: {words}")
+
+    if len(payload) > expected.payload_limit_bytes:
+        return no("oversized", f"{len(payload)} bytes, at most {expected.payload_limit_bytes} are allowed")
+    try:
+        header = arrays.read_header(payload)
+        said = result_header(header.values)
+    except arrays.Malformed as error:
+        return no("malformed", str(error))
+    if already_accepted:
+        return no("duplicate", "this client's update of this round was already accepted")
+    refused = _wrong_task(said, task) or _wrong_tensors(header.tensors, expected)
+    if refused:
+        return no(*refused)
+    tensors = arrays.decode(payload)
+    for name in sorted(tensors):
+        if not np.isfinite(tensors[name]).all():
+            return no(
+                "non_finite", f"{name} holds NaN or infinity; lower the learning rate or check the data"
+            )
+    streams = {name.split("/", 1)[0] for name in tensors} - {DELTA}
+    return Update(
+        delta=part_of(tensors, DELTA),
+        num_examples=said.num_examples,
+        num_steps=said.num_steps,
+        train_loss=said.train_loss,
+        extras={stream: part_of(tensors, stream) for stream in sorted(streams)},
+    )
+
+
+def _wrong_task(said: ResultHeader, task: Task) -> tuple[Reason, str] | None:
+    asked = task.message
+    if said.base != asked.base:
+        return "stale_base", f"it trained model {said.base[:12]}, this round uses {asked.base[:12]}"
+    if (said.round, said.client) != (asked.round, asked.client):
+        return "wrong_task", f"it answers round {said.round} of client {said.client!r}"
+    if said.num_examples < 1 or said.num_steps < 1:
+        return (
+            "no_examples",
+            f"it says {said.num_examples} examples and {said.num_steps} steps, at least 1 is expected",
+        )
+    if not math.isfinite(said.train_loss):
+        return (
+            "non_finite",
+            f"its training loss is {said.train_loss}; lower the learning rate or check the data",
+        )
+    return None
+
+
+def _wrong_tensors(sent: Mapping[str, arrays.Slot], expected: Expected) -> tuple[Reason, str] | None:
+    missing = sorted(expected.shapes.keys() - sent.keys())
+    extra = sorted(sent.keys() - expected.shapes.keys())
+    if missing and extra:
+        return "misnamed_tensor", f"has {extra[0]!r} where {missing[0]!r} is expected"
+    if missing:
+        return (
+            "missing_tensor",
+            f"{missing[0]!r} is missing, {len(sent)} of {len(expected.shapes)} tensors came",
+        )
+    if extra:
+        return "extra_tensor", f"{extra[0]!r} is no tensor of this model"
+    for name in sorted(sent):
+        if sent[name].dtype != "F32":
+            return "wrong_dtype", f"{name} is {sent[name].dtype}, expected F32"
+        if sent[name].shape != expected.shapes[name]:
+            return "wrong_shape", f"{name} is {sent[name].shape}, expected {expected.shapes[name]}"
+    return None

@@ -1,0 +1,180 @@
+"""A pool of worker processes that lives as long as the simulation.
+
+Each worker is one single-threaded process of `coordinator.simulation.worker`, connected by a socket pair.
+It dies with its parent, whatever kills that, and leaves nothing behind: no shared memory, no files of its
+own but the log. At most two jobs lie with a worker, one running and one waiting, so that it never idles.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from coordinator.errors import UserError
+from coordinator.simulation import frames
+from coordinator.simulation.frames import Frame
+
+WAITING = 2
+"""Jobs given to one worker at a time."""
+
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+}
+
+
+class WorkerDied(Exception):
+    """A worker process ended by itself; the message holds the end of its log."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Work for any one worker. `key` is the caller's own, to tell replies apart."""
+
+    key: Any
+    values: dict[str, Any]
+    blobs: tuple[bytes, ...] = ()
+
+
+@dataclass
+class _Worker:
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    jobs: deque[tuple[int, Job | None]] = field(default_factory=deque)
+
+
+class WorkerPool:
+    """`size` workers; use as a context manager."""
+
+    def __init__(self, size: int, log: Path) -> None:
+        self._log = log
+        self._batch = 0
+        self._selector = selectors.DefaultSelector()
+        self._workers: list[_Worker] = []
+        with log.open("ab") as file:
+            for _ in range(size):
+                self._workers.append(self._start(file.fileno()))
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def close(self) -> None:
+        """Ends and reaps every worker."""
+        for worker in self._workers:
+            worker.channel.close()
+        for worker in self._workers:
+            worker.process.kill()
+            worker.process.wait()
+        self._selector.close()
+        self._workers = []
+
+    def tell(self, values: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        """Sends every worker something it keeps for the jobs that follow; there is no reply."""
+        for worker in self._workers:
+            self._send(worker, {**values, "tell": True}, blobs)
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Frame]]:
+        """Replies as they come, in any order. Jobs are drawn from `jobs` when a worker is free for one.
+
+        Closing the iterator abandons the jobs still running; their replies are dropped.
+
+        Raises:
+            UserError: a job found the user's input wrong.
+            WorkerDied: a worker is gone.
+        """
+        self._batch += 1
+        source = iter(jobs)
+        outstanding = 0
+        exhausted = False
+        while True:
+            while not exhausted and (worker := self._free()) is not None:
+                job = next(source, None)
+                if job is None:
+                    exhausted = True
+                    break
+                worker.jobs.append((self._batch, job))
+                self._send(worker, job.values, job.blobs)
+                outstanding += 1
+            if exhausted and not outstanding:
+                return
+            for batch, done, reply in self._replies():
+                if batch == self._batch:
+                    outstanding -= 1
+                    yield done, reply
+
+    def one(self, values: dict[str, Any], blobs: tuple[bytes, ...] = ()) -> Frame:
+        """The reply to a single job."""
+        ((_, reply),) = self.run([Job(None, values, blobs)])
+        return reply
+
+    def _start(self, log: int) -> _Worker:
+        ours, theirs = socket.socketpair()
+        process = subprocess.Popen(
+            # -P keeps the working directory off sys.path: a user's own models.py must not shadow ours.
+            [sys.executable, "-P", "-m", "coordinator.simulation.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **ONE_THREAD},
+        )
+        theirs.close()
+        worker = _Worker(process, ours)
+        self._selector.register(ours, selectors.EVENT_READ, worker)
+        return worker
+
+    def _free(self) -> _Worker | None:
+        worker = min(self._workers, key=lambda each: len(each.jobs))
+        return worker if len(worker.jobs) < WAITING else None
+
+    def _replies(self) -> Iterator[tuple[int, Job, Frame]]:
+        for key, _ in self._selector.select():
+            worker: _Worker = key.data
+            reply = self._receive(worker)
+            batch, job = worker.jobs.popleft()
+            assert job is not None
+            if "error" in reply.values:
+                if batch != self._batch:
+                    continue
+                raise UserError(reply.values["error"])
+            yield batch, job, reply
+
+    def _send(self, worker: _Worker, values: dict[str, Any], blobs: Sequence[bytes]) -> None:
+        try:
+            frames.send(worker.channel, values, blobs)
+        except frames.Closed:
+            raise self._died(worker) from None
+
+    def _receive(self, worker: _Worker) -> Frame:
+        try:
+            return frames.receive(worker.channel)
+        except frames.Closed:
+            raise self._died(worker) from None
+
+    def _died(self, worker: _Worker) -> WorkerDied:
+        status = worker.process.wait()
+        tail = self._log.read_text("utf-8", "replace").strip().splitlines()[-8:]
+        how = f"signal {-status}" if status < 0 else f"exit code {status}"
+        return WorkerDied(f"a worker process ended with {how}; the end of {self._log}:\n" + "\n".join(tail))

@@ -1,0 +1,216 @@
+"""One worker process of the simulation: prepares, trains and evaluates, one job at a time.
+
+It is told once which data and model the run has (`open`) and before each round which params to start from
+(`model`); a job then needs little more than the position of its client. Frameworks are imported when the
+first job needs them, so that a worker that trains LiteRT clients only never loads TensorFlow.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coordinator.errors import UserError
+from coordinator.simulation import faults, frames, workspace
+from coordinator.simulation.frames import Frame
+from edge_client.train.trainer import Examples, Runtime, Trainer
+from edge_client.wire import arrays
+from edge_client.wire.messages import TaskMessage
+from models.process import die_with_parent
+from strategies.params import Params
+from strategies.state import named, part_of
+
+Reply = tuple[dict[str, Any], list[bytes]]
+
+
+@dataclass
+class Round:
+    """What the jobs of the current round start from."""
+
+    params: Params
+    streams: dict[str, Params]
+
+
+class Worker:
+    """State that lives from `open` to the end: data, model, one runtime of each kind."""
+
+    def __init__(self) -> None:
+        self._run: workspace.Opened | None = None
+        self._model: dict[str, Any] = {}
+        self._round: Round | None = None
+        self._runtimes: dict[str, Runtime] = {}
+
+    def handle(self, frame: Frame) -> Reply:
+        kinds: dict[str, Callable[[Frame], Reply]] = {
+            "prepare": self._prepare,
+            "initial": self._initial,
+            "open": self._open,
+            "model": self._set_model,
+            "train": self._train,
+            "evaluate": self._evaluate,
+        }
+        return kinds[frame.values["kind"]](frame)
+
+    def _prepare(self, frame: Frame) -> Reply:
+        """Loads and partitions the data set into the workspace."""
+        return workspace.prepare(frame.values), []
+
+    def _initial(self, frame: Frame) -> Reply:
+        """Builds the model and gives its initial params."""
+        from edge_client.train import torch_trainer
+
+        spec = self._spec(frame.values["model"])
+        module = spec.build(frame.values["seed"])
+        params = torch_trainer.read(module)
+        trainable = list(torch_trainer.TorchRuntime(module, spec.loss).trainable)
+        values = {"trainable": trainable, "twin": spec.tensorflow_twin is not None, "task": spec.task}
+        return values, [arrays.encode(params)]
+
+    def _open(self, frame: Frame) -> Reply:
+        self._run = workspace.open_workspace(Path(frame.values["folder"]))
+        self._model = frame.values["model"]
+        return {}, []
+
+    def _set_model(self, frame: Frame) -> Reply:
+        params, streams = (arrays.decode(blob) for blob in frame.blobs)
+        self._round = Round(
+            params, {s: part_of(streams, s) for s in {name.split("/", 1)[0] for name in streams}}
+        )
+        return {}, []
+
+    def _train(self, frame: Frame) -> Reply:
+        assert self._run is not None and self._round is not None
+        task = TaskMessage.from_json(frame.values["task"])
+        own = arrays.decode(frame.blobs[0])
+        client_state = {s: part_of(own, s) for s in {name.split("/", 1)[0] for name in own}}
+        rows = self._run.part(frame.values["part"])
+        examples = Examples(self._run.x[rows], self._run.y[rows])
+        trainer = Trainer(self._runtime(frame.values["runtime"]))
+        local = trainer.train(
+            self._round.params, task.train_task(self._round.streams), examples, client_state
+        )
+        kept: Params = {}
+        for stream, tensors in local.client_state.items():
+            kept |= named(stream, tensors)
+        return {}, [*faults.payloads(frame.values["fault"], task, local.update), arrays.encode(kept)]
+
+    def _evaluate(self, frame: Frame) -> Reply:
+        """Scores the rows [start, stop) of the test part."""
+        assert self._run is not None
+        rows = self._run.test_rows[frame.values["start"] : frame.values["stop"]]
+        params = arrays.decode(frame.blobs[0])
+        result = Trainer(self._runtime("torch")).evaluate(
+            params, Examples(self._run.x[rows], self._run.y[rows])
+        )
+        counts = arrays.encode({"correct": result.correct, "labels": result.labels})
+        return {"loss_sum": result.loss_sum}, [counts]
+
+    def _spec(self, model: dict[str, Any]) -> Any:
+        from models import zoo
+
+        return zoo.get(
+            model["name"],
+            input_shape=tuple(model["input_shape"]),
+            classes=model["classes"],
+            input_dtype=model["input_dtype"],
+            task=model["task"],
+            **model["options"],
+        )
+
+    def _runtime(self, name: str) -> Runtime:
+        if name not in self._runtimes:
+            self._runtimes[name] = self._made(name)
+        return self._runtimes[name]
+
+    def _made(self, name: str) -> Runtime:
+        if name == "litert":
+            from edge_client.train.litert_trainer import LiteRTRuntime
+            from edge_client.wire import manifest
+
+            described = Path(self._model["manifest"]).read_text("utf-8")
+            return LiteRTRuntime(Path(self._model["tflite"]), manifest.parse(described))
+        import torch
+
+        torch.set_num_threads(1)
+        from edge_client.train.torch_trainer import TorchRuntime
+
+        spec = self._spec(self._model)
+        torch_runtime = TorchRuntime(spec.build(0), spec.loss)
+        if name == "torch":
+            return torch_runtime
+        from edge_client.train.tensorflow_trainer import TensorFlowRuntime
+
+        if spec.tensorflow_twin is None:
+            raise UserError(f"model {self._model['name']!r} has no TensorFlow twin")
+        return TensorFlowRuntime(spec.tensorflow_twin(), trainable=torch_runtime.trainable)
+
+
+def serve(channel: socket.socket) -> None:
+    """Answers jobs until the channel closes. A thread reads ahead, so that a closed channel ends a long job too."""
+    waiting: queue.Queue[Frame] = queue.Queue()
+    threading.Thread(target=_read, args=(channel, waiting), daemon=True).start()
+    worker = Worker()
+    failure: str | None = None
+    while True:
+        frame = waiting.get()
+        told = frame.values.get("tell", False)
+        try:
+            values, blobs = worker.handle(frame)
+        except Exception as error:
+            values, blobs = {"error": _words(frame, error)}, []
+            failure = values["error"] if told else failure
+        if told:
+            continue
+        if failure is not None:
+            values, blobs = {"error": failure}, []
+        frames.send(channel, values, blobs)
+
+
+def _read(channel: socket.socket, waiting: queue.Queue[Frame]) -> None:
+    while True:
+        try:
+            waiting.put(frames.receive(channel))
+        except frames.Closed:
+            os._exit(0)
+
+
+def _words(frame: Frame, error: Exception) -> str:
+    """The error in one line for the user; the traceback of what is not plainly their input goes to the log."""
+    from models.datasets import DataError
+
+    task = frame.values.get("task")
+    where = f"{frame.values['runtime']} client {task['client']}, round {task['round']}: " if task else ""
+    named_by_us = isinstance(error, UserError | DataError) or type(error).__module__.startswith(
+        ("models.", "edge_client.")
+    )
+    if named_by_us:
+        return f"{where}{error}"
+    traceback.print_exc()
+    return f"{where}{frame.values['kind']} failed: {type(error).__name__}: {error}"
+
+
+def main() -> None:
+    die_with_parent()
+    # Ctrl-C reaches the whole process group; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    np.seterr(all="ignore")  # a diverging client is rejected by the intake, which says so
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        try:
+            serve(channel)
+        except frames.Closed:
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The workspace: a run's data as plain arrays in a folder, written once and mapped by every worker.
+
+It lies under the run's folder and is removed when the run is finished, so that a killed run leaves nothing
+in shared memory, and a resumed one finds its data or makes it again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from models import datasets
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Arrays of a prepared run, memory-mapped. `part(i)` gives the rows of client i."""
+
+    x: npt.NDArray[Any]
+    y: npt.NDArray[np.int32]
+    test_rows: npt.NDArray[np.int64]
+    owners: npt.NDArray[np.int32]
+    parts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+
+    def part(self, index: int) -> npt.NDArray[np.int64]:
+        start = int(self.ends[index - 1]) if index else 0
+        return self.parts[start : int(self.ends[index])]
+
+
+def prepare(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Loads and partitions a data set into `request["folder"]` and says what it found.
+
+    `request`: folder, seed, data (the experiment's table), clients (or null: all sites), data_dir.
+
+    Raises:
+        datasets.DataError: the data or its description is wrong.
+    """
+    folder, data, seed = Path(request["folder"]), request["data"], request["seed"]
+    dataset = datasets.load(
+        data["dataset"],
+        path=data["path"],
+        label=data["label"],
+        site=data["site"],
+        split=data["split"],
+        features=data["features"],
+        length=data["length"],
+        vocab=data["vocab"],
+        data_dir=Path(request["data_dir"]) if request["data_dir"] else None,
+        seed=seed,
+        clients=request["clients"],
+    )
+    public = datasets.public_rows(dataset, data["public_samples"], seed)
+    parts = datasets.partition(
+        data["partition"], dataset, clients=request["clients"], seed=seed, exclude=public
+    )
+    found = {
+        "format": _FORMAT,
+        "fingerprint": dataset.fingerprint(),
+        "clients": list(datasets.client_names(data["partition"], dataset, len(parts))),
+        "examples": [len(part) for part in parts],
+        "classes": dataset.classes,
+        "class_names": list(dataset.class_names),
+        "input_shape": list(dataset.input_shape),
+        "input_dtype": dataset.input_dtype,
+        "task": dataset.task,
+        "site_names": list(dataset.site_names),
+        "preview": list(datasets.preview(dataset)),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    written = {
+        "x": np.ascontiguousarray(dataset.x),
+        "y": np.ascontiguousarray(dataset.y),
+        "test_rows": np.flatnonzero(dataset.test).astype(np.int64),
+        "owners": datasets.owners(dataset, parts, seed),
+        "parts": np.concatenate(parts).astype(np.int64),
+        "ends": np.cumsum([len(part) for part in parts]).astype(np.int64),
+        "public": np.asarray(public, np.int64),
+        "sites": dataset.site if dataset.site is not None else np.zeros(0, np.int32),
+    }
+    for name, array in written.items():
+        np.save(folder / f"{name}.npy", array, allow_pickle=False)
+    (folder / "found.json").write_text(json.dumps(found))
+    return found
+
+
+def open_workspace(folder: Path) -> Opened:
+    """The arrays of a prepared workspace."""
+
+    def mapped(name: str) -> npt.NDArray[Any]:
+        path = folder / f"{name}.npy"
+        array: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+        # An empty array cannot be mapped.
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)) if array.size else array
+
+    return Opened(*(mapped(name) for name in ("x", "y", "test_rows", "owners", "parts", "ends")))

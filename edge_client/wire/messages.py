@@ -1,0 +1,99 @@
+"""What travels between coordinator and client: a task out, a result back.
+
+A message is named arrays plus a JSON object (see `edge_client.wire.arrays`). In a result the arrays are
+`delta/<tensor>` and, for client rules that send more, `<stream>/<tensor>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from edge_client.train.trainer import TrainTask
+from edge_client.wire import arrays
+from strategies import client_rules
+from strategies.client_rules import Streams
+from strategies.state import named
+from strategies.update import Update
+
+DELTA = "delta"
+
+
+@dataclass(frozen=True)
+class TaskMessage:
+    """One client's work in one round. `base` is the SHA-256 of the params to start from."""
+
+    round: int
+    client: str
+    base: str
+    seed: int
+    batch_size: int
+    lr: float
+    epochs: int | None
+    steps: int | None
+    rule: Mapping[str, str | float]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> TaskMessage:
+        return TaskMessage(**document)
+
+    def train_task(self, broadcast: Streams) -> TrainTask:
+        """The task for a Trainer, with the streams that came along."""
+        return TrainTask(
+            seed=self.seed,
+            batch_size=self.batch_size,
+            lr=self.lr,
+            epochs=self.epochs,
+            steps=self.steps,
+            rule=client_rules.from_options(self.rule),
+            broadcast=broadcast,
+        )
+
+
+@dataclass(frozen=True)
+class ResultHeader:
+    """What a client says about the update it sends."""
+
+    round: int
+    client: str
+    base: str
+    num_examples: int
+    num_steps: int
+    train_loss: float
+
+
+def encode_result(task: TaskMessage, update: Update) -> bytes:
+    """The update as the bytes a client uploads."""
+    header = ResultHeader(
+        task.round, task.client, task.base, update.num_examples, update.num_steps, update.train_loss
+    )
+    tensors = named(DELTA, update.delta)
+    for stream, stream_tensors in update.extras.items():
+        tensors |= named(stream, stream_tensors)
+    return arrays.encode(tensors, asdict(header))
+
+
+def result_header(values: Mapping[str, Any]) -> ResultHeader:
+    """The header of a result from its JSON object.
+
+    Raises:
+        arrays.Malformed: a key is missing or of another type.
+    """
+    kinds = {
+        "round": int,
+        "client": str,
+        "base": str,
+        "num_examples": int,
+        "num_steps": int,
+        "train_loss": float,
+    }
+    for key, kind in kinds.items():
+        value = values.get(key)
+        number = kind is float and isinstance(value, int)
+        if isinstance(value, bool) or not (isinstance(value, kind) or number):
+            raise arrays.Malformed(f"result header: {key} is {value!r}, expected {kind.__name__}")
+    return ResultHeader(**{key: values[key] for key in kinds})
