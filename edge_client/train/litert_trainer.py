@@ -1,0 +1,195 @@
+"""Local training in LiteRT: what a small device runs, on numpy and the interpreter alone.
+
+The artifact's `train` signature is one plain SGD step on a batch of fixed size,
+
+    train(x, y, lr, w…) -> {loss, w − lr · ∇f(w)}.
+
+That is all a client rule needs. Every rule's step is w ← w − lr · (∇f(w) + mu · (w − w₀) + offset), and
+the two added terms do not depend on the gradient, so subtracting lr · (mu · (w − w₀) + offset) from what
+`train` returns is exactly that step. A second signature that returns gradients would double the file to
+compute the same thing.
+
+A batch shorter than the artifact's is filled up with zeros labelled `PADDING`, which the artifact's loss
+leaves out of its mean, so the step is that of the rows that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from ai_edge_litert.interpreter import Interpreter
+
+from edge_client.train.trainer import PADDING, Examples
+from edge_client.wire import golden
+from edge_client.wire.manifest import Glimpse, Manifest, ManifestError, require_file
+from strategies.client_rules import Correction
+from strategies.params import Params
+
+Feeds = dict[str, npt.NDArray[Any]]
+
+
+class SelfTestFailed(RuntimeError):
+    """This runtime computes something else than the model's author did; the artifact must not be used.
+
+    Attributes:
+        signature: `train` or `infer`.
+        tensor: the output that differs, and where in it, such as `fc.weight (element 3)`.
+    """
+
+    def __init__(self, signature: str, tensor: str, got: float, expected: float) -> None:
+        super().__init__(
+            f"self-test failed: {signature} gave {tensor} = {got:.9g}, expected {expected:.9g}; "
+            "this runtime cannot run this artifact correctly"
+        )
+        self.signature, self.tensor, self.got, self.expected = signature, tensor, got, expected
+
+
+class LiteRTRuntime:
+    """Runs one artifact, again and again, on params given from outside. One thread.
+
+    Raises:
+        ManifestError: the file is not the manifest's, or its signatures are not what the manifest says.
+    """
+
+    name = "litert"
+
+    def __init__(self, tflite: Path | bytes, manifest: Manifest) -> None:
+        content = tflite if isinstance(tflite, bytes) else tflite.read_bytes()
+        require_file(manifest, content, "artifact" if isinstance(tflite, bytes) else str(tflite))
+        self._manifest = manifest
+        self._bound = {tensor.name: tensor.signature_name for tensor in manifest.tensors}
+        self.trainable: tuple[str, ...] = manifest.trainable
+        try:
+            self._interpreter = Interpreter(model_content=content, num_threads=1)
+        except ValueError as error:
+            raise ManifestError(f"LiteRT cannot load the artifact: {error}") from None
+        self._train = self._runner("train")
+        self._infer = self._runner("infer")
+
+    def take_steps(
+        self, params: Params, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
+    ) -> tuple[Params, list[float]]:
+        """As the protocol says; `seed` is not needed, because an artifact has no randomness.
+
+        Raises:
+            ValueError: a batch has more rows than the artifact takes.
+        """
+        frozen = {name: _float32(params[name]) for name in self._bound if name not in self.trainable}
+        start = {name: _float32(params[name]) for name in self.trainable}
+        rate = np.float32(lr)
+        weights, losses = start, []
+        for batch in batches:
+            loss, trained = self._step(weights | frozen, batch, rate)
+            for name, value in trained.items():
+                if correction.offset is not None:
+                    value -= rate * correction.offset[name]
+                if correction.mu:
+                    value -= rate * np.float32(correction.mu) * (weights[name] - start[name])
+            weights = trained
+            losses.append(loss)
+        return {
+            name: value.copy() if value is start[name] else value for name, value in weights.items()
+        }, losses
+
+    def logits(self, params: Params, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        rows = self._manifest.batch_size
+        tensors = {bound: _float32(params[name]) for name, bound in self._bound.items()}
+        answer = np.empty((len(x), *self._manifest.label_shape, self._manifest.classes), np.float32)
+        for start in range(0, len(x), rows):
+            part = x[start : start + rows]
+            answer[start : start + rows] = self._infer(x=self._filled(part), **tensors)["logits"][: len(part)]
+        return answer
+
+    def self_test(self) -> None:
+        """Poses the manifest's golden question to both signatures on this very runtime.
+
+        Raises:
+            SelfTestFailed: naming the signature, the tensor, what came and what was expected.
+        """
+        expected = self._manifest.golden
+        asked = golden.question(self._manifest)
+        logits = self.logits(asked.params, asked.x)
+        self._compare("infer", "logits", golden.glimpse(logits), expected.logits)
+        loss, trained = self._step(asked.params, Examples(asked.x, asked.y), np.float32(expected.lr))
+        self._compare(
+            "train", "loss", Glimpse(abs(loss), (loss,)), Glimpse(abs(expected.loss), (expected.loss,))
+        )
+        for name, change in expected.changes.items():
+            self._compare("train", name, golden.glimpse(trained[name] - asked.params[name]), change)
+
+    def _step(self, weights: Params, batch: Examples, lr: np.float32) -> tuple[float, Params]:
+        """Loss and trained tensors, fresh arrays: the interpreter's own memory may hold the next answer."""
+        feeds: Feeds = {bound: weights[name] for name, bound in self._bound.items()}
+        feeds |= {"x": self._filled(batch.x), "y": self._filled(batch.y, PADDING), "lr": np.asarray(lr)}
+        answer = self._train(**feeds)
+        trained = {
+            name: np.array(answer[self._bound[name]], np.float32, order="C") for name in self.trainable
+        }
+        return float(answer["loss"]), trained
+
+    def _filled(self, values: npt.NDArray[Any], filling: int = 0) -> npt.NDArray[Any]:
+        """The rows, and more of `filling` up to the artifact's batch size."""
+        missing = self._manifest.batch_size - len(values)
+        if missing < 0:
+            raise ValueError(
+                f"a batch of {len(values)} rows does not fit this artifact, made for {self._manifest.batch_size}; "
+                "set local.batch_size to at most that, or export the model for larger batches"
+            )
+        if not missing:
+            return np.ascontiguousarray(values)
+        return np.concatenate([values, np.full((missing, *values.shape[1:]), filling, values.dtype)])
+
+    def _compare(self, signature: str, tensor: str, got: Glimpse, expected: Glimpse) -> None:
+        off = golden.disagreement(got, expected, self._manifest.golden.tolerance)
+        if off is not None:
+            what, was, should = off
+            raise SelfTestFailed(signature, f"{tensor} ({what})", was, should)
+
+    def _runner(self, name: str) -> Any:
+        """The signature, once its inputs are seen to be the manifest's.
+
+        The interpreter would resize an input of another shape without a word, so shapes are checked here.
+        """
+        known = self._interpreter.get_signature_list()
+        described = self._manifest.signatures[name]
+        if name not in known or set(known[name]["outputs"]) != set(described.outputs):
+            raise ManifestError(
+                f"the artifact has no signature {name} that returns {', '.join(described.outputs)}"
+            )
+        runner = self._interpreter.get_signature_runner(name)
+        found = {
+            key: (tuple(int(n) for n in d["shape"]), d["dtype"])
+            for key, d in runner.get_input_details().items()
+        }
+        expected = self._inputs(described.inputs)
+        for key in sorted(set(found) | set(expected)):
+            if found.get(key) != expected.get(key):
+                raise ManifestError(
+                    f"signature {name}: the artifact's input {key} is {_words(found.get(key))}, "
+                    f"the manifest says {_words(expected.get(key))}"
+                )
+        return runner
+
+    def _inputs(self, names: tuple[str, ...]) -> dict[str, tuple[tuple[int, ...], type]]:
+        """(shape, dtype) of a signature's inputs, as the manifest has them."""
+        manifest, rows = self._manifest, self._manifest.batch_size
+        x_dtype = np.float32 if manifest.input.dtype == "float32" else np.int32
+        known: dict[str, tuple[tuple[int, ...], type]] = {
+            "x": ((rows, *manifest.input.shape), x_dtype),
+            "y": ((rows, *manifest.label_shape), np.int32),
+            "lr": ((), np.float32),
+        }
+        known |= {tensor.signature_name: (tensor.shape, np.float32) for tensor in manifest.tensors}
+        return {name: known[name] for name in names}
+
+
+def _float32(value: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    return np.ascontiguousarray(value, np.float32).reshape(value.shape)
+
+
+def _words(found: tuple[tuple[int, ...], type] | None) -> str:
+    return "absent" if found is None else f"{found[1].__name__} {list(found[0])}"

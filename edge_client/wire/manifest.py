@@ -1,0 +1,250 @@
+"""The manifest beside a `.tflite`: all that a device must know before it trusts and runs the file.
+
+An artifact is two files. The `.tflite` has two signatures, whose tensors are bound by name:
+
+    train(x, y, lr, <tensor>…) -> {loss, <trainable tensor>…}     one SGD step on one batch
+    infer(x, <tensor>…)        -> {logits}
+
+The manifest says which tensors those are, what a batch looks like, which operations the runtime must
+have, where the model came from, and what the signatures must answer to a fixed question (the golden
+answers, see `edge_client.wire.golden`). It is JSON with sorted keys; `format` changes when its meaning does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from edge_client.wire.strict import Unfit, parse
+
+FORMAT = 1
+
+
+class ManifestError(ValueError):
+    """The manifest cannot be read, or does not describe the file beside it; the message says where."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One float tensor of the model.
+
+    Attributes:
+        name: its key in the state dict, the name it has in params.
+        signature_name: its name as input, and as output where trainable, of the signatures.
+        trainable: `train` returns it; the others are frozen, such as running statistics.
+    """
+
+    name: str
+    signature_name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    dtype: Literal["float32"] = "float32"
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One example. `shape` is without the batch; ids of an int32 input are 0 to `vocab` - 1."""
+
+    shape: tuple[int, ...]
+    dtype: Literal["float32", "int32"]
+    vocab: int | None = None
+
+
+@dataclass(frozen=True)
+class SignatureSpec:
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A builtin operation, the highest version of it that the file uses, and how often."""
+
+    name: str
+    version: int
+    count: int
+
+
+@dataclass(frozen=True)
+class FileSpec:
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Where the model came from; None where unknown or not applicable.
+
+    Attributes:
+        parent: SHA-256 of the checkpoint it was made from.
+        pipeline_step: what made it, such as `export` or `quantize`.
+        data_fingerprint: of the data set the parent was trained on.
+        code_version: of the software that made it.
+    """
+
+    parent: str | None = None
+    pipeline_step: str | None = None
+    data_fingerprint: str | None = None
+    code_version: str | None = None
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Numbers spread evenly over `offset` ± `scale`; which ones is fixed by `edge_client.wire.golden`."""
+
+    offset: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class Glimpse:
+    """An array in short: its L2 norm over all elements and its first few, in C order."""
+
+    norm: float
+    first: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """A number agrees when it is off by at most `absolute` + `relative` · |expected|."""
+
+    absolute: float
+    relative: float
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A fixed question to both signatures, and PyTorch's answer.
+
+    Attributes:
+        fills: for every tensor, by name.
+        x: of a float32 input; ids of an int32 one follow from its vocabulary.
+        padded_rows: the last rows of the batch, whose labels are padding.
+        logits: of `infer`.
+        loss: of `train`.
+        changes: trained minus given, for every trainable tensor by name.
+    """
+
+    fills: Mapping[str, Fill]
+    x: Fill
+    lr: float
+    padded_rows: int
+    logits: Glimpse
+    loss: float
+    changes: Mapping[str, Glimpse]
+    tolerance: Tolerance
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """See the module's story. `tensors` are in the order of the model's state dict."""
+
+    model: str
+    options: Mapping[str, Any]
+    task: Literal["classification", "next_token"]
+    classes: int
+    input: InputSpec
+    batch_size: int
+    tensors: tuple[TensorSpec, ...]
+    signatures: Mapping[str, SignatureSpec]
+    operators: tuple[Operator, ...]
+    minimum_runtime: str
+    file: FileSpec
+    golden: Golden
+    lineage: Lineage = field(default_factory=Lineage)
+    format: int = FORMAT
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """Names of the trainable tensors."""
+        return tuple(tensor.name for tensor in self.tensors if tensor.trainable)
+
+    @property
+    def label_shape(self) -> tuple[int, ...]:
+        """Of one example's labels."""
+        return self.input.shape if self.task == "next_token" else ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+
+def from_json(text: str | bytes, place: str = "manifest") -> Manifest:
+    """The manifest in `text`. `place`, such as a file name, begins every error.
+
+    Raises:
+        ManifestError: not JSON, of another format, or a key missing, unknown or of the wrong kind.
+    """
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"{place} is not JSON: {error}") from None
+    version = document.get("format") if isinstance(document, dict) else None
+    if version != FORMAT:
+        raise ManifestError(f"{place}: format is {version!r}, this software reads format {FORMAT}")
+    try:
+        manifest = parse(Manifest, document, place)
+    except Unfit as error:
+        raise ManifestError(str(error)) from None
+    _require_consistent(manifest, place)
+    return manifest
+
+
+def signature_name(name: str) -> str:
+    """A tensor's name in the signatures; TFLite's own tools do not take dots."""
+    return name.replace(".", "__")
+
+
+def require_file(manifest: Manifest, content: bytes, place: str = "artifact") -> None:
+    """Checks that `content` is the `.tflite` this manifest describes.
+
+    Raises:
+        ManifestError: another size or SHA-256.
+    """
+    if len(content) != manifest.file.size_bytes:
+        raise ManifestError(
+            f"{place} has {len(content)} bytes, its manifest says {manifest.file.size_bytes}; fetch it again"
+        )
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != manifest.file.sha256:
+        raise ManifestError(
+            f"{place} has SHA-256 {digest}, its manifest says {manifest.file.sha256}; fetch it again"
+        )
+
+
+def _require_consistent(manifest: Manifest, place: str) -> None:
+    """What the kinds of the values do not say."""
+    names = [tensor.name for tensor in manifest.tensors]
+    bound = [tensor.signature_name for tensor in manifest.tensors]
+    changed = [tensor.signature_name for tensor in manifest.tensors if tensor.trainable]
+    expected = {
+        "train": SignatureSpec(("x", "y", "lr", *bound), ("loss", *changed)),
+        "infer": SignatureSpec(("x", *bound), ("logits",)),
+    }
+    checks = (
+        (len(set(names)) == len(names) == len(set(bound)), "tensors: a name occurs twice"),
+        (bool(changed), "tensors: none is trainable"),
+        (all(n > 0 for t in manifest.tensors for n in t.shape), "tensors: an extent is not positive"),
+        (manifest.batch_size > 0, "batch_size is not positive"),
+        (manifest.classes > 0, "classes is not positive"),
+        (all(n > 0 for n in manifest.input.shape), "input.shape: an extent is not positive"),
+        (
+            (manifest.input.vocab or 0) > 0 or manifest.input.dtype != "int32",
+            "input.vocab is needed for int32",
+        ),
+        (dict(manifest.signatures) == expected, f"signatures: expected {expected}"),
+        (set(manifest.golden.fills) == set(names), "golden.fills: not one for every tensor"),
+        (
+            set(manifest.golden.changes) == set(manifest.trainable),
+            "golden.changes: not one for every trainable",
+        ),
+        (
+            0 <= manifest.golden.padded_rows < manifest.batch_size,
+            "golden.padded_rows is not within the batch",
+        ),
+    )
+    for holds, complaint in checks:
+        if not holds:
+            raise ManifestError(f"{place}.{complaint}")

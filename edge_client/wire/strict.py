@@ -1,0 +1,104 @@
+"""JSON into frozen dataclasses, taking nothing on trust.
+
+Documents come from outside: a key too many, a key too few or a value of another kind is refused, and the
+message names the place (`golden.lr`) and what belongs there. Which kinds are understood is listed in
+`read`; that is all that documents of ours hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+class Unfit(ValueError):
+    """The document does not have the form asked for; the message says where."""
+
+
+def parse(kind: type[T], document: object, place: str) -> T:
+    """The document as a `kind`, a dataclass of JSON kinds. `place` names it in errors.
+
+    Raises:
+        Unfit: naming the first place that does not fit, and what was expected there.
+    """
+    parsed: T = read(kind, document, place)
+    return parsed
+
+
+def read(kind: Any, value: object, place: str) -> Any:
+    """One value: a dataclass, tuple[X, …], Mapping[str, X], Literal, X | None, str, int, float, bool or Any."""
+    origin = get_origin(kind)
+    if kind is Any:
+        return value
+    if is_dataclass(kind) and isinstance(kind, type):
+        return _dataclass(kind, value, place)
+    if origin in (UnionType, Union):
+        return _optional(kind, value, place)
+    if origin is tuple:
+        return _tuple(kind, value, place)
+    if origin is Literal:
+        if value not in get_args(kind) or isinstance(value, bool):
+            raise Unfit(f"{place} is {shown(value)}, expected {' or '.join(map(repr, get_args(kind)))}")
+        return value
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {
+            key: read(get_args(kind)[1], item, f"{place}[{key!r}]")
+            for key, item in _object(value, place).items()
+        }
+    return _scalar(kind, value, place)
+
+
+def shown(value: object) -> str:
+    """The value, cut short: what arrived may be a megabyte."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _dataclass(kind: type, value: object, place: str) -> Any:
+    document = _object(value, place)
+    known = {field.name: field for field in fields(kind)}
+    kinds = get_type_hints(kind)
+    for key in document:
+        if key not in known:
+            raise Unfit(f"{place} has an unknown key {shown(key)}; known: {', '.join(known)}")
+    for name, field in known.items():
+        if name not in document and field.default is MISSING and field.default_factory is MISSING:
+            raise Unfit(f"{place} lacks the key {name!r}")
+    return kind(**{key: read(kinds[key], item, f"{place}.{key}") for key, item in document.items()})
+
+
+def _object(value: object, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Unfit(f"{place} is {shown(value)}, expected an object")
+    return value
+
+
+def _optional(kind: Any, value: object, place: str) -> Any:
+    if value is None:
+        return None
+    (some,) = (part for part in get_args(kind) if part is not NoneType)
+    return read(some, value, place)
+
+
+def _tuple(kind: Any, value: object, place: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise Unfit(f"{place} is {shown(value)}, expected a list")
+    return tuple(read(get_args(kind)[0], item, f"{place}[{i}]") for i, item in enumerate(value))
+
+
+def _scalar(kind: Any, value: object, place: str) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise Unfit(f"{place} is {shown(value)}, expected {_WORDS[kind]}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Unfit(f"{place} is {value}, expected a finite number")
+    return value
+
+
+_WORDS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}

@@ -1,0 +1,125 @@
+"""Converted artifacts, kept by what went into them.
+
+The key is a SHA-256 over both traced graphs with their constants, the manifest's description of the
+model, the versions of everything that had a hand in it, and our own format. So a change in a model's code
+that changes its graph gives another key, and one that does not is a hit, without anyone declaring anything.
+
+    <folder>/<key>.json      the manifest, written last: where it is, the artifact is complete
+    <folder>/<sha256>.tflite the file it names
+
+Every file is written beside its place, synced and renamed. Two exports of one key at once therefore do no
+harm; a lock spares the second one the work.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from torch.fx import GraphModule
+
+from edge_client.wire import manifest as manifests
+from edge_client.wire.manifest import Manifest, ManifestError
+from models.export.trace import Traced
+
+EXPORT_FORMAT = 1
+"""Raise it when this package makes another file of the same graphs."""
+
+_MAKERS = ("torch", "litert-torch", "litert-converter", "ai-edge-litert")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An artifact in the cache."""
+
+    tflite: Path
+    manifest: Path
+
+
+def key(traced: Traced, description: str) -> str:
+    """Of both graphs and `description`, a text that holds all else that the manifest depends on."""
+    digest = hashlib.sha256(f"{EXPORT_FORMAT} {manifests.FORMAT}\n{description}\n".encode())
+    digest.update("\n".join(f"{name} {_version(name)}" for name in _MAKERS).encode())
+    for graph in (traced.train, traced.infer):
+        digest.update(graph.code.encode())
+        for name, constant in _constants(graph):
+            digest.update(f"{name} {constant.dtype} {tuple(constant.shape)}\n".encode())
+            digest.update(constant.detach().contiguous().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def find(folder: Path, key: str) -> Entry | None:
+    """The artifact of `key`, if it is there and whole; a damaged one counts as absent and is made anew."""
+    path = folder / f"{key}.json"
+    try:
+        manifest = manifests.from_json(path.read_bytes(), str(path))
+        tflite = folder / f"{manifest.file.sha256}.tflite"
+        manifests.require_file(manifest, tflite.read_bytes(), str(tflite))
+    except (FileNotFoundError, ManifestError):
+        return None
+    return Entry(tflite, path)
+
+
+def store(folder: Path, key: str, tflite: bytes, manifest: Manifest) -> Entry:
+    """Keeps both files, the manifest last."""
+    entry = Entry(folder / f"{manifest.file.sha256}.tflite", folder / f"{key}.json")
+    _write(entry.tflite, tflite)
+    _write(entry.manifest, manifest.to_json().encode())
+    return entry
+
+
+@contextmanager
+def locked(folder: Path, key: str) -> Iterator[None]:
+    """Only one process at a time makes the artifact of `key`. The lock ends with the process that holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{key}.lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _write(path: Path, content: bytes) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _constants(graph: GraphModule) -> list[tuple[str, torch.Tensor]]:
+    """Tensors that the graph holds itself, by name."""
+    names = sorted({str(node.target) for node in graph.graph.nodes if node.op == "get_attr"})
+    return [(name, _attribute(graph, name)) for name in names]
+
+
+def _attribute(graph: GraphModule, name: str) -> torch.Tensor:
+    found: object = graph
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert isinstance(found, torch.Tensor), f"{name} of a traced graph is no tensor"
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"

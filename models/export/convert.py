@@ -1,0 +1,282 @@
+"""The export process: a request on standard input (or in a file), an answer on standard output, as JSON.
+
+    python -P -m models.export.convert [REQUEST.json]
+
+1. build the model, trace its training step and its logits (`models.export.trace`)
+2. look into the cache; a hit ends here, before anything slow is imported
+3. convert both graphs into one `.tflite`
+4. refuse operations that a runtime may not have (`models.export.operators`)
+5. ask PyTorch itself the golden question, and the new file too: a file that answers otherwise is not kept
+6. keep the file and its manifest
+
+The answer is `{"tflite", "manifest", "cached", "seconds"}` or `{"error"}`. Whatever the model's code or the
+converter prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from edge_client.train.litert_trainer import LiteRTRuntime, SelfTestFailed
+from edge_client.train.torch_trainer import TorchRuntime
+from edge_client.train.trainer import Examples
+from edge_client.wire import golden
+from edge_client.wire.manifest import (
+    FileSpec,
+    Fill,
+    Glimpse,
+    Golden,
+    InputSpec,
+    Lineage,
+    Manifest,
+    SignatureSpec,
+    Tolerance,
+)
+from edge_client.wire.strict import Unfit
+from models import zoo
+from models.export import cache
+from models.export.operators import ForeignOperator, minimum_runtime, operators
+from models.export.request import ExportRequest
+from models.export.trace import NotTraceable, Traced, traced
+from models.user_code import UserCodeError
+from models.zoo.spec import ModelSpec
+from strategies.client_rules import Correction
+
+TOLERANCE = Tolerance(absolute=1e-5, relative=1e-4)
+"""Of golden answers in float32: sums of a few thousand products in another order."""
+
+GOLDEN_LR = 1.0
+"""The largest step that is still exact to read off: the change is then the gradient."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+class NotConvertible(ValueError):
+    """The converter refused the graph, or made something else of it; the message names what it said."""
+
+
+_USER_ERRORS = (Unfit, zoo.ModelNotFound, UserCodeError, NotTraceable, NotConvertible, ForeignOperator)
+
+
+@dataclass
+class Stopwatch:
+    seconds: dict[str, float]
+
+    def timed(self, step: str, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        try:
+            return work()
+        finally:
+            self.seconds[step] = round(time.perf_counter() - start, 3)
+
+
+def main() -> int:
+    answers = _own_stdout()
+    text = Path(sys.argv[1]).read_text() if len(sys.argv) > 1 else sys.stdin.read()
+    document = json.loads(text)
+    _die_with_parent(document.get("parent"))
+    torch.set_num_threads(1)
+    try:
+        answer = convert(ExportRequest.from_json(document["request"]), Path(document["cache_dir"]))
+    except _USER_ERRORS as error:
+        answer = {"error": str(error)}
+    except OSError as error:
+        answer = {"error": f"the cache cannot be used: {error}"}
+    with os.fdopen(answers, "w") as out:
+        json.dump(answer, out)
+    return 1 if "error" in answer else 0
+
+
+def convert(request: ExportRequest, cache_dir: Path) -> dict[str, Any]:
+    """The answer to one request; see the module's story.
+
+    Raises:
+        ValueError: of the kinds in `_USER_ERRORS`, when the model cannot be exported.
+    """
+    watch = Stopwatch({})
+    spec = _spec(request)
+    graphs: Traced = watch.timed("trace", lambda: traced(spec, request.batch_size))
+    draft = _draft(request, spec, graphs)
+    folder = cache_dir / "artifacts"
+    key = cache.key(graphs, draft.to_json())
+    with cache.locked(folder, key):
+        entry = cache.find(folder, key)
+        cached = entry is not None
+        if entry is None:
+            tflite: bytes = watch.timed("convert", lambda: _tflite(graphs))
+            manifest = watch.timed("check", lambda: _checked(draft, spec, tflite))
+            entry = cache.store(folder, key, tflite, manifest)
+    return {
+        "tflite": str(entry.tflite),
+        "manifest": str(entry.manifest),
+        "cached": cached,
+        "seconds": watch.seconds,
+    }
+
+
+def _spec(request: ExportRequest) -> ModelSpec:
+    try:
+        return zoo.get(
+            request.model,
+            input_shape=request.input_shape,
+            classes=request.classes,
+            input_dtype=request.input_dtype,
+            task=request.task,
+            **request.options,
+        )
+    except (zoo.ModelNotFound, UserCodeError):
+        raise
+    except Exception as error:
+        raise NotTraceable(f"building the model failed: {type(error).__name__}: {error}") from error
+
+
+def _draft(request: ExportRequest, spec: ModelSpec, graphs: Traced) -> Manifest:
+    """The manifest but for the file and the golden answers."""
+    names = [tensor.signature_name for tensor in graphs.tensors]
+    changed = [tensor.signature_name for tensor in graphs.trainable]
+    vocab = spec.tokens if spec.input_dtype == "int32" else None
+    fills = {tensor.name: _fill(value) for tensor, value in zip(graphs.tensors, graphs.values, strict=True)}
+    return Manifest(
+        model=request.model,
+        options=dict(spec.options or request.options),
+        task=spec.task,
+        classes=spec.classes,
+        input=InputSpec(tuple(spec.input_shape), spec.input_dtype, vocab),
+        batch_size=request.batch_size,
+        tensors=graphs.tensors,
+        signatures={
+            "train": SignatureSpec(("x", "y", "lr", *names), ("loss", *changed)),
+            "infer": SignatureSpec(("x", *names), ("logits",)),
+        },
+        operators=(),
+        minimum_runtime="",
+        file=FileSpec("", 0),
+        golden=Golden(
+            fills=fills,
+            x=Fill(0.5, 0.5),
+            lr=GOLDEN_LR,
+            padded_rows=request.batch_size // 4,
+            logits=Glimpse(0.0, ()),
+            loss=0.0,
+            changes={},
+            tolerance=TOLERANCE,
+        ),
+        lineage=Lineage(pipeline_step="export", code_version=f"fedloop {version('fedloop')}"),
+    )
+
+
+def _fill(value: torch.Tensor) -> Fill:
+    """Spread as the untrained tensor is, and never all alike, so that a mix-up of elements shows."""
+    spread = float(value.std(correction=0)) * math.sqrt(3)
+    return Fill(offset=round(float(value.mean()), 3), scale=round(max(spread, 0.05), 3))
+
+
+class _Named(nn.Module):
+    """A traced graph that takes its inputs and gives its outputs by name."""
+
+    def __init__(self, graph: nn.Module, signature: SignatureSpec) -> None:
+        super().__init__()
+        self._graph = graph
+        self._signature = signature
+
+    def forward(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = self._graph(*(inputs[name] for name in self._signature.inputs))
+        return dict(zip(self._signature.outputs, outputs, strict=True))
+
+
+def _tflite(graphs: Traced) -> bytes:
+    """Both graphs as one file."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("LITERT_TORCH_SHOW_PROGRESS", "n")
+    import litert_torch
+
+    tensors = {t.signature_name: value for t, value in zip(graphs.tensors, graphs.values, strict=True)}
+    changed = tuple(tensor.signature_name for tensor in graphs.trainable)
+    train = _Named(graphs.train, SignatureSpec(("x", "y", "lr", *tensors), ("loss", *changed))).eval()
+    infer = _Named(graphs.infer, SignatureSpec(("x", *tensors), ("logits",))).eval()
+    try:
+        converted = (
+            litert_torch.signature(
+                "train", train, (), {"x": graphs.x, "y": graphs.y, "lr": torch.tensor(0.1), **tensors}
+            )
+            .signature("infer", infer, (), {"x": graphs.x, **tensors})
+            .convert()
+        )
+    except Exception as error:
+        raise NotConvertible(f"LiteRT cannot take this model: {_reason(error)}") from error
+    return bytes(converted.model_content())
+
+
+def _checked(draft: Manifest, spec: ModelSpec, tflite: bytes) -> Manifest:
+    """The finished manifest, once the file has been seen to agree with PyTorch."""
+    manifest = replace(
+        draft,
+        operators=operators(tflite),
+        minimum_runtime=minimum_runtime(tflite),
+        file=FileSpec(hashlib.sha256(tflite).hexdigest(), len(tflite)),
+    )
+    manifest = replace(manifest, golden=_answered(manifest, spec))
+    try:
+        LiteRTRuntime(tflite, manifest).self_test()
+    except SelfTestFailed as error:
+        raise NotConvertible(
+            f"the converted model does not compute what PyTorch does ({error}); "
+            "train this model with torch, or report its architecture"
+        ) from error
+    return manifest
+
+
+def _answered(manifest: Manifest, spec: ModelSpec) -> Golden:
+    """The golden answers, from the module and autograd as they are: nothing of what was traced is used."""
+    asked = golden.question(manifest)
+    runtime = TorchRuntime(spec.build(seed=0), spec.loss)
+    logits = runtime.logits(asked.params, asked.x)
+    trained, (loss,) = runtime.take_steps(
+        asked.params, [Examples(asked.x, asked.y)], GOLDEN_LR, Correction(), seed=0
+    )
+    if not all(np.isfinite(array).all() for array in (logits, *trained.values())) or not math.isfinite(loss):
+        raise NotTraceable("the model's logits or gradients are not finite on ordinary inputs")
+    changes = {name: golden.glimpse(trained[name] - asked.params[name]) for name in manifest.trainable}
+    return replace(manifest.golden, logits=golden.glimpse(logits), loss=loss, changes=changes)
+
+
+def _reason(error: Exception) -> str:
+    """The converter's complaint in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+
+
+def _own_stdout() -> int:
+    """Keeps standard output for the answer; what anything prints goes to standard error."""
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    return answers
+
+
+def _die_with_parent(parent: int | None) -> None:
+    """Linux: this process is killed when the one that asked dies, however that ends."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        sys.exit("the process that asked for this export is gone")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Asking for an artifact, without torch in the asking process.
+
+The conversion runs in a process of its own (`models.export.convert`), because what it needs (torch, jax,
+the converter) is slow to import, large, and nobody else's business.
+
+    exported = export(ExportRequest("cnn", {}, (8, 8), 10, batch_size=16), default_cache_dir())
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from edge_client.wire.strict import Unfit, parse
+
+TIMEOUT_SECONDS = 1800.0
+
+_LAST_LINES = 5
+
+
+class ExportError(RuntimeError):
+    """The model cannot become an artifact, or the conversion failed; the message says why."""
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """A model and the batches it is to train on, as `models.zoo.get` takes them.
+
+    Attributes:
+        model: a name, or the user's own `package.module:build`.
+        input_shape: of one example.
+        batch_size: rows in a batch of the artifact; fewer may be given to it, more may not.
+    """
+
+    model: str
+    options: Mapping[str, Any]
+    input_shape: tuple[int, ...]
+    classes: int
+    input_dtype: Literal["float32", "int32"] = "float32"
+    task: Literal["classification", "next_token"] = "classification"
+    batch_size: int = 16
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(document: object) -> ExportRequest:
+        """Raises Unfit where a key is missing, unknown or of the wrong kind."""
+        request = parse(ExportRequest, document, "export request")
+        extents = {"classes": request.classes, "batch_size": request.batch_size}
+        extents |= {f"input_shape[{axis}]": extent for axis, extent in enumerate(request.input_shape)}
+        for name, value in extents.items():
+            if value < 1:
+                raise Unfit(f"export request.{name} is {value}, expected 1 or more")
+        return request
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An artifact on disk, in the cache.
+
+    Attributes:
+        cached: it was there already.
+        seconds: how long the steps took: `trace`, and unless cached `convert` and `check`.
+    """
+
+    tflite: Path
+    manifest: Path
+    cached: bool = False
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def export(request: ExportRequest, cache_dir: Path, *, code_folder: Path | None = None) -> Exported:
+    """The artifact of a model, converted now or found in `cache_dir`.
+
+    Args:
+        code_folder: where a user's own `package.module` is looked for; the working directory by default.
+
+    Raises:
+        ExportError: the model is unknown or wrong, LiteRT cannot train it, or the conversion broke down.
+    """
+    where = (code_folder or Path.cwd()).resolve()
+    if not where.is_dir():
+        raise ExportError(f"the folder of the model's code, {where}, does not exist")
+    document = {"request": request.to_json(), "cache_dir": str(cache_dir.resolve()), "parent": os.getpid()}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "models.export.convert"],
+            input=json.dumps(document),
+            capture_output=True,
+            text=True,
+            cwd=where,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ExportError(
+            f"exporting {request.model} took more than {TIMEOUT_SECONDS:.0f} s and was stopped"
+        ) from None
+    return _answer(request, done)
+
+
+def default_cache_dir() -> Path:
+    """`$FEDLOOP_CACHE_DIR`, else `$XDG_CACHE_HOME/fedloop`, else `~/.cache/fedloop`."""
+    if own := os.environ.get("FEDLOOP_CACHE_DIR"):
+        return Path(own)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "fedloop"
+
+
+def _answer(request: ExportRequest, done: subprocess.CompletedProcess[str]) -> Exported:
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        raise ExportError(f"exporting {request.model}: {_breakdown(done)}") from None
+    if "error" in answer:
+        raise ExportError(f"exporting {request.model}: {answer['error']}")
+    return Exported(Path(answer["tflite"]), Path(answer["manifest"]), answer["cached"], answer["seconds"])
+
+
+def _breakdown(done: subprocess.CompletedProcess[str]) -> str:
+    """Why a process that gave no answer ended."""
+    if done.returncode < 0:
+        cause = " (the machine may be out of memory)" if done.returncode == -9 else ""
+        return f"the export process was killed by signal {-done.returncode}{cause}"
+    last = "\n".join(done.stderr.strip().splitlines()[-_LAST_LINES:])
+    return f"the export process ended with status {done.returncode} and no answer; its last words:\n{last}"
