@@ -16,10 +16,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from coordinator import demo as demonstration
 from coordinator import doctor as checks
 from coordinator import experiment as experiments
 from coordinator import ownership
-from coordinator.display import RichProgress, closing_lines
+from coordinator.display import RichProgress, closing_lines, closing_table
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.simulation import run
 
@@ -91,6 +92,18 @@ def simulate(
             folder = out or _default_out(asked.name)
             report = run.simulate(asked, folder, surroundings)
     _show(report, folder, as_json)
+
+
+@app.command(epilog="Example: fedloop demo --out runs/my-demo")
+def demo(out: Out = None, as_json: Json = False) -> None:
+    """Run the whole loop on digits: pretrain, distil, quantize, federate, and show what each stage came to."""
+    folder = out or _default_out("demo")
+    with RichProgress(Console(stderr=True)) as progress:
+        result = demonstration.demo(folder, run.Surroundings(progress=progress))
+    if as_json:
+        typer.echo((folder / "demo.json").read_text("utf-8"))
+    else:
+        Console(soft_wrap=True).print(closing_table(result), highlight=False)
 
 
 @app.command(epilog="Example: fedloop doctor --json")

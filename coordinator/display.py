@@ -6,10 +6,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
+from coordinator.demo import Demo
 from coordinator.rounds.engine import RoundRecord
 
 
@@ -70,6 +72,24 @@ def closing_lines(report: dict[str, Any], folder: Path) -> str:
         )
     lines.append(f"model {final['model_sha256'][:16]}…  report, curves and model in {folder}/")
     return "\n".join(lines)
+
+
+def closing_table(demo: Demo) -> Group:
+    """The demo's stages side by side, and where everything lies."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("stage", "accuracy", "bytes", ""):
+        table.add_column(heading, justify="right" if heading in ("accuracy", "bytes") else "left")
+    for stage in demo.stages:
+        table.add_row(stage.name, f"{stage.accuracy:.4f}", f"{stage.bytes:,}", stage.detail)
+    runtimes = ", ".join(f"{count} {name}" for name, count in demo.runtimes.items())
+    return Group(
+        "",
+        table,
+        "",
+        f"clients: {runtimes};  {megabytes(demo.bytes_up)} up, {megabytes(demo.bytes_down)} down",
+        f"report: {demo.report}",
+        f"curves: {demo.curves}",
+    )
 
 
 def megabytes(count: int) -> str:

@@ -67,7 +67,7 @@ def _names() -> Iterator[Finding]:
 
 def _python() -> Finding:
     found = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info[:2] == (3, 11):
+    if platform.python_version_tuple()[:2] == ("3", "11"):
         return Finding("Python", "ok", found)
     return Finding("Python", "error", f"{found}; fedloop runs on Python 3.11")
 

@@ -228,12 +228,12 @@ def _problems(experiment: Experiment) -> Iterable[str]:
     federation, local = experiment.federation, experiment.local
     if local.epochs is not None and local.steps is not None:
         yield f"local.epochs = {local.epochs} and local.steps = {local.steps} are both set; keep one of them"
-    if federation.clients is not None and federation.clients_per_round is not None:
-        if federation.clients_per_round > federation.clients:
-            yield (
-                f"federation.clients_per_round = {federation.clients_per_round} is more than "
-                f"federation.clients = {federation.clients}; expected 1 to {federation.clients}"
-            )
+    clients, cohort = federation.clients, federation.clients_per_round
+    if clients is not None and cohort is not None and cohort > clients:
+        yield (
+            f"federation.clients_per_round = {cohort} is more than federation.clients = {clients}; "
+            f"expected 1 to {clients}"
+        )
     if federation.clients_per_round is not None and federation.min_updates > federation.clients_per_round:
         yield (
             f"federation.min_updates = {federation.min_updates} is more than "

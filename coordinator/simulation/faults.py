@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from coordinator.experiment import Fault
 from coordinator.rounds.plan import generator
 from edge_client.wire import arrays
 from edge_client.wire.messages import TaskMessage, encode_result
@@ -14,7 +15,7 @@ from strategies.params import Params
 from strategies.update import Update
 
 
-def assign(faults: Mapping[str, int], clients: list[str], seed: int) -> dict[str, str]:
+def assign(faults: Mapping[Fault, int], clients: list[str], seed: int) -> dict[str, str]:
     """Which client has which fault: as many clients of each kind as asked for, drawn by `seed`."""
     order = generator(seed, "faults").permutation(len(clients))
     kinds = [kind for kind, count in sorted(faults.items()) for _ in range(count)]

@@ -22,6 +22,7 @@ from typing import Any
 from coordinator.errors import UserError
 from coordinator.simulation import frames
 from coordinator.simulation.frames import Frame
+from models.process import PARENT_VARIABLE
 
 WAITING = 2
 """Jobs given to one worker at a time."""
@@ -138,7 +139,7 @@ class WorkerPool:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, **ONE_THREAD},
+            env={**os.environ, **ONE_THREAD, PARENT_VARIABLE: str(os.getpid())},
         )
         theirs.close()
         worker = _Worker(process, ours)

@@ -29,7 +29,7 @@ import numpy as np
 from coordinator import report
 from coordinator.blobs import write_durably
 from coordinator.errors import RunInterrupted, UserError
-from coordinator.experiment import Experiment, read, resolve
+from coordinator.experiment import COHORT, Experiment, Runtime, read, resolve
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet
 from coordinator.rounds import engine
 from coordinator.rounds.checkpoint import Checkpoints, Committed
@@ -37,6 +37,7 @@ from coordinator.rounds.engine import RoundRecord, RunState, Score
 from coordinator.rounds.events import Clock, EventLog
 from coordinator.rounds.plan import LocalWork, RunPlan, generator
 from coordinator.simulation import faults
+from coordinator.simulation.frames import Frame
 from coordinator.simulation.pool import Job, WorkerDied, WorkerPool
 from coordinator.simulation.virtual_time import virtual_time
 from edge_client.train.trainer import EVALUATION_ROWS, Evaluation, merged
@@ -260,7 +261,7 @@ def _clients(experiment: Experiment, found: Mapping[str, Any]) -> tuple[Simulate
     )
 
 
-def assign_runtimes(shares: Mapping[str, float], count: int, seed: int) -> list[str]:
+def assign_runtimes(shares: Mapping[Runtime, float], count: int, seed: int) -> list[str]:
     """A runtime for each of `count` clients: shares by largest remainder, dealt out in an order drawn by `seed`."""
     total = sum(shares.values())
     exact = {name: share / total * count for name, share in sorted(shares.items())}
@@ -295,7 +296,7 @@ def _export(experiment: Experiment, found: Mapping[str, Any]) -> export_request.
         batch_size=experiment.local.batch_size,
     )
     try:
-        return export_request.export(asked, export_request.cache_folder(), code_folder=Path.cwd())
+        return export_request.export(asked, export_request.default_cache_dir(), code_folder=Path.cwd())
     except export_request.ExportError as error:
         raise UserError(
             f"model {experiment.model.name!r} cannot be exported for LiteRT clients: {error}; "
@@ -320,8 +321,6 @@ def _plan(experiment: Experiment, prepared: Prepared) -> RunPlan:
 
 def _cohort_size(experiment: Experiment, clients: int) -> int:
     """Clients per round; known only now where the clients are the sites of the data."""
-    from coordinator.experiment import COHORT
-
     asked = experiment.federation.clients_per_round or min(COHORT, clients)
     if asked > clients:
         raise UserError(
@@ -351,13 +350,14 @@ def _evaluate(pool: WorkerPool, test_rows: int, params: Params) -> Evaluation:
         Job(start, {"kind": "evaluate", "start": start, "stop": start + _CHUNK_ROWS}, (encoded,))
         for start in starts
     ]
-    parts = {
-        job.key: (reply.values["loss_sum"], arrays.decode(reply.blobs[0])) for job, reply in pool.run(jobs)
-    }
-    return merged(
-        Evaluation(loss_sum, counts["correct"], counts["labels"])
-        for loss_sum, counts in (parts[s] for s in starts)
-    )
+    parts = {job.key: _scored(reply) for job, reply in pool.run(jobs)}
+    return merged(parts[start] for start in starts)
+
+
+def _scored(reply: Frame) -> Evaluation:
+    counts = arrays.decode(reply.blobs[0])
+    correct, labels = (counts[name].astype(np.int64) for name in ("correct", "labels"))
+    return Evaluation(reply.values["loss_sum"], correct, labels)
 
 
 def _by_group(scored: Evaluation, group: Any, names: list[str]) -> dict[str, float]:

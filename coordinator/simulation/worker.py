@@ -138,8 +138,10 @@ class Worker:
             from edge_client.train.litert_trainer import LiteRTRuntime
             from edge_client.wire import manifest
 
-            described = Path(self._model["manifest"]).read_text("utf-8")
-            return LiteRTRuntime(Path(self._model["tflite"]), manifest.parse(described))
+            described = manifest.from_json(
+                Path(self._model["manifest"]).read_bytes(), self._model["manifest"]
+            )
+            return LiteRTRuntime(Path(self._model["tflite"]), described)
         import torch
 
         torch.set_num_threads(1)

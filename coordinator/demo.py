@@ -1,0 +1,151 @@
+"""`fedloop demo`: the whole loop on digits, in one command.
+
+    1. pretrain  a teacher on a small public part of the data, two processes, DistributedDataParallel
+    2. distil    a student that fits a small device
+    3. quantize  the student to int8, as a device would run it
+    4. federate  the student over 20 clients that keep the rest of the data to themselves
+    5. quantize  what they learnt together
+
+Every stage leaves its files in a folder of its own; `demo.json` holds the closing table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coordinator import experiment, jobs
+from coordinator.blobs import write_durably
+from coordinator.errors import RunInterrupted, UserError
+from coordinator.jobs import Job, JobFailed
+from coordinator.simulation import run
+from models import datasets
+
+PUBLIC_SAMPLES = 150
+SEED = 7
+_TEACHER = {"channels": [32, 64], "hidden": 64}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the closing table. `bytes` is the size of the file a device would get."""
+
+    name: str
+    accuracy: float
+    bytes: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What the demo came to, and where things lie."""
+
+    stages: tuple[Stage, ...]
+    runtimes: Mapping[str, int]
+    bytes_up: int
+    bytes_down: int
+    report: Path
+    curves: Path
+
+
+def demo(out: Path, surroundings: run.Surroundings) -> Demo:
+    """Runs all stages into the new or empty folder `out`.
+
+    Raises:
+        UserError: `out` is not empty.
+        RunInterrupted: a stage failed; the message says which and where its log is.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out}: the folder is not empty; name another one")
+    try:
+        result = _stages(out, surroundings)
+    except JobFailed as error:
+        raise RunInterrupted(str(error)) from None
+    document = {
+        "stages": [vars(stage) for stage in result.stages],
+        "runtimes": dict(result.runtimes),
+        "bytes_up": result.bytes_up,
+        "bytes_down": result.bytes_down,
+        "report": str(result.report),
+    }
+    write_durably(out / "demo.json", json.dumps(document, indent=2).encode())
+    return result
+
+
+def _stages(out: Path, surroundings: run.Surroundings) -> Demo:
+    say = surroundings.progress.stage
+    data = _public_data()
+    model = {"name": "cnn", "input_shape": [8, 8], "classes": 10}
+    teacher_model = {**model, "options": _TEACHER}
+
+    say(f"1/5 pretraining a teacher on {PUBLIC_SAMPLES} public samples, 2 processes")
+    pretraining = Job("pretrain", teacher_model, data, options={"shift": 1}, seed=SEED, processes=2)
+    teacher = jobs.run(pretraining, out / "teacher")
+    say("2/5 distilling a student")
+    taught = (teacher_model, out / "teacher" / "model.safetensors")
+    student = jobs.run(Job("distil", model, data, seed=SEED, teacher=taught), out / "student")
+    say("3/5 quantizing the student")
+    student_params = out / "student" / "model.safetensors"
+    student_int8 = jobs.run(
+        Job("quantize", model, data, seed=SEED, params=student_params), out / "student-int8"
+    )
+    say("4/5 federated training: 20 clients, three runtimes")
+    federated = run.simulate(_experiment(student_params), out / "federated", surroundings)
+    say("5/5 quantizing the federated model")
+    federated_params = out / "federated" / "model.safetensors"
+    final_int8 = jobs.run(
+        Job("quantize", model, data, seed=SEED, params=federated_params), out / "federated-int8"
+    )
+    return Demo(
+        stages=(
+            Stage("teacher", teacher["test_accuracy"], _size(out / "teacher"), f"{teacher['parameters']:,} parameters, DDP on 2 processes"),
+            Stage("student", student["test_accuracy"], _size(out / "student"), f"{student['parameters']:,} parameters, distilled"),
+            Stage("student int8", student_int8["int8"]["accuracy"], student_int8["int8"]["bytes"], "static int8 .tflite"),
+            Stage("federated", federated["final"]["test_accuracy"], _size(out / "federated"), f"{len(federated['rounds'])} rounds, {federated['clients']} clients"),
+            Stage("federated int8", final_int8["int8"]["accuracy"], final_int8["int8"]["bytes"], "static int8 .tflite"),
+        ),
+        runtimes=federated["runtimes"],
+        bytes_up=federated["bytes_up"],
+        bytes_down=federated["bytes_down"],
+        report=out / "federated" / "report.json",
+        curves=out / "federated" / "curves.png",
+    )  # fmt: skip
+
+
+def _public_data() -> dict[str, Any]:
+    """The public rows to train on, and the held-out rows that every stage is scored on."""
+    dataset = datasets.load("digits", seed=SEED)
+    public = datasets.public_rows(dataset, PUBLIC_SAMPLES, SEED)
+    held_out = np.flatnonzero(dataset.test)
+    return {
+        "x_train": dataset.x[public],
+        "y_train": dataset.y[public],
+        "x_test": dataset.x[held_out],
+        "y_test": dataset.y[held_out],
+    }
+
+
+def _experiment(student: Path) -> experiment.Experiment:
+    document = {
+        "name": "demo",
+        "seed": SEED,
+        "data": {"dataset": "digits", "partition": "dirichlet(0.3)", "public_samples": PUBLIC_SAMPLES},
+        "model": {"name": "cnn", "init": str(student.absolute())},
+        "federation": {
+            "clients": 20,
+            "clients_per_round": 10,
+            "rounds": 30,
+            "runtimes": {"litert": 0.4, "torch": 0.3, "tensorflow": 0.3},
+        },
+        "local": {"epochs": 5, "batch_size": 16, "lr": 0.05},
+    }
+    return experiment.resolve(document, "demo")
+
+
+def _size(folder: Path) -> int:
+    return (folder / "model.safetensors").stat().st_size
