@@ -60,7 +60,8 @@ class TorchRuntime:
         load(self._module, params)
         self._module.eval()
         with torch.inference_mode():
-            answer: npt.NDArray[np.float32] = self._module(torch.from_numpy(x)).numpy()
+            # A copy: rows of a data set may be read-only, which `from_numpy` warns of.
+            answer: npt.NDArray[np.float32] = self._module(torch.tensor(x)).numpy()
         return answer
 
 

@@ -26,7 +26,7 @@ EVALUATION_ROWS = 256
 """Rows evaluated at a time. Fixed, so that sums do not depend on who evaluates."""
 
 
-class NoExamples(ValueError):  # noqa: N818 - says what is the case, as the message does
+class NoExamples(ValueError):
     """A client was asked to train on no data."""
 
 
