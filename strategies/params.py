@@ -16,7 +16,7 @@ FloatArray = npt.NDArray[np.floating[Any]]
 Params = dict[str, FloatArray]
 
 
-class ShapeMismatch(ValueError):  # noqa: N818 - says what is the case, as the message does
+class ShapeMismatch(ValueError):
     """Two sets of named tensors differ in names or shapes; the message names the first that does."""
 
 
