@@ -62,11 +62,11 @@ def understood(table: Table, name: str) -> Numbers | Categories:
     numbers = sum(value is not None for value in values)
     # One odd cell is a mistake in a table of any size, as long as numbers are what is usual.
     if stray and (numbers <= len(stray) or len(stray) > max(1, MISTYPED * (numbers + len(stray)))):
-        return _categories(table, name, cells)
+        return _categories(table, name, cells, stray[0])
     if stray:
         raise DataError(
-            f"{table.at(stray[0], name)}: {cells[stray[0]]!r} is not a number, and the column's other values are "
-            f"({numbers:,} of {numbers + len(stray):,}); correct the cell, or empty it to have it filled"
+            f"{table.at(stray[0], name)}: {cells[stray[0]]!r} is not a number, as {numbers:,} of the column's "
+            f"{numbers + len(stray):,} values are; correct the cell, or empty it to have it filled"
         )
     for row, value in enumerate(values):
         if value is not None and not abs(value) <= LARGEST:
@@ -97,13 +97,12 @@ def in_order(names: set[str], decimal_comma: bool = False) -> list[str]:
     return sorted(names, key=lambda name: (values[name] or 0.0, name))
 
 
-def _categories(table: Table, name: str, cells: list[str]) -> Categories:
+def _categories(table: Table, name: str, cells: list[str], first: int) -> Categories:
     names = in_order({cell for cell in cells if cell})
     if len(names) > CATEGORIES:
         raise DataError(
-            f"{table.path}: column {name!r} holds {len(names):,} different texts (line {table.lines[0]}: "
-            f"{cells[0][:40]!r}), more than the {CATEGORIES} that can be told apart as categories; "
-            "leave the column out of the table or of `features`"
+            f"{table.at(first, name)}: {cells[first][:40]!r} is not a number, and {len(names):,} different values are "
+            f"too many for categories (at most {CATEGORIES}); leave the column out of the table or of `features`"
         )
     code = {category: index for index, category in enumerate(names)}
     return Categories(name, np.array([code.get(cell, -1) for cell in cells]), tuple(names))

@@ -57,6 +57,11 @@ def read(path: Path) -> Table:
         DataError: naming the file, the line and the column.
     """
     text = _decoded(path)
+    if "\0" in text:
+        line = text[: text.index("\0")].count("\n") + 1
+        raise DataError(
+            f"{path}, line {line}: holds a zero byte, so it is no text; save the table as CSV in UTF-8"
+        )
     delimiter = _delimiter(text)
     records = _records(text, delimiter, path)
     if not records:
@@ -111,13 +116,19 @@ def _records(text: str, delimiter: str, path: Path) -> list[tuple[int, list[str]
                 records.append((line, stripped))
             line = reader.line_num + 1
     except csv.Error as error:
-        problem = str(error)
-        if "unexpected end of data" in problem or "field larger" in problem:
-            raise DataError(f"{path}, line {line}: a quote opened in this row is never closed") from None
-        raise DataError(
-            f"{path}, line {reader.line_num}: not valid CSV: {problem}; a quote inside a quoted value is doubled"
-        ) from None
+        raise DataError(_misquoted(path, text, line, reader.line_num, delimiter, str(error))) from None
     return records
+
+
+def _misquoted(path: Path, text: str, begins: int, stops: int, delimiter: str, problem: str) -> str:
+    """What is wrong with the record that begins on one line, and could not be read on from another."""
+    rest = "".join(io.StringIO(text, newline="").readlines()[begins - 1 : stops])
+    # A lenient reader gets to the end of what is there; its last value is the one with the quote.
+    place = len(next(csv.reader(io.StringIO(rest, newline=""), delimiter=delimiter), []))
+    if "unexpected end of data" in problem or "field larger" in problem:
+        return f"{path}, line {begins}: value {place} opens a quote that is never closed"
+    began = f" (its row begins on line {begins})" if stops != begins else ""
+    return f"{path}, line {stops}{began}: not valid CSV: {problem}; a quote inside a quoted value is doubled"
 
 
 def _columns(header: list[str], path: Path) -> tuple[str, ...]:
@@ -134,12 +145,12 @@ def _columns(header: list[str], path: Path) -> tuple[str, ...]:
 
 def _wrong_count(path: Path, line: int, cells: list[str], columns: tuple[str, ...], delimiter: str) -> str:
     name = DELIMITERS[delimiter]
+    amount = f"the row has {len(cells)} values for {len(columns)} columns"
     if len(cells) < len(columns):
-        return (
-            f"{path}, line {line}: {len(cells)} values where there are {len(columns)} columns; nothing for column "
-            f"{columns[len(cells)]!r} (an empty value is two {name}s in a row)"
-        )
+        missing = columns[len(cells)]
+        return f"{path}, line {line}, column {missing!r}: nothing there, {amount}; an empty value is two {name}s in a row"
+    extra = cells[len(columns)]
     return (
-        f"{path}, line {line}: {len(cells)} values where there are {len(columns)} columns; {cells[len(columns)]!r} "
-        f"stands after the last column {columns[-1]!r} (a value with a {name} in it needs quotes)"
+        f"{path}, line {line}, column {len(columns) + 1}: {extra!r} is beyond the last column, {amount}; "
+        f"a value with a {name} in it needs quotes"
     )

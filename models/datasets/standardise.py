@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 
 Values = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
+Rows = npt.NDArray[np.int64]
 
 NEAR = 0.05
 """How far a mean may be from 0, and a standard deviation from 1, in a column that is called standardised."""
@@ -34,21 +36,25 @@ def standardised(values: Values, training: Flags, site: npt.NDArray[np.int32] | 
         training: [N], rows that statistics may be taken from.
         site: [N] site of each row, or None for one table.
     """
-    group = np.zeros(len(values), np.int32) if site is None else site
+    groups = _rows_by_site(site) if site is not None else [np.arange(len(values))]
     everyone = _moments(values[training])
     means, deviations = np.empty_like(values), np.empty_like(values)
-    for one in np.unique(group):
-        rows = group == one
-        own = _moments(values[rows & training])
+    for rows in groups:
+        own = _moments(values[rows[training[rows]]])
         known = ~np.isnan(own[0])
         means[rows] = np.where(known, own[0], np.nan_to_num(everyone[0]))
         deviations[rows] = np.where(known, own[1], everyone[1])
     filled = np.where(np.isnan(values), means, values)
-    before = _standard(values, training, np.zeros_like(group)) | _standard(values, training, group)
+    before = _standard(values, training, [np.arange(len(values))]) | _standard(values, training, groups)
     # A constant's computed deviation is rounding error, not 0.
     constant = deviations <= 1e-12 * np.abs(means)
     scaled = np.where(constant, 0.0, (filled - means) / np.where(constant, 1.0, deviations))
     return Standardised(np.where(before, filled, scaled), before)
+
+
+def _rows_by_site(site: npt.NDArray[np.int32]) -> list[Rows]:
+    order = np.argsort(site, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(site[order])) + 1)
 
 
 def _moments(values: Values) -> tuple[Values, Values]:
@@ -60,14 +66,14 @@ def _moments(values: Values) -> tuple[Values, Values]:
     return np.where(count, mean, np.nan), np.sqrt(spread)
 
 
-def _standard(values: Values, training: Flags, group: npt.NDArray[np.int32]) -> Flags:
+def _standard(values: Values, training: Flags, groups: Sequence[Rows]) -> Flags:
     """[F]: columns that vary, and have mean 0 and deviation 1 wherever they vary, in every group.
 
     Whoever standardised the table may have counted its test rows in or not; either will do.
     """
     result = np.zeros(values.shape[1], np.bool_)
     for chosen in (training, np.ones_like(training)):
-        parts = [_near(values[chosen & (group == one)]) for one in np.unique(group)]
+        parts = [_near(values[rows[chosen[rows]]]) for rows in groups]
         varies, near = np.array([part[0] for part in parts]), np.array([part[1] for part in parts])
         result |= (near | ~varies).all(axis=0) & varies.any(axis=0)
     return result

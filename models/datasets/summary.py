@@ -30,7 +30,7 @@ def _inputs(dataset: Dataset) -> str:
     if dataset.input_dtype == "int32":
         return f"{shape} token ids a row, {int(dataset.x.min())} to {int(dataset.x.max())}"
     if len(dataset.input_shape) == 1:
-        return f"{shape} features a row"
+        return f"{shape} feature{'s' if dataset.input_shape != (1,) else ''} a row"
     return f"{shape} numbers a row, {float(dataset.x.min()):.3g} to {float(dataset.x.max()):.3g}"
 
 

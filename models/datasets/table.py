@@ -208,7 +208,9 @@ def _column_notes(columns: Sequence[Numbers | Categories]) -> Iterator[str]:
     """What a person should know about single columns."""
     for column in columns:
         if isinstance(column, Categories):
-            names = ", ".join(column.names[:8]) + (", …" if len(column.names) > 8 else "")
+            names = ", ".join(" ".join(name.split()) for name in column.names[:8]) + (
+                ", …" if len(column.names) > 8 else ""
+            )
             yield f"Text column {column.name!r} is one-hot over {len(column.names)} categories: {names}."
             if (column.codes < 0).any():
                 yield f"Empty cells of {column.name!r} ({int((column.codes < 0).sum())}) belong to no category."
