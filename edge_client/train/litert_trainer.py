@@ -23,29 +23,13 @@ import numpy as np
 import numpy.typing as npt
 from ai_edge_litert.interpreter import Interpreter
 
+from edge_client.train import golden
 from edge_client.train.trainer import PADDING, Examples
-from edge_client.wire import golden
-from edge_client.wire.manifest import Glimpse, Manifest, ManifestError, require_file
+from edge_client.wire.manifest import Manifest, ManifestError, require_file
 from strategies.client_rules import Correction
 from strategies.params import Params
 
 Feeds = dict[str, npt.NDArray[Any]]
-
-
-class SelfTestFailed(RuntimeError):
-    """This runtime computes something else than the model's author did; the artifact must not be used.
-
-    Attributes:
-        signature: `train` or `infer`.
-        tensor: the output that differs, and where in it, such as `fc.weight (element 3)`.
-    """
-
-    def __init__(self, signature: str, tensor: str, got: float, expected: float) -> None:
-        super().__init__(
-            f"self-test failed: {signature} gave {tensor} = {got:.9g}, expected {expected:.9g}; "
-            "this runtime cannot run this artifact correctly"
-        )
-        self.signature, self.tensor, self.got, self.expected = signature, tensor, got, expected
 
 
 class LiteRTRuntime:
@@ -110,16 +94,7 @@ class LiteRTRuntime:
         Raises:
             SelfTestFailed: naming the signature, the tensor, what came and what was expected.
         """
-        expected = self._manifest.golden
-        asked = golden.question(self._manifest)
-        logits = self.logits(asked.params, asked.x)
-        self._compare("infer", "logits", golden.glimpse(logits), expected.logits)
-        loss, trained = self._step(asked.params, Examples(asked.x, asked.y), np.float32(expected.lr))
-        self._compare(
-            "train", "loss", Glimpse(abs(loss), (loss,)), Glimpse(abs(expected.loss), (expected.loss,))
-        )
-        for name, change in expected.changes.items():
-            self._compare("train", name, golden.glimpse(trained[name] - asked.params[name]), change)
+        golden.compare(golden.ask(self, self._manifest), self._manifest.golden)
 
     def _step(self, weights: Params, batch: Examples, lr: np.float32) -> tuple[float, Params]:
         """Loss and trained tensors, fresh arrays: the interpreter's own memory may hold the next answer."""
@@ -142,12 +117,6 @@ class LiteRTRuntime:
         if not missing:
             return np.ascontiguousarray(values)
         return np.concatenate([values, np.full((missing, *values.shape[1:]), filling, values.dtype)])
-
-    def _compare(self, signature: str, tensor: str, got: Glimpse, expected: Glimpse) -> None:
-        off = golden.disagreement(got, expected, self._manifest.golden.tolerance)
-        if off is not None:
-            what, was, should = off
-            raise SelfTestFailed(signature, f"{tensor} ({what})", was, should)
 
     def _runner(self, name: str) -> Any:
         """The signature, once its inputs are seen to be the manifest's.

@@ -7,13 +7,14 @@ An artifact is two files. The `.tflite` has two signatures, whose tensors are bo
 
 The manifest says which tensors those are, what a batch looks like, which operations the runtime must
 have, where the model came from, and what the signatures must answer to a fixed question (the golden
-answers, see `edge_client.wire.golden`). It is JSON with sorted keys; `format` changes when its meaning does.
+answers, see `edge_client.train.golden`). It is JSON with sorted keys; `format` changes when its meaning does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -93,7 +94,7 @@ class Lineage:
 
 @dataclass(frozen=True)
 class Fill:
-    """Numbers spread evenly over `offset` ± `scale`; which ones is fixed by `edge_client.wire.golden`."""
+    """Numbers spread evenly over `offset` ± `scale`; which ones is fixed by `edge_client.train.golden`."""
 
     offset: float
     scale: float
@@ -193,8 +194,12 @@ def from_json(text: str | bytes, place: str = "manifest") -> Manifest:
 
 
 def signature_name(name: str) -> str:
-    """A tensor's name in the signatures; TFLite's own tools do not take dots."""
-    return name.replace(".", "__")
+    """A tensor's name in the signatures: an identifier, with `__` for each dot.
+
+    Other characters that identifiers do not have become `_`, and a leading digit gets one in front.
+    """
+    bound = re.sub(r"[^A-Za-z0-9_]", "_", name.replace(".", "__"))
+    return f"_{bound}" if bound[0].isdigit() else bound
 
 
 def require_file(manifest: Manifest, content: bytes, place: str = "artifact") -> None:

@@ -20,6 +20,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -30,14 +31,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from edge_client.train.litert_trainer import LiteRTRuntime, SelfTestFailed
+from edge_client.train import golden
+from edge_client.train.golden import SelfTestFailed
+from edge_client.train.litert_trainer import LiteRTRuntime
 from edge_client.train.torch_trainer import TorchRuntime
-from edge_client.train.trainer import Examples
-from edge_client.wire import golden
 from edge_client.wire.manifest import (
     FileSpec,
     Fill,
@@ -57,7 +57,6 @@ from models.export.request import ExportRequest
 from models.export.trace import NotTraceable, Traced, traced
 from models.user_code import UserCodeError
 from models.zoo.spec import ModelSpec
-from strategies.client_rules import Correction
 
 TOLERANCE = Tolerance(absolute=1e-5, relative=1e-4)
 """Of golden answers in float32: sums of a few thousand products in another order."""
@@ -66,6 +65,7 @@ GOLDEN_LR = 1.0
 """The largest step that is still exact to read off: the change is then the gradient."""
 
 _PR_SET_PDEATHSIG = 1
+_REASON_LENGTH = 200
 
 
 class NotConvertible(ValueError):
@@ -220,7 +220,7 @@ def _tflite(graphs: Traced) -> bytes:
             .convert()
         )
     except Exception as error:
-        raise NotConvertible(f"LiteRT cannot take this model: {_reason(error)}") from error
+        raise NotConvertible(f"LiteRT cannot take this model; {_reason(error)}") from error
     return bytes(converted.model_content())
 
 
@@ -245,22 +245,19 @@ def _checked(draft: Manifest, spec: ModelSpec, tflite: bytes) -> Manifest:
 
 def _answered(manifest: Manifest, spec: ModelSpec) -> Golden:
     """The golden answers, from the module and autograd as they are: nothing of what was traced is used."""
-    asked = golden.question(manifest)
-    runtime = TorchRuntime(spec.build(seed=0), spec.loss)
-    logits = runtime.logits(asked.params, asked.x)
-    trained, (loss,) = runtime.take_steps(
-        asked.params, [Examples(asked.x, asked.y)], GOLDEN_LR, Correction(), seed=0
-    )
-    if not all(np.isfinite(array).all() for array in (logits, *trained.values())) or not math.isfinite(loss):
-        raise NotTraceable("the model's logits or gradients are not finite on ordinary inputs")
-    changes = {name: golden.glimpse(trained[name] - asked.params[name]) for name in manifest.trainable}
-    return replace(manifest.golden, logits=golden.glimpse(logits), loss=loss, changes=changes)
+    answers = golden.ask(TorchRuntime(spec.build(seed=0), spec.loss), manifest)
+    numbers = [answers.loss, answers.logits.norm, *(change.norm for change in answers.changes.values())]
+    if not all(map(math.isfinite, numbers)):
+        raise NotTraceable("the model's loss, logits or gradients are not finite on ordinary inputs")
+    return replace(manifest.golden, logits=answers.logits, loss=answers.loss, changes=answers.changes)
 
 
 def _reason(error: Exception) -> str:
-    """The converter's complaint in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+    """The operation that the converter's complaint names, where it does, and the complaint in one line."""
+    said = " ".join(str(error).split())
+    named = re.search(r"\b(aten\.\w+|stablehlo\.\w+|tfl\.\w+)", said)
+    operation = f"operation {named[1]}: " if named else ""
+    return f"{operation}{type(error).__name__}: {said[:_REASON_LENGTH] or 'no reason given'}"
 
 
 def _own_stdout() -> int:

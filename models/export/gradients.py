@@ -155,11 +155,17 @@ def embedding_backward(
     return one_hot.transpose(0, 1) @ grad.reshape(-1, grad.shape[-1])
 
 
+def empty_like(x: torch.Tensor, **layout: Any) -> torch.Tensor:
+    """Zeros: memory that holds anything, which some gradients fill afterwards, is no operation of LiteRT."""
+    return torch.zeros(x.shape, dtype=layout.get("dtype") or x.dtype)
+
+
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     aten.convolution_backward.default: convolution_backward,
     aten.max_pool2d_with_indices_backward.default: max_pool2d_backward,
     aten.avg_pool2d_backward.default: avg_pool2d_backward,
     aten.embedding_dense_backward.default: embedding_backward,
+    aten.empty_like.default: empty_like,
 }
 """For `make_fx(…, decomposition_table=REPLACEMENTS)`."""
 

@@ -23,12 +23,40 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.train.trainer import PADDING
-from edge_client.wire.manifest import Fill, Glimpse, Manifest, Tolerance
+from edge_client.train.trainer import PADDING, Examples, Runtime
+from edge_client.wire.manifest import Fill, Glimpse, Golden, Manifest, Tolerance
+from strategies.client_rules import Correction
 from strategies.params import Params
 
 FIRST = 8
 """Elements of an array that a glimpse holds."""
+
+
+class SelfTestFailed(RuntimeError):
+    """This runtime computes something else than the model's author did; the artifact must not be used.
+
+    Attributes:
+        signature: `train` or `infer`.
+        tensor: the output that differs.
+        what: in which number of it, such as `norm` or `element 3`.
+    """
+
+    def __init__(self, signature: str, tensor: str, what: str, got: float, expected: float) -> None:
+        super().__init__(
+            f"self-test failed: {signature} gave {tensor} with {what} {got:.9g}, expected {expected:.9g}; "
+            "this runtime does not run this artifact correctly"
+        )
+        self.signature, self.tensor, self.what = signature, tensor, what
+        self.got, self.expected = got, expected
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one runtime answered; fields as in `Golden`."""
+
+    logits: Glimpse
+    loss: float
+    changes: dict[str, Glimpse]
 
 
 @dataclass(frozen=True)
@@ -57,20 +85,40 @@ def question(manifest: Manifest) -> Question:
     )
 
 
+def ask(runtime: Runtime, manifest: Manifest) -> Answers:
+    """What `runtime` answers to the manifest's question."""
+    asked = question(manifest)
+    logits = runtime.logits(asked.params, asked.x)
+    batch = Examples(asked.x, asked.y)
+    trained, (loss,) = runtime.take_steps(asked.params, [batch], manifest.golden.lr, Correction(), seed=0)
+    changes = {name: glimpse(trained[name] - asked.params[name]) for name in manifest.trainable}
+    return Answers(glimpse(logits), loss, changes)
+
+
+def compare(got: Answers, expected: Golden) -> None:
+    """Raises SelfTestFailed where an answer is off by more than the tolerance."""
+    loss_got, loss = Glimpse(abs(got.loss), (got.loss,)), Glimpse(abs(expected.loss), (expected.loss,))
+    _compare("infer", "logits", got.logits, expected.logits, expected.tolerance)
+    _compare("train", "loss", loss_got, loss, expected.tolerance)
+    for name, change in expected.changes.items():
+        _compare("train", f"change of {name}", got.changes[name], change, expected.tolerance)
+
+
 def glimpse(array: npt.NDArray[Any]) -> Glimpse:
     """Norm in float64 and the first elements."""
     flat = np.asarray(array, np.float64).reshape(-1)
     return Glimpse(float(np.sqrt(np.sum(flat**2))), tuple(float(value) for value in flat[:FIRST]))
 
 
-def disagreement(got: Glimpse, expected: Glimpse, tolerance: Tolerance) -> tuple[str, float, float] | None:
-    """(what, got, expected) of the first number that is off, or None. A NaN is off."""
-    pairs = [("norm", got.norm, expected.norm)]
-    pairs += [(f"element {i}", a, b) for i, (a, b) in enumerate(zip(got.first, expected.first, strict=True))]
-    for what, a, b in pairs:
+def _compare(signature: str, tensor: str, got: Glimpse, expected: Glimpse, tolerance: Tolerance) -> None:
+    numbers = [("norm", got.norm, expected.norm)]
+    numbers += [
+        (f"element {i}", a, b) for i, (a, b) in enumerate(zip(got.first, expected.first, strict=True))
+    ]
+    for what, a, b in numbers:
+        # Written so that a NaN, which compares with nothing, is off.
         if not abs(a - b) <= tolerance.absolute + tolerance.relative * abs(b):
-            return what, a, b
-    return None
+            raise SelfTestFailed(signature, tensor, what, a, b)
 
 
 def _words(shape: tuple[int, ...], stream: int) -> npt.NDArray[np.uint32]:
