@@ -49,5 +49,5 @@ def parse(text: str) -> Call:
 def nearest(word: str, known: Iterable[str]) -> str:
     """`, did you mean 'x'?` for an error message, or nothing when no known word is close."""
     by_folded = {name.casefold(): name for name in known}
-    close = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word.casefold(), by_folded, n=1)
     return f", did you mean {by_folded[close[0]]!r}?" if close else ""

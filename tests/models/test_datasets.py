@@ -6,6 +6,7 @@ import gzip
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,9 @@ def test_mnist_with_training_images_alone_holds_out_a_fifth(tmp_path: Path) -> N
         (lambda raw: b"\x1f\x8bgarbage" + raw, "damaged gzip file"),
     ],
 )
-def test_damaged_idx_file_is_named_with_what_was_expected(tmp_path: Path, damage, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_damaged_idx_file_is_named_with_what_was_expected(
+    tmp_path: Path, damage: Callable[[bytes], bytes], message: str
+) -> None:
     write_mnist(tmp_path, "train", images(10), compress=False)
     path = tmp_path / "train-images-idx3-ubyte"
     path.write_bytes(damage(path.read_bytes()))
