@@ -28,7 +28,7 @@ class Dataset:
         x: [N, …], float32 features or int32 token ids, C order.
         y: int32 class indices, [N] for `classification`, [N, T] for `next_token`.
         test: bool [N]; True rows are held out and never trained on.
-        classes: number of labels; also the vocabulary size of token inputs.
+        classes: number of labels; for `next_token` also the number of token ids of the inputs.
         task: what the labels mean.
         class_names: of length `classes`, or empty.
         site: int32 [N], which natural client a row belongs to, or None where there are none.
