@@ -37,6 +37,7 @@ Reason = Literal[
 ]
 
 _HEADROOM_BYTES = 65_536
+_WORDS_LIMIT = 500
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,9 @@ def check(payload: bytes, task: Task, expected: Expected, *, already_accepted: b
     client = task.message.client
 
     def no(reason: Reason, words: str) -> Rejection:
-        return Rejection(client, reason, f"update from {client}, round {task.message.round}: {words}")
+        # Words quote what the client sent, which may be a megabyte.
+        short = words if len(words) <= _WORDS_LIMIT else words[:_WORDS_LIMIT] + "…"
+        return Rejection(client, reason, f"update from {client}, round {task.message.round}: {short}")
 
     if len(payload) > expected.payload_limit_bytes:
         return no("oversized", f"{len(payload)} bytes, at most {expected.payload_limit_bytes} are allowed")
@@ -88,7 +91,10 @@ def check(payload: bytes, task: Task, expected: Expected, *, already_accepted: b
     refused = _wrong_task(said, task) or _wrong_tensors(header.tensors, expected)
     if refused:
         return no(*refused)
-    tensors = arrays.decode(payload)
+    try:
+        tensors = arrays.decode(payload)
+    except arrays.Malformed as error:
+        return no("malformed", str(error))
     for name in sorted(tensors):
         if not np.isfinite(tensors[name]).all():
             return no(

@@ -18,12 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
+from edge_client.wire.strict import shown
 from strategies.params import Params
 
 HEADER_LIMIT = 8 * 1024 * 1024
 """Largest safetensors header read, in bytes."""
 
 _METADATA_KEY = "fedloop"
+_MOST_AXES = 64  # numpy's limit; it also keeps the product of hostile extents cheap
 _ITEM_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -81,7 +83,7 @@ def read_header(payload: bytes) -> Header:
         metadata = document.pop("__metadata__", {})
         values = json.loads(metadata[_METADATA_KEY]) if _METADATA_KEY in metadata else {}
         tensors = {str(name): _slot(name, entry) for name, entry in document.items()}
-        data_bytes = sum(_ITEM_BYTES[slot.dtype] * math.prod(slot.shape) for slot in tensors.values())
+        data_bytes = _tiled({name: document[name]["data_offsets"] for name in document}, tensors)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Malformed(f"header is not a safetensors header: {error}") from None
     if not isinstance(values, dict):
@@ -111,7 +113,22 @@ def sha256(payload: bytes) -> str:
 def _slot(name: str, entry: Any) -> Slot:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     if dtype not in _ITEM_BYTES:
-        raise ValueError(f"tensor {name!r} has unknown dtype {dtype!r}")
-    if not all(isinstance(extent, int) and not isinstance(extent, bool) and extent >= 0 for extent in shape):
-        raise ValueError(f"tensor {name!r} has shape {shape}")
+        raise ValueError(f"tensor {name!r} has unknown dtype {shown(dtype)}")
+    if len(shape) > _MOST_AXES or not all(_is_extent(extent) for extent in shape):
+        raise ValueError(f"tensor {name!r} has shape {shown(shape)}")
     return Slot(dtype, shape)
+
+
+def _is_extent(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _tiled(offsets: Mapping[str, Any], tensors: Mapping[str, Slot]) -> int:
+    """Bytes of all tensors together, which must lie one after the other without gap or overlap."""
+    end = 0
+    for name, (start, stop) in sorted(offsets.items(), key=lambda item: tuple(item[1])):
+        size = _ITEM_BYTES[tensors[name].dtype] * math.prod(tensors[name].shape)
+        if (start, stop) != (end, end + size):
+            raise ValueError(f"tensor {name!r} lies at {[start, stop]}, expected {[end, end + size]}")
+        end = stop
+    return end

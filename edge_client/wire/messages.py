@@ -12,12 +12,16 @@ from typing import Any
 
 from edge_client.train.trainer import TrainTask
 from edge_client.wire import arrays
+from edge_client.wire.strict import shown
 from strategies import client_rules
 from strategies.client_rules import Streams
 from strategies.state import named
 from strategies.update import Update
 
 DELTA = "delta"
+
+LARGEST_COUNT = 2**53
+"""Largest whole number in a result: up to here float64, in which updates are weighted, holds each exactly."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def result_header(values: Mapping[str, Any]) -> ResultHeader:
     """The header of a result from its JSON object.
 
     Raises:
-        arrays.Malformed: a key is missing or of another type.
+        arrays.Malformed: a key is missing, of another type, or beyond what arithmetic takes.
     """
     kinds = {
         "round": int,
@@ -95,5 +99,9 @@ def result_header(values: Mapping[str, Any]) -> ResultHeader:
         value = values.get(key)
         number = kind is float and isinstance(value, int)
         if isinstance(value, bool) or not (isinstance(value, kind) or number):
-            raise arrays.Malformed(f"result header: {key} is {value!r}, expected {kind.__name__}")
-    return ResultHeader(**{key: values[key] for key in kinds})
+            raise arrays.Malformed(f"result header: {key} is {shown(value)}, expected {kind.__name__}")
+        if isinstance(value, int) and abs(value) > LARGEST_COUNT:
+            raise arrays.Malformed(
+                f"result header: {key} is {shown(value)}, expected at most {LARGEST_COUNT}"
+            )
+    return ResultHeader(**{key: kind(values[key]) for key, kind in kinds.items()})
