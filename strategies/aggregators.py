@@ -152,7 +152,7 @@ class MeanFold:
 def _weighted(update: Update, weighting: Weighting) -> PartialSum:
     weight = float(update.num_examples) if weighting == "examples" else 1.0
     return PartialSum(
-        delta={name: value.astype(np.float64) * weight for name, value in update.delta.items()},
+        delta={name: np.asarray(value.astype(np.float64) * weight) for name, value in update.delta.items()},
         extras={
             stream: {name: value.astype(np.float64) for name, value in tensors.items()}
             for stream, tensors in update.extras.items()
@@ -166,9 +166,9 @@ def _weighted(update: Update, weighting: Weighting) -> PartialSum:
 
 def _plus(left: PartialSum, right: PartialSum) -> PartialSum:
     return PartialSum(
-        delta={name: value + right.delta[name] for name, value in left.delta.items()},
+        delta={name: np.asarray(value + right.delta[name]) for name, value in left.delta.items()},
         extras={
-            stream: {name: value + right.extras[stream][name] for name, value in tensors.items()}
+            stream: {name: np.asarray(value + right.extras[stream][name]) for name, value in tensors.items()}
             for stream, tensors in left.extras.items()
         },
         weight=left.weight + right.weight,
@@ -180,9 +180,9 @@ def _plus(left: PartialSum, right: PartialSum) -> PartialSum:
 
 def _mean(total: PartialSum) -> Aggregate:
     return Aggregate(
-        delta={name: value / total.weight for name, value in total.delta.items()},
+        delta={name: np.asarray(value / total.weight) for name, value in total.delta.items()},
         extras={
-            stream: {name: value / total.num_updates for name, value in tensors.items()}
+            stream: {name: np.asarray(value / total.num_updates) for name, value in tensors.items()}
             for stream, tensors in total.extras.items()
         },
         num_updates=total.num_updates,

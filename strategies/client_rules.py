@@ -139,7 +139,9 @@ class ControlVariates:
         own = client_state.get("control") or zeros_like(base)
         scale = 1.0 / (num_steps * lr)
         renewed = {
-            name: ((value - trained[name]) * np.float32(scale) - correction.offset[name]).astype(np.float32)
+            name: np.asarray(
+                (value - trained[name]) * np.float32(scale) - correction.offset[name], np.float32
+            )
             for name, value in base.items()
         }
         return Outcome(extras={"control": difference(renewed, own)}, client_state={"control": renewed})
@@ -149,7 +151,7 @@ class ControlVariates:
         change = aggregate.extras["control"]
         return {
             "control": {
-                name: (value.astype(np.float64) + share * change[name]).astype(np.float32)
+                name: np.asarray(value.astype(np.float64) + share * change[name], np.float32)
                 for name, value in broadcast["control"].items()
             }
         }

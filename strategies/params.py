@@ -42,4 +42,5 @@ def zeros_like(params: Mapping[str, FloatArray]) -> Params:
 
 def difference(trained: Mapping[str, FloatArray], base: Mapping[str, FloatArray]) -> Params:
     """`trained - base`, float32, over the names of `trained`."""
-    return {name: (value - base[name]).astype(np.float32) for name, value in trained.items()}
+    # `asarray`, because numpy's arithmetic on arrays without axes gives scalars, which are no tensors.
+    return {name: np.asarray(value - base[name], np.float32) for name, value in trained.items()}

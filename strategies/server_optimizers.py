@@ -103,10 +103,10 @@ _SECOND_MOMENT: dict[AdaptiveKind, _Moment] = {
 
 def _moved(params: Params, step: Params) -> Params:
     return {
-        name: (value.astype(np.float64) + step[name]).astype(np.float32) if name in step else value
+        name: np.asarray(value.astype(np.float64) + step[name], np.float32) if name in step else value
         for name, value in params.items()
     }
 
 
 def _float32(params: Mapping[str, FloatArray]) -> Params:
-    return {name: value.astype(np.float32) for name, value in params.items()}
+    return {name: np.asarray(value, np.float32) for name, value in params.items()}

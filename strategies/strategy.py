@@ -41,7 +41,9 @@ class ClipNorm:
         if norm <= self.max_norm:
             return update
         factor = np.float32(self.max_norm / norm)
-        return replace(update, delta={name: value * factor for name, value in update.delta.items()})
+        return replace(
+            update, delta={name: np.asarray(value * factor) for name, value in update.delta.items()}
+        )
 
 
 @dataclass(frozen=True)

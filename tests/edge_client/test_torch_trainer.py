@@ -13,6 +13,7 @@ from edge_client.train.torch_trainer import TorchRuntime, load, read
 from edge_client.train.trainer import Examples, Trainer, TrainTask
 from models.zoo import mlp
 from models.zoo.spec import masked_cross_entropy
+from strategies import presets
 from tests.support.local_data import examples, first_params, torch_runtime
 
 SPEC = mlp.spec((6,), 3, hidden=[8])
@@ -111,6 +112,37 @@ def test_a_missing_tensor_is_named() -> None:
     del params["fc.bias"]
     with pytest.raises(KeyError, match=r"fc\.bias"):
         torch_runtime(SPEC).logits(params, DATA.x)
+
+
+class Scaled(nn.Module):
+    """One tensor has no axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.fc = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.fc(x)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "scaffold", "fedadam"])
+def test_a_tensor_without_axes_goes_through_whole_rounds(name: str) -> None:
+    strategy = presets.get(name, clip_norm=0.01)
+    trainer = Trainer(TorchRuntime(Scaled(), masked_cross_entropy))
+    params = read(Scaled())
+    state, kept = strategy.init(params, trainer.runtime.trainable), {}
+    for number in range(2):
+        task = TrainTask(
+            number, 8, 0.1, steps=2, rule=strategy.client_rule, broadcast=strategy.broadcast(state)
+        )
+        result = trainer.train(params, task, DATA, kept)
+        kept = result.client_state
+        fold = strategy.start(1)
+        fold.add(0, strategy.transform(result.update))
+        params, state = strategy.apply(params, state, fold.finish(), num_clients=1)
+    assert isinstance(params["scale"], np.ndarray) and params["scale"].shape == ()
+    assert params["scale"] != 2.0
 
 
 def test_read_after_load_is_identity() -> None:

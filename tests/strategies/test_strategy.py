@@ -20,14 +20,17 @@ from strategies.update import Aggregate
 PARAMS: Params = {
     "conv.weight": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 2, 2),
     "fc.bias": np.array([0.5, -0.25], np.float32),
+    "scale": np.array(2.0, np.float32),
     "fc.frozen": np.ones(2, np.float32),
 }
-TRAINABLE = ["conv.weight", "fc.bias"]
+TRAINABLE = ["conv.weight", "fc.bias", "scale"]
 
 
 def aggregate(seed: int) -> Aggregate:
     rng = np.random.default_rng(seed)
-    delta, control = ({name: rng.normal(0, 0.1, PARAMS[name].shape) for name in TRAINABLE} for _ in range(2))
+    delta, control = (
+        {name: np.asarray(rng.normal(0, 0.1, PARAMS[name].shape)) for name in TRAINABLE} for _ in range(2)
+    )
     return Aggregate(delta, {"control": control}, num_updates=3, num_examples=30, train_loss=1.0)
 
 
@@ -52,9 +55,11 @@ def test_a_run_continued_from_a_saved_state_gives_the_same_bits(name: str) -> No
 def test_state_keeps_its_names_and_shapes_from_round_to_round(name: str) -> None:
     strategy = presets.get(name)
     before = strategy.init(PARAMS, TRAINABLE)
-    _, after = strategy.apply(PARAMS, before, aggregate(0), num_clients=10)
+    params, after = strategy.apply(PARAMS, before, aggregate(0), num_clients=10)
     require_same_shapes(after.arrays, before.arrays)
-    assert all(value.dtype == np.float32 for value in after.arrays.values())
+    require_same_shapes(params, PARAMS)
+    for value in (*after.arrays.values(), *params.values()):
+        assert isinstance(value, np.ndarray) and value.dtype == np.float32
 
 
 def test_scaffold_broadcasts_its_control_variate_and_moves_it_by_the_share_that_took_part() -> None:
