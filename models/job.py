@@ -14,7 +14,7 @@ import dataclasses
 import json
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -60,11 +60,11 @@ class Job:
         from models import zoo
 
         where = keys or ("model",)
-        entry = self.value(*where)
-        described = _only(entry, _MODEL_KEYS, f"{self.path}: {'.'.join(where)}")
-        missing = sorted({"name", "input_shape", "classes"} - set(described))
-        if missing:
-            raise JobError(f"{self.path}: {'.'.join(where)}.{missing[0]} is missing")
+        described = _only(self.value(*where), tuple(_MODEL_KEYS), f"{self.path}: {'.'.join(where)}")
+        for key, (default, fits, expected) in _MODEL_KEYS.items():
+            value = described.get(key, default)
+            if not fits(value):
+                raise JobError(f"{self.path}: {'.'.join(where)}.{key} is {value!r}, expected {expected}")
         return zoo.get(
             described["name"],
             input_shape=tuple(described["input_shape"]),
@@ -145,7 +145,27 @@ class Job:
         return array
 
 
-_MODEL_KEYS = ("name", "options", "input_shape", "classes", "input_dtype", "task")
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+# key -> default, whether a value fits, and what was expected of one that does not
+_MODEL_KEYS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "name": (None, lambda value: isinstance(value, str), "the name of a model"),
+    "options": ({}, lambda value: isinstance(value, dict), "an object"),
+    "input_shape": (
+        None,
+        lambda value: isinstance(value, list) and all(map(_count, value)),
+        "a list of extents",
+    ),
+    "classes": (None, _count, "a whole number >= 1"),
+    "input_dtype": ("float32", lambda value: value in ("float32", "int32"), "float32 or int32"),
+    "task": (
+        "classification",
+        lambda value: value in ("classification", "next_token"),
+        "classification or next_token",
+    ),
+}
 
 
 def read(path: Path) -> Job:

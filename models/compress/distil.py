@@ -144,6 +144,7 @@ def run(path: Path, report: process.Report) -> None:
     teacher = teacher_spec.build(job.seed)
     checkpoint.load(teacher, job.file("teacher.params", job.value("teacher", "params")))
 
+    report(stage="distil", epoch=0, epochs=options.epochs)
     distilled = distil(
         teacher,
         spec.build(job.seed),

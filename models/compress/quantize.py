@@ -38,7 +38,7 @@ FLOAT_TOLERANCE = 1e-4
 """Largest difference from torch's logits that float32 may show, in units of the largest logit."""
 
 
-class ExportRefused(ValueError):  # noqa: N818 - says what happened
+class ExportRefused(ValueError):
     """The exported model is not good enough to be handed on; the message says by how much."""
 
 

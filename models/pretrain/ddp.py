@@ -86,6 +86,7 @@ def _backend() -> str:
 
 
 def _progress(report: process.Report, epochs: int) -> loop.OnEpoch:
+    report(stage="pretrain", epoch=0, epochs=epochs)
     return lambda epoch, loss: report(stage="pretrain", epoch=epoch, epochs=epochs, loss=loss)
 
 

@@ -1,0 +1,158 @@
+"""The pretraining loop: shares of a batch add up, images move, the same seed gives the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_client.train import torch_trainer
+from edge_client.wire import arrays
+from models import zoo
+from models.job import JobError
+from models.pretrain import checkpoint, loop
+from models.pretrain.batches import PADDING, Share, global_batches, shifted
+
+CPU = torch.device("cpu")
+
+
+@given(batch=st.integers(1, 40), ranks=st.integers(1, 9))
+def test_shares_of_a_batch_are_disjoint_and_complete(batch: int, ranks: int) -> None:
+    y = np.zeros(batch, np.int32)
+    shares = [Share(rank, ranks) for rank in range(ranks)]
+    taken = [np.arange(batch)[share.rows(batch)] for share in shares if share.weight(y)]
+    assert sorted(np.concatenate(taken)) == list(range(batch))
+    assert sum(share.weight(y) for share in shares) == pytest.approx(1)
+    assert all(len(np.arange(batch)[share.rows(batch)]) for share in shares)
+
+
+@settings(max_examples=30, deadline=None)
+@given(batch=st.integers(1, 13), ranks=st.integers(1, 5), seed=st.integers(0, 10**6))
+def test_gradients_averaged_over_ranks_are_those_of_the_global_batch(
+    batch: int, ranks: int, seed: int
+) -> None:
+    """What DistributedDataParallel computes, by hand: also for uneven shares and labels that do not count."""
+    rng = np.random.default_rng(seed)
+    spec = zoo.get("logreg", input_shape=(4,), classes=3)
+    x = rng.normal(size=(batch, 4)).astype(np.float32)
+    y = rng.integers(PADDING, 3, size=batch).astype(np.int32)
+    y[0] = 0
+
+    def gradient(share: Share, ranks: int) -> np.ndarray:
+        module = spec.build(0)
+        rows, weight = share.rows(batch), share.weight(y)
+        logits = module(torch.from_numpy(x[rows]))
+        loss = spec.loss(logits, torch.from_numpy(y[rows])) * weight if weight else logits.sum() * 0
+        (found,) = torch.autograd.grad(loss * ranks, [module.get_parameter("fc.weight")])
+        return found.numpy()
+
+    averaged = np.mean([gradient(Share(rank, ranks), ranks) for rank in range(ranks)], axis=0)
+    np.testing.assert_allclose(averaged, gradient(Share(), 1), atol=1e-6)
+
+
+@given(examples=st.integers(1, 50), size=st.integers(1, 20), seed=st.integers(0, 100))
+def test_an_epoch_visits_every_example_once(examples: int, size: int, seed: int) -> None:
+    pieces = list(global_batches(examples, size, np.random.default_rng(seed)))
+    assert sorted(np.concatenate(pieces)) == list(range(examples))
+    assert all(len(piece) == size for piece in pieces[:-1])
+
+
+@given(pixels=st.integers(1, 2), depth=st.sampled_from([None, 1, 3]), seed=st.integers(0, 1000))
+def test_a_shifted_image_is_the_image_moved_by_whole_pixels(
+    pixels: int, depth: int | None, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    shape = (6, 5) if depth is None else (depth, 6, 5)
+    x = rng.normal(size=(4, *shape)).astype(np.float32)
+    moved = shifted(x, pixels, rng)
+    padded = np.pad(x, [(0, 0)] * (x.ndim - 2) + [(pixels, pixels)] * 2)
+    places = range(2 * pixels + 1)
+    for image, canvas in zip(moved, padded, strict=True):
+        candidates = [canvas[..., i : i + 6, j : j + 5] for i in places for j in places]
+        assert sum(np.array_equal(image, candidate) for candidate in candidates) == 1
+
+
+def test_shifts_reach_every_place_and_zero_leaves_images_alone() -> None:
+    x = np.zeros((400, 5, 5), np.float32)
+    x[:, 2, 2] = 1
+    seen = {tuple(np.argwhere(image)[0]) for image in shifted(x, 1, np.random.default_rng(0))}
+    assert seen == {(i, j) for i in (1, 2, 3) for j in (1, 2, 3)}
+    assert shifted(x, 0, np.random.default_rng(0)) is x
+
+
+def test_shifting_what_is_no_image_is_refused() -> None:
+    with pytest.raises(JobError, match=r"options.shift is 1.*\(4,\) are no images"):
+        loop.require_images(np.zeros((3, 4), np.float32), 1, "job.json")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_training_lowers_the_loss_and_repeats_bit_for_bit(
+    optimizer: str, blobs: tuple[np.ndarray, np.ndarray]
+) -> None:
+    spec = zoo.get("mlp", input_shape=(4,), classes=3, hidden=[8])
+    options = loop.Options(epochs=20, batch_size=16, lr=0.02, optimizer=optimizer)  # type: ignore[arg-type]
+    seen: list[tuple[int, float]] = []
+
+    def trained() -> tuple[list[float], dict[str, np.ndarray]]:
+        module = spec.build(3)
+        rng = np.random.default_rng(3)
+        losses = loop.train(
+            module,
+            spec.loss,
+            *blobs,
+            options,
+            rng,
+            share=Share(),
+            device=CPU,
+            on_epoch=lambda epoch, loss: seen.append((epoch, loss)),
+        )
+        return losses, checkpoint.params_of(module)
+
+    losses, params = trained()
+    again, same = trained()
+    assert losses == again
+    assert all(np.array_equal(params[name], same[name]) for name in params)
+    assert len(losses) == 20 * 4
+    assert losses[-1] < losses[0] / 2
+    assert [epoch for epoch, _ in seen[:20]] == list(range(1, 21))
+    assert seen[0][1] == pytest.approx(np.mean(losses[:4]))
+
+
+def test_a_checkpoint_is_what_devices_call_params(tmp_path: Path) -> None:
+    """Same tensors, same bytes, as the wire's own encoding of what the torch trainer reads."""
+    module = zoo.get("resnet8", input_shape=(8, 8), classes=10, norm="batch").build(0)
+    about = checkpoint.save(module, tmp_path / "model.safetensors")
+    content = (tmp_path / "model.safetensors").read_bytes()
+    assert content == arrays.encode(torch_trainer.read(module))
+    assert about["bytes"] == len(content)
+    assert any("running_mean" in name for name in checkpoint.params_of(module))
+
+
+def test_loading_a_checkpoint_restores_it_and_another_models_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    spec = zoo.get("mlp", input_shape=(4,), classes=3, hidden=[8])
+    module, other = spec.build(0), spec.build(1)
+    checkpoint.save(module, path)
+    checkpoint.load(other, path)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+    with pytest.raises(JobError, match=r"'fc.weight' is \(3, 8\), the model has \(3, 9\)"):
+        checkpoint.load(zoo.get("mlp", input_shape=(4,), classes=3, hidden=[9]).build(0), path)
+    with pytest.raises(JobError, match=r"'hidden.1.bias' is missing"):
+        checkpoint.load(zoo.get("mlp", input_shape=(4,), classes=3, hidden=[8, 8]).build(0), path)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(JobError, match=r"not a readable \.safetensors"):
+        checkpoint.load(other, path)
+
+
+@pytest.fixture(scope="module")
+def blobs() -> tuple[np.ndarray, np.ndarray]:
+    """60 points in three clouds."""
+    rng = np.random.default_rng(0)
+    y = np.arange(60, dtype=np.int32) % 3
+    return (rng.normal(size=(3, 4)) * 2)[y].astype(np.float32) + rng.normal(size=(60, 4)).astype(
+        np.float32
+    ), y
