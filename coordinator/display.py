@@ -39,6 +39,9 @@ class RichProgress:
     def stage(self, words: str) -> None:
         self._console.print(Text(words + " …", style="dim"))
 
+    def note(self, words: str) -> None:
+        self._console.print(Text("  " + words, style="dim"))
+
     def begin(self, rounds: int, done: int) -> None:
         self._rounds = rounds
         self._task = self._bar.add_task("rounds", total=rounds, completed=done, figures="")

@@ -7,8 +7,9 @@ The result is complete: each key has its value, so writing it down (`to_toml`) r
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -49,8 +50,8 @@ class Data(Section):
     site: str | None = None
     split: str | None = None
     features: list[str] | None = None
-    length: Annotated[int, Field(ge=1, le=65536)] = 32
-    vocab: Annotated[int, Field(ge=3, le=1_000_000)] = 2048
+    length: Annotated[int, Field(ge=1, le=65536)] | None = None
+    vocab: Annotated[int, Field(ge=3, le=1_000_000)] | None = None
     partition: str | None = None
     public_samples: Annotated[int, Field(ge=0)] = 0
 
@@ -111,7 +112,7 @@ class Simulation(Section):
 
 
 class Experiment(Section):
-    name: str = "digits"
+    name: str = ""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 7
     data: Data = Data()
     model: Model = Model()
@@ -133,6 +134,20 @@ _DEFAULTS: dict[str, tuple[str, str]] = {
     "phrasebank": ("textcls", "dirichlet(0.3)"),
 }
 _OTHER_DEFAULTS = ("mlp", "dirichlet(0.3)")
+
+# Which data sets have keys of their own, and the defaults of those that need one.
+_TEXT_DEFAULTS: dict[str, dict[str, int]] = {
+    "shakespeare": {"length": 32},
+    "phrasebank": {"length": 32, "vocab": 2048},
+}
+_OWN_KEYS: dict[str, tuple[str, ...]] = {
+    "path": ("csv",),
+    "site": ("csv",),
+    "split": ("csv",),
+    "features": ("csv",),
+    "length": ("shakespeare", "phrasebank"),
+    "vocab": ("phrasebank",),
+}
 
 
 def load(path: Path | None, sets: Iterable[str] = ()) -> Experiment:
@@ -187,9 +202,18 @@ def _with_defaults(experiment: Experiment) -> Experiment:
     data = data.model_copy(update={"partition": data.partition or partition})
     if data.path is not None:
         data = data.model_copy(update={"path": str(Path(data.path).expanduser().absolute())})
+    text = {
+        key: value
+        for key, value in _TEXT_DEFAULTS.get(data.dataset, {}).items()
+        if getattr(data, key) is None
+    }
+    data = data.model_copy(update=text)
     name = model.name or model_name
+    options = model.options
+    if "vocab" in _option_names(name) and data.vocab is not None:
+        options = {"vocab": data.vocab, **options}
     model = Model.model_validate(
-        {"name": name, **({"init": model.init} if model.init else {}), **_model_options(name, model.options)}
+        {"name": name, **({"init": model.init} if model.init else {}), **_model_options(name, options)}
     )
     if federation.clients is None and data.partition != "natural":
         federation = federation.model_copy(update={"clients": 20})
@@ -205,10 +229,20 @@ def _with_defaults(experiment: Experiment) -> Experiment:
     strategy = StrategySection.model_validate({"name": experiment.strategy.name, **options})
     return experiment.model_copy(
         update={
+            "name": experiment.name or _default_name(data),
             "data": data, "model": model, "federation": federation, "local": local,
             "simulation": simulation, "strategy": strategy,
         }
     )  # fmt: skip
+
+
+def _default_name(data: Data) -> str:
+    return Path(data.path).stem if data.path is not None else re.split(r"\W", data.dataset, maxsplit=1)[0]
+
+
+def _option_names(name: str) -> Collection[str]:
+    entry = catalog.MODELS.get(name)
+    return entry.options.model_fields.keys() if entry is not None else ()
 
 
 def _model_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -260,12 +294,9 @@ def _data_problems(experiment: Experiment) -> Iterable[str]:
         yield f"data.partition: {error}"
     if data.dataset == "csv" and data.path is None:
         yield 'data.dataset = "csv" needs data.path, the table to read'
-    if data.dataset != "csv":
-        for key in ("site", "split", "features"):
-            if getattr(data, key) is not None:
-                yield f'data.{key} = {getattr(data, key)!r} is for data.dataset = "csv", but data.dataset = {data.dataset!r}'
-    if data.dataset == "csv" and data.partition == "natural" and data.site is None:
-        yield 'data.partition = "natural" needs data.site, the column that names the client of each row'
+    for key, datasets in _OWN_KEYS.items():
+        if getattr(data, key) is not None and data.dataset not in datasets:
+            yield f"data.{key} = {getattr(data, key)!r} is for {' and '.join(datasets)}, but data.dataset = {data.dataset!r}"
 
 
 def _model_problems(experiment: Experiment) -> Iterable[str]:
@@ -289,6 +320,9 @@ def _model_problems(experiment: Experiment) -> Iterable[str]:
                 yield f"model.{key} is not an option of {name}{_nearest(key, known)}; its options: {', '.join(known) or 'none'}"
             else:
                 yield f"model.{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
+    vocab = model.options.get("vocab")
+    if isinstance(vocab, int) and vocab < (experiment.data.vocab or 0):
+        yield f"model.vocab = {vocab} is less than data.vocab = {experiment.data.vocab}; word ids would not fit"
     for runtime in experiment.federation.runtimes:
         if runtime not in entry.runtimes:
             yield (

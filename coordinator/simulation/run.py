@@ -55,6 +55,8 @@ class Progress(Protocol):
 
     def stage(self, words: str) -> None: ...
 
+    def note(self, words: str) -> None: ...
+
     def begin(self, rounds: int, done: int) -> None: ...
 
     def round(self, record: RoundRecord) -> None: ...
@@ -64,6 +66,8 @@ class Quiet:
     """Progress that nobody watches."""
 
     def stage(self, words: str) -> None: ...
+
+    def note(self, words: str) -> None: ...
 
     def begin(self, rounds: int, done: int) -> None: ...
 
@@ -103,7 +107,12 @@ def simulate(experiment: Experiment, out: Path, surroundings: Surroundings) -> d
         )
     out.mkdir(parents=True, exist_ok=True)
     write_durably(out / "experiment.toml", experiment.to_toml().encode())
-    return _run(experiment, out, surroundings)
+    try:
+        return _run(experiment, out, surroundings)
+    except UserError:
+        if not (out / "checkpoint" / "checkpoint.json").exists():
+            _empty(out)  # so that the command can be given again once the mistake is mended
+        raise
 
 
 def resume(out: Path, surroundings: Surroundings) -> dict[str, Any]:
@@ -120,6 +129,11 @@ def resume(out: Path, surroundings: Surroundings) -> dict[str, Any]:
         finished: dict[str, Any] = json.loads((out / "report.json").read_text("utf-8"))
         return finished
     return _run(resolve(read(path), str(path)), out, surroundings)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def is_finished(out: Path) -> bool:
@@ -206,6 +220,8 @@ def _rounds(
 def _prepare(experiment: Experiment, out: Path, pool: WorkerPool, surroundings: Surroundings) -> Prepared:
     surroundings.progress.stage("loading and partitioning the data")
     found = _prepare_data(experiment, out, pool, surroundings.data_dir)
+    for line in found["preview"]:
+        surroundings.progress.note(line)
     clients = _clients(experiment, found)
     model = {
         "name": experiment.model.name,
