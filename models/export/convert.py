@@ -15,17 +15,14 @@ converter prints goes to standard error.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -55,6 +52,7 @@ from models.export import cache
 from models.export.operators import ForeignOperator, minimum_runtime, operators
 from models.export.request import ExportRequest
 from models.export.trace import NotTraceable, Traced, traced
+from models.process import die_with_parent
 from models.user_code import UserCodeError
 from models.zoo.spec import ModelSpec
 
@@ -64,7 +62,6 @@ TOLERANCE = Tolerance(absolute=1e-5, relative=1e-4)
 GOLDEN_LR = 1.0
 """The largest step that is still exact to read off: the change is then the gradient."""
 
-_PR_SET_PDEATHSIG = 1
 _REASON_LENGTH = 200
 
 
@@ -88,10 +85,10 @@ class Stopwatch:
 
 
 def main() -> int:
+    die_with_parent()
     answers = _own_stdout()
     text = Path(sys.argv[1]).read_text() if len(sys.argv) > 1 else sys.stdin.read()
     document = json.loads(text)
-    _die_with_parent(document.get("parent"))
     torch.set_num_threads(1)
     try:
         answer = convert(ExportRequest.from_json(document["request"]), Path(document["cache_dir"]))
@@ -265,14 +262,6 @@ def _own_stdout() -> int:
     answers = os.dup(1)
     os.dup2(2, 1)
     return answers
-
-
-def _die_with_parent(parent: int | None) -> None:
-    """Linux: this process is killed when the one that asked dies, however that ends."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent is not None and os.getppid() != parent:
-        sys.exit("the process that asked for this export is gone")
 
 
 if __name__ == "__main__":

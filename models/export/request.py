@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edge_client.wire.strict import Unfit, parse
+from models.process import PARENT_VARIABLE
 
 TIMEOUT_SECONDS = 1800.0
 
@@ -88,7 +89,7 @@ def export(request: ExportRequest, cache_dir: Path, *, code_folder: Path | None 
     where = (code_folder or Path.cwd()).resolve()
     if not where.is_dir():
         raise ExportError(f"the folder of the model's code, {where}, does not exist")
-    document = {"request": request.to_json(), "cache_dir": str(cache_dir.resolve()), "parent": os.getpid()}
+    document = {"request": request.to_json(), "cache_dir": str(cache_dir.resolve())}
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "models.export.convert"],
@@ -96,7 +97,7 @@ def export(request: ExportRequest, cache_dir: Path, *, code_folder: Path | None 
             capture_output=True,
             text=True,
             cwd=where,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())},
             timeout=TIMEOUT_SECONDS,
             check=False,
         )
