@@ -63,7 +63,8 @@ class Header:
 def encode(arrays: Mapping[str, npt.NDArray[Any]], values: Mapping[str, Any] | None = None) -> bytes:
     """Arrays, and optionally a JSON object, as bytes."""
     metadata = {_METADATA_KEY: json.dumps(values, sort_keys=True)} if values is not None else None
-    ordered = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
+    # Not ascontiguousarray, which makes a scalar a vector.
+    ordered = {name: np.asarray(arrays[name], order="C") for name in sorted(arrays)}
     return safetensors.numpy.save(ordered, metadata)
 
 

@@ -1,0 +1,306 @@
+"""Intake: every way an update can be wrong has its code and its words, and nothing a client sends raises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from coordinator.rounds import intake
+from coordinator.rounds.intake import Expected, Reason, Rejection
+from coordinator.simulation import faults
+from edge_client.wire import arrays
+from edge_client.wire.messages import encode_result
+from strategies.params import Params
+from strategies.update import Update
+from tests.support.federation import task, update
+from tests.support.payloads import entry, parsed, raw
+
+MODEL: Params = {"fc.bias": np.zeros(2, np.float32), "fc.weight": np.zeros((2, 3), np.float32)}
+TASK = task()
+HONEST = update(MODEL)
+EXPECTED = intake.expected_of(MODEL, {})
+
+
+def check(payload: bytes, *, already_accepted: bool = False, expected: Expected = EXPECTED) -> Any:
+    return intake.check(payload, TASK, expected, already_accepted=already_accepted)
+
+
+def refused(payload: bytes, *, already_accepted: bool = False) -> tuple[str, str]:
+    verdict = check(payload, already_accepted=already_accepted)
+    assert isinstance(verdict, Rejection)
+    assert verdict.client == "site-a"
+    assert verdict.words.startswith("update from site-a, round 3: ")
+    return verdict.reason, verdict.words.removeprefix("update from site-a, round 3: ")
+
+
+def sent(
+    *, task_changes: dict[str, Any] | None = None, tensors: Params | None = None, **header: Any
+) -> bytes:
+    """An honest result with parts of its task, its update's header or its delta replaced."""
+    changed = replace(HONEST, **header)
+    if tensors is not None:
+        changed = replace(changed, delta=tensors)
+    return encode_result(replace(TASK.message, **(task_changes or {})), changed)
+
+
+def honest_delta(**changed: Any) -> Params:
+    return {**HONEST.delta, **{name.replace("_", "."): value for name, value in changed.items()}}
+
+
+NAN = np.full((2, 3), np.nan, np.float32)
+CASES: dict[str, tuple[bytes, Reason, str]] = {
+    "not a message": (
+        b"hello",
+        "malformed",
+        "5 bytes are too short for a header",
+    ),
+    "no result header": (
+        arrays.encode(HONEST.delta, {}),
+        "malformed",
+        "result header: round is None, expected int",
+    ),
+    "too large": (
+        b"\0" * (EXPECTED.payload_limit_bytes + 1),
+        "oversized",
+        f"{EXPECTED.payload_limit_bytes + 1} bytes, at most {EXPECTED.payload_limit_bytes} are allowed",
+    ),
+    "another model": (
+        sent(task_changes={"base": "cd" * 32}),
+        "stale_base",
+        "it trained model cdcdcdcdcdcd, this round uses abababababab",
+    ),
+    "another round": (
+        sent(task_changes={"round": 2}),
+        "wrong_task",
+        "it answers round 2 of client 'site-a'",
+    ),
+    "another client": (
+        sent(task_changes={"client": "site-b"}),
+        "wrong_task",
+        "it answers round 3 of client 'site-b'",
+    ),
+    "no examples": (
+        sent(num_examples=0),
+        "no_examples",
+        "it says 0 examples and 3 steps, at least 1 is expected",
+    ),
+    "less than no examples": (
+        sent(num_examples=-4),
+        "no_examples",
+        "it says -4 examples and 3 steps, at least 1 is expected",
+    ),
+    "no steps": (
+        sent(num_steps=0),
+        "no_examples",
+        "it says 10 examples and 0 steps, at least 1 is expected",
+    ),
+    "a tensor short": (
+        sent(tensors={"fc.bias": HONEST.delta["fc.bias"]}),
+        "missing_tensor",
+        "'delta/fc.weight' is missing, 1 of 2 tensors came",
+    ),
+    "nothing at all": (
+        sent(tensors={}),
+        "missing_tensor",
+        "'delta/fc.bias' is missing, 0 of 2 tensors came",
+    ),
+    "a tensor too many": (
+        sent(tensors=honest_delta(backdoor=np.zeros(1, np.float32))),
+        "extra_tensor",
+        "'delta/backdoor' is no tensor of this model",
+    ),
+    "a stream nobody asked for": (
+        encode_result(TASK.message, replace(HONEST, extras={"control": HONEST.delta})),
+        "extra_tensor",
+        "'control/fc.bias' is no tensor of this model",
+    ),
+    "another name": (
+        sent(tensors={"fc.bias": HONEST.delta["fc.bias"], "head.weight": HONEST.delta["fc.weight"]}),
+        "misnamed_tensor",
+        "has 'delta/head.weight' where 'delta/fc.weight' is expected",
+    ),
+    "half precision": (
+        sent(tensors=honest_delta(fc_bias=np.zeros(2, np.float16))),
+        "wrong_dtype",
+        "delta/fc.bias is F16, expected F32",
+    ),
+    "another shape": (
+        sent(tensors=honest_delta(fc_weight=np.zeros((3, 2), np.float32))),
+        "wrong_shape",
+        "delta/fc.weight is (3, 2), expected (2, 3)",
+    ),
+    "NaN": (
+        sent(tensors=honest_delta(fc_weight=NAN)),
+        "non_finite",
+        "delta/fc.weight holds NaN or infinity; lower the learning rate or check the data",
+    ),
+    "infinity": (
+        sent(tensors=honest_delta(fc_bias=np.array([0, -np.inf], np.float32))),
+        "non_finite",
+        "delta/fc.bias holds NaN or infinity; lower the learning rate or check the data",
+    ),
+    "a loss of NaN": (
+        sent(train_loss=float("nan")),
+        "non_finite",
+        "its training loss is nan; lower the learning rate or check the data",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_update_is_refused_with_its_reason_in_words(case: str) -> None:
+    payload, reason, words = CASES[case]
+    assert refused(payload) == (reason, words)
+
+
+def test_a_second_update_is_a_duplicate() -> None:
+    assert refused(sent(), already_accepted=True) == (
+        "duplicate",
+        "this client's update of this round was already accepted",
+    )
+
+
+def test_every_reason_has_a_case() -> None:
+    assert {reason for _, reason, _ in CASES.values()} | {"duplicate"} == set(get_args(Reason))
+
+
+def test_the_first_thing_wrong_is_what_is_told() -> None:
+    """Each payload has the faults of its own line and of all lines below it."""
+    wrong_shape_and_nan = {"fc.bias": np.full(3, np.nan, np.float32), "fc.weight": HONEST.delta["fc.weight"]}
+    dtype_too = {**wrong_shape_and_nan, "fc.bias": np.full(3, np.nan)}
+    names_too = {"fc.bias": dtype_too["fc.bias"], "head": HONEST.delta["fc.weight"]}
+    order = [
+        refused(b"\xff" * (EXPECTED.payload_limit_bytes + 1), already_accepted=True),
+        refused(b"\xff" * 99, already_accepted=True),
+        refused(sent(task_changes={"base": "c", "round": 1}, num_examples=0, tensors=names_too), already_accepted=True),
+        refused(sent(task_changes={"base": "c", "round": 1}, num_examples=0, tensors=names_too)),
+        refused(sent(task_changes={"round": 1}, num_examples=0, tensors=names_too)),
+        refused(sent(num_examples=0, tensors=names_too)),
+        refused(sent(tensors=names_too)),
+        refused(sent(tensors=dtype_too)),
+        refused(sent(tensors=wrong_shape_and_nan)),
+        refused(sent(tensors=honest_delta(fc_weight=NAN))),
+    ]  # fmt: skip
+    assert [reason for reason, _ in order] == [
+        "oversized", "malformed", "duplicate", "stale_base", "wrong_task", "no_examples",
+        "misnamed_tensor", "wrong_dtype", "wrong_shape", "non_finite",
+    ]  # fmt: skip
+
+
+def test_tensors_that_share_their_bytes_are_malformed() -> None:
+    """Names, dtypes and shapes are as asked for; only the offsets lie."""
+    header, data = parsed(sent())
+    header["delta/fc.bias"] = entry(0, 8, [2])
+    header["delta/fc.weight"] = entry(0, 24, [2, 3])
+    reason, words = refused(raw(header, data))
+    assert (reason, "lies at [0, 24], expected [8, 32]" in words) == ("malformed", True)
+
+
+def test_a_header_that_only_the_loader_refuses_is_malformed() -> None:
+    header, data = parsed(sent())
+    header["__metadata__"]["note"] = 3
+    assert refused(raw(header, data))[0] == "malformed"
+
+
+def test_words_stay_short_however_much_was_sent() -> None:
+    many = intake.expected_of({"w": np.zeros(1_000_000, np.float32)}, {})
+    shouted = sent(tensors=honest_delta(**{"x" * 1_000_000: np.zeros(1, np.float32)}))
+    verdict = check(shouted, expected=many)
+    assert isinstance(verdict, Rejection)
+    assert verdict.reason == "misnamed_tensor"
+    assert len(verdict.words) < 600
+
+
+@pytest.mark.parametrize("count", [2**53 + 1, 10**400])
+def test_a_count_that_arithmetic_does_not_hold_is_malformed(count: int) -> None:
+    assert refused(sent(num_examples=count))[0] == "malformed"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["nan", "wrong_shape", "wrong_dtype", "missing_tensor", "extra_tensor", "stale_base", "no_examples"],
+)
+def test_each_simulated_fault_is_refused_for_its_own_reason(kind: str) -> None:
+    (payload,) = faults.payloads(kind, TASK.message, HONEST)
+    assert refused(payload)[0] == {"nan": "non_finite"}.get(kind, kind)
+
+
+def test_the_duplicate_fault_sends_the_same_update_twice() -> None:
+    first, second = faults.payloads("duplicate", TASK.message, HONEST)
+    assert isinstance(check(first), Update)
+    assert refused(second, already_accepted=True)[0] == "duplicate"
+
+
+def test_the_limit_leaves_room_for_any_honest_header() -> None:
+    """A thousand tensors of long names and one element each: nearly all header."""
+    many: Params = {f"{'block.' * 20}{i}.weight": np.zeros((1, 1, 1, 1), np.float32) for i in range(1000)}
+    payload = encode_result(TASK.message, update(many, num_examples=2**53))
+    assert isinstance(check(payload, expected=intake.expected_of(many, {})), Update)
+
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+models = st.dictionaries(
+    st.text("abc.", min_size=1, max_size=6),
+    npst.arrays(
+        np.float32, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4), elements=finite
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(
+    models,
+    st.booleans(),
+    st.integers(1, 2**53),
+    st.integers(1, 2**53),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+def test_an_honest_update_is_accepted_as_it_was_sent(
+    delta: Params, with_stream: bool, num_examples: int, num_steps: int, train_loss: float
+) -> None:
+    streams = {"control": delta} if with_stream else {}
+    payload = encode_result(TASK.message, Update(delta, num_examples, num_steps, train_loss, streams))
+    got = check(payload, expected=intake.expected_of(delta, streams))
+    assert isinstance(got, Update)
+    assert (got.num_examples, got.num_steps, got.train_loss) == (num_examples, num_steps, train_loss)
+    assert got.extras.keys() == streams.keys()
+    for tensors in (got.delta, *got.extras.values()):
+        assert {name: (v.shape, v.tobytes()) for name, v in tensors.items()} == {
+            name: (v.shape, v.tobytes()) for name, v in delta.items()
+        }
+
+
+@given(st.binary(max_size=300), st.booleans())
+def test_arbitrary_bytes_are_refused(payload: bytes, already_accepted: bool) -> None:
+    assert isinstance(check(payload, already_accepted=already_accepted), Rejection)
+
+
+@given(st.data())
+def test_a_damaged_update_never_raises(data: st.DataObject) -> None:
+    """Bytes of the header only: damage among the numbers gives other numbers, which no one can tell."""
+    payload = bytearray(sent())
+    header = int.from_bytes(payload[:8], "little")
+    for _ in range(data.draw(st.integers(1, 3))):
+        payload[data.draw(st.integers(0, 7 + header))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(payload)))
+    assert isinstance(check(bytes(payload)), Update | Rejection)
+    assert isinstance(check(bytes(payload[:cut])), Update | Rejection)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["round", "client", "base", "num_examples", "num_steps", "train_loss", "other"]),
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.none()),
+    )
+)
+def test_arbitrary_words_of_a_client_never_raise(said: dict[str, Any]) -> None:
+    honest = arrays.read_header(sent()).values
+    tensors = {f"delta/{name}": value for name, value in HONEST.delta.items()}
+    assert isinstance(check(arrays.encode(tensors, {**honest, **said})), Update | Rejection)
