@@ -1,0 +1,94 @@
+"""A fleet in this process: clients train for real on parabolas and answer by a script, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from coordinator.fleets.fleet import Delivery, Model, Silence
+from coordinator.rounds.plan import Task
+from edge_client.train.trainer import Examples, Trainer
+from edge_client.wire.messages import TaskMessage, encode_result
+from strategies.params import Params
+from strategies.update import Update
+from tests.support.quadratic import QuadraticRuntime
+
+Script = Callable[[TaskMessage, Update], Iterable[tuple[float, bytes]]]
+"""What a client uploads, and after how many seconds; nothing at all is silence."""
+
+
+def honest(seconds: float) -> Script:
+    """One upload of the update."""
+    return lambda task, update: [(seconds, encode_result(task, update))]
+
+
+@dataclass(frozen=True)
+class MemoryClient:
+    """A client whose loss is a/2 · (w − c)², with `num_examples` rows of nothing."""
+
+    a: float = 1.0
+    c: float = 0.0
+    num_examples: int = 8
+    script: Script = field(default_factory=lambda: honest(1.0))
+
+
+@dataclass(frozen=True)
+class _Upload:
+    seconds: float
+    task: Task
+    payload: bytes
+
+
+class MemoryFleet:
+    """Implements `coordinator.fleets.fleet.Fleet` over clients by name."""
+
+    def __init__(self, clients: Mapping[str, MemoryClient]) -> None:
+        self._clients = dict(clients)
+        self._unanswered: dict[int, Task] = {}
+        self._uploads: list[_Upload] = []
+        self._kept: dict[str, Mapping[str, Params]] = {}
+        self._renewed: dict[str, Mapping[str, Params]] = {}
+
+    def clients(self) -> Sequence[str]:
+        return list(self._clients)
+
+    def submit(self, tasks: Sequence[Task], model: Model) -> None:
+        self._renewed = {}
+        self._unanswered = {task.position: task for task in tasks}
+        uploads = [upload for task in tasks for upload in self._train(task, model)]
+        self._uploads = sorted(uploads, key=lambda each: (each.seconds, each.task.position))
+
+    def results(self, until: float) -> Iterator[Delivery | Silence]:
+        while self._uploads and self._uploads[0].seconds <= until:
+            upload = self._uploads.pop(0)
+            self._unanswered.pop(upload.task.position, None)
+            yield Delivery(upload.task, upload.payload, upload.seconds)
+        for task in [*self._unanswered.values()]:
+            yield Silence(task, "did not answer", until)
+
+    def cancel(self, tasks: Sequence[Task]) -> None:
+        gone = {task.position for task in tasks}
+        self._uploads = [upload for upload in self._uploads if upload.task.position not in gone]
+        self._unanswered = {at: task for at, task in self._unanswered.items() if at not in gone}
+
+    def client_state(self, accepted: Sequence[str]) -> Mapping[str, Mapping[str, Params]]:
+        changed = {name: self._renewed[name] for name in accepted if self._renewed.get(name)}
+        self._kept |= changed
+        return changed
+
+    def restore(self, states: Mapping[str, Mapping[str, Params]]) -> None:
+        self._kept = dict(states)
+
+    def _train(self, task: Task, model: Model) -> list[_Upload]:
+        work = task.message
+        client = self._clients[work.client]
+        rows = Examples(
+            np.zeros((client.num_examples, 1), np.float32), np.zeros(client.num_examples, np.int32)
+        )
+        result = Trainer(QuadraticRuntime(client.a, client.c)).train(
+            model.params, work.train_task(model.streams), rows, self._kept.get(work.client)
+        )
+        self._renewed[work.client] = result.client_state
+        return [_Upload(seconds, task, payload) for seconds, payload in client.script(work, result.update)]

@@ -1,0 +1,78 @@
+"""Runs of the round engine for tests: commits are kept in memory or in a folder, clocks stand still."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from coordinator.fleets.fleet import Fleet
+from coordinator.rounds import engine
+from coordinator.rounds.engine import RoundRecord, RunState, Score
+from coordinator.rounds.plan import RunPlan
+from strategies.params import Params
+from tests.support.federation import PARAMS
+
+
+@dataclass
+class Seen:
+    """All that a run told."""
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+    records: list[RoundRecord] = field(default_factory=list)
+    states: list[RunState] = field(default_factory=list)
+    client_states: list[Mapping[str, Mapping[str, Params]]] = field(default_factory=list)
+
+    def emit(self, event: str, **values: Any) -> None:
+        self.events.append({"event": event, **values})
+
+    def commit(
+        self, state: RunState, record: RoundRecord, clients: Mapping[str, Mapping[str, Params]]
+    ) -> None:
+        self.states.append(state)
+        self.client_states.append(clients)
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [each for each in self.events if each["event"] == event]
+
+
+def distance(params: Params) -> Score:
+    """A score that tells any two params apart: how far `w` is from zero."""
+    return Score(loss=float(np.sum(np.square(params["w"], dtype=np.float64))), accuracy=0.5, clients={})
+
+
+def first_state(run_plan: RunPlan, params: Params = PARAMS) -> RunState:
+    return RunState(0, params, run_plan.strategy.init(params, run_plan.trainable))
+
+
+def run(
+    run_plan: RunPlan,
+    fleet: Fleet,
+    start: RunState | None = None,
+    *,
+    commit: engine.Commit | None = None,
+    evaluate: Callable[[Params], Score] = distance,
+) -> tuple[RunState, Seen]:
+    """The run's last state, and what was seen on the way."""
+    seen = Seen()
+    last = engine.run(
+        run_plan,
+        fleet,
+        start or first_state(run_plan),
+        evaluate=evaluate,
+        commit=commit or seen.commit,
+        finished=seen.records.append,
+        emit=seen.emit,
+        monotonic=lambda: 0.0,
+    )
+    return last, seen
+
+
+def bits(state: RunState) -> dict[str, bytes]:
+    """Params and strategy state, to the bit."""
+    arrays = {**state.params, **{f"state:{name}": value for name, value in state.strategy.arrays.items()}}
+    return {name: value.tobytes() for name, value in arrays.items()} | {
+        "values": repr(sorted(state.strategy.values.items())).encode()
+    }
