@@ -1,0 +1,19 @@
+"""Timing several ways of doing one thing in turns, so that a busy machine slows all of them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+
+def medians(ways: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each way; the first turn of each is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(repeats + 1):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way()
+            if turn:
+                seconds[name].append(time.perf_counter() - began)
+    return {name: statistics.median(values) for name, values in seconds.items()}
