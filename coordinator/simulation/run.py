@@ -179,6 +179,8 @@ def _rounds(
     else:
         start = RunState(committed.round, committed.params, committed.state)
         fleet.restore(committed.client_states)
+        if lines["events.jsonl"].size_bytes == committed.offsets["events.jsonl"]:
+            engine.tell_committed(emit, committed.record)  # it was killed before it could
         emit("run_resumed", experiment=experiment.name, round=committed.round)
     owners = np.load(out / "work" / "owners.npy", allow_pickle=False)
     names = [client.name for client in prepared.clients]
@@ -218,6 +220,7 @@ def _rounds(
 
 
 def _prepare(experiment: Experiment, out: Path, pool: WorkerPool, surroundings: Surroundings) -> Prepared:
+    pool.tell({"kind": "warm"})
     surroundings.progress.stage("loading and partitioning the data")
     found = _prepare_data(experiment, out, pool, surroundings.data_dir)
     for line in found["preview"]:

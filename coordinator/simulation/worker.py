@@ -53,6 +53,7 @@ class Worker:
 
     def handle(self, frame: Frame) -> Reply:
         kinds: dict[str, Callable[[Frame], Reply]] = {
+            "warm": self._warm,
             "prepare": self._prepare,
             "initial": self._initial,
             "open": self._open,
@@ -61,6 +62,13 @@ class Worker:
             "evaluate": self._evaluate,
         }
         return kinds[frame.values["kind"]](frame)
+
+    def _warm(self, frame: Frame) -> Reply:
+        """Imports what every run needs, while other workers do something else."""
+        import torch
+
+        torch.set_num_threads(1)
+        return {}, []
 
     def _prepare(self, frame: Frame) -> Reply:
         """Loads and partitions the data set into the workspace."""
@@ -141,10 +149,9 @@ class Worker:
             described = manifest.from_json(
                 Path(self._model["manifest"]).read_bytes(), self._model["manifest"]
             )
-            return LiteRTRuntime(Path(self._model["tflite"]), described)
-        import torch
-
-        torch.set_num_threads(1)
+            artifact = LiteRTRuntime(Path(self._model["tflite"]), described)
+            artifact.self_test()
+            return artifact
         from edge_client.train.torch_trainer import TorchRuntime
 
         spec = self._spec(self._model)

@@ -7,6 +7,7 @@ in shared memory, and a resumed one finds its data or makes it again.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from coordinator.blobs import write_durably
 from models import datasets
 
 _FORMAT = 1
@@ -86,9 +88,17 @@ def prepare(request: Mapping[str, Any]) -> dict[str, Any]:
         "sites": dataset.site if dataset.site is not None else np.zeros(0, np.int32),
     }
     for name, array in written.items():
-        np.save(folder / f"{name}.npy", array, allow_pickle=False)
-    (folder / "found.json").write_text(json.dumps(found))
+        _save_durably(folder / f"{name}.npy", array)
+    # Last and whole: where it is, the workspace is complete.
+    write_durably(folder / "found.json", json.dumps(found).encode())
     return found
+
+
+def _save_durably(path: Path, array: npt.NDArray[Any]) -> None:
+    with path.open("wb") as file:
+        np.save(file, array, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def open_workspace(folder: Path) -> Opened:
