@@ -32,17 +32,21 @@ COLUMNS = tuple(field.name for field in fields(RoundRecord))
 def open_lines(out: Path, committed: Committed | None) -> dict[str, LineFile]:
     """The files written line by line, cut back to the committed round.
 
-    A round's own line is appended after its commit, with the time the commit took. If the run was killed
-    between the two, the line is made from the checkpoint, whose `seconds` lacks only that last moment.
+    A round's own line in each follows its commit and is kept. If the run was killed between the two, the one
+    in `rounds.csv` is made from the checkpoint, whose `seconds` lacks only that last moment; the event is left
+    to the caller.
     """
     names = ("rounds.csv", "events.jsonl")
     if committed is None:
         lines = {name: LineFile(out / name, keep_bytes=0) for name in names}
         lines["rounds.csv"].append(_csv_line(COLUMNS))
         return lines
-    written = _line_after(out / "rounds.csv", committed.offsets["rounds.csv"])
+    kept = {name: _line_after(out / name, committed.offsets[name]) for name in names}
+    kept["rounds.csv"] = kept["rounds.csv"] or _csv_line(_cells(committed.record))
     lines = {name: LineFile(out / name, keep_bytes=committed.offsets[name]) for name in names}
-    lines["rounds.csv"].append(written or _csv_line(_cells(committed.record)))
+    for name, line in kept.items():
+        if line is not None:
+            lines[name].append(line)
     return lines
 
 

@@ -108,10 +108,13 @@ def run(
         commit(state, replace(record, seconds=monotonic() - began), fleet.client_state(accepted))
         record = replace(record, seconds=monotonic() - began)
         finished(record)
-        emit(
-            "round_committed", round=record.round, test_accuracy=record.test_accuracy, seconds=record.seconds
-        )
+        tell_committed(emit, as_row(record))
     return state
+
+
+def tell_committed(emit: Emit, row: Mapping[str, Any]) -> None:
+    """The event of a committed round, from its line of the report."""
+    emit("round_committed", **{key: row[key] for key in ("round", "test_accuracy", "seconds")})
 
 
 def one_round(

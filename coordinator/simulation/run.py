@@ -105,8 +105,11 @@ def simulate(experiment: Experiment, out: Path, surroundings: Surroundings) -> d
         raise UserError(
             f"--out {out}: the folder is not empty; name another one, or go on with: fedloop simulate --resume {out}"
         )
-    out.mkdir(parents=True, exist_ok=True)
-    write_durably(out / "experiment.toml", experiment.to_toml().encode())
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_durably(out / "experiment.toml", experiment.to_toml().encode())
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
     try:
         return _run(experiment, out, surroundings)
     except UserError:
@@ -142,7 +145,7 @@ def is_finished(out: Path) -> bool:
 
 
 def _run(experiment: Experiment, out: Path, surroundings: Surroundings) -> dict[str, Any]:
-    with _locked(out), _resumable(out), _pool(experiment, out) as pool:
+    with _resumable(out), _locked(out), _pool(experiment, out) as pool:
         checkpoints = Checkpoints(out / "checkpoint")
         committed = checkpoints.load()
         prepared = _prepare(experiment, out, pool, surroundings)
