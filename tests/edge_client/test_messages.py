@@ -34,7 +34,9 @@ tasks = st.builds(
     lr=st.floats(1e-9, 1e3),
     epochs=st.none() | st.integers(1, 100),
     steps=st.none() | st.integers(1, 100),
-    rule=st.sampled_from([PlainSGD(), Proximal(0.01), ControlVariates()]).map(client_rules.to_options),
+    rule=st.sampled_from(
+        [client_rules.to_options(rule) for rule in (PlainSGD(), Proximal(0.01), ControlVariates())]
+    ),
 )
 
 
@@ -79,7 +81,7 @@ def test_keys_of_a_newer_client_are_left_alone() -> None:
     assert messages.result_header({**HONEST, "battery": 0.5}) == messages.result_header(HONEST)
 
 
-ODD = (None, True, [], {}, "1", 1.5, 10**400, -(10**400))
+ODD: tuple[Any, ...] = (None, True, [], {}, "1", 1.5, 10**400, -(10**400))
 WRONG = [
     (key, value)
     for key, honest in HONEST.items()
