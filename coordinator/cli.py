@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from coordinator import demo as demonstration
 from coordinator import doctor as checks
@@ -146,14 +147,8 @@ def _show(report: dict[str, Any], folder: Path, as_json: bool) -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_escaped(message)}", highlight=False)
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False)
     raise SystemExit(code)
-
-
-def _escaped(message: str) -> str:
-    from rich.markup import escape
-
-    return escape(message)
 
 
 if __name__ == "__main__":

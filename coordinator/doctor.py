@@ -8,26 +8,17 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from coordinator import ownership
+from coordinator import ownership, parts
 
 Level = Literal["ok", "note", "error"]
 
-# What a part needs, as distribution names, and the extra that brings it.
-_PARTS = {
-    "LiteRT clients": (("ai-edge-litert",), "edge"),
-    "PyTorch clients": (("torch",), "torch"),
-    "TensorFlow clients": (("tensorflow-cpu",), "tensorflow"),
-    "export to LiteRT": (("torch", "litert-torch"), "datacenter"),
-    "quantization": (("ai-edge-quantizer",), "datacenter"),
-    "reports": (("matplotlib",), "coordinator"),
-}
 _FREE_BYTES = 500_000_000
 
 
@@ -53,7 +44,7 @@ def show(findings: list[Finding], console: Console) -> None:
     table.add_column("found", overflow="fold")
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "error": "[bold red]error[/]"}
     for finding in findings:
-        table.add_row(marks[finding.level], finding.subject, finding.words)
+        table.add_row(marks[finding.level], finding.subject, escape(finding.words))
     console.print(table)
 
 
@@ -73,20 +64,13 @@ def _python() -> Finding:
 
 
 def _parts() -> Iterator[Finding]:
-    for part, (needs, extra) in _PARTS.items():
-        installed = {need: _version(need) for need in needs}
-        missing = [need for need, found in installed.items() if found is None]
-        if missing:
-            yield Finding(part, "note", f"{', '.join(missing)} not installed; pip install 'fedloop[{extra}]'")
+    for part, (needs, _) in parts.PARTS.items():
+        lacking = parts.missing(part)
+        if lacking:
+            words = f"{', '.join(lacking)} not installed; {parts.how_to_install(part)}"
+            yield Finding(part, "note", words)
         else:
-            yield Finding(part, "ok", ", ".join(f"{need} {found}" for need, found in installed.items()))
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+            yield Finding(part, "ok", ", ".join(f"{need} {parts.installed_version(need)}" for need in needs))
 
 
 def _data(data_dir: Path | None) -> Finding:

@@ -31,6 +31,7 @@ from coordinator.blobs import write_durably
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiment import COHORT, Experiment, Runtime, read, resolve
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet
+from coordinator.parts import problems_with
 from coordinator.rounds import engine
 from coordinator.rounds.checkpoint import Checkpoints, Committed
 from coordinator.rounds.engine import RoundRecord, RunState, Score
@@ -105,6 +106,8 @@ def simulate(experiment: Experiment, out: Path, surroundings: Surroundings) -> d
         raise UserError(
             f"--out {out}: the folder is not empty; name another one, or go on with: fedloop simulate --resume {out}"
         )
+    if lacking := problems_with(experiment.federation.runtimes):
+        raise UserError("\n".join(lacking))
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_durably(out / "experiment.toml", experiment.to_toml().encode())
