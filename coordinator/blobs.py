@@ -40,7 +40,7 @@ class Blobs:
         """
         try:
             payload = (self._folder / digest).read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             raise BlobDamaged(f"{self._folder / digest} is missing") from None
         if arrays.sha256(payload) != digest:
             raise BlobDamaged(f"{self._folder / digest} does not hold what its name says")

@@ -101,7 +101,7 @@ class Checkpoints:
             )
         except FileNotFoundError:
             return None
-        except (BlobDamaged, arrays.Malformed, ValueError, KeyError, TypeError) as error:
+        except (BlobDamaged, arrays.Malformed, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{self._pointer}: the checkpoint is damaged: {error}; start the run anew"
             ) from None
