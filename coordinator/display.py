@@ -63,8 +63,9 @@ def closing_lines(report: dict[str, Any], folder: Path) -> str:
     """What a person wants to know at the end of a run."""
     final = report["final"]
     runtimes = ", ".join(f"{count} {name}" for name, count in report["runtimes"].items())
+    loss = "not finite" if final["test_loss"] is None else f"{final['test_loss']:.4f}"
     lines = [
-        f"test accuracy {final['test_accuracy']:.4f}, test loss {final['test_loss']:.4f} "
+        f"test accuracy {final['test_accuracy']:.4f}, test loss {loss} "
         f"on {final['test_rows']} held-out rows after {len(report['rounds'])} rounds",
         f"{report['clients']} clients: {runtimes};  {megabytes(report['bytes_up'])} up, "
         f"{megabytes(report['bytes_down'])} down",

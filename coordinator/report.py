@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -91,7 +92,7 @@ def write(
         "bytes_down": sum(row["bytes_down"] for row in rounds),
         "final": {
             "test_accuracy": final.accuracy,
-            "test_loss": final.loss,
+            "test_loss": final.loss if math.isfinite(final.loss) else None,
             "test_rows": len(final.labels),
             "model_sha256": arrays.sha256(encoded),
         },
