@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,6 +87,7 @@ def export(request: ExportRequest, cache_dir: Path, *, code_folder: Path | None 
     Raises:
         ExportError: the model is unknown or wrong, LiteRT cannot train it, or the conversion broke down.
     """
+    _require_converter()
     where = (code_folder or Path.cwd()).resolve()
     if not where.is_dir():
         raise ExportError(f"the folder of the model's code, {where}, does not exist")
@@ -114,6 +116,15 @@ def default_cache_dir() -> Path:
         return Path(own)
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared) if shared else Path.home() / ".cache") / "fedloop"
+
+
+def _require_converter() -> None:
+    missing = [package for package in ("torch", "litert_torch") if find_spec(package) is None]
+    if missing:
+        raise ExportError(
+            f"exporting to LiteRT needs {' and '.join(missing)}, which this environment lacks; "
+            "install them with: pip install 'fedloop[datacenter]'"
+        )
 
 
 def _answer(request: ExportRequest, done: subprocess.CompletedProcess[str]) -> Exported:

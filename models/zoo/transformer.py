@@ -41,7 +41,8 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = width // heads
         self.query = nn.Linear(width, width)
-        self.key = nn.Linear(width, width)
+        # A bias of the keys would add the same to all scores of a query, which softmax takes no notice of.
+        self.key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
 

@@ -1,0 +1,126 @@
+"""What makes two exports the same, and what counts as present."""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from models.export import cache
+from models.export.trace import Traced, traced
+from models.zoo import get
+from models.zoo.spec import ModelSpec
+from tests.support.manifests import linear
+
+CONTENT = b"a converted file"
+KEY = "0" * 64
+
+
+def test_tracing_the_same_model_again_gives_the_same_key() -> None:
+    assert cache.key(mlp(), "described") == cache.key(mlp(), "described")
+
+
+def test_anything_that_changes_the_file_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [
+        cache.key(mlp(), "described"),
+        cache.key(mlp(), "otherwise"),
+        cache.key(mlp(batch_size=5), "described"),
+        cache.key(mlp(classes=4), "described"),
+        cache.key(mlp(hidden=(9,)), "described"),
+        cache.key(shifted(1.0), "described"),
+        cache.key(shifted(2.0), "described"),
+    ]
+    monkeypatch.setattr(cache, "EXPORT_FORMAT", cache.EXPORT_FORMAT + 1)
+    keys.append(cache.key(mlp(), "described"))
+    monkeypatch.undo()
+    monkeypatch.setattr(cache, "version", lambda package: "another")
+    keys.append(cache.key(mlp(), "described"))
+
+    assert len(set(keys)) == len(keys)
+
+
+def test_untrained_weights_are_no_part_of_the_key() -> None:
+    """They are inputs: two initialisations share a file."""
+    first = mlp()
+
+    assert cache.key(first, "") == cache.key(replace(first, values=tuple(v + 1 for v in first.values)), "")
+
+
+def test_what_was_stored_is_found(tmp_path: Path) -> None:
+    stored = cache.store(tmp_path, KEY, CONTENT, linear(CONTENT))
+
+    assert cache.find(tmp_path, KEY) == stored
+    assert stored.tflite.read_bytes() == CONTENT
+    assert cache.find(tmp_path, "1" * 64) is None
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".tflite"}
+
+
+@pytest.mark.parametrize("damage", ["tflite cut", "tflite gone", "manifest cut", "manifest gone"])
+def test_a_damaged_entry_counts_as_absent_and_can_be_stored_again(tmp_path: Path, damage: str) -> None:
+    stored = cache.store(tmp_path, KEY, CONTENT, linear(CONTENT))
+    path = stored.tflite if damage.startswith("tflite") else stored.manifest
+    if damage.endswith("gone"):
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-9])
+
+    assert cache.find(tmp_path, KEY) is None
+    assert cache.find(tmp_path, KEY) or cache.store(tmp_path, KEY, CONTENT, linear(CONTENT)) == stored
+    assert cache.find(tmp_path, KEY) == stored
+
+
+def test_two_different_files_of_one_key_never_mix(tmp_path: Path) -> None:
+    """A conversion need not give the same bytes twice; whichever manifest is there names its own file."""
+    cache.store(tmp_path, KEY, CONTENT, linear(CONTENT))
+    second = cache.store(tmp_path, KEY, CONTENT + b" again", linear(CONTENT + b" again"))
+
+    assert cache.find(tmp_path, KEY) == second
+    assert second.tflite.read_bytes() == CONTENT + b" again"
+
+
+def test_the_lock_of_a_key_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    log = tmp_path / "log"
+
+    def hold(name: str) -> None:
+        for _ in range(20):
+            with cache.locked(tmp_path, KEY), log.open("a") as file:
+                file.write(f"{name} in\n")
+                file.flush()
+                file.write(f"{name} out\n")
+
+    workers = [context.Process(target=hold, args=(name,)) for name in ("a", "b")]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+    lines = log.read_text().split("\n")[:-1]
+    assert len(lines) == 80
+    assert all(
+        went_in.replace(" in", " out") == out for went_in, out in zip(lines[::2], lines[1::2], strict=True)
+    )
+
+
+def mlp(batch_size: int = 4, classes: int = 3, hidden: tuple[int, ...] = (8,)) -> Traced:
+    return traced(get("mlp", input_shape=(5,), classes=classes, hidden=hidden), batch_size)
+
+
+def shifted(by: float) -> Traced:
+    """Two of these differ in a constant inside the graph only."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(5, 3)
+            self.register_buffer("shift", torch.tensor([by]), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.fc(x + self.shift)
+            return logits
+
+    return traced(ModelSpec("shifted", Shifted, (5,), 3), 4)
