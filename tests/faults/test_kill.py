@@ -1,0 +1,169 @@
+"""SIGKILL at any moment of a run: it resumes, and ends in the very model an undisturbed run ends in.
+
+The moments are drawn by a seed and told by progress, never by time: bytes the run has written. One run is
+killed at each of them in turn and resumed each time, so that every later kill hits a run that was resumed
+already. After each kill the committed model must be, bit for bit, the undisturbed run's of that round.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.cli import (
+    Started,
+    no_shared_memory_left,
+    options,
+    report_of,
+    run_cli,
+    simulate,
+    started,
+)
+
+pytestmark = pytest.mark.slow
+
+ROUNDS = 8
+# Clients answer out of order, and some never do.
+SETTINGS = (
+    "federation.clients=8",
+    "federation.clients_per_round=5",
+    "federation.over_select=1.4",
+    f"federation.rounds={ROUNDS}",
+    "local.epochs=1",
+    "simulation.speed_spread=0.5",
+    "simulation.dropout=0.1",
+)
+# With scaffold every client has state too, with fedadam the server's optimizer has.
+MIXED = (*SETTINGS, "federation.runtimes={litert=0.5, torch=0.5}", "strategy.name=fedadam")
+TORCH = (*SETTINGS, "federation.runtimes={torch=1}", "strategy.name=scaffold")
+KILLS_IN_ROUNDS = 7
+
+
+@pytest.mark.parametrize(("workers", "settings", "seed"), [(1, MIXED, 11), (2, TORCH, 12)])
+def test_a_run_killed_at_ten_points_ends_in_the_model_of_an_undisturbed_one(
+    tmp_path: Path, workers: int, settings: tuple[str, ...], seed: int
+) -> None:
+    # The undisturbed run has the other number of workers: that must not matter either.
+    undisturbed = tmp_path / "undisturbed"
+    expected = simulate(undisturbed, [*settings, f"simulation.workers={3 - workers}"])
+    bases = _bases(undisturbed) | {ROUNDS: expected["final"]["model_sha256"]}
+    out = tmp_path / "killed"
+
+    committed = set()
+    with no_shared_memory_left():
+        points = _kill_points(out, undisturbed, seed)
+        assert len(points) >= 10
+        for point in points:
+            command = ["simulate", "--resume", out]
+            if not (out / "experiment.toml").exists():
+                command = ["simulate", "--out", out, *options([*settings, f"simulation.workers={workers}"])]
+            with started(*command) as run:
+                assert run.reaches(lambda: point(run)), run.errors()  # noqa: B023 - called at once
+                run.signal_group(signal.SIGKILL)
+                assert run.ended() == -signal.SIGKILL
+                assert run.all_gone(), run.alive()
+            committed.add(_assert_whole(out, bases))
+        last = run_cli("simulate", "--resume", out)
+        assert last.returncode == 0, last.stderr
+
+    assert 0 in committed and len(committed) >= 4, "the kills did not spread over the rounds"
+    report = report_of(out)
+    assert report["final"] == expected["final"]
+    assert [_timeless(row) for row in report["rounds"]] == [_timeless(row) for row in expected["rounds"]]
+    assert _rounds_in_csv(out) == list(range(1, ROUNDS + 1))
+    assert [e["round"] for e in _events(out) if e["event"] == "round_committed"] == list(range(1, ROUNDS + 1))
+    assert {path.name for path in out.iterdir()} == {path.name for path in undisturbed.iterdir()}
+
+    again = run_cli("simulate", "--resume", out)
+    assert again.returncode == 0 and "already finished" in again.stderr
+
+
+@pytest.mark.parametrize("moment", ["models.export.convert", "round_started"])
+def test_workers_die_with_a_parent_that_is_killed_alone(tmp_path: Path, moment: str) -> None:
+    out = tmp_path / "run"
+
+    def is_now() -> bool:
+        return moment in _text(out / "events.jsonl") or any(moment in words for words in run.alive())
+
+    with no_shared_memory_left(), started("simulate", "--out", out, *options(MIXED)) as run:
+        assert run.reaches(is_now), run.errors()
+        assert any("coordinator.simulation.worker" in words for words in run.alive())
+        run.signal(signal.SIGKILL)
+        assert run.ended() == -signal.SIGKILL
+        assert run.all_gone(), run.alive()
+
+
+def _kill_points(out: Path, undisturbed: Path, seed: int) -> list[Callable[[Started], bool]]:
+    """Conditions in the order of a run: while data, model and first round are made, in rounds, in the report."""
+    rng = np.random.default_rng(seed)
+    text = _text(undisturbed / "events.jsonl")
+    first = text.index('"round_committed"')
+    prepared = int(rng.integers(1, 400_000))
+    in_rounds = sorted(rng.choice(np.arange(first, int(len(text) * 0.97)), KILLS_IN_ROUNDS, replace=False))
+    before_commit = int(rng.integers(1, first))
+    return [
+        lambda run: _bytes_in(out / "work") >= prepared,
+        lambda run: (out / "work" / "found.json").exists(),
+        *(_progress_of(out, threshold) for threshold in (before_commit, *in_rounds)),
+        lambda run: (out / "model.safetensors").exists(),
+    ]
+
+
+def _progress_of(out: Path, threshold: int) -> Callable[[Started], bool]:
+    def is_reached(run: Started) -> bool:
+        lines = _text(out / "events.jsonl").splitlines(keepends=True)
+        return sum(len(line) for line in lines if '"run_resumed"' not in line) >= threshold
+
+    return is_reached
+
+
+def _assert_whole(out: Path, bases: dict[int, str]) -> int:
+    """The committed round of a killed run, whose model is the undisturbed run's and whose files are readable."""
+    committed = 0
+    pointer = out / "checkpoint" / "checkpoint.json"
+    if pointer.exists():
+        document = json.loads(pointer.read_text())
+        committed = document["round"]
+        assert document["params"] == bases[committed]
+    if (out / "rounds.csv").exists():
+        # A round's line follows its commit; resuming writes it where the kill came between the two.
+        assert _rounds_in_csv(out) in [list(range(1, n + 1)) for n in (committed, committed - 1)]
+    events = _events(out)
+    assert all(bases[e["round"] - 1] == e["base"] for e in events if e["event"] == "round_started")
+    started_rounds = [e["round"] for e in events if e["event"] == "round_started"]
+    assert all(later == earlier + 1 for earlier, later in pairwise(started_rounds))
+    return committed
+
+
+def _bases(out: Path) -> dict[int, str]:
+    """Round -> hash of the model as of its end (0: the first model), but for the last round."""
+    return {e["round"] - 1: e["base"] for e in _events(out) if e["event"] == "round_started"}
+
+
+def _events(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in _text(out / "events.jsonl").splitlines()]
+
+
+def _rounds_in_csv(out: Path) -> list[int]:
+    return [int(row["round"]) for row in csv.DictReader(_text(out / "rounds.csv").splitlines())]
+
+
+def _timeless(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "seconds"}
+
+
+def _text(path: Path) -> str:
+    return path.read_text("utf-8") if path.exists() else ""
+
+
+def _bytes_in(folder: Path) -> int:
+    """Of the data's arrays."""
+    return sum(path.stat().st_size for path in folder.glob("*.npy"))

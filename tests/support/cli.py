@@ -1,0 +1,211 @@
+"""The `fedloop` command as a user runs it: real processes, their exit codes, and what they leave behind.
+
+Every process of a run inherits one environment variable of its own, so that none can hide, whatever
+session or parent it has. LiteRT conversions are kept between test runs, in one folder for all tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+FEDLOOP = Path(sys.executable).parent / "fedloop"
+CACHE = Path(__file__).parents[2] / ".pytest_cache" / "conversions"
+HANGS_SECONDS = 300
+"""A command or a condition that takes longer is broken; nothing waits for as long as this otherwise."""
+
+_MARK = "FEDLOOP_TEST_RUN"
+_PROC = Path("/proc")
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is only listed
+
+
+def run_cli(
+    *args: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A whole `fedloop` command. `env` is added to the tests' own environment."""
+    return subprocess.run(
+        [FEDLOOP, *args],
+        cwd=cwd,
+        env=_environment(env),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=HANGS_SECONDS,
+        check=False,
+    )
+
+
+def simulate(
+    out: Path, sets: Sequence[str] = (), *, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The report of `fedloop simulate --out OUT --set …`, which must end well."""
+    done = run_cli("simulate", "--out", out, *options(sets), cwd=cwd, env=env)
+    assert done.returncode == 0, done.stderr
+    return report_of(out)
+
+
+def options(sets: Sequence[str]) -> list[str]:
+    """`["--set", "a=1", …]`."""
+    return [part for each in sets for part in ("--set", each)]
+
+
+def report_of(out: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((out / "report.json").read_text("utf-8"))
+    return document
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Exit code 2 and one message for a person, which has all of `words`."""
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stdout == ""
+    missing = [word for word in words if word not in done.stderr]
+    assert not missing, (missing, done.stderr)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A running command, leader of a process group of its own."""
+
+    process: subprocess.Popen[bytes]
+    mark: str
+    _errors: IO[bytes]
+
+    def reaches(self, condition: Callable[[], bool]) -> bool:
+        """Waits for a condition; False when the command ended before it held."""
+        with _pidfd(self.process.pid) as ended:
+            while not condition():
+                if ended.poll(2):
+                    return False
+        return True
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the command itself."""
+        self.process.send_signal(number)
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """To the command and all in its process group, as a terminal does, or whoever kills a job."""
+        os.killpg(self.process.pid, number)
+
+    def ended(self) -> int:
+        """The exit code, once the command is done."""
+        return self.process.wait(HANGS_SECONDS)
+
+    def errors(self) -> str:
+        """What it has said on standard error."""
+        self._errors.seek(0)
+        return self._errors.read().decode()
+
+    def alive(self) -> list[str]:
+        """Command lines of all living processes of this run, the command's own among them."""
+        return [words for _, words in self._living()]
+
+    def all_gone(self) -> bool:
+        """Waits until no process of this run is left; False where one stays for good."""
+        for pid, _ in self._living():
+            try:
+                with _pidfd(pid) as ended:
+                    if not ended.poll(HANGS_SECONDS * 1000):
+                        return False
+            except ProcessLookupError:
+                continue
+        return not self._living()
+
+    def _living(self) -> list[tuple[int, str]]:
+        # What has ended but was not yet waited for has an empty environment here.
+        return [
+            (pid, _read(_PROC / str(pid) / "cmdline").replace("\0", " "))
+            for pid in _pids()
+            if f"{_MARK}={self.mark}\0" in _read(_PROC / str(pid) / "environ")
+        ]
+
+
+@contextmanager
+def started(
+    *args: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> Iterator[Started]:
+    """A `fedloop` command in the background; whatever of it still runs at the end is killed."""
+    mark = uuid.uuid4().hex
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [FEDLOOP, *args],
+            cwd=cwd,
+            env=_environment(env) | {_MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+        run = Started(process, mark, errors)
+        try:
+            yield run
+        finally:
+            if process.poll() is None:
+                run.signal_group(signal.SIGKILL)
+                process.wait()
+
+
+@contextmanager
+def no_shared_memory_left() -> Iterator[None]:
+    """What appears in /dev/shm meanwhile and stays without any process that holds it was leaked."""
+    before = _shared_memory()
+    yield
+    left = _shared_memory() - before
+    assert not left - (_held() if left else set()), left
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in _SHARED_MEMORY.iterdir()} if _SHARED_MEMORY.is_dir() else set()
+
+
+def _held() -> set[str]:
+    """Names in /dev/shm that a living process has open or mapped."""
+    held = set()
+    for pid in _pids():
+        for line in _read(_PROC / str(pid) / "maps").splitlines():
+            held.add(line.rpartition("/dev/shm/")[2].partition("/")[0])
+        try:
+            targets = [str(path.readlink()) for path in (_PROC / str(pid) / "fd").iterdir()]
+        except OSError:
+            continue
+        held |= {target.removeprefix("/dev/shm/").partition("/")[0] for target in targets}
+    return held
+
+
+def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
+    ours = {"FEDLOOP_CACHE_DIR": str(CACHE), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **ours, **(extra or {})}
+
+
+@contextmanager
+def _pidfd(pid: int) -> Iterator[select.poll]:
+    """A poll object that reports when the process has ended. Raises ProcessLookupError where there is none."""
+    handle = os.pidfd_open(pid)
+    try:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        yield poll
+    finally:
+        os.close(handle)
+
+
+def _pids() -> list[int]:
+    return [int(path.name) for path in _PROC.iterdir() if path.name.isdecimal()]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", "replace")
+    except OSError:
+        return ""  # it ended meanwhile, or is another user's
