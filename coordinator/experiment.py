@@ -40,7 +40,7 @@ COHORT = 10
 class Section(BaseModel):
     """A table of the file; unknown keys are errors, values are never coerced from strings."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Data(Section):
@@ -73,7 +73,7 @@ class Federation(Section):
     clients: Annotated[int, Field(ge=1)] | None = None
     clients_per_round: Annotated[int, Field(ge=1)] | None = None
     rounds: Annotated[int, Field(ge=1)] = 30
-    runtimes: Annotated[dict[Runtime, Annotated[float, Field(gt=0)]], Field(min_length=1)] = {
+    runtimes: Annotated[dict[Runtime, Annotated[float, Field(gt=0, le=1e9)]], Field(min_length=1)] = {
         "litert": 0.5,
         "torch": 0.5,
     }
@@ -340,12 +340,14 @@ def _installed_models() -> set[str]:
 def _apply(document: dict[str, Any], setting: str) -> None:
     """One `--set key=value`: the value is TOML where it parses as TOML, else a string; a table replaces."""
     key, equals, text = setting.partition("=")
-    if not equals or not key.strip():
+    if not equals or not all(part.strip() for part in key.split(".")):
         raise UserError(f"--set {setting!r} is not of the form key=value, such as --set local.lr=0.1")
     try:
-        value = tomllib.loads(f"value = {text.strip()}")["value"]
+        parsed = tomllib.loads(f"value = {text.strip()}")
     except tomllib.TOMLDecodeError:
-        value = text
+        parsed = {}
+    # A text of several lines may parse as more keys than ours; it is a string.
+    value = parsed["value"] if parsed.keys() == {"value"} else text
     *tables, last = key.strip().split(".")
     for table in tables:
         inner = document.setdefault(table, {})
@@ -362,6 +364,8 @@ def _described(item: Any, document: Mapping[str, Any]) -> str:
     if item["type"] == "extra_forbidden":
         known = _known_keys(where[:-1])
         return f"{key} is not a known key{_nearest(where[-1], known)}; known here: {', '.join(known)}"
+    if item["type"] in ("model_type", "dict_type"):
+        return f"{key} = {item['input']!r}: expected a table, [{key}] with keys of its own"
     message = item["msg"]
     if item["type"] == "literal_error" and item["loc"][-1] == "[key]":
         return (
