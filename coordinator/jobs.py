@@ -103,10 +103,13 @@ def run(job: Job, folder: Path, on_progress: OnProgress = lambda line: None) -> 
 
 
 def _written(job: Job, folder: Path) -> Path:
-    """The job file, with its arrays beside it."""
-    (folder / "arrays").mkdir(parents=True, exist_ok=True)
+    """The job file, with its arrays and no others beside it."""
+    arrays = folder / "arrays"
+    arrays.mkdir(parents=True, exist_ok=True)
+    for earlier in arrays.glob("*.npy"):
+        earlier.unlink()
     for name, array in job.arrays.items():
-        np.save(folder / "arrays" / f"{name}.npy", array, allow_pickle=False)
+        np.save(arrays / f"{name}.npy", array, allow_pickle=False)
     settings: dict[str, Any] = {
         "model": dict(job.model),
         "arrays": "arrays",

@@ -43,7 +43,7 @@ class Options:
         shift: images are moved by up to this many pixels, for teacher and student alike.
     """
 
-    epochs: int = bounded(60, 1, 100_000)
+    epochs: int = bounded(30, 1, 100_000)
     batch_size: int = bounded(16, 1, 1_000_000)
     lr: float = bounded(2e-3, 0.0, 1e3)
     weight_decay: float = bounded(0.01, 0.0, 1e3)

@@ -129,8 +129,12 @@ def convert(module: nn.Module, spec: ModelSpec, path: Path) -> None:
 def quantize(source: Path, rows: npt.NDArray[Any], path: Path) -> None:
     """Writes the float32 model `source` with int8 weights and activations, ranges taken from `rows`."""
     from ai_edge_quantizer import quantizer, recipe
+    from ai_edge_quantizer.qtyping import TFLOperationName
 
     maker = quantizer.Quantizer(str(source), recipe.static_wi8_ai8())
+    # the static recipe passes over embedding tables, most of the weights of a text model; the lookup
+    # gives float32, which the next operation quantizes
+    maker.add_dynamic_config(".*", TFLOperationName.EMBEDDING_LOOKUP, num_bits=8)
     ranges = maker.calibrate({SIGNATURE: [{"x": row[None]} for row in rows]})
     maker.quantize(ranges).export_model(str(path), overwrite=True)
 

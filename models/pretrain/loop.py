@@ -36,10 +36,10 @@ class Options:
         shift: images are moved by up to this many pixels, anew in every epoch; 0 leaves them as they are.
     """
 
-    epochs: int = bounded(60, 1, 100_000)
-    batch_size: int = bounded(32, 1, 1_000_000)
+    epochs: int = bounded(150, 1, 100_000)
+    batch_size: int = bounded(30, 1, 1_000_000)
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    lr: float = bounded(2e-3, 0.0, 1e3)
+    lr: float = bounded(4e-3, 0.0, 1e3)
     weight_decay: float = bounded(0.01, 0.0, 1e3)
     momentum: float = bounded(0.9, 0.0, 1.0)
     shift: int = bounded(0, 0, 64)

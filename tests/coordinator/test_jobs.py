@@ -33,9 +33,9 @@ def job() -> jobs.Job:
 
 def endless(job: jobs.Job) -> jobs.Job:
     """One that says it began, and then nothing for minutes: no write to a broken pipe ends it."""
-    rows = 1_000_000
+    rows = 500_000
     arrays = {**job.arrays, "x_train": np.zeros((rows, 4), np.float32), "y_train": np.zeros(rows, np.int32)}
-    return replace(job, arrays=arrays, options={"batch_size": 2})
+    return replace(job, arrays=arrays, options={"batch_size": 1})
 
 
 def children() -> list[psutil.Process]:
@@ -166,15 +166,18 @@ def test_nothing_of_a_job_outlives_a_killed_parent(job: jobs.Job, tmp_path: Path
     assert not survivors(tree)
 
 
-def test_an_earlier_result_is_not_taken_for_this_jobs(
+def test_what_an_earlier_job_left_is_not_taken_for_this_ones(
     job: jobs.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "result.json").write_text('{"test_accuracy": 1.0}')
+    (tmp_path / "arrays").mkdir()
+    (tmp_path / "arrays" / "x_extra.npy").touch()
     monkeypatch.setattr(
         jobs, "_command", lambda job, path: [sys.executable, "-c", "print('[1]'); print('no JSON')"]
     )
     with pytest.raises(jobs.JobFailed, match="left no result"):
         jobs.run(job, tmp_path)
+    assert {path.stem for path in (tmp_path / "arrays").iterdir()} == set(job.arrays)
 
 
 def test_a_worker_without_a_reason_is_quoted_from_its_log(

@@ -40,7 +40,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     spec = zoo.get("cnn", input_shape=(8, 8), classes=10)
     module = spec.build(0)
     rng = np.random.default_rng(0)
-    options = loop.Options(epochs=20)
+    options = loop.Options(epochs=20, lr=2e-3)
     loop.train(
         module,
         spec.loss,
@@ -93,6 +93,32 @@ def test_int8_is_smaller_and_nearly_as_accurate(exported: Exported) -> None:
     assert int8["bytes"] < 0.6 * fp32["bytes"]
     assert int8["accuracy"] >= fp32["accuracy"] - 0.02
     assert exported.result["agreement"] > 0.95
+
+
+@pytest.mark.slow
+def test_a_text_models_embedding_table_becomes_int8_too(tmp_path: Path) -> None:
+    model = {
+        "name": "textcls",
+        "input_shape": [8],
+        "classes": 3,
+        "input_dtype": "int32",
+        "options": {"layers": 1},
+    }
+    spec = zoo.get("textcls", input_shape=(8,), classes=3, layers=1)
+    checkpoint.save(spec.build(0), tmp_path / "model.safetensors")
+    x = np.random.default_rng(0).integers(1, 50, size=(30, 8)).astype(np.int32)
+    y = loop.logits_of(spec.build(0), x, CPU).argmax(1).int().numpy()
+    arrays = {"x_train": x, "x_test": x, "y_test": y}
+    job = jobs.Job(
+        "quantize", model, arrays, {"max_accuracy_drop": 0.2}, params=tmp_path / "model.safetensors"
+    )
+    result = jobs.run(job, tmp_path)
+    assert result["fp32"]["accuracy"] == 1.0  # torch's own answers
+    assert result["int8"]["int8_weight_share"] == 1.0
+    assert result["int8"]["input"] == "int32"
+    tensors = quantize.stored_tensors(tmp_path / "model_int8.tflite")
+    vocabulary = spec.build(0).get_parameter("embedding.weight").shape
+    assert [tensor.dtype for tensor in tensors if tensor.shape == tuple(vocabulary)] == ["int8"]
 
 
 @pytest.mark.slow
