@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,8 @@ def _words(frame: Frame, error: Exception) -> str:
     )
     if named_by_us:
         return f"{where}{error}"
-    traceback.print_exc()
+    with suppress(OSError):  # the log too lies on the disk that may be full
+        traceback.print_exc()
     return f"{where}{frame.values['kind']} failed: {type(error).__name__}: {error}"
 
 

@@ -95,10 +95,13 @@ def prepare(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _save_durably(path: Path, array: npt.NDArray[Any]) -> None:
-    with path.open("wb") as file:
-        np.save(file, array, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open("wb") as file:
+            np.save(file, array, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # numpy's own names neither the file nor the reason
+        raise OSError(f"{path} cannot be written: {error.strerror or error}; is the disk full?") from error
 
 
 def open_workspace(folder: Path) -> Opened:
