@@ -15,8 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator import experiment as _experiment
 from coordinator import ownership as _ownership
+
+# Looked at first: where somebody shadows one of our generic names, the imports below fail.
+if _wrong := _ownership.problems():
+    raise ImportError("\n".join(_wrong))
+
+from coordinator import experiment as _experiment
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.simulation import run as _run
 from edge_client.wire import arrays as _arrays
@@ -70,9 +75,6 @@ def simulate(
         UserError: something in the experiment or its data is wrong; says what and what to do.
         RunInterrupted: the run stopped for another reason; `resume(out)` goes on.
     """
-    contested = _ownership.problems()
-    if contested:
-        raise UserError("\n".join(contested))
     if isinstance(experiment, Mapping):
         resolved = _experiment.resolve(experiment, "experiment")
     else:

@@ -2,6 +2,9 @@
 
 Each command parses, calls one function and prints. A user's mistake ends in one clear message on standard
 error and exit code 2; a run stopped from outside says how to go on and exits with 1.
+
+What a command needs is imported when it runs: `main` looks first who owns our generic names, because where
+somebody shadows one, those imports fail.
 """
 
 from __future__ import annotations
@@ -17,13 +20,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from coordinator import demo as demonstration
 from coordinator import doctor as checks
-from coordinator import experiment as experiments
 from coordinator import ownership
-from coordinator.display import RichProgress, closing_lines, closing_table
 from coordinator.errors import RunInterrupted, UserError
-from coordinator.simulation import run
 
 app = typer.Typer(
     help="Federated learning from the datacenter to the device and back.",
@@ -77,6 +76,10 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Run a whole federation on this machine and report on it."""
+    from coordinator import experiment as experiments
+    from coordinator.display import RichProgress
+    from coordinator.simulation import run
+
     console = Console(stderr=True)
     with RichProgress(console) as progress:
         surroundings = run.Surroundings(data_dir=data_dir, progress=progress)
@@ -98,6 +101,10 @@ def simulate(
 @app.command(epilog="Example: fedloop demo --out runs/my-demo")
 def demo(out: Out = None, as_json: Json = False) -> None:
     """Run the whole loop on digits: pretrain, distil, quantize, federate, and show what each stage came to."""
+    from coordinator import demo as demonstration
+    from coordinator.display import RichProgress, closing_table
+    from coordinator.simulation import run
+
     folder = out or _default_out("demo")
     with RichProgress(Console(stderr=True)) as progress:
         result = demonstration.demo(folder, run.Surroundings(progress=progress))
@@ -140,6 +147,8 @@ def _default_out(name: str) -> Path:
 
 
 def _show(report: dict[str, Any], folder: Path, as_json: bool) -> None:
+    from coordinator.display import closing_lines
+
     if as_json:
         typer.echo(json.dumps({"out": str(folder), **report}, indent=2))
     else:
