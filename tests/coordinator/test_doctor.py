@@ -1,0 +1,75 @@
+"""`fedloop doctor` looks at everything and says what to do about what it does not like."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from coordinator import doctor, ownership, parts
+from coordinator.doctor import Finding
+
+
+def found(findings: list[Finding], subject: str) -> Finding:
+    (finding,) = [each for each in findings if each.subject == subject]
+    return finding
+
+
+def test_every_part_of_the_installation_is_looked_at(tmp_path: Path) -> None:
+    findings = doctor.examine(tmp_path)
+    assert [each.subject for each in findings] == [
+        "top-level names", "Python", "LiteRT clients", "PyTorch clients", "TensorFlow clients", "export to LiteRT",
+        "quantization", "reports", "data files", "machine",
+    ]  # fmt: skip
+    assert found(findings, "top-level names").level == "ok"
+    assert found(findings, "data files") == Finding("data files", "ok", f"looked for in {tmp_path}")
+
+
+def test_a_data_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    finding = found(doctor.examine(tmp_path / "none"), "data files")
+    assert finding.level == "error"
+    assert str(tmp_path / "none") in finding.words
+    assert "FEDLOOP_DATA_DIR" in finding.words
+
+
+def test_no_data_folder_is_worth_a_note() -> None:
+    assert found(doctor.examine(None), "data files").level == "note"
+
+
+def test_a_part_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(parts.PARTS, "TensorFlow clients", (("no-such-distribution",), "tensorflow"))
+    finding = found(doctor.examine(None), "TensorFlow clients")
+    assert finding == Finding(
+        "TensorFlow clients", "note", "no-such-distribution not installed; pip install 'fedloop[tensorflow]'"
+    )
+
+
+def test_a_contested_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "packages_distributions", lambda: {"models": ["fedloop", "zoo"]})
+    finding = found(doctor.examine(None), "top-level names")
+    assert finding.level == "error"
+    assert "pip uninstall zoo" in finding.words
+
+
+def test_words_in_brackets_are_shown_as_they_are() -> None:
+    """`fedloop[edge]` is no markup."""
+    text = io.StringIO()
+    doctor.show(
+        [Finding("LiteRT clients", "note", "pip install 'fedloop[edge]'")], Console(file=text, width=200)
+    )
+    assert "pip install 'fedloop[edge]'" in text.getvalue()
+
+
+def test_looking_imports_no_framework() -> None:
+    script = (
+        "import sys; from coordinator import doctor; doctor.examine(None); "
+        "print({'torch', 'tensorflow', 'ai_edge_litert', 'litert_torch', 'jax'} & sys.modules.keys())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout == "set()\n"
