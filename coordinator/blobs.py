@@ -6,11 +6,11 @@ folder. A blob is never changed; it goes when nothing refers to it any more.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from pathlib import Path
 
 from edge_client.wire import arrays
+from models.files import write_durably
 
 
 class BlobDamaged(ValueError):
@@ -51,31 +51,3 @@ class Blobs:
         for path in self._folder.iterdir():
             if path.name not in digests:
                 path.unlink(missing_ok=True)
-
-
-def write_durably(path: Path, payload: bytes) -> None:
-    """Replaces `path` by `payload`, whole or not at all, also across a power cut.
-
-    Raises:
-        OSError: the disk is full or not writable; `path` is as it was.
-    """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from coordinator import experiment, jobs
-from coordinator.blobs import write_durably
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.jobs import Job, JobFailed
 from coordinator.simulation import run
 from models import datasets
+from models.files import write_durably
 
 PUBLIC_SAMPLES = 150
 SEED = 7

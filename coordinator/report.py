@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coordinator.blobs import write_durably
 from coordinator.experiment import Experiment
 from coordinator.fleets.simulated import SimulatedClient
 from coordinator.rounds.checkpoint import Committed
@@ -22,6 +21,7 @@ from coordinator.rounds.engine import RoundRecord, as_row
 from coordinator.rounds.events import LineFile
 from edge_client.train.trainer import Evaluation
 from edge_client.wire import arrays
+from models.files import write_durably
 from strategies.params import Params
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from models.files import write_durably
 
 if TYPE_CHECKING:
     from models.zoo import ModelSpec
@@ -192,17 +193,7 @@ def bounded(default: float, least: float, most: float) -> Any:
 
 def write_result(folder: Path, result: Mapping[str, Any]) -> None:
     """`result.json` in `folder`, replaced in one step."""
-    write_bytes(folder / "result.json", (json.dumps(result, indent=2) + "\n").encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file so that a reader sees all of it or the one before, also after a power cut."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with unfinished.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    write_durably(folder / "result.json", (json.dumps(result, indent=2) + "\n").encode())
 
 
 def _only(value: object, known: tuple[str, ...], where: str) -> dict[str, Any]:

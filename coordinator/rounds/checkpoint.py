@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.blobs import BlobDamaged, Blobs, write_durably
+from coordinator.blobs import BlobDamaged, Blobs
 from coordinator.errors import UserError
 from edge_client.wire import arrays
+from models.files import write_durably
 from strategies.params import Params
 from strategies.state import State, named, part_of
 

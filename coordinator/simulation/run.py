@@ -27,7 +27,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from coordinator import report
-from coordinator.blobs import write_durably
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiment import COHORT, Experiment, Runtime, read, resolve
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet
@@ -44,6 +43,7 @@ from coordinator.simulation.virtual_time import virtual_time
 from edge_client.train.trainer import EVALUATION_ROWS, Evaluation, merged
 from edge_client.wire import arrays
 from models.export import request as export_request
+from models.files import write_durably
 from strategies import presets
 from strategies.params import Params, ShapeMismatch, require_same_shapes
 

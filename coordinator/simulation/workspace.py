@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.blobs import write_durably
 from models import datasets
+from models.files import write_durably
 
 _FORMAT = 1
 
@@ -109,8 +109,10 @@ def open_workspace(folder: Path) -> Opened:
 
     def mapped(name: str) -> npt.NDArray[Any]:
         path = folder / f"{name}.npy"
-        array: npt.NDArray[Any] = np.load(path, allow_pickle=False)
-        # An empty array cannot be mapped.
-        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)) if array.size else array
+        try:
+            return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        except ValueError:  # an empty array cannot be mapped
+            empty: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+            return empty
 
     return Opened(*(mapped(name) for name in ("x", "y", "test_rows", "owners", "parts", "ends")))

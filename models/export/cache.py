@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +27,7 @@ from torch.fx import GraphModule
 from edge_client.wire import manifest as manifests
 from edge_client.wire.manifest import Manifest, ManifestError
 from models.export.trace import Traced
+from models.files import write_durably
 
 EXPORT_FORMAT = 1
 """Raise it when this package makes another file of the same graphs."""
@@ -71,8 +70,8 @@ def find(folder: Path, key: str) -> Entry | None:
 def store(folder: Path, key: str, tflite: bytes, manifest: Manifest) -> Entry:
     """Keeps both files, the manifest last."""
     entry = Entry(folder / f"{manifest.file.sha256}.tflite", folder / f"{key}.json")
-    _write(entry.tflite, tflite)
-    _write(entry.manifest, manifest.to_json().encode())
+    write_durably(entry.tflite, tflite)
+    write_durably(entry.manifest, manifest.to_json().encode())
     return entry
 
 
@@ -83,25 +82,6 @@ def locked(folder: Path, key: str) -> Iterator[None]:
     with (folder / f"{key}.lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-
-
-def _write(path: Path, content: bytes) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _constants(graph: GraphModule) -> list[tuple[str, torch.Tensor]]:

@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from models.job import JobError, write_bytes
+from models.files import write_durably
+from models.job import JobError
 
 Params = Mapping[str, npt.NDArray[Any]]
 
@@ -31,7 +32,7 @@ def params_of(module: nn.Module) -> dict[str, npt.NDArray[np.float32]]:
 def save(module: nn.Module, path: Path) -> dict[str, Any]:
     """Writes the module's params to `path`, and tells what the file is: `parameters`, `bytes`, `model_sha256`."""
     content = safetensors.numpy.save(params_of(module))
-    write_bytes(path, content)
+    write_durably(path, content)
     return {
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "bytes": len(content),

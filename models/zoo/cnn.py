@@ -13,7 +13,9 @@ from models.zoo.spec import ModelSpec
 class CNN(nn.Module):
     """x [B, H, W] or [B, C, H, W] -> logits [B, classes]."""
 
-    def __init__(self, input_shape: tuple[int, int, int], channels: Sequence[int], hidden: int, classes: int) -> None:
+    def __init__(
+        self, input_shape: tuple[int, int, int], channels: Sequence[int], hidden: int, classes: int
+    ) -> None:
         super().__init__()
         depth, height, width = input_shape
         first, second = channels
@@ -65,4 +67,6 @@ def image_shape(input_shape: tuple[int, ...]) -> tuple[int, int, int]:
             return 1, height, width
         case (depth, height, width):
             return depth, height, width
-    raise ValueError(f"expected images, (height, width) or (channels, height, width) per example, got {input_shape}")
+    raise ValueError(
+        f"expected images, (height, width) or (channels, height, width) per example, got {input_shape}"
+    )

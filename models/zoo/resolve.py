@@ -39,11 +39,15 @@ def get(
     try:
         built = builder(input_shape=input_shape, classes=classes, **options)
     except (TypeError, ValueError) as error:
-        raise ModelNotFound(f"model {name!r} cannot be built for examples of shape {input_shape}: {error}") from error
+        raise ModelNotFound(
+            f"model {name!r} cannot be built for examples of shape {input_shape}: {error}"
+        ) from error
     if isinstance(built, nn.Module):
         return _wrapped(name, builder, input_shape, classes, input_dtype, task, options)
     if getattr(built, "module", None) is None:
-        raise ModelNotFound(f"model {name!r} must return a torch.nn.Module or a ModelSpec, got {type(built).__name__}")
+        raise ModelNotFound(
+            f"model {name!r} must return a torch.nn.Module or a ModelSpec, got {type(built).__name__}"
+        )
     spec: ModelSpec = built
     return spec
 
