@@ -1,0 +1,306 @@
+"""The worker pool with real processes: errors arrive in words, nothing leaks between batches, nothing outlives it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.errors import UserError
+from coordinator.simulation import frames
+from coordinator.simulation.frames import Closed
+from coordinator.simulation.pool import WAITING, Job, WorkerDied, WorkerPool
+
+HANGS_SECONDS = 60
+"""A process that has not ended by then never will."""
+
+
+def preparing(folder: Path, samples: int = 3, **data: Any) -> dict[str, Any]:
+    """A job that makes `samples` rows for each of 2 clients, and answers with what it found."""
+    described = {
+        "dataset": f"synthetic(shape=[2], classes=2, samples={samples})", "path": None, "label": "label",
+        "site": None, "split": None, "features": None, "length": None, "vocab": None, "partition": "iid",
+        "public_samples": 0,
+    } | data  # fmt: skip
+    return {
+        "kind": "prepare",
+        "folder": str(folder),
+        "seed": 7,
+        "data": described,
+        "clients": 2,
+        "data_dir": None,
+    }
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
+    with WorkerPool(2, tmp_path_factory.mktemp("pool") / "workers.log") as running:
+        yield running
+
+
+@pytest.fixture
+def lone(tmp_path: Path) -> Iterator[tuple[WorkerPool, psutil.Process]]:
+    """A pool of one worker, and that worker."""
+    before = set(psutil.Process().children())
+    with WorkerPool(1, tmp_path / "workers.log") as running:
+        (worker,) = set(psutil.Process().children()) - before
+        yield running, worker
+
+
+def ended(pids: list[int], seconds: float = HANGS_SECONDS) -> list[bool]:
+    """For each process whether it ends within `seconds`."""
+    answers = []
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            answers.append(True)
+            continue
+        try:
+            answers.append(bool(select.select([handle], [], [], seconds)[0]))
+        finally:
+            os.close(handle)
+    return answers
+
+
+# Jobs
+
+
+def test_every_job_has_its_own_reply(pool: WorkerPool, tmp_path: Path) -> None:
+    jobs = [Job(i, preparing(tmp_path / str(i), samples=i)) for i in range(1, 12)]
+    replies = {job.key: reply.values["examples"] for job, reply in pool.run(jobs)}
+    assert replies == {i: [i, i] for i in range(1, 12)}
+
+
+def test_jobs_are_drawn_only_when_a_worker_is_free_for_one(pool: WorkerPool, tmp_path: Path) -> None:
+    """So that a round that is left early has not begun the clients it would not have waited for."""
+    drawn: list[int] = []
+
+    def source() -> Iterator[Job]:
+        for i in range(100):
+            drawn.append(i)
+            yield Job(i, preparing(tmp_path / str(i)))
+
+    replies = pool.run(source())
+    next(replies)
+    replies.close()  # type: ignore[attr-defined]
+    assert len(drawn) <= len(pool) * WAITING + 1
+
+
+def test_replies_of_an_abandoned_batch_do_not_leak_into_the_next(pool: WorkerPool, tmp_path: Path) -> None:
+    for turn in range(5):
+        replies = pool.run(
+            [Job(("old", i), preparing(tmp_path / f"{turn}-old-{i}", samples=2)) for i in range(4)]
+        )
+        next(replies)
+        replies.close()  # type: ignore[attr-defined]
+        jobs = [Job(("new", i), preparing(tmp_path / f"{turn}-new-{i}", samples=5)) for i in range(4)]
+        got = [(job.key, reply.values["examples"]) for job, reply in pool.run(jobs)]
+        assert sorted(got) == [(("new", i), [5, 5]) for i in range(4)]
+
+
+def test_an_error_of_an_abandoned_batch_does_not_leak_either(pool: WorkerPool, tmp_path: Path) -> None:
+    jobs = [
+        Job(0, preparing(tmp_path / "fine")),
+        *(Job(i, preparing(tmp_path, dataset="nothing")) for i in range(1, 4)),
+    ]
+    replies = pool.run(jobs)
+    with pytest.raises(UserError):
+        list(replies)
+    assert pool.one(preparing(tmp_path / "next", samples=4)).values["examples"] == [4, 4]
+
+
+def test_a_mistake_in_the_data_arrives_as_the_users_error(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        pool.one(preparing(tmp_path, dataset="csv", path=str(tmp_path / "none.csv")))
+    assert str(tmp_path / "none.csv") in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_batch_without_jobs_ends_at_once(pool: WorkerPool) -> None:
+    assert list(pool.run([])) == []
+
+
+# What goes wrong
+
+
+def test_our_own_failure_is_told_in_a_line_and_logged_in_full(
+    lone: tuple[WorkerPool, psutil.Process], tmp_path: Path
+) -> None:
+    running, _ = lone
+    with pytest.raises(UserError, match="prepare failed: KeyError: 'folder'"):
+        running.one({"kind": "prepare"})
+    assert "Traceback" in (tmp_path / "workers.log").read_text()
+
+
+def test_a_worker_that_cannot_take_what_it_was_told_says_so_to_each_job(
+    lone: tuple[WorkerPool, psutil.Process], tmp_path: Path
+) -> None:
+    running, _ = lone
+    running.tell({"kind": "open", "folder": str(tmp_path / "nowhere"), "model": {}})
+    for _ in range(2):
+        with pytest.raises(UserError, match="open failed: FileNotFoundError"):
+            running.one(preparing(tmp_path / "work"))
+
+
+def test_a_worker_killed_at_work_is_told_with_the_end_of_its_log(
+    lone: tuple[WorkerPool, psutil.Process], tmp_path: Path
+) -> None:
+    running, worker = lone
+    with pytest.raises(UserError):
+        running.one({"kind": "prepare"})  # leaves a traceback in the log
+
+    def source() -> Iterator[Job]:
+        worker.send_signal(signal.SIGSTOP)  # so that it does not answer before it is killed
+        yield Job(0, preparing(tmp_path / "work"))
+        worker.kill()
+
+    with pytest.raises(WorkerDied) as caught:
+        list(running.run(source()))
+    assert f"a worker process ended with signal 9; the end of {tmp_path / 'workers.log'}:" in str(
+        caught.value
+    )
+    assert "KeyError: 'folder'" in str(caught.value)
+
+
+def test_a_worker_killed_at_rest_is_told_with_the_next_job(
+    lone: tuple[WorkerPool, psutil.Process], tmp_path: Path
+) -> None:
+    running, worker = lone
+    running.one(preparing(tmp_path / "work"))
+    worker.kill()
+    assert ended([worker.pid]) == [True]
+    with pytest.raises(WorkerDied, match="signal 9"):
+        running.one(preparing(tmp_path / "more"))
+
+
+# What is left behind
+
+
+def test_closing_ends_and_reaps_every_worker(tmp_path: Path) -> None:
+    before = set(psutil.Process().children())
+    with WorkerPool(2, tmp_path / "workers.log"):
+        workers = set(psutil.Process().children()) - before
+        assert len(workers) == 2
+    assert not any(worker.is_running() for worker in workers)
+    assert [path.name for path in tmp_path.iterdir()] == ["workers.log"]
+
+
+# Says who its workers are, then does what it is asked to until somebody kills it.
+PARENT = """
+import sys, psutil
+from pathlib import Path
+from coordinator.simulation.pool import Job, WorkerPool
+from tests.coordinator.test_pool import preparing
+
+folder, how = Path(sys.argv[1]), sys.argv[2]
+pool = WorkerPool(2, folder / "workers.log")
+if how != "starting":
+    list(pool.run([Job(i, preparing(folder / str(i))) for i in range(8)]))
+print(*(child.pid for child in psutil.Process().children()), flush=True)
+if how == "working":
+    list(pool.run([Job(i, preparing(folder / str(i), dataset="endless:load")) for i in range(4)]))
+sys.stdin.read()
+"""
+ENDLESS = """
+import os
+from pathlib import Path
+
+
+def load():
+    with open(os.environ["STARTED"], "w") as pipe:
+        pipe.write("x")
+    while True:
+        pass
+"""
+
+
+@pytest.mark.parametrize("how", ["starting", "idle", "working"])
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path, how: str) -> None:
+    """Whether they are still being started, wait for a job, or are in one that never ends."""
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    root = Path(__file__).parents[2]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, tmp_path, how],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root), "STARTED": str(started)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert parent.stdout is not None
+        workers = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(workers) == 2
+        if how == "working":
+            with started.open() as pipe:  # opens when a worker opens the other end
+                assert pipe.read(1) == "x"
+    finally:
+        parent.kill()
+        parent.communicate()
+    assert ended(workers) == [True, True]
+
+
+# Frames
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=5), st.none() | st.integers() | st.text() | st.lists(st.booleans()), max_size=4
+    ),
+    st.lists(st.binary(max_size=300), max_size=4),
+)
+def test_a_frame_arrives_as_it_was_sent(values: dict[str, Any], blobs: list[bytes]) -> None:
+    values.pop("blobs", None)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        frames.send(ours, values, blobs)
+        frame = frames.receive(theirs)
+    assert (frame.values, frame.blobs) == (values, tuple(blobs))
+
+
+def test_a_frame_larger_than_any_buffer_arrives_whole(pair: tuple[socket.socket, socket.socket]) -> None:
+    large = os.urandom(5_000_000)
+    sender = threading.Thread(target=frames.send, args=(pair[0], {"n": 1}, [large, b"", large]))
+    sender.start()
+    frame = frames.receive(pair[1])
+    sender.join()
+    assert frame.blobs == (large, b"", large)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"\0\0", b"\0\0\0\x09", b'\0\0\0\x0e{"blobs": [9]}', b'\0\0\0\x0e{"blobs": [9]}1234']
+)
+def test_an_end_in_the_middle_of_a_frame_is_closed(
+    pair: tuple[socket.socket, socket.socket], sent: bytes
+) -> None:
+    pair[0].sendall(sent)
+    pair[0].close()
+    with pytest.raises(Closed):
+        frames.receive(pair[1])
+
+
+def test_sending_to_nobody_is_closed(pair: tuple[socket.socket, socket.socket]) -> None:
+    pair[1].close()
+    with pytest.raises(Closed):
+        frames.send(pair[0], {}, [b"x"])
