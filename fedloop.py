@@ -23,6 +23,8 @@ if _wrong := _ownership.problems():
 
 from coordinator import experiment as _experiment
 from coordinator.errors import RunInterrupted, UserError
+from coordinator.progress import Progress as _Progress
+from coordinator.progress import Quiet as _Quiet
 from coordinator.simulation import run as _run
 from edge_client.wire import arrays as _arrays
 from strategies.params import Params
@@ -61,7 +63,7 @@ def simulate(
     *,
     out: str | Path,
     data_dir: str | Path | None = None,
-    progress: _run.Progress | None = None,
+    progress: _Progress | None = None,
 ) -> Result:
     """Runs a federation on this machine, as `fedloop simulate` does.
 
@@ -84,7 +86,7 @@ def simulate(
 
 
 def resume(
-    out: str | Path, *, data_dir: str | Path | None = None, progress: _run.Progress | None = None
+    out: str | Path, *, data_dir: str | Path | None = None, progress: _Progress | None = None
 ) -> Result:
     """Goes on with the run in `out` from its last committed round; returns a finished one as it is.
 
@@ -96,8 +98,8 @@ def resume(
     return _result(folder, _run.resume(folder, _surroundings(data_dir, progress)))
 
 
-def _surroundings(data_dir: str | Path | None, progress: _run.Progress | None) -> _run.Surroundings:
-    return _run.Surroundings(Path(data_dir) if data_dir is not None else None, progress or _run.Quiet())
+def _surroundings(data_dir: str | Path | None, progress: _Progress | None) -> _run.Surroundings:
+    return _run.Surroundings(Path(data_dir) if data_dir is not None else None, progress or _Quiet())
 
 
 def _result(folder: Path, report: dict[str, Any]) -> Result:

@@ -22,6 +22,7 @@ import numpy as np
 from coordinator import experiment, jobs
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.jobs import Job, JobFailed
+from coordinator.progress import Progress
 from coordinator.simulation import run
 from models import datasets
 from models.files import write_durably
@@ -83,31 +84,32 @@ def _stages(out: Path, surroundings: run.Surroundings) -> Demo:
     model = {"name": "cnn", "input_shape": [8, 8], "classes": 10}
     teacher_model = {**model, "options": _TEACHER}
 
+    def job(stage: jobs.Stage, folder: str, **settings: Any) -> dict[str, Any]:
+        asked = Job(stage, arrays=data, seed=SEED, **{"model": model, **settings})
+        return jobs.run(asked, out / folder, lambda line: _heard(surroundings.progress, line))
+
+    def params(folder: str) -> Path:
+        return out / folder / "model.safetensors"
+
     say(f"1/5 pretraining a teacher on {PUBLIC_SAMPLES} public samples, 2 processes")
-    pretraining = Job("pretrain", teacher_model, data, options={"shift": 1}, seed=SEED, processes=2)
-    teacher = jobs.run(pretraining, out / "teacher")
+    teacher = job("pretrain", "teacher", model=teacher_model, options={"shift": 1}, processes=2)
     say("2/5 distilling a student")
-    taught = (teacher_model, out / "teacher" / "model.safetensors")
-    student = jobs.run(Job("distil", model, data, seed=SEED, teacher=taught), out / "student")
+    student = job("distil", "student", teacher=(teacher_model, params("teacher")))
     say("3/5 quantizing the student")
-    student_params = out / "student" / "model.safetensors"
-    student_int8 = jobs.run(
-        Job("quantize", model, data, seed=SEED, params=student_params), out / "student-int8"
-    )
+    student_int8 = job("quantize", "student-int8", params=params("student"))["int8"]
     say("4/5 federated training: 20 clients, three runtimes")
-    federated = run.simulate(_experiment(student_params), out / "federated", surroundings)
+    federated = run.simulate(_experiment(params("student")), out / "federated", surroundings)
     say("5/5 quantizing the federated model")
-    federated_params = out / "federated" / "model.safetensors"
-    final_int8 = jobs.run(
-        Job("quantize", model, data, seed=SEED, params=federated_params), out / "federated-int8"
-    )
+    final_int8 = job("quantize", "federated-int8", params=params("federated"))["int8"]
+
+    rounds, clients = len(federated["rounds"]), federated["clients"]
     return Demo(
         stages=(
-            Stage("teacher", teacher["test_accuracy"], _size(out / "teacher"), f"{teacher['parameters']:,} parameters, DDP on 2 processes"),
-            Stage("student", student["test_accuracy"], _size(out / "student"), f"{student['parameters']:,} parameters, distilled"),
-            Stage("student int8", student_int8["int8"]["accuracy"], student_int8["int8"]["bytes"], "static int8 .tflite"),
-            Stage("federated", federated["final"]["test_accuracy"], _size(out / "federated"), f"{len(federated['rounds'])} rounds, {federated['clients']} clients"),
-            Stage("federated int8", final_int8["int8"]["accuracy"], final_int8["int8"]["bytes"], "static int8 .tflite"),
+            _float_stage("teacher", teacher, "DDP on 2 processes"),
+            _float_stage("student", student, "distilled"),
+            Stage("student int8", student_int8["accuracy"], student_int8["bytes"], "static int8 .tflite"),
+            Stage("federated", federated["final"]["test_accuracy"], params("federated").stat().st_size, f"{rounds} rounds, {clients} clients"),
+            Stage("federated int8", final_int8["accuracy"], final_int8["bytes"], "static int8 .tflite"),
         ),
         runtimes=federated["runtimes"],
         bytes_up=federated["bytes_up"],
@@ -115,6 +117,17 @@ def _stages(out: Path, surroundings: run.Surroundings) -> Demo:
         report=out / "federated" / "report.json",
         curves=out / "federated" / "curves.png",
     )  # fmt: skip
+
+
+def _float_stage(name: str, result: Mapping[str, Any], detail: str) -> Stage:
+    return Stage(
+        name, result["test_accuracy"], result["bytes"], f"{result['parameters']:,} parameters, {detail}"
+    )
+
+
+def _heard(progress: Progress, line: Mapping[str, Any]) -> None:
+    if "epochs" in line:
+        progress.step(line["epoch"], line["epochs"])
 
 
 def _public_data() -> dict[str, Any]:
@@ -145,7 +158,3 @@ def _experiment(student: Path) -> experiment.Experiment:
         "local": {"epochs": 5, "batch_size": 16, "lr": 0.05},
     }
     return experiment.resolve(document, "demo")
-
-
-def _size(folder: Path) -> int:
-    return (folder / "model.safetensors").stat().st_size

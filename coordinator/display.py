@@ -42,6 +42,11 @@ class RichProgress:
     def note(self, words: str) -> None:
         self._console.print(Text("  " + words, style="dim"))
 
+    def step(self, done: int, total: int) -> None:
+        if self._task is None or self._bar.tasks[-1].finished:
+            self._task = self._bar.add_task("epochs", total=total, figures="")
+        self._bar.update(self._task, completed=done, total=total)
+
     def begin(self, rounds: int, done: int) -> None:
         self._rounds = rounds
         self._task = self._bar.add_task("rounds", total=rounds, completed=done, figures="")

@@ -201,7 +201,7 @@ def _with_defaults(experiment: Experiment) -> Experiment:
     model_name, partition = _DEFAULTS.get(data.dataset, _OTHER_DEFAULTS)
     data = data.model_copy(update={"partition": data.partition or partition})
     if data.path is not None:
-        data = data.model_copy(update={"path": str(Path(data.path).expanduser().absolute())})
+        data = data.model_copy(update={"path": _absolute(data.path)})
     text = {
         key: value
         for key, value in _TEXT_DEFAULTS.get(data.dataset, {}).items()
@@ -213,7 +213,11 @@ def _with_defaults(experiment: Experiment) -> Experiment:
     if "vocab" in _option_names(name) and data.vocab is not None:
         options = {"vocab": data.vocab, **options}
     model = Model.model_validate(
-        {"name": name, **({"init": model.init} if model.init else {}), **_model_options(name, options)}
+        {
+            "name": name,
+            **({"init": _absolute(model.init)} if model.init else {}),
+            **_model_options(name, options),
+        }
     )
     if federation.clients is None and data.partition != "natural":
         federation = federation.model_copy(update={"clients": 20})
@@ -234,6 +238,10 @@ def _with_defaults(experiment: Experiment) -> Experiment:
             "simulation": simulation, "strategy": strategy,
         }
     )  # fmt: skip
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def _default_name(data: Data) -> str:

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from coordinator.experiment import Experiment
 from coordinator.fleets.simulated import SimulatedClient
 from coordinator.rounds.checkpoint import Committed
 from coordinator.rounds.engine import RoundRecord, as_row
 from coordinator.rounds.events import LineFile
+from coordinator.simulation.evaluation import accuracy_by_group
 from edge_client.train.trainer import Evaluation
 from edge_client.wire import arrays
 from models.files import write_durably
@@ -72,7 +74,7 @@ def write(
     clients: Sequence[SimulatedClient],
     params: Params,
     final: Evaluation,
-    sites: Any,
+    sites: npt.NDArray[np.int32] | None,
 ) -> dict[str, Any]:
     """Writes model, curves and report, the report last: where it is, the run is finished.
 
@@ -161,16 +163,11 @@ def _dress(axes: Axes, label: str, numbers: Sequence[int]) -> None:
     axes.legend(frameon=False, fontsize=9)
 
 
-def _per_site(final: Evaluation, sites: Any, names: Sequence[str]) -> dict[str, Any]:
-    correct = np.bincount(sites, weights=final.correct, minlength=len(names))
-    labels = np.bincount(sites, weights=final.labels, minlength=len(names))
+def _per_site(final: Evaluation, sites: npt.NDArray[np.int32], names: Sequence[str]) -> dict[str, Any]:
     rows = np.bincount(sites, minlength=len(names))
+    accuracy = accuracy_by_group(final, sites, names)
     return {
-        name: {
-            "test_rows": int(rows[i]),
-            "test_accuracy": float(correct[i] / labels[i]) if labels[i] else None,
-        }
-        for i, name in enumerate(names)
+        name: {"test_rows": int(rows[i]), "test_accuracy": accuracy[name]} for i, name in enumerate(names)
     }
 
 

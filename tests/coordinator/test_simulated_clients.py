@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from coordinator.experiment import Fault
 from coordinator.simulation import faults
-from coordinator.simulation.run import assign_runtimes
+from coordinator.simulation.preparation import assign_runtimes
 from coordinator.simulation.virtual_time import virtual_time
 from strategies.params import Params
 from tests.support.federation import task, update

@@ -1,0 +1,144 @@
+"""What a simulation needs before its first round: data dealt out, clients, the model and its artifact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coordinator.errors import UserError
+from coordinator.experiment import Experiment, Runtime
+from coordinator.fleets.simulated import SimulatedClient
+from coordinator.progress import Progress
+from coordinator.rounds.plan import generator
+from coordinator.simulation import faults
+from coordinator.simulation.pool import WorkerPool
+from edge_client.wire import arrays
+from models.export import request as export_request
+from strategies.params import Params, ShapeMismatch, require_same_shapes
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data and model of a run; the pool's workers have both open.
+
+    Attributes:
+        found: what loading the data found (see `coordinator.simulation.workspace.prepare`).
+        params: where a fresh run starts.
+    """
+
+    found: Mapping[str, Any]
+    clients: tuple[SimulatedClient, ...]
+    params: Params
+    trainable: tuple[str, ...]
+
+
+def prepare(
+    experiment: Experiment, folder: Path, pool: WorkerPool, data_dir: Path | None, progress: Progress
+) -> Prepared:
+    """Fills the workspace `folder`, or takes up one that is complete, and opens it in all workers.
+
+    Raises:
+        UserError: the data, the model or their combination is wrong.
+    """
+    pool.tell({"kind": "warm"})
+    progress.stage("loading and partitioning the data")
+    found = _data(experiment, folder, pool, data_dir)
+    for line in found["preview"]:
+        progress.note(line)
+    clients = _clients(experiment, found)
+    model = {
+        "name": experiment.model.name,
+        "options": experiment.model.options,
+        **{key: found[key] for key in ("input_shape", "classes", "input_dtype", "task")},
+    }
+    progress.stage("building the model")
+    made = pool.one({"kind": "initial", "model": model, "seed": experiment.seed})
+    if "tensorflow" in experiment.federation.runtimes and not made.values["twin"]:
+        raise UserError(
+            f"federation.runtimes asks for tensorflow, but model.name = {experiment.model.name!r} has no TensorFlow "
+            "twin; its builder may return a ModelSpec with tensorflow_twin, or leave tensorflow out"
+        )
+    if any(client.runtime == "litert" for client in clients):
+        progress.stage("exporting the model to LiteRT")
+        exported = _exported(experiment, model)
+        model |= {"tflite": str(exported.tflite), "manifest": str(exported.manifest)}
+    pool.tell({"kind": "open", "folder": str(folder), "model": model})
+    return Prepared(found, clients, arrays.decode(made.blobs[0]), tuple(made.values["trainable"]))
+
+
+def starting_params(path: Path, built: Params) -> Params:
+    """The params of the safetensors file `model.init`, float32.
+
+    Raises:
+        UserError: it cannot be read, or does not fit the model, whose own params are `built`.
+    """
+    try:
+        given = arrays.decode(path.read_bytes())
+        require_same_shapes(given, built)
+    except OSError as error:
+        raise UserError(f"model.init = {str(path)!r}: {error.strerror}") from None
+    except (arrays.Malformed, ShapeMismatch) as error:
+        raise UserError(f"model.init = {str(path)!r} does not fit the model: {error}") from None
+    return {name: value.astype(np.float32) for name, value in given.items()}
+
+
+def assign_runtimes(shares: Mapping[Runtime, float], count: int, seed: int) -> list[str]:
+    """A runtime for each of `count` clients: shares by largest remainder, dealt out in an order drawn by `seed`."""
+    total = sum(shares.values())
+    exact = {name: share / total * count for name, share in sorted(shares.items())}
+    counts = {name: int(value) for name, value in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: (counts[name] - exact[name], name))
+    for name in by_remainder[: count - sum(counts.values())]:
+        counts[name] += 1
+    dealt = [name for name in counts for _ in range(counts[name])]
+    return [dealt[index] for index in generator(seed, "runtimes").permutation(count)]
+
+
+def _data(experiment: Experiment, folder: Path, pool: WorkerPool, data_dir: Path | None) -> dict[str, Any]:
+    done = folder / "found.json"
+    if done.exists():
+        found: dict[str, Any] = json.loads(done.read_text("utf-8"))
+        return found
+    request = {
+        "kind": "prepare",
+        "folder": str(folder),
+        "seed": experiment.seed,
+        "data": experiment.data.model_dump(),
+        "clients": experiment.federation.clients,
+        "data_dir": str(data_dir) if data_dir else None,
+    }
+    return pool.one(request).values
+
+
+def _clients(experiment: Experiment, found: Mapping[str, Any]) -> tuple[SimulatedClient, ...]:
+    names: list[str] = found["clients"]
+    faulty = faults.assign(experiment.simulation.faults, names, experiment.seed)
+    runtimes = assign_runtimes(experiment.federation.runtimes, len(names), experiment.seed)
+    return tuple(
+        SimulatedClient(name, index, found["examples"][index], runtimes[index], faulty.get(name))
+        for index, name in enumerate(names)
+    )
+
+
+def _exported(experiment: Experiment, model: Mapping[str, Any]) -> export_request.Exported:
+    asked = export_request.ExportRequest(
+        model=model["name"],
+        options=model["options"],
+        input_shape=tuple(model["input_shape"]),
+        classes=model["classes"],
+        input_dtype=model["input_dtype"],
+        task=model["task"],
+        batch_size=experiment.local.batch_size,
+    )
+    try:
+        return export_request.export(asked, export_request.default_cache_dir(), code_folder=Path.cwd())
+    except export_request.ExportError as error:
+        raise UserError(
+            f"model {model['name']!r} cannot be exported for LiteRT clients: {error}; "
+            "without them: --set 'federation.runtimes={torch=1}'"
+        ) from None
