@@ -62,12 +62,12 @@ def test_a_run_killed_at_ten_points_ends_in_the_model_of_an_undisturbed_one(
         points = _kill_points(out, undisturbed, seed)
         assert len(points) >= 10
         for point in points:
-            command = ["simulate", "--resume", out]
+            command: list[str | Path] = ["simulate", "--resume", out]
             if not (out / "experiment.toml").exists():
                 command = ["simulate", "--out", out, *options([*settings, f"simulation.workers={workers}"])]
             with started(*command) as run:
                 assert run.reaches(lambda: point(run)), run.errors()  # noqa: B023 - called at once
-                run.signal_group(signal.SIGKILL)
+                run.send_group(signal.SIGKILL)
                 assert run.ended() == -signal.SIGKILL
                 assert run.all_gone(), run.alive()
             committed.add(_assert_whole(out, bases))
@@ -96,7 +96,7 @@ def test_workers_die_with_a_parent_that_is_killed_alone(tmp_path: Path, moment: 
     with no_shared_memory_left(), started("simulate", "--out", out, *options(MIXED)) as run:
         assert run.reaches(is_now), run.errors()
         assert any("coordinator.simulation.worker" in words for words in run.alive())
-        run.signal(signal.SIGKILL)
+        run.send(signal.SIGKILL)
         assert run.ended() == -signal.SIGKILL
         assert run.all_gone(), run.alive()
 

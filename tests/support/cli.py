@@ -27,7 +27,7 @@ HANGS_SECONDS = 300
 
 _MARK = "FEDLOOP_TEST_RUN"
 _PROC = Path("/proc")
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is only listed
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def run_cli(
@@ -90,12 +90,12 @@ class Started:
                     return False
         return True
 
-    def signal(self, number: signal.Signals) -> None:
-        """To the command itself."""
+    def send(self, number: signal.Signals) -> None:
+        """A signal to the command itself."""
         self.process.send_signal(number)
 
-    def signal_group(self, number: signal.Signals) -> None:
-        """To the command and all in its process group, as a terminal does, or whoever kills a job."""
+    def send_group(self, number: signal.Signals) -> None:
+        """A signal to all in its process group, as a terminal sends it, or whoever kills a job."""
         os.killpg(self.process.pid, number)
 
     def ended(self) -> int:
@@ -152,7 +152,7 @@ def started(
             yield run
         finally:
             if process.poll() is None:
-                run.signal_group(signal.SIGKILL)
+                run.send_group(signal.SIGKILL)
                 process.wait()
 
 
