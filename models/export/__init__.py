@@ -1,0 +1,1 @@
+"""PyTorch models as LiteRT artifacts."""

@@ -22,7 +22,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from edge_client.train.torch_trainer import train_mode
 from edge_client.wire.manifest import TensorSpec, signature_name
-from models.export import gradients
+from models.export.convolution import NoGradient
+from models.export.gradients import REPLACEMENTS
 from models.zoo.spec import ModelSpec
 
 RESERVED = ("x", "y", "lr", "loss", "logits")
@@ -122,10 +123,10 @@ def _described(module: nn.Module, values: dict[str, torch.Tensor]) -> list[Tenso
 def _graph(function: Callable[..., Any], arguments: tuple[torch.Tensor, ...]) -> GraphModule:
     """The function as a graph of plain operations, dead ones removed."""
     try:
-        graph: GraphModule = make_fx(
-            function, decomposition_table=gradients.REPLACEMENTS, tracing_mode="real"
-        )(*arguments)
-    except gradients.NoGradient as error:
+        graph: GraphModule = make_fx(function, decomposition_table=REPLACEMENTS, tracing_mode="real")(
+            *arguments
+        )
+    except NoGradient as error:
         raise NotTraceable(f"no LiteRT gradient for {error}") from error
     except Exception as error:
         raise NotTraceable(f"running it failed: {type(error).__name__}: {_first_line(error)}") from error

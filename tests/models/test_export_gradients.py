@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from models.export import gradients
-from models.export.gradients import NoGradient
+from models.export import convolution, gradients
+from models.export.convolution import NoGradient
 
 one_to_three = st.integers(1, 3)
 
@@ -46,7 +46,7 @@ def test_convolution_has_pytorchs_gradients(shape: dict[str, Any], seed: int) ->
     grad = whole(F.conv2d(x, weight, None, *how, shape["groups"]).shape, seed + 2)
     rest = ([weight.shape[0]], *how, False, [0, 0], shape["groups"], [True, True, True])
 
-    got = gradients.convolution_backward(grad, x, weight, *rest)
+    got = convolution.convolution_backward(grad, x, weight, *rest)
 
     for ours, theirs in zip(got, torch.ops.aten.convolution_backward(grad, x, weight, *rest), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
@@ -62,7 +62,7 @@ def test_one_dimensional_convolution_has_pytorchs_gradients(
     grad = whole(F.conv1d(x, weight, None, stride, padding, dilation).shape, 3)
     rest = ([3], [stride], [padding], [dilation], False, [0], 1, [True, True, False])
 
-    got = gradients.convolution_backward(grad, x, weight, *rest)
+    got = convolution.convolution_backward(grad, x, weight, *rest)
 
     theirs = torch.ops.aten.convolution_backward(grad, x, weight, *rest)
     torch.testing.assert_close(got[0], theirs[0], rtol=0, atol=0)
@@ -80,7 +80,11 @@ def poolings(draw: st.DrawFn) -> dict[str, Any]:
         "stride": draw(st.sampled_from([[], [1, 1], [2, 3], [3, 1]])),
         "padding": [draw(st.integers(0, k // 2)) for k in kernel],
         "ceil": draw(st.booleans()),
-        "x": (2, 2, *(d * (k - 1) + 1 + draw(st.integers(0, 6)) for d, k in zip(dilation, kernel, strict=True))),
+        "x": (
+            2,
+            2,
+            *(d * (k - 1) + 1 + draw(st.integers(0, 6)) for d, k in zip(dilation, kernel, strict=True)),
+        ),
     }
 
 
@@ -128,7 +132,7 @@ def test_embedding_has_pytorchs_gradient(padding_idx: int) -> None:
 def test_gradients_that_are_not_written_are_refused_by_name() -> None:
     x, weight, grad = whole((1, 2, 4, 4), 1), whole((2, 2, 3, 3), 2), whole((1, 2, 6, 6), 3)
     with pytest.raises(NoGradient, match="transposed convolution"):
-        gradients.convolution_backward(
+        convolution.convolution_backward(
             grad, x, weight, None, [1, 1], [0, 0], [1, 1], True, [0, 0], 1, [True, True, False]
         )
     with pytest.raises(NoGradient, match=r"avg_pool2d_backward with ceil_mode"):
