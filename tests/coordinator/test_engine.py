@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coordinator.rounds import engine
 from coordinator.rounds.checkpoint import Checkpoints, Committed
 from coordinator.rounds.engine import RoundRecord, RunState, Score, as_row
-from coordinator.rounds.plan import RunPlan
+from coordinator.rounds.plan import RunPlan, Task
 from coordinator.simulation import faults
 from edge_client.wire import arrays
 from edge_client.wire.messages import TaskMessage, encode_result
@@ -206,12 +206,26 @@ def test_streams_are_counted_as_part_of_the_download() -> None:
 # The same bits
 
 
+def opposed(order: Sequence[int]) -> MemoryFleet:
+    """Eleven clients of one size that answer in this order; four of them pull apart with a force of 1e10.
+
+    Their pulls cancel exactly, but on the way they swallow what the others say, each time another part of it.
+    """
+    optima = [1e10, 0.3, -1e10, 0.7, 1e10, -0.2, 0.9, -1e10, 0.1, -0.4, 0.6]
+    return MemoryFleet(
+        {
+            name: MemoryClient(c=c, script=honest(float(turn)))
+            for name, c, turn in zip(NAMES, optima, order, strict=False)
+        }
+    )
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.permutations(range(11)), st.sampled_from(["fedavg", "fedadam", "scaffold"]))
 def test_the_order_of_arrival_does_not_change_a_bit(order: list[int], strategy: str) -> None:
     plan = run_plan(strategy, rounds=2, clients_per_round=11)
-    shuffled, _ = runs.run(plan, fleet_of(*(honest(float(turn)) for turn in order)))
-    straight, _ = runs.run(plan, everyone(11))
+    shuffled, _ = runs.run(plan, opposed(order))
+    straight, _ = runs.run(plan, opposed(range(11)))
     assert runs.bits(shuffled) == runs.bits(straight)
 
 
@@ -254,6 +268,21 @@ def test_only_accepted_clients_renew_their_state() -> None:
     plan = run_plan("scaffold", rounds=1, clients_per_round=2)
     _, seen = runs.run(plan, fleet_of(faulty("nan"), honest(2.0)))
     assert list(seen.client_states[0]) == ["b"]
+
+
+def test_clients_that_are_not_waited_for_are_called_off() -> None:
+    """Those that answered, well or not, have nothing left to be called off for."""
+    called_off: list[list[str]] = []
+
+    class Recording(MemoryFleet):
+        def cancel(self, tasks: Sequence[Task]) -> None:
+            called_off.append([task.message.client for task in tasks])
+            super().cancel(tasks)
+
+    scripts = [honest(1.0), faulty("nan", 1.5), honest(2.0), silent, honest(3.0)]
+    clients = {name: MemoryClient(script=script) for name, script in zip(NAMES, scripts, strict=False)}
+    runs.run(run_plan(rounds=1, clients_per_round=2, over_select=2.5), Recording(clients))
+    assert called_off == [["d", "e"]]
 
 
 # What is told

@@ -238,8 +238,8 @@ def test_the_duplicate_fault_sends_the_same_update_twice() -> None:
 
 
 def test_the_limit_leaves_room_for_any_honest_header() -> None:
-    """A thousand tensors of long names and one element each: nearly all header."""
-    many: Params = {f"{'block.' * 20}{i}.weight": np.zeros((1, 1, 1, 1), np.float32) for i in range(1000)}
+    """Three thousand tensors of long names and one element each: nearly all header."""
+    many: Params = {f"{'block.' * 20}{i}.weight": np.zeros((1, 1, 1, 1), np.float32) for i in range(3000)}
     payload = encode_result(TASK.message, update(many, num_examples=2**53))
     assert isinstance(check(payload, expected=intake.expected_of(many, {})), Update)
 
