@@ -78,8 +78,10 @@ class Worker:
     def _initial(self, frame: Frame) -> Reply:
         """Builds the model and gives its initial params."""
         from edge_client.train import torch_trainer
+        from models.zoo.trial import require_answers
 
         spec = self._spec(frame.values["model"])
+        require_answers(spec)
         module = spec.build(frame.values["seed"])
         params = torch_trainer.read(module)
         trainable = list(torch_trainer.TorchRuntime(module, spec.loss).trainable)

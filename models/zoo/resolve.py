@@ -42,6 +42,11 @@ def get(
         raise ModelNotFound(
             f"model {name!r} cannot be built for examples of shape {input_shape}: {error}"
         ) from error
+    except Exception as error:
+        if ":" not in name:
+            raise
+        # whatever a user's code raises is the user's to read
+        raise ModelNotFound(f"model {name!r} failed while built: {type(error).__name__}: {error}") from error
     if isinstance(built, nn.Module):
         return _wrapped(name, builder, input_shape, classes, input_dtype, task, options)
     if getattr(built, "module", None) is None:

@@ -1,0 +1,125 @@
+"""A model and a data set of a user's own, from modules that know nothing of us, one of them named like our package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import assert_refused, options, report_of, run_cli
+
+pytestmark = pytest.mark.slow
+
+MODELS = """
+from torch import nn
+
+from layers import Widened
+
+def build(input_shape, classes, channels=6):
+    height, width = input_shape
+    return nn.Sequential(
+        Widened(),
+        nn.Conv2d(1, channels, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(channels * (height // 2) * (width // 2), classes),
+    )
+"""
+LAYERS = """
+from torch import nn
+
+class Widened(nn.Module):
+    def forward(self, x):
+        return x.unsqueeze(1)
+"""
+DATA = """
+import numpy as np
+
+def load(seed):
+    rng = np.random.default_rng(seed)
+    patterns = rng.normal(size=(3, 6, 6))
+    y = rng.integers(0, 3, 300)
+    return {"x": (patterns[y] + rng.normal(size=(300, 6, 6))).astype(np.float32), "y": y}
+"""
+SETTINGS = [
+    "model.name=models:build",
+    "model.channels=4",
+    "data.dataset=data:load",
+    "data.partition=iid",
+    "federation.clients=4",
+    "federation.rounds=5",
+    "local.epochs=2",
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's working directory."""
+    (tmp_path / "models.py").write_text(MODELS)
+    (tmp_path / "layers.py").write_text(LAYERS)
+    (tmp_path / "data.py").write_text(DATA)
+    return tmp_path
+
+
+def test_own_model_and_data_run_in_litert_and_pytorch(folder: Path) -> None:
+    done = run_cli("simulate", "--out", "run", *options(SETTINGS), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    report = report_of(folder / "run")
+    assert report["runtimes"] == {"litert": 2, "torch": 2}
+    assert report["rejections"] == {}
+    assert report["final"]["test_accuracy"] > 0.8
+    assert report["experiment"]["model"] == {"name": "models:build", "channels": 4}
+
+
+def test_tensorflow_clients_are_refused_for_a_model_without_a_twin(folder: Path) -> None:
+    asked = [*SETTINGS, "federation.runtimes={torch=1, tensorflow=1}"]
+    done = run_cli("simulate", "--out", "run", *options(asked), cwd=folder)
+    assert_refused(done, "federation.runtimes", "tensorflow", "models:build", "tensorflow_twin")
+
+
+BROKEN = {
+    "does not import": ("import no_such_package\n", ["models", "no_such_package", "not installed"]),
+    "fails on import": ("1 / 0\n", ["models", "ZeroDivisionError"]),
+    "has no such function": ("def biuld():\n    pass\n", ["models", "build", "biuld"]),
+    "takes no such option": (
+        MODELS.replace("channels=6", "width=6").replace("channels", "width"),
+        ["models:build", "channels"],
+    ),
+    "returns no model": (
+        "def build(input_shape, classes, channels):\n    return 'a model'\n",
+        ["models:build", "torch.nn.Module", "str"],
+    ),
+    "fails while built": (
+        "def build(input_shape, classes, channels):\n    raise KeyError('weights')\n",
+        ["models:build", "KeyError", "weights"],
+    ),
+    "fails in forward": (
+        MODELS.replace("channels * (height", "3 * channels * (height"),
+        ["models:build", "(6, 6)", "mat1 and mat2 shapes"],
+    ),
+    "answers with no tensor": (
+        MODELS + "\nclass Two(nn.Linear):\n    def forward(self, x):\n        return x, x\n"
+        "def build(input_shape, classes, channels):\n    return Two(6, 6)\n",
+        ["models:build", "tuple", "[batch, 3]"],
+    ),
+    "answers in another shape": (
+        MODELS.replace("(width // 2), classes)", "(width // 2), classes + 1)"),
+        ["models:build", "[batch, 4]", "[batch, 3]", "3 classes"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_model_is_told_in_one_message(folder: Path, kind: str) -> None:
+    text, words = BROKEN[kind]
+    (folder / "models.py").write_text(text)
+    asked = [*SETTINGS, "simulation.workers=1"]
+    done = run_cli("simulate", "--out", "run", *options(asked), cwd=folder)
+    assert_refused(done, *words)
+
+
+def test_a_broken_loader_is_told_with_its_line(folder: Path) -> None:
+    (folder / "data.py").write_text("def load():\n    rows = []\n    return rows[0]\n")
+    done = run_cli("simulate", "--out", "run", *options(SETTINGS), cwd=folder)
+    assert_refused(done, "data:load", "data.py", "line 3", "IndexError")
