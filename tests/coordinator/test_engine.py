@@ -167,7 +167,7 @@ def test_rejections_are_counted_by_reason_and_told_in_words() -> None:
     assert "delta/w is (5,), expected (2, 3)" in told["c"][1]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.binary(max_size=64), min_size=1, max_size=3))
 def test_no_bytes_of_one_client_change_the_round_of_the_others(garbage: list[bytes]) -> None:
     def hostile(task: TaskMessage, update: Update) -> list[tuple[float, bytes]]:
@@ -220,7 +220,7 @@ def opposed(order: Sequence[int]) -> MemoryFleet:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.permutations(range(11)), st.sampled_from(["fedavg", "fedadam", "scaffold"]))
 def test_the_order_of_arrival_does_not_change_a_bit(order: list[int], strategy: str) -> None:
     plan = run_plan(strategy, rounds=2, clients_per_round=11)
