@@ -71,20 +71,28 @@ def load(module: nn.Module, params: Params) -> None:
     Raises:
         KeyError: a float tensor of the module is not in `params`.
     """
-    with torch.no_grad():
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            if tensor.is_floating_point():
-                # Written through numpy: `from_numpy` warns of arrays that are read-only, as received ones are.
-                np.copyto(tensor.detach().numpy(), params[name])
+    for name, tensor in _float_tensors(module).items():
+        # Written through numpy: `from_numpy` warns of arrays that are read-only, as received ones are.
+        np.copyto(tensor.detach().numpy(), params[name])
 
 
 def read(module: nn.Module) -> Params:
     """The module's parameters and float buffers as canonical params, copied."""
     return {
         name: tensor.detach().to(torch.float32).contiguous().numpy().copy()
-        for name, tensor in module.state_dict().items()
-        if tensor.is_floating_point()
+        for name, tensor in _float_tensors(module).items()
     }
+
+
+def _float_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and float buffers as in the state dict; a tied tensor once, under its first name."""
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor
+    return tensors
 
 
 def train_mode(module: nn.Module) -> None:

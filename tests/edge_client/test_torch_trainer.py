@@ -152,3 +152,28 @@ def test_read_after_load_is_identity() -> None:
     assert bits(read(module)) == bits(params)
     read(module)["fc.bias"][:] = 0
     assert bits(read(module)) == bits(params)
+
+
+class Tied(nn.Module):
+    """Its second layer uses the first one's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.second(self.first(x).relu())
+        return logits
+
+
+def test_a_tied_tensor_is_one_tensor_under_its_first_name() -> None:
+    module = Tied()
+    params = read(module)
+    assert sorted(params) == ["first.bias", "first.weight", "second.bias"]
+    runtime = TorchRuntime(module, nn.functional.cross_entropy)
+    assert sorted(runtime.trainable) == sorted(params)
+    moved = {name: value + 1 for name, value in params.items()}
+    load(module, moved)
+    assert np.array_equal(module.second.weight.detach().numpy(), moved["first.weight"])
