@@ -20,7 +20,7 @@ from edge_client.train.trainer import Examples, Trainer, TrainTask
 from models import datasets, zoo
 from tests.bench.interleaved import medians
 
-CLIENTS, ROUNDS, EPOCHS, BATCH, REPEATS = 20, 20, 5, 16, 3
+CLIENTS, ROUNDS, EPOCHS, BATCH, REPEATS = 20, 10, 5, 16, 3
 
 
 def run() -> dict[str, Any]:
