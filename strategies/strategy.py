@@ -19,7 +19,7 @@ from strategies.aggregators import Aggregator, Fold, WeightedMean
 from strategies.client_rules import ClientRule, PlainSGD
 from strategies.params import Params
 from strategies.server_optimizers import SGD, ServerOptimizer
-from strategies.state import State, named, part_of
+from strategies.state import State, joined, part_of, parted
 from strategies.update import Aggregate, Update
 
 
@@ -60,13 +60,11 @@ class Strategy:
         """State before round 1, for the tensors of `params` named in `trainable`."""
         learned = {name: value for name, value in params.items() if name in trainable}
         optimizer = self.server_optimizer.init(learned)
-        return State(self._joined(optimizer.arrays, self.client_rule.init(learned)), optimizer.values)
+        return _state(optimizer, self.client_rule.init(learned))
 
     def broadcast(self, state: State) -> dict[str, Params]:
         """The streams that accompany the params of the coming round, such as SCAFFOLD's control variate."""
-        rule = part_of(state.arrays, "rule")
-        streams = sorted({name.split("/", 1)[0] for name in rule})
-        return {stream: part_of(rule, stream) for stream in streams}
+        return parted(part_of(state.arrays, "rule"))
 
     def start(self, cohort_size: int) -> Fold:
         """A fold over the canonical positions of a cohort."""
@@ -85,11 +83,8 @@ class Strategy:
         before = State(part_of(state.arrays, "optimizer"), state.values)
         moved, after = self.server_optimizer.step(params, aggregate.delta, before)
         streams = self.client_rule.advance(self.broadcast(state), aggregate, num_clients)
-        return moved, State(self._joined(after.arrays, streams), after.values)
+        return moved, _state(after, streams)
 
-    @staticmethod
-    def _joined(optimizer: Params, streams: dict[str, Params]) -> Params:
-        joined = named("optimizer", optimizer)
-        for stream, tensors in streams.items():
-            joined |= named(f"rule/{stream}", tensors)
-        return joined
+
+def _state(optimizer: State, streams: dict[str, Params]) -> State:
+    return State(joined({"optimizer": optimizer.arrays, "rule": joined(streams)}), optimizer.values)

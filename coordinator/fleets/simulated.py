@@ -17,7 +17,7 @@ from coordinator.simulation.virtual_time import VirtualTime
 from edge_client.train import schedule
 from edge_client.wire import arrays
 from strategies.params import Params
-from strategies.state import named, part_of
+from strategies.state import joined, parted
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,8 @@ class SimulatedFleet:
         return list(self._clients)
 
     def submit(self, tasks: Sequence[Task], model: Model) -> None:
-        streams: Params = {}
-        for stream, tensors in model.streams.items():
-            streams |= named(stream, dict(tensors))
-        self._pool.tell({"kind": "model"}, [arrays.encode(model.params), arrays.encode(streams)])
+        blobs = [arrays.encode(model.params), arrays.encode(joined(model.streams))]
+        self._pool.tell({"kind": "model"}, blobs)
         self._renewed = {}
         answering = [t for t in tasks if not self._clock.drops_out(t.message.client, t.message.round)]
         self._silent = [task for task in tasks if task not in answering]
@@ -73,7 +71,7 @@ class SimulatedFleet:
         for job, reply in self._pool.run(self._job(index, arrival) for index, arrival in enumerate(in_time)):
             *payloads, state = reply.blobs
             done[job.key] = tuple(payloads)
-            self._remember(in_time[job.key].client.name, state)
+            self._renewed[in_time[job.key].client.name] = parted(arrays.decode(state))
             while turn in done:
                 arrival = in_time[turn]
                 for payload in done.pop(turn):
@@ -110,13 +108,4 @@ class SimulatedFleet:
             "runtime": client.runtime,
             "fault": client.fault,
         }
-        own: Params = {}
-        for stream, tensors in self._kept.get(client.name, {}).items():
-            own |= named(stream, tensors)
-        return Job(key, values, (arrays.encode(own),))
-
-    def _remember(self, client: str, state: bytes) -> None:
-        tensors = arrays.decode(state)
-        self._renewed[client] = {
-            name: part_of(tensors, name) for name in {key.split("/", 1)[0] for key in tensors}
-        }
+        return Job(key, values, (arrays.encode(joined(self._kept.get(client.name, {}))),))

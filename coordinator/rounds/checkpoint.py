@@ -18,7 +18,7 @@ from coordinator.errors import UserError
 from edge_client.wire import arrays
 from models.files import write_durably
 from strategies.params import Params
-from strategies.state import State, named, part_of
+from strategies.state import State, joined, parted
 
 FORMAT = 1
 
@@ -60,7 +60,8 @@ class Checkpoints:
         params = self._blobs.put(arrays.encode(now.params))
         state = self._blobs.put(arrays.encode(now.state.arrays, dict(now.state.values)))
         clients = self._clients | {
-            client: self._blobs.put(_encode_streams(streams)) for client, streams in now.client_states.items()
+            client: self._blobs.put(arrays.encode(joined(streams)))
+            for client, streams in now.client_states.items()
         }
         document = {
             "format": FORMAT,
@@ -96,7 +97,7 @@ class Checkpoints:
                 offsets=document["offsets"],
                 identity=document["identity"],
                 client_states={
-                    client: _decode_streams(self._blobs.get(digest))
+                    client: parted(arrays.decode(self._blobs.get(digest)))
                     for client, digest in self._clients.items()
                 },
             )
@@ -106,15 +107,3 @@ class Checkpoints:
             raise UserError(
                 f"{self._pointer}: the checkpoint is damaged: {error}; start the run anew"
             ) from None
-
-
-def _encode_streams(streams: Mapping[str, Params]) -> bytes:
-    tensors: Params = {}
-    for stream, values in streams.items():
-        tensors |= named(stream, dict(values))
-    return arrays.encode(tensors)
-
-
-def _decode_streams(payload: bytes) -> dict[str, Params]:
-    tensors = arrays.decode(payload)
-    return {stream: part_of(tensors, stream) for stream in {name.split("/", 1)[0] for name in tensors}}

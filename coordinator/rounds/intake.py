@@ -18,7 +18,7 @@ from coordinator.rounds.plan import Task
 from edge_client.wire import arrays
 from edge_client.wire.messages import DELTA, ResultHeader, result_header
 from strategies.params import Params
-from strategies.state import named, part_of
+from strategies.state import joined, parted
 from strategies.update import Update
 
 Reason = Literal[
@@ -59,9 +59,7 @@ class Expected:
 
 def expected_of(trainable: Params, streams: Mapping[str, Params]) -> Expected:
     """The expectation for updates of `trainable` with the client rule's `streams`."""
-    tensors = named(DELTA, dict(trainable))
-    for stream, values in streams.items():
-        tensors |= named(stream, dict(values))
+    tensors = joined({DELTA: trainable, **streams})
     size = sum(value.size * 4 for value in tensors.values())
     names = sum(len(name) + 128 for name in tensors)
     return Expected({name: value.shape for name, value in tensors.items()}, size + names + _HEADROOM_BYTES)
@@ -100,13 +98,13 @@ def check(payload: bytes, task: Task, expected: Expected, *, already_accepted: b
             return no(
                 "non_finite", f"{name} holds NaN or infinity; lower the learning rate or check the data"
             )
-    streams = {name.split("/", 1)[0] for name in tensors} - {DELTA}
+    streams = parted(tensors)
     return Update(
-        delta=part_of(tensors, DELTA),
+        delta=streams.pop(DELTA),
         num_examples=said.num_examples,
         num_steps=said.num_steps,
         train_loss=said.train_loss,
-        extras={stream: part_of(tensors, stream) for stream in sorted(streams)},
+        extras=streams,
     )
 
 

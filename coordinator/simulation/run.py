@@ -93,6 +93,7 @@ def resume(out: Path, surroundings: Surroundings) -> dict[str, Any]:
     if not path.exists():
         raise UserError(f"--resume {out}: there is no run here (no experiment.toml)")
     if is_finished(out):
+        shutil.rmtree(out / "work", ignore_errors=True)  # it may have been killed in between
         finished: dict[str, Any] = json.loads((out / "report.json").read_text("utf-8"))
         return finished
     return _run(resolve(read(path), str(path)), out, surroundings)

@@ -30,7 +30,7 @@ from edge_client.wire import arrays
 from edge_client.wire.messages import TaskMessage
 from models.process import die_with_parent
 from strategies.params import Params
-from strategies.state import named, part_of
+from strategies.state import joined, parted
 
 Reply = tuple[dict[str, Any], list[bytes]]
 
@@ -95,26 +95,21 @@ class Worker:
 
     def _set_model(self, frame: Frame) -> Reply:
         params, streams = (arrays.decode(blob) for blob in frame.blobs)
-        self._round = Round(
-            params, {s: part_of(streams, s) for s in {name.split("/", 1)[0] for name in streams}}
-        )
+        self._round = Round(params, parted(streams))
         return {}, []
 
     def _train(self, frame: Frame) -> Reply:
         assert self._run is not None and self._round is not None
         task = TaskMessage.from_json(frame.values["task"])
-        own = arrays.decode(frame.blobs[0])
-        client_state = {s: part_of(own, s) for s in {name.split("/", 1)[0] for name in own}}
+        client_state = parted(arrays.decode(frame.blobs[0]))
         rows = self._run.part(frame.values["part"])
         examples = Examples(self._run.x[rows], self._run.y[rows])
         trainer = Trainer(self._runtime(frame.values["runtime"]))
         local = trainer.train(
             self._round.params, task.train_task(self._round.streams), examples, client_state
         )
-        kept: Params = {}
-        for stream, tensors in local.client_state.items():
-            kept |= named(stream, tensors)
-        return {}, [*faults.payloads(frame.values["fault"], task, local.update), arrays.encode(kept)]
+        kept = arrays.encode(joined(local.client_state))
+        return {}, [*faults.payloads(frame.values["fault"], task, local.update), kept]
 
     def _evaluate(self, frame: Frame) -> Reply:
         """Scores the rows [start, stop) of the test part."""

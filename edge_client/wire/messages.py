@@ -15,7 +15,7 @@ from edge_client.wire import arrays
 from edge_client.wire.strict import shown
 from strategies import client_rules
 from strategies.client_rules import Streams
-from strategies.state import named
+from strategies.state import joined
 from strategies.update import Update
 
 DELTA = "delta"
@@ -75,10 +75,7 @@ def encode_result(task: TaskMessage, update: Update) -> bytes:
     header = ResultHeader(
         task.round, task.client, task.base, update.num_examples, update.num_steps, update.train_loss
     )
-    tensors = named(DELTA, update.delta)
-    for stream, stream_tensors in update.extras.items():
-        tensors |= named(stream, stream_tensors)
-    return arrays.encode(tensors, asdict(header))
+    return arrays.encode(joined({DELTA: update.delta, **update.extras}), asdict(header))
 
 
 def result_header(values: Mapping[str, Any]) -> ResultHeader:
