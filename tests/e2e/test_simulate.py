@@ -108,6 +108,9 @@ def test_the_same_experiment_gives_the_same_bits_with_another_number_of_workers(
 
 def test_a_finished_run_is_left_as_it_is(default_run: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in default_run.rglob("*")}
+    # As when it was killed after its report was written, and before its working data was removed.
+    (default_run / "work").mkdir()
+    (default_run / "work" / "x.npy").touch()
     resumed = run_cli("simulate", "--resume", default_run)
     assert resumed.returncode == 0 and "already finished" in resumed.stderr
     assert_refused(run_cli("simulate", "--out", default_run), "not empty", f"--resume {default_run}")

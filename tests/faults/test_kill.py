@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
 from collections.abc import Callable
 from itertools import pairwise
@@ -44,7 +45,7 @@ SETTINGS = (
 # With scaffold every client has state too, with fedadam the server's optimizer has.
 MIXED = (*SETTINGS, "federation.runtimes={litert=0.5, torch=0.5}", "strategy.name=fedadam")
 TORCH = (*SETTINGS, "federation.runtimes={torch=1}", "strategy.name=scaffold")
-KILLS_IN_ROUNDS = 7
+KILLS_IN_ROUNDS = 6
 
 
 @pytest.mark.parametrize(("workers", "settings", "seed"), [(1, MIXED, 11), (2, TORCH, 12)])
@@ -99,6 +100,19 @@ def test_workers_die_with_a_parent_that_is_killed_alone(tmp_path: Path, moment: 
         run.send(signal.SIGKILL)
         assert run.ended() == -signal.SIGKILL
         assert run.all_gone(), run.alive()
+
+
+def test_a_killed_worker_ends_the_run_in_words_that_say_how_to_go_on(tmp_path: Path) -> None:
+    """As the kernel does when memory is short."""
+    out = tmp_path / "run"
+    with started("simulate", "--out", out, *options([*TORCH, "simulation.workers=2"])) as run:
+        assert run.reaches((out / "checkpoint" / "checkpoint.json").exists), run.errors()
+        os.kill(run.pids_of("coordinator.simulation.worker")[0], signal.SIGKILL)
+        code, errors = run.ended(), run.errors()
+        assert run.all_gone(), run.alive()
+    assert code == 1
+    assert "Traceback" not in errors
+    assert "signal 9" in errors and f"fedloop simulate --resume {out}" in errors
 
 
 def _kill_points(out: Path, undisturbed: Path, seed: int) -> list[Callable[[Started], bool]]:

@@ -111,6 +111,10 @@ class Started:
         """Command lines of all living processes of this run, the command's own among them."""
         return [words for _, words in self._living()]
 
+    def pids_of(self, words: str) -> list[int]:
+        """Its living processes with `words` in their command lines, the oldest first."""
+        return sorted(pid for pid, line in self._living() if words in line)
+
     def all_gone(self) -> bool:
         """Waits until no process of this run is left; False where one stays for good."""
         for pid, _ in self._living():
