@@ -129,19 +129,14 @@ def convert(request: ExportRequest, cache_dir: Path) -> dict[str, Any]:
 
 
 def _spec(request: ExportRequest) -> ModelSpec:
-    try:
-        return zoo.get(
-            request.model,
-            input_shape=request.input_shape,
-            classes=request.classes,
-            input_dtype=request.input_dtype,
-            task=request.task,
-            **request.options,
-        )
-    except (zoo.ModelNotFound, UserCodeError):
-        raise
-    except Exception as error:
-        raise NotTraceable(f"building the model failed: {type(error).__name__}: {error}") from error
+    return zoo.get(
+        request.model,
+        input_shape=request.input_shape,
+        classes=request.classes,
+        input_dtype=request.input_dtype,
+        task=request.task,
+        **request.options,
+    )
 
 
 def _draft(request: ExportRequest, spec: ModelSpec, graphs: Traced) -> Manifest:

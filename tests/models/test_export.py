@@ -107,7 +107,7 @@ def test_a_users_own_module_exports_and_trains_as_in_pytorch(own: Path) -> None:
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        ("broken", r"building the model failed: KeyError: 'no such thing'"),
+        ("broken", r"failed while built: KeyError: 'no such thing'"),
         ("killed", r"the export process was killed by signal 9 \(the machine may be out of memory\)"),
         ("talkative", r"is random"),
         ("absent", r"nets has no function 'absent'; it has: .*pooled"),

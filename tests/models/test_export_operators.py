@@ -52,7 +52,9 @@ def test_a_version_newer_than_listed_is_refused() -> None:
 @pytest.mark.parametrize(
     ("axes", "complaint"), [([1, 2], "over 2 axes"), (None, "over axes known only when it runs")]
 )
-def test_reverse_over_anything_but_one_constant_axis_is_refused(axes: list[int] | None, complaint: str) -> None:
+def test_reverse_over_anything_but_one_constant_axis_is_refused(
+    axes: list[int] | None, complaint: str
+) -> None:
     assert operators(forged((BUILTIN.REVERSE_V2, 1, None), axes=[2]))[0].name == "REVERSE_V2"
     with pytest.raises(ForeignOperator, match=f"REVERSE_V2 {complaint}"):
         operators(forged((BUILTIN.REVERSE_V2, 1, None), axes=axes))

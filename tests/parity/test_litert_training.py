@@ -22,7 +22,7 @@ RULES: dict[str, ClientRule] = {
     "proximal": Proximal(mu=0.7),
     "control variates": ControlVariates(),
 }
-LARGE = {"resnet8-group", "resnet8-batch", "textcls"}
+LARGE = {"resnet8-group", "resnet8-batch", "charlm", "textcls"}
 
 architectures = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in ARCHITECTURES]
