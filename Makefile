@@ -38,7 +38,7 @@ test: setup ## everything, with coverage; what CI runs
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n 2 --dist loadgroup --cov --cov-report=term
+	$(BIN)/pytest -n 2 --dist loadfile --cov --cov-report=term
 
 bench: setup ## benchmarks: ratios measured interleaved, JSON under runs/bench
 	$(BIN)/python -m tests.bench

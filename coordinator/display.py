@@ -40,7 +40,7 @@ class RichProgress:
         self._console.print(Text(words + " …", style="dim"))
 
     def note(self, words: str) -> None:
-        self._console.print(Text("  " + words, style="dim"))
+        self._console.print(Text("  " + words, style="dim"), soft_wrap=True)
 
     def step(self, done: int, total: int) -> None:
         if self._task is None or self._bar.tasks[-1].finished:

@@ -112,6 +112,7 @@ def is_finished(out: Path) -> bool:
 def _run(experiment: Experiment, out: Path, surroundings: Surroundings) -> dict[str, Any]:
     work = out / "work"
     with _resumable(out), _locked(out), _pool(experiment, work) as pool:
+        _sweep(out)
         checkpoints = Checkpoints(out / "checkpoint")
         committed = checkpoints.load()
         prepared = prepare(experiment, work, pool, surroundings.data_dir, surroundings.progress)
@@ -261,6 +262,12 @@ def _require_same(committed: Committed, prepared: Prepared, identity: Mapping[st
 def _pool(experiment: Experiment, work: Path) -> WorkerPool:
     work.mkdir(exist_ok=True)
     return WorkerPool(experiment.simulation.workers or len(os.sched_getaffinity(0)), work / "workers.log")
+
+
+def _sweep(out: Path) -> None:
+    """Removes half-written files that a kill in the middle of a write has left."""
+    for leftover in [*out.glob(".*.tmp"), *out.glob("checkpoint/.*.tmp")]:
+        leftover.unlink(missing_ok=True)
 
 
 @contextmanager
