@@ -155,6 +155,6 @@ def _experiment(student: Path) -> experiment.Experiment:
             "rounds": 30,
             "runtimes": {"litert": 0.4, "torch": 0.3, "tensorflow": 0.3},
         },
-        "local": {"epochs": 5, "batch_size": 16, "lr": 0.05},
+        "local": {"epochs": 5, "batch_size": 16, "lr": 0.02},
     }
     return experiment.resolve(document, "demo")

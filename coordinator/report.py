@@ -67,6 +67,13 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
         ]
 
 
+def read_start(path: Path) -> dict[str, Any]:
+    """`test_loss` and `test_accuracy` of the model the run began with, from its first event."""
+    with path.open(encoding="utf-8") as file:
+        event = json.loads(file.readline())
+    return {key: event[key] for key in ("test_loss", "test_accuracy")}
+
+
 def write(
     out: Path,
     experiment: Experiment,
@@ -82,12 +89,13 @@ def write(
     """
     encoded = arrays.encode(params)
     write_durably(out / "model.safetensors", encoded)
-    rounds = read_rounds(out / "rounds.csv")
+    start, rounds = read_start(out / "events.jsonl"), read_rounds(out / "rounds.csv")
     document: dict[str, Any] = {
         "experiment": experiment.model_dump(mode="json", exclude_none=True),
         "data": {key: found[key] for key in ("fingerprint", "classes", "input_shape", "task", "preview")},
         "clients": len(clients),
         "runtimes": dict(sorted(Counter(client.runtime for client in clients).items())),
+        "start": start,
         "rounds": rounds,
         "rejections": _total_rejections(rounds),
         "bytes_up": sum(row["bytes_up"] for row in rounds),
@@ -101,13 +109,15 @@ def write(
     }
     if sites is not None:
         document["per_site"] = _per_site(final, sites, found["site_names"])
-    draw_curves(out / "curves.png", experiment.name, rounds)
+    draw_curves(out / "curves.png", experiment.name, start, rounds)
     write_durably(out / "report.json", json.dumps(document, indent=2).encode())
     return document
 
 
-def draw_curves(path: Path, title: str, rounds: Sequence[Mapping[str, Any]]) -> None:
-    """Loss and accuracy per round, with the spread of accuracy over clients."""
+def draw_curves(
+    path: Path, title: str, start: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]
+) -> None:
+    """Loss and accuracy per round, with the spread of accuracy over clients. Round 0 is the model it began with."""
     # Figure and canvas directly: pyplot keeps global state and looks for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -116,6 +126,7 @@ def draw_curves(path: Path, title: str, rounds: Sequence[Mapping[str, Any]]) -> 
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     numbers = [row["round"] for row in rounds]
+    tested = [start, *rounds]
     trained = [row for row in rounds if row["train_loss"] is not None]
     left.plot(
         [r["round"] for r in trained],
@@ -123,7 +134,7 @@ def draw_curves(path: Path, title: str, rounds: Sequence[Mapping[str, Any]]) -> 
         label="training (clients' mean)",
         color="#8a8a8a",
     )
-    left.plot(numbers, [row["test_loss"] for row in rounds], label="test", color="#1f6feb")
+    left.plot([0, *numbers], [row["test_loss"] for row in tested], label="test", color="#1f6feb")
     _dress(left, "loss (cross-entropy)", numbers)
     left.set_ylim(bottom=0)
     low = [row["client_accuracy_min"] for row in rounds]
@@ -138,7 +149,9 @@ def draw_curves(path: Path, title: str, rounds: Sequence[Mapping[str, Any]]) -> 
         ls=":",
         label="clients, median",
     )
-    right.plot(numbers, [row["test_accuracy"] for row in rounds], color="#1f6feb", label="all test rows")
+    right.plot(
+        [0, *numbers], [row["test_accuracy"] for row in tested], color="#1f6feb", label="all test rows"
+    )
     _dress(right, "test accuracy", numbers)
     right.set_ylim(0, 1.01)
     last = rounds[-1]["test_accuracy"]
@@ -157,7 +170,7 @@ def _dress(axes: Axes, label: str, numbers: Sequence[int]) -> None:
     axes.set_xlabel("round")
     axes.set_ylabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(min(numbers), max(max(numbers), min(numbers) + 1))
+    axes.set_xlim(0, max(numbers))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -146,18 +147,6 @@ def _rounds(
     fleet = _fleet(experiment, pool, prepared)
     lines = report.open_lines(out, committed)
     emit = EventLog(lines["events.jsonl"], surroundings.clock)
-    if committed is None:
-        params = prepared.params
-        if experiment.model.init is not None:
-            params = starting_params(Path(experiment.model.init), params)
-        start = RunState(0, params, run_plan.strategy.init(params, prepared.trainable))
-        emit("run_started", experiment=experiment.name, clients=len(prepared.clients), rounds=run_plan.rounds)
-    else:
-        start = RunState(committed.round, committed.params, committed.state)
-        fleet.restore(committed.client_states)
-        if lines["events.jsonl"].size_bytes == committed.offsets["events.jsonl"]:
-            engine.tell_committed(emit, committed.record)  # it was killed before it could
-        emit("run_resumed", experiment=experiment.name, round=committed.round)
     owners = np.load(out / "work" / "owners.npy", allow_pickle=False)
     names = [client.name for client in prepared.clients]
 
@@ -167,6 +156,17 @@ def _rounds(
         return Score(
             scored.loss, scored.accuracy, {n: value for n, value in clients.items() if value is not None}
         )
+
+    if committed is None:
+        start = _begun(experiment, prepared, run_plan)
+        told = {"clients": len(prepared.clients), "rounds": run_plan.rounds, **_figures(score(start.params))}
+        emit("run_started", experiment=experiment.name, **told)
+    else:
+        start = RunState(committed.round, committed.params, committed.state)
+        fleet.restore(committed.client_states)
+        if lines["events.jsonl"].size_bytes == committed.offsets["events.jsonl"]:
+            engine.tell_committed(emit, committed.record)  # it was killed before it could
+        emit("run_resumed", experiment=experiment.name, round=committed.round)
 
     def commit(state: RunState, record: RoundRecord, clients: Mapping[str, Mapping[str, Params]]) -> None:
         for file in lines.values():
@@ -196,6 +196,20 @@ def _rounds(
     finally:
         for file in lines.values():
             file.close()
+
+
+def _begun(experiment: Experiment, prepared: Prepared, run_plan: RunPlan) -> RunState:
+    params = prepared.params
+    if experiment.model.init is not None:
+        params = starting_params(Path(experiment.model.init), params)
+    return RunState(0, params, run_plan.strategy.init(params, prepared.trainable))
+
+
+def _figures(score: Score) -> dict[str, float | None]:
+    return {
+        "test_loss": score.loss if math.isfinite(score.loss) else None,
+        "test_accuracy": score.accuracy,
+    }
 
 
 def _plan(experiment: Experiment, prepared: Prepared) -> RunPlan:

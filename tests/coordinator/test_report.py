@@ -182,6 +182,7 @@ def write(
     out: Path, final: Evaluation, *, sites: Any = None, count: int = 3, **changed: Any
 ) -> dict[str, Any]:
     lines = report.open_lines(out, None)
+    lines["events.jsonl"].append('{"event": "run_started", "test_loss": 2.3, "test_accuracy": 0.1}')
     for record in records(count):
         report.append_round(lines["rounds.csv"], replace(record, **changed))
     close(lines)

@@ -123,3 +123,18 @@ def test_a_broken_loader_is_told_with_its_line(folder: Path) -> None:
     (folder / "data.py").write_text("def load():\n    rows = []\n    return rows[0]\n")
     done = run_cli("simulate", "--out", "run", *options(SETTINGS), cwd=folder)
     assert_refused(done, "data:load", "data.py", "line 3", "IndexError")
+
+
+def test_an_installed_package_offers_its_model_under_a_short_name(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    about = site / "othernets-1.0.dist-info"
+    about.mkdir(parents=True)
+    (site / "othernets.py").write_text(MODELS.replace("from layers import Widened", LAYERS))
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: othernets\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[fedloop.models]\nothernet = othernets:build\n")
+    asked = ["model.name=othernet", "model.channels=4", "federation.rounds=1", "local.steps=2"]
+
+    done = run_cli("simulate", "--out", "out", *options(asked), cwd=tmp_path, env={"PYTHONPATH": str(site)})
+
+    assert done.returncode == 0, done.stderr
+    assert report_of(tmp_path / "out")["experiment"]["model"] == {"name": "othernet", "channels": 4}

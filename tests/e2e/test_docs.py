@@ -1,0 +1,73 @@
+"""The guides run as they are written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from coordinator import experiment
+from strategies import presets
+from tests.support.cli import run_cli
+
+ROOT = Path(__file__).parents[2]
+# Keys of the example that belong to another data set than the one it names.
+OF_OTHERS = {"path", "label", "site", "split", "features", "length", "vocab"}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_guide_to_an_own_model_runs(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(blocks("docs/own-model.md", "python")[0])
+    command = shlex.split(blocks("docs/own-model.md", "sh")[0])
+    assert command[:2] == ["fedloop", "simulate"]
+    done = run_cli(*command[1:], "--out", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "report.json").exists()
+
+
+@pytest.mark.slow
+def test_the_python_example_of_the_readme_runs(tmp_path: Path) -> None:
+    import subprocess
+
+    code = blocks("README.md", "python")[0]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    accuracy, shape = done.stdout.split(" ", 1)
+    assert float(accuracy) > 0.5
+    assert shape.strip() == "(10, 256)"
+
+
+def test_the_reference_shows_every_key_with_its_default() -> None:
+    """An experiment made of the reference's own values, less the keys of other data sets, is the default one."""
+    document = tomllib.loads(blocks("docs/experiment.md", "toml")[0])
+    sections = experiment.Experiment.model_fields
+    for name, section in document.items():
+        if isinstance(section, dict):
+            known = set(sections[name].annotation.model_fields) - {"steps"}  # type: ignore[union-attr] # or epochs
+            assert known <= set(section), f"[{name}] in docs/experiment.md lacks {known - set(section)}"
+    for key in OF_OTHERS:
+        del document["data"][key]
+    del document["model"]["init"]
+    assert experiment.resolve(document, "docs/experiment.md") == experiment.resolve({}, "defaults")
+
+
+def test_the_reference_shows_every_strategy_with_its_options() -> None:
+    page = (ROOT / "docs/experiment.md").read_text("utf-8")
+    table = [line for line in page.splitlines() if line.startswith("| `")]
+    for name, options in presets.OPTIONS.items():
+        (row,) = [line for line in table if f"`{name}`" in line.split("|")[1]]
+        shown = dict(re.findall(r"`(\w+) = ([^`]+)`", row.split("|")[2]))
+        expected = {
+            key: value.default for key, value in options.items() if key not in ("weighting", "clip_norm")
+        }
+        assert {key: tomllib.loads(f"v = {text}")["v"] for key, text in shown.items()} == expected
