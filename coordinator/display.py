@@ -79,6 +79,11 @@ def closing_lines(report: dict[str, Any], folder: Path) -> str:
         lines.append(
             "rejected: " + ", ".join(f"{count} {reason}" for reason, count in report["rejections"].items())
         )
+    unchanged = sum(row["accepted"] == 0 for row in report["rounds"])
+    if unchanged:
+        lines.append(
+            f"{unchanged} of {len(report['rounds'])} rounds changed nothing: too few updates by the deadline"
+        )
     lines.append(f"model {final['model_sha256'][:16]}…  report, curves and model in {folder}/")
     return "\n".join(lines)
 

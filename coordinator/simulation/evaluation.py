@@ -19,12 +19,9 @@ CHUNK_ROWS = 4 * EVALUATION_ROWS
 
 def evaluate(pool: WorkerPool, test_rows: int, params: Params) -> Evaluation:
     """The params on all test rows, by chunks in worker processes, put together in row order."""
-    encoded = arrays.encode(params)
+    pool.tell({"kind": "candidate"}, [arrays.encode(params)])
     starts = range(0, test_rows, CHUNK_ROWS)
-    jobs = [
-        Job(start, {"kind": "evaluate", "start": start, "stop": start + CHUNK_ROWS}, (encoded,))
-        for start in starts
-    ]
+    jobs = [Job(start, {"kind": "evaluate", "start": start, "stop": start + CHUNK_ROWS}) for start in starts]
     parts = {job.key: _scored(reply) for job, reply in pool.run(jobs)}
     return merged(parts[start] for start in starts)
 

@@ -1,8 +1,9 @@
 """One worker process of the simulation: prepares, trains and evaluates, one job at a time.
 
-It is told once which data and model the run has (`open`) and before each round which params to start from
-(`model`); a job then needs little more than the position of its client. Frameworks are imported when the
-first job needs them, so that a worker that trains LiteRT clients only never loads TensorFlow.
+It is told once which data and model the run has (`open`), before each round which params to start from
+(`model`) and before each evaluation which to score (`candidate`); a job then needs little more than the
+position of its client. Frameworks are imported when the first job needs them, so that a worker that trains
+LiteRT clients only never loads TensorFlow.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Worker:
         self._run: workspace.Opened | None = None
         self._model: dict[str, Any] = {}
         self._round: Round | None = None
+        self._candidate: Params = {}
         self._runtimes: dict[str, Runtime] = {}
 
     def handle(self, frame: Frame) -> Reply:
@@ -60,6 +62,7 @@ class Worker:
             "open": self._open,
             "model": self._set_model,
             "train": self._train,
+            "candidate": self._set_candidate,
             "evaluate": self._evaluate,
         }
         return kinds[frame.values["kind"]](frame)
@@ -111,13 +114,16 @@ class Worker:
         kept = arrays.encode(joined(local.client_state))
         return {}, [*faults.payloads(frame.values["fault"], task, local.update), kept]
 
+    def _set_candidate(self, frame: Frame) -> Reply:
+        self._candidate = arrays.decode(frame.blobs[0])
+        return {}, []
+
     def _evaluate(self, frame: Frame) -> Reply:
         """Scores the rows [start, stop) of the test part."""
         assert self._run is not None
         rows = self._run.test_rows[frame.values["start"] : frame.values["stop"]]
-        params = arrays.decode(frame.blobs[0])
         result = Trainer(self._runtime("torch")).evaluate(
-            params, Examples(self._run.x[rows], self._run.y[rows])
+            self._candidate, Examples(self._run.x[rows], self._run.y[rows])
         )
         counts = arrays.encode({"correct": result.correct, "labels": result.labels})
         return {"loss_sum": result.loss_sum}, [counts]

@@ -268,3 +268,8 @@ def test_equal_runs_draw_equal_pictures(tmp_path: Path) -> None:
         write(tmp_path / name, evaluation([1], [1]))
         pictures.append((tmp_path / name / "curves.png").read_bytes())
     assert pictures[0] == pictures[1]
+
+
+def test_rounds_that_changed_nothing_are_told(tmp_path: Path) -> None:
+    document = write(tmp_path, evaluation([1], [1]), count=2, accepted=0)
+    assert "2 of 2 rounds changed nothing" in display.closing_lines(document, tmp_path)
