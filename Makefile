@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 # Several processes with several threads each fight over the cores; workers and tests have one thread.
 export OMP_NUM_THREADS ?= 1
 export TF_CPP_MIN_LOG_LEVEL ?= 3
-SOURCES := coordinator edge_client strategies models tests fedloop.py
+SOURCES := coordinator edge_client strategies models tests fedloop.py _fedloop_command.py
 
 .PHONY: help setup demo test check bench clean
 

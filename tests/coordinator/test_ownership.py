@@ -108,3 +108,13 @@ def test_a_folder_of_the_same_name_where_one_works_is_no_shadow(shadow: Path) ->
         [FEDLOOP, "doctor", "--json"], cwd=shadow, capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("command", ["doctor", "simulate"])
+def test_a_shadow_of_the_commands_own_package_is_told_too(shadow: Path, command: str) -> None:
+    (shadow / "models").rename(shadow / "coordinator")
+    done = run(FEDLOOP, command, shadow=shadow)
+    assert (done.returncode, done.stdout) == (2, "")
+    leads = f"the name 'coordinator' leads to {shadow / 'coordinator'}, not to {HOME / 'coordinator'}"
+    assert leads in done.stderr
+    assert "Traceback" not in done.stderr
