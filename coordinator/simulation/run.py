@@ -214,6 +214,7 @@ def _figures(score: Score) -> dict[str, float | None]:
 
 def _plan(experiment: Experiment, prepared: Prepared) -> RunPlan:
     federation, local = experiment.federation, experiment.local
+    assert local.lr is not None  # resolved
     return RunPlan(
         seed=experiment.seed,
         rounds=federation.rounds,

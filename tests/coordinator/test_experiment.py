@@ -412,3 +412,12 @@ def test_whatever_a_file_says_it_resolves_or_is_refused(document: dict[str, Any]
         experiment.resolve(document, "any.toml").to_toml()
     except UserError as error:
         assert str(error).startswith("any.toml: ")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "lr"), [("digits", 0.05), ("shakespeare", 0.3), ("phrasebank", 0.2), ("csv", 0.05)]
+)
+def test_the_learning_rate_depends_on_the_data_set_unless_it_is_given(dataset: str, lr: float) -> None:
+    asked = [f"data.dataset={dataset}", *(["data.path=t.csv"] if dataset == "csv" else [])]
+    assert load(*asked).local.lr == lr
+    assert load(*asked, "local.lr=0.01").local.lr == 0.01
