@@ -9,7 +9,6 @@ included, so an interrupted run leaves nothing behind that holds memory or ports
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -22,14 +21,12 @@ from typing import IO, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from models.process import PARENT_VARIABLE
+from models.process import worker_environment
 
 Stage = Literal["pretrain", "distil", "quantize"]
 OnProgress = Callable[[Mapping[str, Any]], None]
 
 LOG_NAME = "log.txt"
-
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class JobFailed(RuntimeError):
@@ -145,13 +142,12 @@ def _started(command: list[str], stderr: IO[bytes]) -> Iterator[subprocess.Popen
 
     It has a session of its own, so that Ctrl-C in a terminal reaches us alone and we end it.
     """
-    environment = {**os.environ, **_ONE_THREAD, PARENT_VARIABLE: str(os.getpid())}
     worker = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=stderr,
-        env=environment,
+        env=worker_environment(),
         start_new_session=True,
     )
     try:

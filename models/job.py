@@ -22,13 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from models.files import write_durably
+from models.labels import PADDING
 
 if TYPE_CHECKING:
     from models.zoo import ModelSpec
 
 Options = TypeVar("Options")
-
-PADDING = -1
 
 
 class JobError(ValueError):

@@ -22,8 +22,24 @@ PARENT_VARIABLE = "FEDLOOP_PARENT_PID"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+# Several processes with several threads each fight over the cores. oneDNN's rounding depends on the processor.
+_ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+}
+
 Report = Callable[..., None]
 """Writes its keyword arguments as one JSON line to the parent."""
+
+
+def worker_environment() -> dict[str, str]:
+    """The environment to start a worker in: ours, one thread, and whose death ends it."""
+    return {**os.environ, **_ONE_THREAD, PARENT_VARIABLE: str(os.getpid())}
 
 
 def die_with_parent() -> None:
@@ -48,7 +64,7 @@ def serve(work: Callable[[Path, Report], None]) -> NoReturn:
     ValueError included, the traceback goes to standard error as well.
     """
     die_with_parent()
-    report = reporter(_own_stdout())
+    report = reporter(own_stdout())
     if len(sys.argv) != 2:
         report(error=f"expected one argument, the job file, got {len(sys.argv) - 1}")
         raise SystemExit(2)
@@ -73,7 +89,7 @@ def reporter(stream: TextIO) -> Report:
     return report
 
 
-def _own_stdout() -> TextIO:
+def own_stdout() -> TextIO:
     """Standard output for us alone; what libraries print there, from C too, goes to standard error instead."""
     sys.stdout.flush()
     kept = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -7,7 +7,6 @@ own but the log. At most two jobs lie with a worker, one running and one waiting
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import subprocess
@@ -22,20 +21,10 @@ from typing import Any
 from coordinator.errors import UserError
 from coordinator.simulation import frames
 from coordinator.simulation.frames import Frame
-from models.process import PARENT_VARIABLE
+from models.process import worker_environment
 
 WAITING = 2
 """Jobs given to one worker at a time."""
-
-ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "TF_NUM_INTRAOP_THREADS": "1",
-    "TF_NUM_INTEROP_THREADS": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "TF_ENABLE_ONEDNN_OPTS": "0",
-}
 
 
 class WorkerDied(Exception):
@@ -139,7 +128,7 @@ class WorkerPool:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, **ONE_THREAD, PARENT_VARIABLE: str(os.getpid())},
+            env=worker_environment(),
         )
         theirs.close()
         worker = _Worker(process, ours)

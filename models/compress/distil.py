@@ -26,9 +26,10 @@ from torch.nn import functional as F
 from models import job as jobs
 from models import process
 from models.job import bounded
+from models.labels import PADDING
 from models.pretrain import checkpoint, loop
 from models.pretrain.batches import global_batches, shifted
-from models.zoo.spec import PADDING, Loss, masked_cross_entropy
+from models.zoo.spec import Loss, masked_cross_entropy
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,6 @@ import numpy.typing as npt
 
 TaskKind = Literal["classification", "next_token"]
 
-PADDING = -1
-"""A label that counts for nothing, in any task."""
-
 
 class DataError(ValueError):
     """The data or its description is wrong; the message names the file and place, and says what to do."""

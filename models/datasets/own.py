@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from models import user_code
-from models.datasets.dataset import PADDING, DataError, Dataset, TaskKind
+from models.datasets.dataset import DataError, Dataset, TaskKind
 from models.datasets.holdout import held_out
 from models.datasets.notation import nearest
+from models.labels import PADDING
 
 KEYS = ("x", "y", "test", "x_test", "y_test", "site", "classes", "task", "class_names")
 TASKS: tuple[TaskKind, ...] = ("classification", "next_token")

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from models.datasets import files
-from models.datasets.dataset import PADDING, DataError, Dataset
+from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import take
+from models.labels import PADDING
 
 NAME = "tinyshakespeare.txt"
 ORIGIN = "https://github.com/karpathy/char-rnn/tree/master/data/tinyshakespeare"

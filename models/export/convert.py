@@ -52,7 +52,7 @@ from models.export import cache
 from models.export.operators import ForeignOperator, minimum_runtime, operators
 from models.export.request import ExportRequest
 from models.export.trace import NotTraceable, Traced, traced
-from models.process import die_with_parent
+from models.process import die_with_parent, own_stdout
 from models.user_code import UserCodeError
 from models.zoo.spec import ModelSpec
 
@@ -86,7 +86,7 @@ class Stopwatch:
 
 def main() -> int:
     die_with_parent()
-    answers = _own_stdout()
+    answers = own_stdout()
     text = Path(sys.argv[1]).read_text() if len(sys.argv) > 1 else sys.stdin.read()
     document = json.loads(text)
     torch.set_num_threads(1)
@@ -96,8 +96,8 @@ def main() -> int:
         answer = {"error": str(error)}
     except OSError as error:
         answer = {"error": f"the cache cannot be used: {error}"}
-    with os.fdopen(answers, "w") as out:
-        json.dump(answer, out)
+    with answers:
+        json.dump(answer, answers)
     return 1 if "error" in answer else 0
 
 
@@ -250,13 +250,6 @@ def _reason(error: Exception) -> str:
     named = re.search(r"\b(aten\.\w+|stablehlo\.\w+|tfl\.\w+)", said)
     operation = f"operation {named[1]}: " if named else ""
     return f"{operation}{type(error).__name__}: {said[:_REASON_LENGTH] or 'no reason given'}"
-
-
-def _own_stdout() -> int:
-    """Keeps standard output for the answer; what anything prints goes to standard error."""
-    answers = os.dup(1)
-    os.dup2(2, 1)
-    return answers
 
 
 if __name__ == "__main__":

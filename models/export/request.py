@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edge_client.wire.strict import Unfit, parse
-from models.process import PARENT_VARIABLE
+from models.process import worker_environment
 
 TIMEOUT_SECONDS = 1800.0
 
@@ -99,7 +99,7 @@ def export(request: ExportRequest, cache_dir: Path, *, code_folder: Path | None 
             capture_output=True,
             text=True,
             cwd=where,
-            env=os.environ | {"OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())},
+            env=worker_environment(),
             timeout=TIMEOUT_SECONDS,
             check=False,
         )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-PADDING = -1
+from models.labels import PADDING
 
 Indices = npt.NDArray[np.int64]
 

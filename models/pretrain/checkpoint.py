@@ -24,8 +24,7 @@ def params_of(module: nn.Module) -> dict[str, npt.NDArray[np.float32]]:
     """Parameters and float buffers, keys as in `state_dict` and sorted, float32, C order, copied."""
     return {
         name: np.array(tensor.detach().to("cpu", torch.float32).contiguous().numpy())
-        for name, tensor in sorted(module.state_dict().items())
-        if tensor.is_floating_point()
+        for name, tensor in sorted(_float_tensors(module).items())
     }
 
 
@@ -50,7 +49,7 @@ def load(module: nn.Module, path: Path) -> None:
         params = safetensors.numpy.load(path.read_bytes())
     except (OSError, SafetensorError) as error:
         raise JobError(f"{path} is not a readable .safetensors file: {error}") from error
-    expected = {n: t for n, t in module.state_dict(keep_vars=True).items() if t.is_floating_point()}
+    expected = _float_tensors(module)
     for name in sorted(set(params) | set(expected)):
         if name not in params or name not in expected:
             where = "missing" if name not in params else "not one of the model's"
@@ -65,3 +64,12 @@ def load(module: nn.Module, path: Path) -> None:
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(torch.from_numpy(np.ascontiguousarray(params[name], dtype=np.float32)))
+
+
+def _float_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """As in the state dict; a tied tensor once, under its first name, as the clients' trainers have it."""
+    tensors = {n: t for n, t in module.state_dict(keep_vars=True).items() if t.is_floating_point()}
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from models.labels import PADDING
+
 TaskKind = Literal["classification", "next_token"]
 InputDtype = Literal["float32", "int32"]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-PADDING = -1
-"""A label that counts for nothing, in any task."""
 
 
 @dataclass(frozen=True)

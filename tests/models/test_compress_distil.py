@@ -14,8 +14,9 @@ from torch import nn
 
 from models import zoo
 from models.compress.distil import Options, distil, distillation_loss
+from models.labels import PADDING
 from models.pretrain import checkpoint
-from models.zoo.spec import PADDING, masked_cross_entropy
+from models.zoo.spec import masked_cross_entropy
 
 OPTIONS = Options(epochs=1, temperature=3.0, alpha=0.7)
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.datasets import DataError, load, preview, sources
-from models.datasets.dataset import PADDING
 from models.datasets.holdout import held_out
+from models.labels import PADDING
 from tests.support.require import data_dir
 
 MNIST = ("mnist10k-images-idx3-ubyte.gz", "mnist10k-labels-idx1-ubyte.gz")

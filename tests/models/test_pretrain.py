@@ -9,13 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from edge_client.train import torch_trainer
 from edge_client.wire import arrays
 from models import zoo
 from models.job import JobError
+from models.labels import PADDING
 from models.pretrain import checkpoint, loop
-from models.pretrain.batches import PADDING, Share, global_batches, shifted
+from models.pretrain.batches import Share, global_batches, shifted
 
 CPU = torch.device("cpu")
 
@@ -156,3 +158,16 @@ def blobs() -> tuple[np.ndarray, np.ndarray]:
     return (rng.normal(size=(3, 4)) * 2)[y].astype(np.float32) + rng.normal(size=(60, 4)).astype(
         np.float32
     ), y
+
+
+def test_a_tied_tensor_is_saved_once_under_its_first_name(tmp_path: Path) -> None:
+    def tied() -> nn.Sequential:
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        module[1].weight = module[0].weight
+        return module
+
+    saved, other = tied(), tied()
+    checkpoint.save(saved, tmp_path / "model.safetensors")
+    assert sorted(checkpoint.params_of(saved)) == ["0.bias", "0.weight", "1.bias"]
+    checkpoint.load(other, tmp_path / "model.safetensors")
+    assert torch.equal(other[1].weight, saved[0].weight)

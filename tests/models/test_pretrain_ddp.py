@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 
 from coordinator import jobs
-from models.job import PADDING
+from models.labels import PADDING
 
 pytestmark = pytest.mark.slow
 
