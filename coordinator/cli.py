@@ -75,7 +75,10 @@ def simulate(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Run a whole federation on this machine and report on it."""
+    """Run a whole federation on this machine and report on it.
+
+    EXPERIMENT.toml describes it (docs/experiment.md lists every key); without one the defaults run, on digits.
+    """
     from coordinator import experiment as experiments
     from coordinator.display import RichProgress
     from coordinator.simulation import run
