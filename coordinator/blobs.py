@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from edge_client.files import write_durably
 from edge_client.wire import arrays
-from models.files import write_durably
 
 
 class BlobDamaged(ValueError):

@@ -24,8 +24,8 @@ from coordinator.errors import RunInterrupted, UserError
 from coordinator.jobs import Job, JobFailed
 from coordinator.progress import Progress
 from coordinator.simulation import run
+from edge_client.files import write_durably
 from models import datasets
-from models.files import write_durably
 
 PUBLIC_SAMPLES = 150
 SEED = 7

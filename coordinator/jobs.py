@@ -21,7 +21,7 @@ from typing import IO, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from models.process import worker_environment
+from edge_client.process import worker_environment
 
 Stage = Literal["pretrain", "distil", "quantize"]
 OnProgress = Callable[[Mapping[str, Any]], None]
@@ -153,7 +153,7 @@ def _started(command: list[str], stderr: IO[bytes]) -> Iterator[subprocess.Popen
     try:
         yield worker
     finally:
-        worker.kill()  # what it started itself dies with it, see models.process
+        worker.kill()  # what it started itself dies with it, see edge_client.process
         worker.wait()
         if worker.stdout is not None:
             worker.stdout.close()

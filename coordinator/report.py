@@ -21,9 +21,9 @@ from coordinator.rounds.checkpoint import Committed
 from coordinator.rounds.engine import RoundRecord, as_row
 from coordinator.rounds.events import LineFile
 from coordinator.simulation.evaluation import accuracy_by_group
+from edge_client.files import write_durably
 from edge_client.train.trainer import Evaluation
 from edge_client.wire import arrays
-from models.files import write_durably
 from strategies.params import Params
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from models.files import write_durably
+from edge_client.files import write_durably
 from models.labels import PADDING
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import Any
 
 from coordinator.blobs import BlobDamaged, Blobs
 from coordinator.errors import UserError
+from edge_client.files import write_durably
 from edge_client.wire import arrays
-from models.files import write_durably
 from strategies.params import Params
 from strategies.state import State, joined, parted
 

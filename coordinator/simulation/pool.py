@@ -21,7 +21,7 @@ from typing import Any
 from coordinator.errors import UserError
 from coordinator.simulation import frames
 from coordinator.simulation.frames import Frame
-from models.process import worker_environment
+from edge_client.process import worker_environment
 
 WAITING = 2
 """Jobs given to one worker at a time."""

@@ -42,7 +42,7 @@ from coordinator.simulation.evaluation import accuracy_by_group, evaluate
 from coordinator.simulation.pool import WorkerDied, WorkerPool
 from coordinator.simulation.preparation import Prepared, prepare, starting_params
 from coordinator.simulation.virtual_time import virtual_time
-from models.files import write_durably
+from edge_client.files import write_durably
 from strategies import presets
 from strategies.params import Params, ShapeMismatch, require_same_shapes
 

@@ -26,10 +26,10 @@ import numpy as np
 from coordinator.errors import UserError
 from coordinator.simulation import faults, frames, workspace
 from coordinator.simulation.frames import Frame
+from edge_client.process import die_with_parent
 from edge_client.train.trainer import Examples, Runtime, Trainer
 from edge_client.wire import arrays
 from edge_client.wire.messages import TaskMessage
-from models.process import die_with_parent
 from strategies.params import Params
 from strategies.state import joined, parted
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.files import write_durably
 from models import datasets
-from models.files import write_durably
 
 _FORMAT = 1
 

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from edge_client import process
 from models import job as jobs
-from models import process
 from models.job import bounded
 from models.labels import PADDING
 from models.pretrain import checkpoint, loop

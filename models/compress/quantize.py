@@ -26,9 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from edge_client import process
 from edge_client.train.trainer import score
 from models import job as jobs
-from models import process
 from models.job import bounded
 from models.pretrain import checkpoint, loop
 from models.zoo import ModelSpec

@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 from torch.fx import GraphModule
 
+from edge_client.files import write_durably
 from edge_client.wire import manifest as manifests
 from edge_client.wire.manifest import Manifest, ManifestError
 from models.export.trace import Traced
-from models.files import write_durably
 
 EXPORT_FORMAT = 1
 """Raise it when this package makes another file of the same graphs."""

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from edge_client.process import die_with_parent, own_stdout
 from edge_client.train import golden
 from edge_client.train.golden import SelfTestFailed
 from edge_client.train.litert_trainer import LiteRTRuntime
@@ -52,7 +53,6 @@ from models.export import cache
 from models.export.operators import ForeignOperator, minimum_runtime, operators
 from models.export.request import ExportRequest
 from models.export.trace import NotTraceable, Traced, traced
-from models.process import die_with_parent, own_stdout
 from models.user_code import UserCodeError
 from models.zoo.spec import ModelSpec
 

@@ -18,8 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from edge_client.process import worker_environment
 from edge_client.wire.strict import Unfit, parse
-from models.process import worker_environment
 
 TIMEOUT_SECONDS = 1800.0
 

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from models.files import write_durably
+from edge_client.files import write_durably
 from models.job import JobError
 
 Params = Mapping[str, npt.NDArray[Any]]

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from edge_client import process
 from models import job as jobs
-from models import process
 from models.pretrain import checkpoint, loop
 from models.pretrain.batches import Share
 

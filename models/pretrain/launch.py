@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from models import process
+from edge_client import process
 
 
 def main() -> None:

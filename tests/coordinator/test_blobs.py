@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.blobs import BlobDamaged, Blobs
-from models.files import write_durably
+from edge_client.files import write_durably
 
 
 def test_a_blob_is_named_by_its_hash_and_read_back(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_durable_write_replaces_the_file(tmp_path: Path) -> None:
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from models.files import write_durably
+from edge_client.files import write_durably
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))

@@ -80,7 +80,7 @@ def test_two_processes_that_do_not_exchange_gradients_differ(
     path.write_text(json.dumps({**settings, "arrays": str(folder / "arrays")}))
     script = tmp_path / "unsynchronised.py"
     script.write_text(
-        "from models import process\n"
+        "from edge_client import process\n"
         "from models.pretrain import ddp\n"
         "ddp._synchronised = lambda module, share: module\n"
         "process.serve(ddp.pretrain)\n"

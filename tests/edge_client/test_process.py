@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from models.process import PARENT_VARIABLE
+from edge_client.process import PARENT_VARIABLE
 
 
 def start(tmp_path: Path, body: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a worker whose `work(path, report)` has the given body."""
-    code = (
-        f"import os\nfrom models import process\ndef work(path, report):\n    {body}\nprocess.serve(work)\n"
-    )
+    code = f"import os\nfrom edge_client import process\ndef work(path, report):\n    {body}\nprocess.serve(work)\n"
     return subprocess.run(
         [sys.executable, "-P", "-c", code, str(tmp_path / "job.json")],
         capture_output=True,
