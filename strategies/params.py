@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.floating[Any]]
 Params = dict[str, FloatArray]
+Tensors = Mapping[str, FloatArray]
+"""Params that are only read; they may lie on disk and be loaded one tensor at a time."""
 
 
 class ShapeMismatch(ValueError):

@@ -1,7 +1,8 @@
 """The Fleet protocol: whatever carries tasks to clients and their results back.
 
 A fleet has a clock of its own, which starts at zero with each `submit`: virtual seconds in a simulation,
-real ones with devices. It knows nothing of strategies and judges nothing; the round engine does.
+real ones with devices. It knows nothing of strategies. Every result goes through `rounds.intake.check`, which
+the fleet calls where the result arrives: in a worker, or in the device API before the update is acknowledged.
 """
 
 from __future__ import annotations
@@ -10,13 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from coordinator.rounds.intake import Expected, Rejection
 from coordinator.rounds.plan import Task
-from strategies.params import Params
+from strategies.params import Params, Tensors
+from strategies.update import Update
+
+
+class Stopped(Exception):
+    """The run was cancelled, or the process is ending; the open round is left as it is."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What all tasks of a round start from.
+    """What all tasks of a round start from, ready to be sent.
 
     Attributes:
         params: all tensors, frozen ones too.
@@ -25,18 +32,39 @@ class Model:
         payload_bytes: what one client downloads.
     """
 
-    params: Params
-    streams: Mapping[str, Params]
+    params: Tensors
+    streams: Mapping[str, Tensors]
     base: str
     payload_bytes: int
 
 
 @dataclass(frozen=True)
-class Delivery:
-    """A client's answer, unjudged. `seconds` on the fleet's clock."""
+class Terms:
+    """The rules of one round.
+
+    Attributes:
+        expected: what a result must hold.
+        wanted: accepted results that end the round.
+        deadline_seconds: on the fleet's clock.
+        population: clients that could have been chosen.
+    """
+
+    expected: Expected
+    wanted: int
+    deadline_seconds: float
+    population: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A client's result and what the check made of it. `seconds` on the fleet's clock.
+
+    An accepted update may be stored: then its tensors are read from disk when they are asked for.
+    """
 
     task: Task
-    payload: bytes
+    verdict: Update | Rejection
+    payload_bytes: int
     seconds: float
 
 
@@ -49,17 +77,38 @@ class Silence:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Reopened:
+    """A round that was under way when the process died: the tasks as they were given out."""
+
+    tasks: tuple[Task, ...]
+    population: int
+
+
 class Fleet(Protocol):
-    """Carries tasks to clients."""
+    """Carries tasks to clients. Every method may raise `Stopped`."""
 
-    def clients(self) -> Sequence[str]:
-        """Names of all clients, in a fixed order."""
+    def reopened(self, round_number: int) -> Reopened | None:
+        """This round, if it was submitted before and is not committed; submitting it again goes on with it."""
 
-    def submit(self, tasks: Sequence[Task], model: Model) -> None:
-        """Sends tasks out; the fleet's clock starts at zero."""
+    def clients(self, wanted: int) -> Sequence[str]:
+        """Names of all clients that can take part, in a fixed order.
 
-    def results(self, until: float) -> Iterator[Delivery | Silence]:
-        """Answers in the order they arrive, up to `until` seconds; ends early when none is outstanding."""
+        A fleet of devices waits until there are `wanted`, or for its patience, then gives what there is.
+        """
+
+    def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
+        """Params made ready to be sent; what they were made ready for before is let go."""
+
+    def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
+        """Sends tasks out; the fleet's clock starts at zero, or goes on where the round was reopened."""
+
+    def results(self) -> Iterator[Answer | Silence]:
+        """Answers in the order they arrive, up to the deadline; ends early when none is outstanding.
+
+        After a reopened round, first the updates that were accepted already. Never more than `wanted`
+        accepted ones; every accepted update that a client was told of is among them.
+        """
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         """These are no longer wanted; whatever still arrives of them is dropped."""

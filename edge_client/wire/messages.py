@@ -12,7 +12,7 @@ from typing import Any
 
 from edge_client.train.trainer import TrainTask
 from edge_client.wire import arrays
-from edge_client.wire.strict import shown
+from edge_client.wire.strict import Unfit, parse_message, shown
 from strategies import client_rules
 from strategies.client_rules import Streams
 from strategies.state import joined
@@ -36,14 +36,24 @@ class TaskMessage:
     lr: float
     epochs: int | None
     steps: int | None
-    rule: Mapping[str, str | float]
+    rule: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
-    def from_json(document: Mapping[str, Any]) -> TaskMessage:
-        return TaskMessage(**document)
+    def from_json(document: object) -> TaskMessage:
+        """Raises Unfit where a key is missing or of another kind, or the work makes no sense."""
+        message = parse_message(TaskMessage, document, "task")
+        if (message.epochs is None) == (message.steps is None):
+            raise Unfit(
+                f"task: exactly one of epochs and steps is expected, got {message.epochs} and {message.steps}"
+            )
+        for name in ("round", "batch_size", "epochs", "steps"):
+            value = getattr(message, name)
+            if value is not None and value < 1:
+                raise Unfit(f"task.{name} is {value}, expected 1 or more")
+        return message
 
     def train_task(self, broadcast: Streams) -> TrainTask:
         """The task for a Trainer, with the streams that came along."""

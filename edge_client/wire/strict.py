@@ -2,7 +2,8 @@
 
 Documents come from outside: a key too many, a key too few or a value of another kind is refused, and the
 message names the place (`golden.lr`) and what belongs there. Which kinds are understood is listed in
-`read`; that is all that documents of ours hold.
+`read`; that is all that documents of ours hold. On the wire, where a newer peer may know more keys, those
+are passed over (`parse_message`).
 """
 
 from __future__ import annotations
@@ -30,24 +31,30 @@ def parse(kind: type[T], document: object, place: str) -> T:
     return parsed
 
 
-def read(kind: Any, value: object, place: str) -> Any:
+def parse_message(kind: type[T], document: object, place: str) -> T:
+    """As `parse`, but keys unknown here are passed over: the other side may be newer."""
+    parsed: T = read(kind, document, place, newer=True)
+    return parsed
+
+
+def read(kind: Any, value: object, place: str, *, newer: bool = False) -> Any:
     """One value: a dataclass, tuple[X, …], Mapping[str, X], Literal, X | None, str, int, float, bool or Any."""
     origin = get_origin(kind)
     if kind is Any:
         return value
     if is_dataclass(kind) and isinstance(kind, type):
-        return _dataclass(kind, value, place)
+        return _dataclass(kind, value, place, newer)
     if origin in (UnionType, Union):
-        return _optional(kind, value, place)
+        return _optional(kind, value, place, newer)
     if origin is tuple:
-        return _tuple(kind, value, place)
+        return _tuple(kind, value, place, newer)
     if origin is Literal:
         if value not in get_args(kind) or isinstance(value, bool):
             raise Unfit(f"{place} is {shown(value)}, expected {' or '.join(map(repr, get_args(kind)))}")
         return value
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return {
-            key: read(get_args(kind)[1], item, f"{place}[{key!r}]")
+            key: read(get_args(kind)[1], item, f"{place}[{key!r}]", newer=newer)
             for key, item in _object(value, place).items()
         }
     return _scalar(kind, value, place)
@@ -59,17 +66,23 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _dataclass(kind: type, value: object, place: str) -> Any:
+def _dataclass(kind: type, value: object, place: str, newer: bool) -> Any:
     document = _object(value, place)
     known = {field.name: field for field in fields(kind)}
     kinds = get_type_hints(kind)
-    for key in document:
-        if key not in known:
-            raise Unfit(f"{place} has an unknown key {shown(key)}; known: {', '.join(known)}")
+    unknown = [key for key in document if key not in known]
+    if unknown and not newer:
+        raise Unfit(f"{place} has an unknown key {shown(unknown[0])}; known: {', '.join(known)}")
     for name, field in known.items():
         if name not in document and field.default is MISSING and field.default_factory is MISSING:
             raise Unfit(f"{place} lacks the key {name!r}")
-    return kind(**{key: read(kinds[key], item, f"{place}.{key}") for key, item in document.items()})
+    return kind(
+        **{
+            key: read(kinds[key], item, f"{place}.{key}", newer=newer)
+            for key, item in document.items()
+            if key in known
+        }
+    )
 
 
 def _object(value: object, place: str) -> dict[str, Any]:
@@ -78,17 +91,17 @@ def _object(value: object, place: str) -> dict[str, Any]:
     return value
 
 
-def _optional(kind: Any, value: object, place: str) -> Any:
+def _optional(kind: Any, value: object, place: str, newer: bool) -> Any:
     if value is None:
         return None
     (some,) = (part for part in get_args(kind) if part is not NoneType)
-    return read(some, value, place)
+    return read(some, value, place, newer=newer)
 
 
-def _tuple(kind: Any, value: object, place: str) -> tuple[Any, ...]:
+def _tuple(kind: Any, value: object, place: str, newer: bool) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise Unfit(f"{place} is {shown(value)}, expected a list")
-    return tuple(read(get_args(kind)[0], item, f"{place}[{i}]") for i, item in enumerate(value))
+    return tuple(read(get_args(kind)[0], item, f"{place}[{i}]", newer=newer) for i, item in enumerate(value))
 
 
 def _scalar(kind: Any, value: object, place: str) -> Any:

@@ -1,0 +1,1 @@
+"""The coordinator's database: tables, queries, migrations, and the one writer."""

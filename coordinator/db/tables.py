@@ -1,0 +1,202 @@
+"""The tables. Times are UTC; ids are UUIDs as text; JSON is what a person may read.
+
+Three constraints carry promises: an update is unique by (run, round, device), a committed round by
+(run, number), a used serial number by itself. Blobs are named by SHA-256 and lie in files.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    DateTime,
+    Dialect,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    TypeDecorator,
+)
+
+
+class UTCDateTime(TypeDecorator[datetime]):
+    """Aware datetimes in UTC, on SQLite too, which knows none."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        return value.astimezone(UTC) if value is not None else None
+
+    def process_result_value(self, value: Any | None, dialect: Dialect) -> datetime | None:
+        return value if value is None or value.tzinfo else value.replace(tzinfo=UTC)
+
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(column_0_label)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+_ROW_ID = BigInteger().with_variant(Integer, "sqlite")
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", String(36), primary_key=True),
+    Column("secret_sha256", String(64), nullable=False, unique=True),
+    Column("device_group", String(200), nullable=False),
+    Column("uses_left", Integer, nullable=False),
+    Column("needs_approval", Boolean, nullable=False),
+    Column("listed_serials_only", Boolean, nullable=False),
+    Column("created_at", UTCDateTime, nullable=False),
+    Column("expires_at", UTCDateTime, nullable=False),
+)
+
+serials = Table(
+    "serials",
+    metadata,
+    Column("serial_number", String(200), primary_key=True),
+    Column("device_group", String(200), nullable=False),
+    Column("device", String(36), nullable=True),
+    Column("added_at", UTCDateTime, nullable=False),
+)
+
+devices = Table(
+    "devices",
+    metadata,
+    Column("id", String(36), primary_key=True),
+    Column("name", String(200), nullable=False),
+    Column("device_group", String(200), nullable=False, index=True),
+    Column("serial_number", String(200), nullable=True),
+    Column("state", String(16), nullable=False),  # pending | active | revoked | left
+    Column("token", String(36), nullable=True),
+    Column("key_sha256", String(64), nullable=False, unique=True),  # of the key it enrolled with
+    Column("csr", Text, nullable=True),  # while pending
+    Column("enrolled_at", UTCDateTime, nullable=False),
+    Column("certificate_until", UTCDateTime, nullable=True),
+    Column("last_seen_at", UTCDateTime, nullable=True),
+    Column("expected_at", UTCDateTime, nullable=True),  # when it was told to come back
+    Column("report", JSON, nullable=False),  # its last CheckIn
+)
+
+certificates = Table(
+    "certificates",
+    metadata,
+    Column("serial", String(40), primary_key=True),  # hex
+    Column("device", String(36), ForeignKey("devices.id"), nullable=False, index=True),
+    Column("pem", Text, nullable=False),
+    Column("key_sha256", String(64), nullable=False, index=True),
+    Column("not_before", UTCDateTime, nullable=False),
+    Column("not_after", UTCDateTime, nullable=False),
+)
+
+runs = Table(
+    "runs",
+    metadata,
+    Column("id", String(36), primary_key=True),
+    Column("name", String(200), nullable=False),
+    Column("state", String(16), nullable=False, index=True),  # queued|running|finished|failed|cancelled
+    Column("experiment", JSON, nullable=False),  # resolved
+    Column("notices", JSON, nullable=False),  # what of the experiment does not apply to a real fleet
+    Column("created_at", UTCDateTime, nullable=False),
+    Column("finished_at", UTCDateTime, nullable=True),
+    Column("error", Text, nullable=True),
+    Column("round", Integer, nullable=False),  # last committed; 0 before the first
+    Column("prepared", JSON, nullable=True),  # model, artifact, start figures; null until prepared
+    Column("params", String(64), nullable=True),  # blobs as of `round`
+    Column("strategy_state", String(64), nullable=True),
+)
+
+rounds = Table(
+    "rounds",
+    metadata,
+    Column("run", String(36), ForeignKey("runs.id"), primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("state", String(16), nullable=False),  # open | closed | committed
+    Column("base", String(64), nullable=False),
+    Column("wanted", Integer, nullable=False),  # accepted updates that close it
+    Column("population", Integer, nullable=False),
+    Column("expected", JSON, nullable=False),  # intake.Expected
+    Column("started_at", UTCDateTime, nullable=False),
+    Column("deadline_at", UTCDateTime, nullable=False),
+    Column("record", JSON, nullable=True),  # its line of the report, once committed
+)
+
+tasks = Table(
+    "tasks",
+    metadata,
+    Column("id", String(36), primary_key=True),
+    Column("run", String(36), ForeignKey("runs.id"), nullable=False),
+    Column("round", Integer, nullable=False),
+    Column("kind", String(16), nullable=False),  # train | evaluate
+    Column("position", Integer, nullable=False),
+    Column("device", String(36), ForeignKey("devices.id"), nullable=False),
+    Column("runtime", String(16), nullable=False),
+    Column("state", String(16), nullable=False),  # waiting|leased|accepted|rejected|declined|expired|cancelled
+    Column("offer", JSON, nullable=False),  # wire.device.TaskOffer
+    Column("leased_until", UTCDateTime, nullable=True),
+    Column("reason", String(40), nullable=True),
+    Column("words", Text, nullable=True),
+    Column("answered_at", UTCDateTime, nullable=True),
+    Index("ix_tasks_once", "run", "round", "kind", "device", unique=True),
+    Index("ix_tasks_device_state", "device", "state"),
+)
+
+uploads = Table(
+    "uploads",
+    metadata,
+    Column("task", String(36), ForeignKey("tasks.id"), primary_key=True),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("sha256", String(64), nullable=False),
+    Column("decoded_bytes", BigInteger, nullable=False),
+    Column("encoding", String(16), nullable=False),
+    Column("started_at", UTCDateTime, nullable=False),
+)
+
+updates = Table(
+    "updates",
+    metadata,
+    Column("run", String(36), ForeignKey("runs.id"), primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("device", String(36), ForeignKey("devices.id"), primary_key=True),
+    Column("position", Integer, nullable=False),
+    Column("blob", String(64), nullable=False),
+    Column("sent_sha256", String(64), nullable=False),
+    Column("payload_bytes", BigInteger, nullable=False),
+    Column("seconds", Float, nullable=False),
+    Column("accepted_at", UTCDateTime, nullable=False),
+)
+
+evaluations = Table(
+    "evaluations",
+    metadata,
+    Column("run", String(36), ForeignKey("runs.id"), primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("device", String(36), ForeignKey("devices.id"), primary_key=True),
+    Column("result", JSON, nullable=False),  # wire.device.EvaluationResult
+    Column("received_at", UTCDateTime, nullable=False),
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("id", _ROW_ID, primary_key=True, autoincrement=True),
+    Column("time", UTCDateTime, nullable=False),
+    Column("event", String(60), nullable=False),
+    Column("run", String(36), nullable=True, index=True),
+    Column("device", String(36), nullable=True, index=True),
+    Column("values", JSON, nullable=False),
+)

@@ -1,0 +1,7 @@
+"""The coordinator's certificate authority. (Its owner fills this in.)"""
+
+from __future__ import annotations
+
+
+class Authority:
+    """Placeholder for the type only."""

@@ -1,0 +1,34 @@
+"""What every part of a serving coordinator is given, made once by `coordinator.serve`.
+
+Routes find it as `request.app.state.services`; runs and fleets get it as an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from coordinator.blobs import Blobs
+from coordinator.db.store import Database
+from coordinator.pki import Authority
+from coordinator.settings import Settings
+from coordinator.signals import Signals
+
+Clock = Callable[[], datetime]
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+@dataclass(frozen=True)
+class Services:
+    """Settings, stores and wake-ups of one process."""
+
+    settings: Settings
+    database: Database
+    blobs: Blobs
+    signals: Signals
+    authority: Authority
+    clock: Clock = utc_now

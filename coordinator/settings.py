@@ -1,0 +1,52 @@
+"""Settings of `fedloop serve`: read once from flags and `FEDLOOP_*` variables, passed on as a frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where the coordinator keeps its state, what it listens on, and its policies.
+
+    Attributes:
+        home: folder of database, blobs, uploads, keys, admin token. One coordinator at a time.
+        database_url: SQLAlchemy's; SQLite in `home` unless given.
+        names: host names and addresses in the device API's server certificate.
+        device_url: what devices are told to connect to; goes into enrolment tokens.
+        ca_certificate, ca_key: PEM files of a CA of one's own; both or none.
+        trusted_proxies: addresses whose forwarded client certificates are believed; none unless given.
+        needs_approval: a person approves every enrolment.
+        certificate_days: how long a device's certificate is valid.
+        renew_after_expiry_days: how long after that it may still be renewed.
+        held: most devices kept waiting in a long poll.
+        checkins_per_second: what pacing spreads the fleet to.
+        lease_seconds: silence after which a task is given up.
+        workers: worker processes of one run, for initial params and evaluation.
+    """
+
+    home: Path
+    database_url: str
+    operator_host: str = "127.0.0.1"
+    operator_port: int = 8080
+    device_host: str = "127.0.0.1"
+    device_port: int = 8443
+    names: tuple[str, ...] = ("localhost", "127.0.0.1")
+    device_url: str = "https://localhost:8443"
+    ca_certificate: Path | None = None
+    ca_key: Path | None = None
+    trusted_proxies: tuple[str, ...] = ()
+    needs_approval: bool = False
+    certificate_days: float = 30.0
+    renew_after_expiry_days: float = 90.0
+    held: int = 1000
+    checkins_per_second: float = 100.0
+    lease_seconds: float = 120.0
+    workers: int = 1
+    data_dir: Path | None = None
+
+    @property
+    def certificate_lifetime(self) -> timedelta:
+        return timedelta(days=self.certificate_days)
