@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -50,3 +51,11 @@ class Settings:
     @property
     def certificate_lifetime(self) -> timedelta:
         return timedelta(days=self.certificate_days)
+
+
+def default_home() -> Path:
+    """`FEDLOOP_HOME`, else `fedloop` among the user's data: where a coordinator keeps its state unless told."""
+    if given := os.environ.get("FEDLOOP_HOME"):
+        return Path(given).expanduser().absolute()
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data).expanduser().absolute() / "fedloop"

@@ -1,0 +1,1 @@
+"""The operator API: one module a resource."""
