@@ -6,11 +6,12 @@ Routes find it as `request.app.state.services`; runs and fleets get it as an arg
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from coordinator.blobs import Blobs
 from coordinator.db.store import Database
+from coordinator.fleets.deployments import Deployments
 from coordinator.pki import Authority
 from coordinator.settings import Settings
 from coordinator.signals import Signals
@@ -32,3 +33,4 @@ class Services:
     signals: Signals
     authority: Authority
     clock: Clock = utc_now
+    deployments: Deployments = field(default_factory=Deployments)
