@@ -17,7 +17,9 @@ class Signals:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._versions: defaultdict[str, int] = defaultdict(int)
-        self._waiting: defaultdict[str, set[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = defaultdict(set)
+        self._waiting: defaultdict[str, set[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = defaultdict(
+            set
+        )
         self._closed = False
 
     @property
@@ -45,7 +47,7 @@ class Signals:
     def notify(self, *topics: str) -> None:
         """Wakes all who wait. Callable from any thread."""
         with self._changed:
-            waiting = []
+            waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
             for topic in topics:
                 self._versions[topic] += 1
                 waiting += self._waiting.pop(topic, set())
