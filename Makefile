@@ -4,12 +4,13 @@ SHELL := /bin/bash
 PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
+CONSTRAINED_STAMP := .venv-constrained/.installed
 # Several processes with several threads each fight over the cores; workers and tests have one thread.
 export OMP_NUM_THREADS ?= 1
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 SOURCES := coordinator edge_client strategies models tests fedloop.py _fedloop_command.py
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup constrained demo demo-fleet test check bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -23,8 +24,18 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $(STAMP)
 
+constrained: $(CONSTRAINED_STAMP) ## make .venv-constrained, the tier with tflite-runtime and numpy < 2
+
+$(CONSTRAINED_STAMP): pyproject.toml constraints-constrained.txt
+	test -x .venv-constrained/bin/python || $(PYTHON) -m venv .venv-constrained
+	.venv-constrained/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints-constrained.txt --editable '.[constrained]'
+	@touch $(CONSTRAINED_STAMP)
+
 demo: setup ## the whole loop on digits: pretrain, distil, quantize, federate, report
 	$(BIN)/fedloop demo
+
+demo-fleet: setup ## a coordinator and four devices on this machine, as real processes, train digits together
+	$(BIN)/fedloop demo-fleet
 
 check: setup ## the fast loop: format, lint, types, import rules, unit tests
 	$(BIN)/ruff format --check $(SOURCES)
@@ -33,7 +44,7 @@ check: setup ## the fast loop: format, lint, types, import rules, unit tests
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q -n 2 -m "not slow"
 
-test: setup ## everything, with coverage; what CI runs
+test: setup constrained ## everything, with coverage; what CI runs
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
@@ -44,5 +55,5 @@ bench: setup ## benchmarks: ratios measured interleaved, JSON under runs/bench
 	$(BIN)/python -m tests.bench
 
 clean: ## remove what was made here: environment, caches, runs
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* *.egg-info
+	rm -rf .venv .venv-constrained runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
