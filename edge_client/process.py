@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -57,6 +57,14 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
+def bound(command: Sequence[str]) -> list[str]:
+    """The command to start `command` with, so that it dies with us; start it with `worker_environment()`.
+
+    For programs that do not call `die_with_parent` themselves: this module does, and becomes the program.
+    """
+    return [sys.executable, "-P", "-m", "edge_client.process", *command]
+
+
 def serve(work: Callable[[Path, Report], None]) -> NoReturn:
     """The life of a worker: `work(job file, report)`, then exit 0, or 1 after an error line.
 
@@ -95,3 +103,8 @@ def own_stdout() -> TextIO:
     kept = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return kept
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    os.execv(sys.argv[1], sys.argv[1:])

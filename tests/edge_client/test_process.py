@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +54,22 @@ def test_a_worker_whose_parent_is_already_gone_does_nothing(tmp_path: Path) -> N
     assert (orphan.returncode, orphan.stdout) == (1, "")
     child = start(tmp_path, "report(step=1)", **{PARENT_VARIABLE: str(os.getpid())})
     assert (child.returncode, child.stdout) == (0, '{"step": 1}\n')
+
+
+def test_a_bound_program_dies_with_whoever_started_it() -> None:
+    parent = (
+        "import os, subprocess, sys\n"
+        "from edge_client import process\n"
+        "child = subprocess.Popen(process.bound(['/bin/sleep', '1000']), env=process.worker_environment())\n"
+        "print(child.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as started:
+        assert started.stdout is not None
+        child = int(started.stdout.readline())
+        with_pid = os.pidfd_open(child)
+        started.kill()
+        assert select.select([with_pid], [], [], 60)[0], "the child lives on"
+        os.close(with_pid)
