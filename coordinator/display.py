@@ -52,8 +52,10 @@ class RichProgress:
         self._task = self._bar.add_task("rounds", total=rounds, completed=done, figures="")
 
     def round(self, record: RoundRecord) -> None:
-        loss = "-" if record.train_loss is None else f"{record.train_loss:.3f}"
-        figures = f"accuracy {record.test_accuracy:.4f}  test loss {record.test_loss:.3f}  train loss {loss}"
+        figures = (
+            f"accuracy {_figure(record.test_accuracy, 4)}  test loss {_figure(record.test_loss, 3)}  "
+            f"train loss {_figure(record.train_loss, 3)}"
+        )
         if record.rejected:
             figures += f"  rejected {record.rejected}"
         if self._console.is_terminal and self._task is not None:
@@ -62,6 +64,10 @@ class RichProgress:
             self._console.print(
                 f"round {record.round}/{self._rounds}  {figures}  {record.seconds:.2f} s", highlight=False
             )
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def closing_lines(report: dict[str, Any], folder: Path) -> str:

@@ -117,7 +117,10 @@ def write(
 def draw_curves(
     path: Path, title: str, start: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Loss and accuracy per round, with the spread of accuracy over clients. Round 0 is the model it began with."""
+    """Loss and accuracy per round, with the spread of accuracy over clients. Round 0 is the model it began with.
+
+    Figures that are None leave gaps.
+    """
     # Figure and canvas directly: pyplot keeps global state and looks for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -128,36 +131,39 @@ def draw_curves(
     numbers = [row["round"] for row in rounds]
     tested = [start, *rounds]
     trained = [row for row in rounds if row["train_loss"] is not None]
+
+    def curve(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+        return [math.nan if row[key] is None else row[key] for row in rows]
+
     left.plot(
         [r["round"] for r in trained],
         [r["train_loss"] for r in trained],
         label="training (clients' mean)",
         color="#8a8a8a",
     )
-    left.plot([0, *numbers], [row["test_loss"] for row in tested], label="test", color="#1f6feb")
+    left.plot([0, *numbers], curve(tested, "test_loss"), label="test", color="#1f6feb")
     _dress(left, "loss (cross-entropy)", numbers)
     left.set_ylim(bottom=0)
-    low = [row["client_accuracy_min"] for row in rounds]
-    high = [row["client_accuracy_max"] for row in rounds]
+    low = curve(rounds, "client_accuracy_min")
+    high = curve(rounds, "client_accuracy_max")
     right.fill_between(
         numbers, low, high, color="#1f6feb", alpha=0.15, lw=0, label="clients, minimum to maximum"
     )
     right.plot(
         numbers,
-        [row["client_accuracy_median"] for row in rounds],
+        curve(rounds, "client_accuracy_median"),
         color="#1f6feb",
         ls=":",
         label="clients, median",
     )
-    right.plot(
-        [0, *numbers], [row["test_accuracy"] for row in tested], color="#1f6feb", label="all test rows"
-    )
+    right.plot([0, *numbers], curve(tested, "test_accuracy"), color="#1f6feb", label="all test rows")
     _dress(right, "test accuracy", numbers)
     right.set_ylim(0, 1.01)
     last = rounds[-1]["test_accuracy"]
-    right.annotate(
-        f"{last:.3f}", (numbers[-1], last), xytext=(-4, -14), textcoords="offset points", ha="right"
-    )
+    if last is not None:
+        right.annotate(
+            f"{last:.3f}", (numbers[-1], last), xytext=(-4, -14), textcoords="offset points", ha="right"
+        )
     figure.suptitle(title)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from coordinator.rounds.intake import Expected, Rejection
 from coordinator.rounds.plan import Task
+from edge_client.wire import arrays
 from strategies.params import Params, Tensors
 from strategies.update import Update
 
@@ -121,3 +122,10 @@ class Fleet(Protocol):
 
     def restore(self, states: Mapping[str, Mapping[str, Params]]) -> None:
         """Gives back, on resume, what `client_state` handed out over all rounds."""
+
+
+def model_of(params: Tensors, streams: Mapping[str, Tensors]) -> Model:
+    """A model that travels as it is encoded here, and is named by its hash."""
+    encoded = arrays.encode(params)
+    extra = sum(value.nbytes for tensors in streams.values() for value in tensors.values())
+    return Model(params, streams, arrays.sha256(encoded), len(encoded) + extra)

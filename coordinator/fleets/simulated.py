@@ -7,17 +7,19 @@ for, and the outcome does not depend on the number of workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.fleets.fleet import Delivery, Model, Silence
+from coordinator.fleets.fleet import Answer, Model, Reopened, Silence, Terms, model_of
+from coordinator.rounds import intake
 from coordinator.rounds.plan import Task
 from coordinator.simulation.pool import Job, WorkerPool
 from coordinator.simulation.virtual_time import VirtualTime
 from edge_client.train import schedule
 from edge_client.wire import arrays
-from strategies.params import Params
+from strategies.params import Params, Tensors
 from strategies.state import joined, parted
+from strategies.update import Update
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,23 @@ class SimulatedFleet:
         self._clock = clock
         self._arrivals: list[_Arrival] = []
         self._silent: list[Task] = []
+        self._terms: Terms | None = None
         self._kept: dict[str, dict[str, Params]] = {}
         self._renewed: dict[str, dict[str, Params]] = {}
 
-    def clients(self) -> Sequence[str]:
+    def reopened(self, round_number: int) -> Reopened | None:
+        return None  # an open round dies with the process; it is drawn again, the same
+
+    def clients(self, wanted: int) -> Sequence[str]:
         return list(self._clients)
 
-    def submit(self, tasks: Sequence[Task], model: Model) -> None:
+    def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
+        return model_of(params, streams)
+
+    def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
         blobs = [arrays.encode(model.params), arrays.encode(joined(model.streams))]
         self._pool.tell({"kind": "model"}, blobs)
+        self._terms = terms
         self._renewed = {}
         answering = [t for t in tasks if not self._clock.drops_out(t.message.client, t.message.round)]
         self._silent = [task for task in tasks if task not in answering]
@@ -63,22 +73,20 @@ class SimulatedFleet:
             map(self._arrival, answering), key=lambda each: (each.seconds, each.task.position)
         )
 
-    def results(self, until: float) -> Iterator[Delivery | Silence]:
-        in_time = [arrival for arrival in self._arrivals if arrival.seconds <= until]
-        late = [arrival.task for arrival in self._arrivals if arrival.seconds > until]
-        done: dict[int, tuple[bytes, ...]] = {}
-        turn = 0
-        for job, reply in self._pool.run(self._job(index, arrival) for index, arrival in enumerate(in_time)):
-            *payloads, state = reply.blobs
-            done[job.key] = tuple(payloads)
-            self._renewed[in_time[job.key].client.name] = parted(arrays.decode(state))
-            while turn in done:
-                arrival = in_time[turn]
-                for payload in done.pop(turn):
-                    yield Delivery(arrival.task, payload, arrival.seconds)
-                turn += 1
-        for task in late:
-            yield Silence(task, "not done by the deadline", until)
+    def results(self) -> Iterator[Answer | Silence]:
+        assert self._terms is not None  # submitted
+        wanted, until = self._terms.wanted, self._terms.deadline_seconds
+        accepted: set[str] = set()
+        for arrival, payload in self._uploads(until):
+            answer = self._judged(arrival, payload, accepted)
+            if isinstance(answer.verdict, Update):
+                accepted.add(arrival.client.name)
+            yield answer
+            if len(accepted) == wanted:
+                return
+        for arrival in self._arrivals:
+            if arrival.seconds > until:
+                yield Silence(arrival.task, "not done by the deadline", until)
         for task in self._silent:
             yield Silence(task, "dropped out", until)
 
@@ -92,6 +100,27 @@ class SimulatedFleet:
 
     def restore(self, states: Mapping[str, Mapping[str, Params]]) -> None:
         self._kept = {client: dict(streams) for client, streams in states.items()}
+
+    def _uploads(self, until: float) -> Iterator[tuple[_Arrival, bytes]]:
+        """What clients upload by then, in the order of arrival; they are trained as it is asked for."""
+        in_time = [arrival for arrival in self._arrivals if arrival.seconds <= until]
+        done: dict[int, tuple[bytes, ...]] = {}
+        turn = 0
+        for job, reply in self._pool.run(self._job(index, arrival) for index, arrival in enumerate(in_time)):
+            *payloads, state = reply.blobs
+            done[job.key] = tuple(payloads)
+            self._renewed[in_time[job.key].client.name] = parted(arrays.decode(state))
+            while turn in done:
+                for payload in done.pop(turn):
+                    yield in_time[turn], payload
+                turn += 1
+
+    def _judged(self, arrival: _Arrival, payload: bytes, accepted: Collection[str]) -> Answer:
+        assert self._terms is not None
+        verdict = intake.check(payload, arrival.task, self._terms.expected)
+        if isinstance(verdict, Update) and arrival.client.name in accepted:
+            verdict = intake.duplicate(arrival.task)
+        return Answer(arrival.task, verdict, len(payload), arrival.seconds)
 
     def _arrival(self, task: Task) -> _Arrival:
         client = self._clients[task.message.client]

@@ -5,8 +5,11 @@ evaluator scores, a commit makes the round durable; the engine says in which ord
 
     1. choose a cohort            4. fold the accepted updates, move the params
     2. submit its tasks           5. evaluate
-    3. accept or reject results   6. commit
+    3. hear what the fleet        6. commit
+       accepted and rejected,
        until quorum or deadline
+
+A round that was open when the process died goes on with its cohort: the fleet says so (`Fleet.reopened`).
 """
 
 from __future__ import annotations
@@ -17,11 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from coordinator.fleets.fleet import Delivery, Fleet, Model
+from coordinator.fleets.fleet import Answer, Fleet, Model, Reopened, Terms
 from coordinator.rounds import intake, plan
 from coordinator.rounds.events import Emit
 from coordinator.rounds.plan import RunPlan, Task
-from edge_client.wire import arrays
 from strategies.params import Params
 from strategies.state import State
 from strategies.update import Aggregate
@@ -29,10 +31,10 @@ from strategies.update import Aggregate
 
 @dataclass(frozen=True)
 class Score:
-    """The global model on held-out rows. `clients`: accuracy per client that has such rows."""
+    """The global model on held-out rows, None where there are none. `clients`: accuracy per client that has some."""
 
-    loss: float
-    accuracy: float
+    loss: float | None
+    accuracy: float | None
     clients: Mapping[str, float]
 
 
@@ -41,7 +43,7 @@ class RoundRecord:
     """One line of the report. `seconds` is the whole round, evaluation and commit included.
 
     `silent` clients were asked and never answered, or answered when the round was over; `rejections` counts
-    results by reason. Accuracies of single clients are given as minimum, median and maximum.
+    results by reason. Accuracies of single clients are given as minimum, median and maximum. What was not tested is None.
     """
 
     round: int
@@ -50,11 +52,11 @@ class RoundRecord:
     rejected: int
     silent: int
     train_loss: float | None
-    test_loss: float
-    test_accuracy: float
-    client_accuracy_min: float
-    client_accuracy_median: float
-    client_accuracy_max: float
+    test_loss: float | None
+    test_accuracy: float | None
+    client_accuracy_min: float | None
+    client_accuracy_median: float | None
+    client_accuracy_max: float | None
     bytes_up: int
     bytes_down: int
     seconds: float
@@ -89,26 +91,32 @@ class Commit(Protocol):
     ) -> None: ...
 
 
+Evaluate = Callable[[int, Params], Score]
+"""Scores the params as of a round, given its number."""
+
+
 def run(
     run_plan: RunPlan,
     fleet: Fleet,
     start: RunState,
     *,
-    evaluate: Callable[[Params], Score],
+    evaluate: Evaluate,
     commit: Commit,
     finished: Callable[[RoundRecord], None],
     emit: Emit,
     monotonic: Callable[[], float],
 ) -> RunState:
-    """Runs the rounds after `start.round` up to the plan's last. `finished` hears of each committed round."""
+    """Runs the rounds after `start.round` up to the plan's last. `finished` hears of each committed round.
+
+    Raises:
+        Stopped: the fleet was told to; rounds committed so far stay so, the open one is left as it is.
+    """
     state = start
     while state.round < run_plan.rounds:
         began = monotonic()
         state, record, accepted = one_round(run_plan, fleet, state, evaluate, emit)
         commit(state, replace(record, seconds=monotonic() - began), fleet.client_state(accepted))
-        record = replace(record, seconds=monotonic() - began)
-        finished(record)
-        tell_committed(emit, as_row(record))
+        finished(replace(record, seconds=monotonic() - began))
     return state
 
 
@@ -118,70 +126,66 @@ def tell_committed(emit: Emit, row: Mapping[str, Any]) -> None:
 
 
 def one_round(
-    run_plan: RunPlan, fleet: Fleet, state: RunState, evaluate: Callable[[Params], Score], emit: Emit
+    run_plan: RunPlan, fleet: Fleet, state: RunState, evaluate: Evaluate, emit: Emit
 ) -> tuple[RunState, RoundRecord, tuple[str, ...]]:
     """The next round, not yet committed, and the clients whose updates went in."""
     number = state.round + 1
-    population = fleet.clients()
-    streams = run_plan.strategy.broadcast(state.strategy)
-    model = model_of(state.params, streams)
-    cohort = plan.choose_cohort(population, run_plan, plan.generator(run_plan.seed, "cohort", number))
-    tasks = plan.tasks_for(cohort, number, model.base, run_plan)
-    emit("round_started", round=number, cohort=list(cohort), base=model.base)
-    fleet.submit(tasks, model)
+    model = fleet.model(state.params, run_plan.strategy.broadcast(state.strategy))
+    asked = fleet.reopened(number) or _asked(run_plan, fleet, number, model, emit)
+    fleet.submit(asked.tasks, model, _terms(run_plan, model, asked.population))
 
-    gathered = gather(run_plan, fleet, tasks, model, emit)
+    gathered = gather(run_plan, fleet, asked.tasks, emit)
 
     params, strategy = state.params, state.strategy
     if gathered.aggregate is not None and len(gathered.accepted) >= run_plan.min_updates:
-        params, strategy = run_plan.strategy.apply(params, strategy, gathered.aggregate, len(population))
+        params, strategy = run_plan.strategy.apply(params, strategy, gathered.aggregate, asked.population)
     else:
         emit("quorum_missed", round=number, accepted=len(gathered.accepted), min_updates=run_plan.min_updates)
         gathered = replace(gathered, accepted=())
-    score = evaluate(params)
-    record = _record(number, tasks, model, gathered, score)
+    score = evaluate(number, params)
+    record = _record(number, asked.tasks, model, gathered, score)
     return RunState(number, params, strategy), record, gathered.accepted
 
 
-def model_of(params: Params, streams: Mapping[str, Params]) -> Model:
-    """Params ready to be sent, named by their hash."""
-    encoded = arrays.encode(params)
-    extra = sum(value.nbytes for tensors in streams.values() for value in tensors.values())
-    return Model(params, streams, arrays.sha256(encoded), len(encoded) + extra)
+def _asked(run_plan: RunPlan, fleet: Fleet, number: int, model: Model, emit: Emit) -> Reopened:
+    """A new round's tasks: a cohort of those that can take part."""
+    population = fleet.clients(plan.cohort_size(run_plan))
+    cohort = plan.choose_cohort(population, run_plan, plan.generator(run_plan.seed, "cohort", number))
+    emit("round_started", round=number, cohort=list(cohort), base=model.base)
+    return Reopened(plan.tasks_for(cohort, number, model.base, run_plan), len(population))
 
 
-def gather(run_plan: RunPlan, fleet: Fleet, tasks: Sequence[Task], model: Model, emit: Emit) -> Gathered:
-    """Results folded as they arrive, until enough were accepted, none is outstanding, or the deadline."""
+def _terms(run_plan: RunPlan, model: Model, population: int) -> Terms:
     trainable = {name: model.params[name] for name in run_plan.trainable}
-    expected = intake.expected_of(trainable, model.streams)
+    return Terms(
+        expected=intake.expected_of(trainable, model.streams),
+        wanted=run_plan.clients_per_round,
+        deadline_seconds=run_plan.deadline_seconds,
+        population=population,
+    )
+
+
+def gather(run_plan: RunPlan, fleet: Fleet, tasks: Sequence[Task], emit: Emit) -> Gathered:
+    """Results folded as they arrive, until the fleet has no more to tell."""
     fold = run_plan.strategy.start(len(tasks))
     accepted: list[str] = []
     answered: set[int] = set()
     rejections: Counter[str] = Counter()
     bytes_up = 0
-    for result in fleet.results(until=run_plan.deadline_seconds):
-        client = result.task.message.client
-        if not isinstance(result, Delivery):
-            emit("client_silent", round=result.task.message.round, client=client, reason=result.reason)
+    for result in fleet.results():
+        told = {"round": result.task.message.round, "client": result.task.message.client}
+        if not isinstance(result, Answer):
+            emit("client_silent", **told, reason=result.reason)
             continue
         answered.add(result.task.position)
-        bytes_up += len(result.payload)
-        verdict = intake.check(result.payload, result.task, expected, already_accepted=client in accepted)
-        if isinstance(verdict, intake.Rejection):
-            rejections[verdict.reason] += 1
-            emit(
-                "update_rejected",
-                round=result.task.message.round,
-                client=client,
-                reason=verdict.reason,
-                words=verdict.words,
-            )
+        bytes_up += result.payload_bytes
+        if isinstance(result.verdict, intake.Rejection):
+            rejections[result.verdict.reason] += 1
+            emit("update_rejected", **told, reason=result.verdict.reason, words=result.verdict.words)
             continue
-        fold.add(result.task.position, run_plan.strategy.transform(verdict))
-        accepted.append(client)
-        emit("update_accepted", round=result.task.message.round, client=client, seconds=result.seconds)
-        if len(accepted) == run_plan.clients_per_round:
-            break
+        fold.add(result.task.position, run_plan.strategy.transform(result.verdict))
+        accepted.append(result.task.message.client)
+        emit("update_accepted", **told, seconds=result.seconds)
     fleet.cancel([task for task in tasks if task.position not in answered])
     return Gathered(
         aggregate=fold.finish() if accepted else None,
@@ -195,7 +199,8 @@ def gather(run_plan: RunPlan, fleet: Fleet, tasks: Sequence[Task], model: Model,
 def _record(
     number: int, tasks: Sequence[Task], model: Model, gathered: Gathered, score: Score
 ) -> RoundRecord:
-    spread = sorted(score.clients.values()) or [score.accuracy]
+    spread = sorted(score.clients.values())
+    low, middle, high = (spread[0], _median(spread), spread[-1]) if spread else (score.accuracy,) * 3
     return RoundRecord(
         round=number,
         selected=len(tasks),
@@ -205,9 +210,9 @@ def _record(
         train_loss=gathered.aggregate.train_loss if gathered.aggregate else None,
         test_loss=score.loss,
         test_accuracy=score.accuracy,
-        client_accuracy_min=spread[0],
-        client_accuracy_median=_median(spread),
-        client_accuracy_max=spread[-1],
+        client_accuracy_min=low,
+        client_accuracy_median=middle,
+        client_accuracy_max=high,
         bytes_up=gathered.bytes_up,
         bytes_down=len(tasks) * model.payload_bytes,
         seconds=0.0,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from coordinator.rounds.plan import Task
 from edge_client.wire import arrays
 from edge_client.wire.messages import DELTA, ResultHeader, result_header
-from strategies.params import Params
+from strategies.params import Tensors
 from strategies.state import joined, parted
 from strategies.update import Update
 
@@ -57,7 +58,7 @@ class Expected:
     payload_limit_bytes: int
 
 
-def expected_of(trainable: Params, streams: Mapping[str, Params]) -> Expected:
+def expected_of(trainable: Tensors, streams: Mapping[str, Tensors]) -> Expected:
     """The expectation for updates of `trainable` with the client rule's `streams`."""
     tensors = joined({DELTA: trainable, **streams})
     size = sum(value.size * 4 for value in tensors.values())
@@ -65,18 +66,13 @@ def expected_of(trainable: Params, streams: Mapping[str, Params]) -> Expected:
     return Expected({name: value.shape for name, value in tensors.items()}, size + names + _HEADROOM_BYTES)
 
 
-def check(payload: bytes, task: Task, expected: Expected, *, already_accepted: bool) -> Update | Rejection:
+def check(payload: bytes, task: Task, expected: Expected) -> Update | Rejection:
     """The update in `payload`, or the reason it is refused.
 
-    Checked in this order: size, form, duplicate, base version, task, examples, names, dtypes, shapes, finiteness.
+    Checked in this order: size, form, base version, task, examples, names, dtypes, shapes, finiteness. Whether
+    it came before is for the fleet to know (`duplicate`).
     """
-    client = task.message.client
-
-    def no(reason: Reason, words: str) -> Rejection:
-        # Words quote what the client sent, which may be a megabyte.
-        short = words if len(words) <= _WORDS_LIMIT else words[:_WORDS_LIMIT] + "…"
-        return Rejection(client, reason, f"update from {client}, round {task.message.round}: {short}")
-
+    no = partial(_rejection, task)
     if len(payload) > expected.payload_limit_bytes:
         return no("oversized", f"{len(payload)} bytes, at most {expected.payload_limit_bytes} are allowed")
     try:
@@ -84,8 +80,6 @@ def check(payload: bytes, task: Task, expected: Expected, *, already_accepted: b
         said = result_header(header.values)
     except arrays.Malformed as error:
         return no("malformed", str(error))
-    if already_accepted:
-        return no("duplicate", "this client's update of this round was already accepted")
     refused = _wrong_task(said, task) or _wrong_tensors(header.tensors, expected)
     if refused:
         return no(*refused)
@@ -106,6 +100,18 @@ def check(payload: bytes, task: Task, expected: Expected, *, already_accepted: b
         train_loss=said.train_loss,
         extras=streams,
     )
+
+
+def duplicate(task: Task) -> Rejection:
+    """The answer to a good update where one of this client counts already."""
+    return _rejection(task, "duplicate", "this client's update of this round was already accepted")
+
+
+def _rejection(task: Task, reason: Reason, words: str) -> Rejection:
+    # Words quote what the client sent, which may be a megabyte.
+    short = words if len(words) <= _WORDS_LIMIT else words[:_WORDS_LIMIT] + "…"
+    asked = task.message
+    return Rejection(asked.client, reason, f"update from {asked.client}, round {asked.round}: {short}")
 
 
 def _wrong_task(said: ResultHeader, task: Task) -> tuple[Reason, str] | None:

@@ -64,9 +64,14 @@ def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *numbers]))
 
 
+def cohort_size(plan: RunPlan) -> int:
+    """Clients a round asks, where there are as many."""
+    return math.ceil(plan.clients_per_round * plan.over_select)
+
+
 def choose_cohort(clients: Sequence[str], plan: RunPlan, rng: np.random.Generator) -> tuple[str, ...]:
     """Clients for one round, drawn without replacement, in the canonical order of aggregation."""
-    wanted = min(len(clients), math.ceil(plan.clients_per_round * plan.over_select))
+    wanted = min(len(clients), cohort_size(plan))
     drawn = rng.choice(len(clients), size=wanted, replace=False)
     return tuple(clients[index] for index in sorted(drawn))
 

@@ -150,7 +150,7 @@ def _rounds(
     owners = np.load(out / "work" / "owners.npy", allow_pickle=False)
     names = [client.name for client in prepared.clients]
 
-    def score(params: Params) -> Score:
+    def score(number: int, params: Params) -> Score:
         scored = evaluate(pool, len(owners), params)
         clients = accuracy_by_group(scored, owners, names)
         return Score(
@@ -159,7 +159,11 @@ def _rounds(
 
     if committed is None:
         start = _begun(experiment, prepared, run_plan)
-        told = {"clients": len(prepared.clients), "rounds": run_plan.rounds, **_figures(score(start.params))}
+        told = {
+            "clients": len(prepared.clients),
+            "rounds": run_plan.rounds,
+            **_figures(score(0, start.params)),
+        }
         emit("run_started", experiment=experiment.name, **told)
     else:
         start = RunState(committed.round, committed.params, committed.state)
@@ -180,6 +184,7 @@ def _rounds(
     def finished(record: RoundRecord) -> None:
         report.append_round(lines["rounds.csv"], record)
         surroundings.progress.round(record)
+        engine.tell_committed(emit, engine.as_row(record))
 
     surroundings.progress.begin(run_plan.rounds, start.round)
     try:
@@ -207,7 +212,7 @@ def _begun(experiment: Experiment, prepared: Prepared, run_plan: RunPlan) -> Run
 
 def _figures(score: Score) -> dict[str, float | None]:
     return {
-        "test_loss": score.loss if math.isfinite(score.loss) else None,
+        "test_loss": score.loss if score.loss is not None and math.isfinite(score.loss) else None,
         "test_accuracy": score.accuracy,
     }
 

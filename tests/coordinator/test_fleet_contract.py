@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from coordinator.fleets.fleet import Delivery, Fleet, Model, Silence
+from coordinator.fleets.fleet import Answer, Fleet, Model, Silence, Terms
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet
-from coordinator.rounds import engine, intake, plan
+from coordinator.rounds import intake, plan
 from coordinator.rounds.plan import LocalWork, RunPlan, Task
 from coordinator.simulation.pool import WorkerPool
 from coordinator.simulation.virtual_time import VirtualTime
 from edge_client.wire import arrays
-from edge_client.wire.messages import result_header
 from strategies import presets
 from strategies.params import Params, zeros_like
+from strategies.state import joined
 from strategies.update import Update
 from tests.support.federation import PARAMS
 from tests.support.memory_fleet import MemoryClient, MemoryFleet, honest
@@ -35,11 +35,12 @@ class Kind:
     params: Params
     trainable: tuple[str, ...]
 
-    def model(self, *, control: float | None = None) -> Model:
+    def model(self, fleet: Fleet, *, control: float | None = None, moved: float = 0.0) -> Model:
         """What a round starts from; with `control` the stream of SCAFFOLD, filled with it."""
         trained = {name: self.params[name] for name in self.trainable}
         filled = {name: value + np.float32(control or 0) for name, value in zeros_like(trained).items()}
-        return engine.model_of(self.params, {} if control is None else {"control": filled})
+        params = {name: value + np.float32(moved) for name, value in self.params.items()}
+        return fleet.model(params, {} if control is None else {"control": filled})
 
     def tasks(
         self, model: Model, clients: Sequence[str] = tuple(ARRIVALS), number: int = 1
@@ -49,8 +50,9 @@ class Kind:
         run_plan = RunPlan(7, 3, strategy, work, self.trainable, clients_per_round=4)
         return plan.tasks_for(clients, number, model.base, run_plan)
 
-    def expected(self, model: Model) -> intake.Expected:
-        return intake.expected_of({name: self.params[name] for name in self.trainable}, model.streams)
+    def terms(self, model: Model, *, until: float = 100.0, wanted: int = 99) -> Terms:
+        trained = {name: self.params[name] for name in self.trainable}
+        return Terms(intake.expected_of(trained, model.streams), wanted, until, population=len(ARRIVALS))
 
 
 @pytest.fixture(scope="module")
@@ -98,40 +100,63 @@ def kind(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
 
 
-def deliveries(fleet: Fleet, until: float = 100.0) -> list[Delivery]:
-    return [result for result in fleet.results(until) if isinstance(result, Delivery)]
+def answers(fleet: Fleet) -> list[Answer]:
+    return [result for result in fleet.results() if isinstance(result, Answer)]
 
 
-def payloads(fleet: Fleet, tasks: Sequence[Task], model: Model) -> dict[str, bytes]:
+def bits(answer: Answer) -> dict[str, Any]:
+    """All that an accepted update says."""
+    update = answer.verdict
+    assert isinstance(update, Update), update
+    tensors = joined({"delta": update.delta, **update.extras})
+    said = (update.num_examples, update.num_steps, update.train_loss)
+    return {"said": said} | {name: (value.shape, value.tobytes()) for name, value in tensors.items()}
+
+
+def updates(kind: Kind, fleet: Fleet, tasks: Sequence[Task], model: Model) -> dict[str, dict[str, Any]]:
     """What each client answers, by name."""
-    fleet.submit(tasks, model)
-    return {each.task.message.client: each.payload for each in deliveries(fleet)}
+    fleet.submit(tasks, model, kind.terms(model))
+    return {each.task.message.client: bits(each) for each in answers(fleet)}
 
 
 def test_clients_keep_their_order(kind: Kind) -> None:
     fleet = kind.make()
-    assert list(fleet.clients()) == list(ARRIVALS)
-    payloads(fleet, kind.tasks(kind.model()), kind.model())
-    assert list(fleet.clients()) == list(ARRIVALS)
+    assert list(fleet.clients(4)) == list(ARRIVALS)
+    model = kind.model(fleet)
+    updates(kind, fleet, kind.tasks(model), model)
+    assert list(fleet.clients(4)) == list(ARRIVALS)
+
+
+def test_a_model_is_named_by_its_params(kind: Kind) -> None:
+    fleet = kind.make()
+    assert kind.model(fleet).base == kind.model(kind.make()).base == arrays.sha256(arrays.encode(kind.params))
+    assert kind.model(fleet, moved=1.0).base != kind.model(fleet).base
+    assert kind.model(fleet, control=0.5).payload_bytes > kind.model(fleet).payload_bytes > 0
+
+
+def test_a_round_that_was_never_submitted_is_not_reopened(kind: Kind) -> None:
+    assert kind.make().reopened(1) is None
 
 
 def test_each_client_asked_answers_once_with_an_update_that_is_accepted(kind: Kind) -> None:
-    fleet, model = kind.make(), kind.model()
+    fleet = kind.make()
+    model = kind.model(fleet)
     tasks = kind.tasks(model, ("d", "c", "b"))
-    fleet.submit(tasks, model)
-    got = deliveries(fleet)
+    fleet.submit(tasks, model, kind.terms(model))
+    got = answers(fleet)
     assert sorted(each.task.position for each in got) == [0, 1, 2]
     for each in got:
         assert each.task == tasks[each.task.position]
-        verdict = intake.check(each.payload, each.task, kind.expected(model), already_accepted=False)
-        assert isinstance(verdict, Update), verdict
-        assert any(np.any(value) for value in verdict.delta.values())
+        assert isinstance(each.verdict, Update), each.verdict
+        assert any(np.any(value) for value in each.verdict.delta.values())
+        assert each.payload_bytes > sum(value.nbytes for value in each.verdict.delta.values())
 
 
 def test_results_come_in_the_order_of_arrival(kind: Kind) -> None:
-    fleet, model = kind.make(), kind.model()
-    fleet.submit(kind.tasks(model), model)
-    assert [(each.task.message.client, each.seconds) for each in deliveries(fleet)] == [
+    fleet = kind.make()
+    model = kind.model(fleet)
+    fleet.submit(kind.tasks(model), model, kind.terms(model))
+    assert [(each.task.message.client, each.seconds) for each in answers(fleet)] == [
         ("a", 1.0),
         ("c", 2.0),
         ("b", 2.0),
@@ -139,66 +164,91 @@ def test_results_come_in_the_order_of_arrival(kind: Kind) -> None:
     ]
 
 
-def test_results_end_at_the_time_given_and_name_who_is_missing(kind: Kind) -> None:
-    fleet, model = kind.make(), kind.model()
-    fleet.submit(kind.tasks(model), model)
-    results = list(fleet.results(until=2.0))
-    assert [each.task.message.client for each in results if isinstance(each, Delivery)] == ["a", "c", "b"]
+def test_results_end_at_the_deadline_and_name_who_is_missing(kind: Kind) -> None:
+    fleet = kind.make()
+    model = kind.model(fleet)
+    fleet.submit(kind.tasks(model), model, kind.terms(model, until=2.0))
+    results = list(fleet.results())
+    assert [each.task.message.client for each in results if isinstance(each, Answer)] == ["a", "c", "b"]
     (missing,) = [each for each in results if isinstance(each, Silence)]
     assert (missing.task.message.client, missing.seconds) == ("d", 2.0)
     assert missing.reason
 
 
+def test_results_end_with_the_last_one_wanted(kind: Kind) -> None:
+    fleet = kind.make()
+    model = kind.model(fleet)
+    fleet.submit(kind.tasks(model), model, kind.terms(model, wanted=2))
+    assert [each.task.message.client for each in fleet.results()] == ["a", "c"]
+
+
+def test_results_that_are_not_what_was_asked_for_are_rejected_and_do_not_count_as_wanted(kind: Kind) -> None:
+    fleet = kind.make()
+    model = kind.model(fleet)
+    terms = kind.terms(model, wanted=1)
+    other = replace(terms, expected=replace(terms.expected, shapes={"delta/other": (1,)}))
+    fleet.submit(kind.tasks(model), model, other)
+    got = answers(fleet)
+    assert [each.task.message.client for each in got] == ["a", "c", "b", "d"]
+    for each in got:
+        assert isinstance(each.verdict, intake.Rejection)
+        assert each.verdict.client == each.task.message.client
+        assert each.verdict.reason in ("misnamed_tensor", "extra_tensor")
+
+
 def test_nothing_comes_where_nothing_was_asked(kind: Kind) -> None:
     fleet = kind.make()
-    fleet.submit((), kind.model())
-    assert list(fleet.results(until=100.0)) == []
+    model = kind.model(fleet)
+    fleet.submit((), model, kind.terms(model))
+    assert list(fleet.results()) == []
 
 
 def test_a_round_left_early_leaves_nothing_in_the_next(kind: Kind) -> None:
-    """As the engine does at a quorum: stop listening, cancel the rest, go on."""
-    fleet, model = kind.make(), kind.model()
+    """As where the engine fails in mid-round: stop listening, cancel the rest, go on."""
+    fleet = kind.make()
+    model = kind.model(fleet)
     tasks = kind.tasks(model)
-    fleet.submit(tasks, model)
-    first = next(iter(fleet.results(until=100.0)))
+    fleet.submit(tasks, model, kind.terms(model))
+    first = next(iter(fleet.results()))
     fleet.cancel([task for task in tasks if task != first.task])
 
     again = kind.tasks(model, ("c", "d"), number=2)
-    fleet.submit(again, model)
-    got = deliveries(fleet)
+    fleet.submit(again, model, kind.terms(model))
+    got = answers(fleet)
     assert [(each.task, each.seconds) for each in got] == [(again[0], 2.0), (again[1], 4.0)]
-    for each in got:
-        header = result_header(arrays.read_header(each.payload).values)
-        assert (header.round, header.client) == (2, each.task.message.client)
+    assert all(isinstance(each.verdict, Update) for each in got)  # of this round, or the check would tell
 
 
-def test_equal_tasks_give_equal_bytes(kind: Kind) -> None:
-    model = kind.model()
-    tasks = kind.tasks(model)
+def test_equal_tasks_give_equal_bits(kind: Kind) -> None:
     fleet = kind.make()
-    first = payloads(fleet, tasks, model)
-    assert payloads(fleet, tasks, model) == first
-    assert payloads(kind.make(), tasks, model) == first
-    assert len(set(first.values())) == len(ARRIVALS)
+    model = kind.model(fleet)
+    tasks = kind.tasks(model)
+    first = updates(kind, fleet, tasks, model)
+    assert updates(kind, fleet, tasks, model) == first
+    assert updates(kind, kind.make(), tasks, model) == first
+    assert all(first[a] != first[b] for a in ARRIVALS for b in ARRIVALS if a != b)
 
 
 def test_each_round_starts_from_its_own_model(kind: Kind) -> None:
-    fleet, before = kind.make(), kind.model()
-    moved = engine.model_of({name: value + np.float32(1) for name, value in kind.params.items()}, {})
-    first = payloads(fleet, kind.tasks(before), before)
-    second = payloads(fleet, kind.tasks(moved), moved)
+    fleet = kind.make()
+    before = kind.model(fleet)
+    first = updates(kind, fleet, kind.tasks(before), before)
+    moved = kind.model(fleet, moved=1.0)
+    second = updates(kind, fleet, kind.tasks(moved), moved)
     assert all(first[name] != second[name] for name in ARRIVALS)
 
 
 def test_clients_of_a_rule_without_state_have_none_to_save(kind: Kind) -> None:
-    fleet, model = kind.make(), kind.model()
-    payloads(fleet, kind.tasks(model), model)
+    fleet = kind.make()
+    model = kind.model(fleet)
+    updates(kind, fleet, kind.tasks(model), model)
     assert fleet.client_state(list(ARRIVALS)) == {}
 
 
 def test_state_is_handed_out_for_accepted_clients_only(kind: Kind) -> None:
-    fleet, model = kind.make(), kind.model(control=0.5)
-    payloads(fleet, kind.tasks(model), model)
+    fleet = kind.make()
+    model = kind.model(fleet, control=0.5)
+    updates(kind, fleet, kind.tasks(model), model)
     states = fleet.client_state(["a", "c"])
     assert sorted(states) == ["a", "c"]
     for streams in states.values():
@@ -208,26 +258,28 @@ def test_state_is_handed_out_for_accepted_clients_only(kind: Kind) -> None:
 
 
 def test_a_client_that_was_not_accepted_keeps_the_state_it_had(kind: Kind) -> None:
-    fleet, model = kind.make(), kind.model(control=0.5)
+    fleet = kind.make()
+    model = kind.model(fleet, control=0.5)
     first, second = kind.tasks(model), kind.tasks(model, number=2)
-    payloads(fleet, first, model)
+    updates(kind, fleet, first, model)
     fleet.client_state(["a"])
-    got = payloads(fleet, second, model)
-    anew = payloads(kind.make(), second, model)
+    got = updates(kind, fleet, second, model)
+    anew = updates(kind, kind.make(), second, model)
     assert got["b"] == anew["b"]
     assert got["a"] != anew["a"]
 
 
 def test_a_restored_fleet_goes_on_as_the_one_before(kind: Kind) -> None:
-    fleet, model = kind.make(), kind.model(control=0.5)
+    fleet = kind.make()
+    model = kind.model(fleet, control=0.5)
     saved: dict[str, Mapping[str, Params]] = {}
     for number, accepted in ((1, ["a", "b"]), (2, ["b", "c"])):
-        payloads(fleet, kind.tasks(model, number=number), model)
+        updates(kind, fleet, kind.tasks(model, number=number), model)
         saved |= fleet.client_state(accepted)
     assert sorted(saved) == ["a", "b", "c"]
 
     restored = kind.make()
     restored.restore(saved)
     third = kind.tasks(model, number=3)
-    assert payloads(restored, third, model) == payloads(fleet, third, model)
-    assert payloads(kind.make(), third, model) != payloads(fleet, third, model)
+    assert updates(kind, restored, third, model) == updates(kind, fleet, third, model)
+    assert updates(kind, kind.make(), third, model) != updates(kind, fleet, third, model)

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from coordinator.fleets.fleet import Delivery, Model, Silence
+from coordinator.fleets.fleet import Answer, Model, Silence, Terms, model_of
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet
-from coordinator.rounds import engine, plan
+from coordinator.rounds import intake, plan
 from coordinator.rounds.plan import LocalWork, Task
 from coordinator.simulation.frames import Frame
 from coordinator.simulation.pool import Job, WorkerPool
 from coordinator.simulation.virtual_time import VirtualTime
 from edge_client.wire import arrays
-from tests.support.federation import PARAMS, run_plan
+from edge_client.wire.messages import TaskMessage, encode_result
+from tests.support.federation import PARAMS, run_plan, update
 
 SECONDS = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 1.0}
 """When each client answers: one local step, times a factor of its own."""
 
 
 class BackwardPool:
-    """A pool that takes jobs `at_once` and answers them last first; an upload is the job's values, as JSON."""
+    """A pool that takes jobs `at_once` and answers them last first; every upload is honest."""
 
     def __init__(self, at_once: int) -> None:
         self._at_once = at_once
-        self.drawn: list[str] = []
+        self.jobs: dict[str, dict[str, Any]] = {}
+
+    @property
+    def drawn(self) -> list[str]:
+        """Clients in the order in which their jobs were taken."""
+        return list(self.jobs)
 
     def tell(self, values: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         pass
@@ -36,7 +41,7 @@ class BackwardPool:
     def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Frame]]:
         waiting: list[Job] = []
         for job in jobs:
-            self.drawn.append(job.values["task"]["client"])
+            self.jobs[job.values["task"]["client"]] = job.values
             waiting.append(job)
             if len(waiting) == self._at_once:
                 while waiting:
@@ -45,7 +50,8 @@ class BackwardPool:
             yield self._done(waiting.pop())
 
     def _done(self, job: Job) -> tuple[Job, Frame]:
-        payload = json.dumps(job.values).encode()
+        message = TaskMessage.from_json(job.values["task"])
+        payload = encode_result(message, update({"w": PARAMS["w"]}))
         state = arrays.encode({"control/w": np.ones(1, np.float32)})
         return job, Frame({}, (*[payload] * (2 if job.values["fault"] == "duplicate" else 1), state))
 
@@ -63,40 +69,53 @@ def tasks(model: Model, **work: Any) -> tuple[Task, ...]:
     return plan.tasks_for(tuple(SECONDS), 1, model.base, run_plan(local=local))
 
 
-MODEL = engine.model_of(PARAMS, {})
+MODEL = model_of(PARAMS, {})
 
 
-def arrivals(simulated: SimulatedFleet, until: float = 100.0) -> list[tuple[str, float]]:
+def submit(simulated: SimulatedFleet, *, until: float = 100.0, wanted: int = 99, **work: Any) -> None:
+    expected = intake.expected_of({"w": PARAMS["w"]}, {})
+    simulated.submit(tasks(MODEL, **work), MODEL, Terms(expected, wanted, until, population=len(SECONDS)))
+
+
+def arrivals(simulated: SimulatedFleet) -> list[tuple[str, float]]:
     return [
         (result.task.message.client, result.seconds)
-        for result in simulated.results(until)
-        if isinstance(result, Delivery)
+        for result in simulated.results()
+        if isinstance(result, Answer)
     ]
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 4])
 def test_results_come_in_virtual_time_however_the_workers_finish(at_once: int) -> None:
     simulated = fleet(BackwardPool(at_once))
-    simulated.submit(tasks(MODEL), MODEL)
+    submit(simulated)
     assert arrivals(simulated) == [("b", 1.0), ("d", 1.0), ("c", 2.0), ("a", 3.0)]
 
 
 def test_clients_are_trained_in_the_order_in_which_they_answer() -> None:
     pool = BackwardPool(at_once=1)
     simulated = fleet(pool)
-    simulated.submit(tasks(MODEL), MODEL)
-    results = simulated.results(until=100.0)
+    submit(simulated)
+    results = simulated.results()
     next(results)
     next(results)
     results.close()  # type: ignore[attr-defined]
     assert pool.drawn == ["b", "d"]
 
 
+def test_results_end_with_the_last_one_wanted_and_nobody_else_is_trained() -> None:
+    pool = BackwardPool(at_once=1)
+    simulated = fleet(pool)
+    submit(simulated, wanted=3)
+    assert arrivals(simulated) == [("b", 1.0), ("d", 1.0), ("c", 2.0)]
+    assert pool.drawn == ["b", "d", "c"]
+
+
 def test_a_client_too_late_is_never_trained() -> None:
     pool = BackwardPool(at_once=2)
     simulated = fleet(pool)
-    simulated.submit(tasks(MODEL), MODEL)
-    results = list(simulated.results(until=2.5))
+    submit(simulated, until=2.5)
+    results = list(simulated.results())
     assert pool.drawn == ["b", "d", "c"]
     assert [(r.task.message.client, r.reason) for r in results if isinstance(r, Silence)] == [
         ("a", "not done by the deadline")
@@ -106,8 +125,8 @@ def test_a_client_too_late_is_never_trained() -> None:
 def test_a_client_that_drops_out_is_silent_and_never_trained() -> None:
     pool = BackwardPool(at_once=2)
     simulated = fleet(pool, dropout=1.0)
-    simulated.submit(tasks(MODEL), MODEL)
-    results = list(simulated.results(until=100.0))
+    submit(simulated)
+    results = list(simulated.results())
     assert pool.drawn == []
     assert [(r.task.message.client, r.reason) for r in results if isinstance(r, Silence)] == [
         (name, "dropped out") for name in SECONDS
@@ -117,24 +136,25 @@ def test_a_client_that_drops_out_is_silent_and_never_trained() -> None:
 def test_time_is_counted_in_local_steps() -> None:
     """Clients of 10, 20, 30 and 40 examples, two epochs in batches of 4: 6, 10, 16 and 20 steps."""
     simulated = fleet(BackwardPool(at_once=4))
-    simulated.submit(tasks(MODEL, epochs=2, steps=None), MODEL)
+    submit(simulated, epochs=2, steps=None)
     assert arrivals(simulated) == [("b", 10.0), ("a", 18.0), ("d", 20.0), ("c", 32.0)]
 
 
-def test_two_uploads_of_one_client_arrive_together() -> None:
+def test_two_uploads_of_one_client_arrive_together_and_the_second_is_a_duplicate() -> None:
     simulated = fleet(BackwardPool(at_once=4), fault="duplicate")
-    simulated.submit(tasks(MODEL), MODEL)
-    assert [client for client, _ in arrivals(simulated)] == ["b", "d", "c", "c", "a"]
+    submit(simulated)
+    answers = [result for result in simulated.results() if isinstance(result, Answer)]
+    assert [answer.task.message.client for answer in answers] == ["b", "d", "c", "c", "a"]
+    assert [getattr(answer.verdict, "reason", None) for answer in answers] == [
+        None, None, None, "duplicate", None,
+    ]  # fmt: skip
 
 
 def test_a_job_names_rows_runtime_and_fault_of_its_client() -> None:
-    simulated = fleet(BackwardPool(at_once=4), fault="nan")
-    simulated.submit(tasks(MODEL), MODEL)
-    jobs = {
-        result.task.message.client: json.loads(result.payload)
-        for result in simulated.results(100.0)
-        if isinstance(result, Delivery)
-    }
-    assert {name: (job["part"], job["runtime"], job["fault"]) for name, job in jobs.items()} == {
+    pool = BackwardPool(at_once=4)
+    simulated = fleet(pool, fault="nan")
+    submit(simulated)
+    assert len(list(simulated.results())) == 4
+    assert {name: (job["part"], job["runtime"], job["fault"]) for name, job in pool.jobs.items()} == {
         "a": (0, "torch", None), "b": (1, "torch", None), "c": (2, "torch", "nan"), "d": (3, "torch", None),
     }  # fmt: skip

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from coordinator.fleets.fleet import Delivery, Model, Silence
+from coordinator.fleets.fleet import Answer, Model, Reopened, Silence, Terms, model_of
+from coordinator.rounds import intake
 from coordinator.rounds.plan import Task
 from edge_client.train.trainer import Examples, Trainer
 from edge_client.wire.messages import TaskMessage, encode_result
-from strategies.params import Params
+from strategies.params import Params, Tensors
 from strategies.update import Update
 from tests.support.quadratic import QuadraticRuntime
 
@@ -48,23 +49,41 @@ class MemoryFleet:
         self._clients = dict(clients)
         self._unanswered: dict[int, Task] = {}
         self._uploads: list[_Upload] = []
+        self._terms: Terms | None = None
         self._kept: dict[str, Mapping[str, Params]] = {}
         self._renewed: dict[str, Mapping[str, Params]] = {}
 
-    def clients(self) -> Sequence[str]:
+    def reopened(self, round_number: int) -> Reopened | None:
+        return None
+
+    def clients(self, wanted: int) -> Sequence[str]:
         return list(self._clients)
 
-    def submit(self, tasks: Sequence[Task], model: Model) -> None:
+    def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
+        return model_of(params, streams)
+
+    def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
+        self._terms = terms
         self._renewed = {}
         self._unanswered = {task.position: task for task in tasks}
         uploads = [upload for task in tasks for upload in self._train(task, model)]
         self._uploads = sorted(uploads, key=lambda each: (each.seconds, each.task.position))
 
-    def results(self, until: float) -> Iterator[Delivery | Silence]:
+    def results(self) -> Iterator[Answer | Silence]:
+        assert self._terms is not None
+        until, accepted = self._terms.deadline_seconds, set[str]()
         while self._uploads and self._uploads[0].seconds <= until:
             upload = self._uploads.pop(0)
             self._unanswered.pop(upload.task.position, None)
-            yield Delivery(upload.task, upload.payload, upload.seconds)
+            client = upload.task.message.client
+            verdict = intake.check(upload.payload, upload.task, self._terms.expected)
+            if isinstance(verdict, Update) and client in accepted:
+                verdict = intake.duplicate(upload.task)
+            if isinstance(verdict, Update):
+                accepted.add(client)
+            yield Answer(upload.task, verdict, len(upload.payload), upload.seconds)
+            if len(accepted) == self._terms.wanted:
+                return
         for task in [*self._unanswered.values()]:
             yield Silence(task, "did not answer", until)
 
@@ -88,7 +107,11 @@ class MemoryFleet:
             np.zeros((client.num_examples, 1), np.float32), np.zeros(client.num_examples, np.int32)
         )
         result = Trainer(QuadraticRuntime(client.a, client.c)).train(
-            model.params, work.train_task(model.streams), rows, self._kept.get(work.client)
+            dict(model.params), work.train_task(_params(model.streams)), rows, self._kept.get(work.client)
         )
         self._renewed[work.client] = result.client_state
         return [_Upload(seconds, task, payload) for seconds, payload in client.script(work, result.update)]
+
+
+def _params(streams: Mapping[str, Tensors]) -> dict[str, Params]:
+    return {stream: dict(tensors) for stream, tensors in streams.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ class Seen:
         return [each for each in self.events if each["event"] == event]
 
 
-def distance(params: Params) -> Score:
+def distance(number: int, params: Params) -> Score:
     """A score that tells any two params apart: how far `w` is from zero."""
     return Score(loss=float(np.sum(np.square(params["w"], dtype=np.float64))), accuracy=0.5, clients={})
 
@@ -53,7 +53,7 @@ def run(
     start: RunState | None = None,
     *,
     commit: engine.Commit | None = None,
-    evaluate: Callable[[Params], Score] = distance,
+    evaluate: engine.Evaluate = distance,
 ) -> tuple[RunState, Seen]:
     """The run's last state, and what was seen on the way."""
     seen = Seen()
