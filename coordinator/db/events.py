@@ -1,0 +1,52 @@
+"""The event log: a row for every change of state, in the transaction that makes the change.
+
+An event is `<subject>_<past-tense verb>`, with the run and the device it concerns and further values in JSON.
+Ids grow in the order of commit, because one thread writes; so whoever reads on from an id misses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, Row, insert, select
+
+from coordinator.db.tables import events
+
+
+def record(
+    connection: Connection,
+    clock_now: datetime,
+    event: str,
+    *,
+    run: str | None = None,
+    device: str | None = None,
+    **values: Any,
+) -> None:
+    """Writes an event into the transaction of the change it tells of. Afterwards `signals.notify("events")`.
+
+    `values` are JSON and for people to read: no arrays, no secrets.
+    """
+    connection.execute(
+        insert(events).values(
+            {
+                events.c.time: clock_now,
+                events.c.event: event,
+                events.c.run: run,
+                events.c.device: device,
+                events.c["values"]: values,
+            }
+        )
+    )
+
+
+def since(connection: Connection, id: int, limit: int, run: str | None = None) -> Sequence[Row[Any]]:
+    """At most `limit` events after the one with this id, oldest first; of one run if asked.
+
+    Rows have the columns of the table.
+    """
+    wanted = select(events).where(events.c.id > id)
+    if run is not None:
+        wanted = wanted.where(events.c.run == run)
+    return connection.execute(wanted.order_by(events.c.id).limit(limit)).all()
