@@ -33,6 +33,8 @@ Fault = Literal[
     "no_examples",
 ]
 
+FleetKind = Literal["simulated", "devices"]
+
 COHORT = 10
 """Clients per round where the experiment does not say and there are that many."""
 
@@ -54,6 +56,15 @@ class Data(Section):
     vocab: Annotated[int, Field(ge=3, le=1_000_000)] | None = None
     partition: str | None = None
     public_samples: Annotated[int, Field(ge=0)] = 0
+    input_shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=4)] | None = None
+    classes: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
+    input_dtype: Literal["float32", "int32"] | None = None
+    task: Literal["classification", "next_token"] | None = None
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the file itself says what a row looks like, so that the data need not be at hand."""
+        return self.input_shape is not None and self.classes is not None
 
 
 class Model(BaseModel):
@@ -111,6 +122,18 @@ class Simulation(Section):
     faults: dict[Fault, Annotated[int, Field(ge=1)]] = {}
 
 
+class Devices(Section):
+    """Of a real fleet: which devices take part, and when they evaluate. `classes` are device classes."""
+
+    groups: list[str] = []
+    labels: dict[str, str] = {}
+    classes: list[str] = []
+    memory_bytes: Annotated[int, Field(ge=0)] = 0
+    patience_seconds: Annotated[float, Field(ge=0, le=86400)] = 60.0
+    evaluate_every: Annotated[int, Field(ge=0)] = 0
+    evaluate_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
+
+
 class Experiment(Section):
     name: str = ""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 7
@@ -120,6 +143,7 @@ class Experiment(Section):
     local: Local = Local()
     strategy: StrategySection = StrategySection()
     simulation: Simulation = Simulation()
+    devices: Devices = Devices()
 
     def to_toml(self) -> str:
         """The experiment as a TOML document; keys without a value are left out."""
@@ -157,26 +181,39 @@ def load(path: Path | None, sets: Iterable[str] = ()) -> Experiment:
     Raises:
         UserError: naming the file, every bad key with its value, and what was expected.
     """
-    document = read(path) if path else {}
+    document = changed(read(path) if path else {}, sets)
+    return resolve(document, str(path) if path else "experiment")
+
+
+def changed(document: dict[str, Any], sets: Iterable[str]) -> dict[str, Any]:
+    """The document after `--set key=value` settings, in place."""
     for setting in sets:
         _apply(document, setting)
-    return resolve(document, str(path) if path else "experiment")
+    return document
 
 
 def read(path: Path) -> dict[str, Any]:
     """A TOML file as nested dicts."""
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        return parsed(path.read_text("utf-8"), str(path))
     except FileNotFoundError:
         raise UserError(f"{path}: no such experiment file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
+
+
+def parsed(text: str, source: str) -> dict[str, Any]:
+    """TOML text as nested dicts."""
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
+        raise UserError(f"{source}: not valid TOML: {error}") from None
 
 
-def resolve(document: Mapping[str, Any], source: str) -> Experiment:
+def resolve(document: Mapping[str, Any], source: str, fleet: FleetKind = "simulated") -> Experiment:
     """A checked experiment with every default filled in.
+
+    On a fleet of devices `data.dataset` may be any name that the devices know, if the file describes its rows.
 
     Raises:
         UserError: listing every problem at once; `source` is what the messages call the document.
@@ -186,7 +223,7 @@ def resolve(document: Mapping[str, Any], source: str) -> Experiment:
     except ValidationError as error:
         raise _wrong(source, [_described(item, document) for item in error.errors()]) from None
     experiment = _with_defaults(experiment)
-    problems = list(_problems(experiment))
+    problems = list(_problems(experiment, fleet))
     if problems:
         raise _wrong(source, problems)
     return experiment
@@ -266,9 +303,9 @@ def _model_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
         return given  # reported by _problems
 
 
-def _problems(experiment: Experiment) -> Iterable[str]:
+def _problems(experiment: Experiment, fleet: FleetKind) -> Iterable[str]:
     """Everything wrong that a single key's type cannot tell: unknown names, ranges, contradictions."""
-    yield from _data_problems(experiment)
+    yield from _data_problems(experiment, fleet)
     yield from _model_problems(experiment)
     federation, local = experiment.federation, experiment.local
     if local.epochs is not None and local.steps is not None:
@@ -293,12 +330,13 @@ def _problems(experiment: Experiment) -> Iterable[str]:
         yield f"strategy.{error.option or 'name'}: {error}"
 
 
-def _data_problems(experiment: Experiment) -> Iterable[str]:
+def _data_problems(experiment: Experiment, fleet: FleetKind) -> Iterable[str]:
     data = experiment.data
-    try:
-        sources.check_name(data.dataset)
-    except DataError as error:
-        yield f"data.dataset: {error}"
+    if (data.input_shape is None) != (data.classes is None):
+        yield "data.input_shape and data.classes describe the rows together; give both, or neither"
+    if (problem := name_problem(data.dataset)) and not (fleet == "devices" and data.is_described):
+        more = "; for data that only devices hold give data.input_shape and data.classes too"
+        yield f"data.dataset: {problem}{more if fleet == 'devices' else ''}"
     try:
         parse_partition(data.partition or "")
     except DataError as error:
@@ -308,6 +346,15 @@ def _data_problems(experiment: Experiment) -> Iterable[str]:
     for key, datasets in _OWN_KEYS.items():
         if getattr(data, key) is not None and data.dataset not in datasets:
             yield f"data.{key} = {getattr(data, key)!r} is for {' and '.join(datasets)}, but data.dataset = {data.dataset!r}"
+
+
+def name_problem(dataset: str) -> str | None:
+    """Why the coordinator itself cannot load a data set of this name, or None where it can try."""
+    try:
+        sources.check_name(dataset)
+    except DataError as error:
+        return str(error)
+    return None
 
 
 def _model_problems(experiment: Experiment) -> Iterable[str]:

@@ -62,6 +62,16 @@ speed_spread = 0.0
 dropout = 0.0
 
 [simulation.faults]
+
+[devices]
+groups = []
+classes = []
+memory_bytes = 0
+patience_seconds = 60.0
+evaluate_every = 0
+evaluate_seconds = 120.0
+
+[devices.labels]
 """
 
 
@@ -421,3 +431,35 @@ def test_the_learning_rate_depends_on_the_data_set_unless_it_is_given(dataset: s
     asked = [f"data.dataset={dataset}", *(["data.path=t.csv"] if dataset == "csv" else [])]
     assert load(*asked).local.lr == lr
     assert load(*asked, "local.lr=0.01").local.lr == 0.01
+
+
+# A real fleet
+
+
+def on_devices(document: dict[str, object]) -> Experiment:
+    return experiment.resolve(document, "my.toml", "devices")
+
+
+def test_devices_may_know_a_data_set_that_the_coordinator_does_not() -> None:
+    data = {"dataset": "vibration", "input_shape": [8], "classes": 3}
+    assert on_devices({"data": data}).data.dataset == "vibration"
+
+
+def test_a_data_set_nobody_describes_is_refused_with_what_to_give() -> None:
+    with pytest.raises(UserError, match=r"vibration.*give data.input_shape and data.classes"):
+        on_devices({"data": {"dataset": "vibration"}})
+
+
+def test_a_simulation_needs_a_data_set_it_can_load() -> None:
+    with pytest.raises(UserError, match="vibration"):
+        experiment.resolve({"data": {"dataset": "vibration", "input_shape": [8], "classes": 3}}, "my.toml")
+
+
+def test_half_a_description_of_the_rows_is_refused() -> None:
+    with pytest.raises(UserError, match=r"data.input_shape and data.classes"):
+        on_devices({"data": {"input_shape": [8]}})
+
+
+def test_a_resolved_experiment_resolves_to_itself() -> None:
+    resolved = on_devices({"data": {"dataset": "vibration", "input_shape": [8], "classes": 3}})
+    assert on_devices(resolved.model_dump(mode="json", exclude_none=True)) == resolved
