@@ -1,0 +1,69 @@
+"""Devices as a round sees them: who is there, and what each said last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, Row, func, select, update
+
+from coordinator.db.tables import devices
+from coordinator.fleets.matching import OVERDUE, Candidate
+from edge_client.wire.device import CheckIn
+from edge_client.wire.strict import parse_message
+
+_CANDIDATE = (
+    devices.c.id,
+    devices.c.name,
+    devices.c.state,
+    devices.c.device_group,
+    devices.c.certificate_until,
+    devices.c.last_seen_at,
+    devices.c.expected_at,
+    devices.c.report,
+)
+
+
+def candidates(connection: Connection, now: datetime) -> list[Candidate]:
+    """Active devices that checked in and are not overdue, by id."""
+    query = (
+        select(*_CANDIDATE)
+        .where(devices.c.state == "active", devices.c.last_seen_at.is_not(None))
+        .where(func.coalesce(devices.c.expected_at, devices.c.last_seen_at) >= now - OVERDUE)
+        .order_by(devices.c.id)
+    )
+    return [_candidate(row) for row in connection.execute(query)]
+
+
+def candidate(connection: Connection, device: str) -> Candidate | None:
+    """One device, whatever its state."""
+    row = connection.execute(select(*_CANDIDATE).where(devices.c.id == device)).one_or_none()
+    return _candidate(row) if row is not None else None
+
+
+def fleet_size(connection: Connection) -> int:
+    """Devices that may check in."""
+    count = select(func.count()).select_from(devices).where(devices.c.state == "active")
+    return int(connection.execute(count).scalar_one())
+
+
+def checked_in(
+    connection: Connection, device: str, report: Mapping[str, Any], now: datetime, expected_at: datetime
+) -> None:
+    """Keeps a device's report and when it is due again."""
+    values = {"report": dict(report), "last_seen_at": now, "expected_at": expected_at}
+    connection.execute(update(devices).where(devices.c.id == device).values(**values))
+
+
+def _candidate(row: Row[*tuple[Any, ...]]) -> Candidate:
+    return Candidate(
+        id=row.id,
+        name=row.name,
+        state=row.state,
+        group=row.device_group,
+        certificate_until=row.certificate_until,
+        last_seen_at=row.last_seen_at,
+        expected_at=row.expected_at,
+        report=parse_message(CheckIn, row.report, "report") if row.report else None,
+    )

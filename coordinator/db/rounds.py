@@ -1,0 +1,320 @@
+"""Rounds and tasks of devices: every query and every change, each of them one step of a transaction.
+
+A task goes waiting → leased → accepted, rejected, declined, expired or cancelled, and never back; a round goes
+open → closed → committed. What devices send is in `coordinator.db.answers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, and_, func, insert, select, update
+
+from coordinator.db import events
+from coordinator.db.tables import rounds, runs, tasks, updates, uploads
+from coordinator.rounds.intake import Expected
+from edge_client.wire.device import TaskKind
+
+LIVE = ("waiting", "leased")
+"""States of a task that may still be answered."""
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """A task and what its round says; the latter is None for evaluations, which belong to no open round.
+
+    Attributes:
+        offer: `wire.device.TaskOffer` as JSON, with `deadline_at` beside it.
+        reason, words: why it ended without a result.
+    """
+
+    id: str
+    run: str
+    round: int
+    kind: TaskKind
+    position: int
+    device: str
+    state: str
+    offer: Mapping[str, Any]
+    leased_until: datetime | None
+    reason: str | None
+    words: str | None
+    answered_at: datetime | None
+    round_state: str | None
+
+    @property
+    def deadline_at(self) -> datetime:
+        return datetime.fromisoformat(self.offer["deadline_at"])
+
+
+@dataclass(frozen=True)
+class RoundRow:
+    """A round as it was opened."""
+
+    run: str
+    number: int
+    state: str
+    wanted: int
+    population: int
+    expected: Expected
+    started_at: datetime
+    deadline_at: datetime
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How one train task ended. `blob`, bytes and seconds where it was accepted."""
+
+    position: int
+    state: str
+    reason: str | None
+    words: str | None
+    answered_at: datetime
+    blob: str | None
+    payload_bytes: int
+
+
+def find_round(connection: Connection, run: str, number: int) -> RoundRow | None:
+    row = connection.execute(
+        select(rounds).where(rounds.c.run == run, rounds.c.number == number)
+    ).one_or_none()
+    if row is None:
+        return None
+    shapes = {name: tuple(shape) for name, shape in row.expected["shapes"].items()}
+    return RoundRow(
+        run=row.run,
+        number=row.number,
+        state=row.state,
+        wanted=row.wanted,
+        population=row.population,
+        expected=Expected(shapes, row.expected["payload_limit_bytes"]),
+        started_at=row.started_at,
+        deadline_at=row.deadline_at,
+    )
+
+
+def open_round(connection: Connection, opened: RoundRow, base: str) -> None:
+    """Writes a round that takes updates from now on; its tasks are added in the same transaction."""
+    expected = {
+        "shapes": {name: list(shape) for name, shape in opened.expected.shapes.items()},
+        "payload_limit_bytes": opened.expected.payload_limit_bytes,
+    }
+    connection.execute(
+        insert(rounds).values(
+            run=opened.run,
+            number=opened.number,
+            state="open",
+            base=base,
+            wanted=opened.wanted,
+            population=opened.population,
+            expected=expected,
+            started_at=opened.started_at,
+            deadline_at=opened.deadline_at,
+        )
+    )
+
+
+def close_round(connection: Connection, run: str, number: int) -> None:
+    """From here on no update of this round is taken. Closing it twice is no matter."""
+    connection.execute(
+        update(rounds)
+        .where(rounds.c.run == run, rounds.c.number == number, rounds.c.state == "open")
+        .values(state="closed")
+    )
+
+
+def add_tasks(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Columns of `tasks`, new ones."""
+    if rows:
+        connection.execute(insert(tasks), [dict(row) for row in rows])
+
+
+def offers_of(connection: Connection, run: str, number: int) -> list[Mapping[str, Any]]:
+    """The offers of a round's train tasks, in order of position."""
+    query = select(tasks.c.offer).where(of_round(run, number, "train")).order_by(tasks.c.position)
+    return list(connection.execute(query).scalars())
+
+
+def find_task(connection: Connection, task: str) -> TaskRow | None:
+    row = connection.execute(_TASKS.where(tasks.c.id == task)).one_or_none()
+    return TaskRow(**row._mapping) if row is not None else None
+
+
+def live_tasks(connection: Connection, device: str) -> list[TaskRow]:
+    """What a device may work on or fetch, what it already holds first, then the oldest."""
+    query = _TASKS.where(tasks.c.device == device, tasks.c.state.in_(LIVE))
+    found = [TaskRow(**row._mapping) for row in connection.execute(query)]
+    return sorted(found, key=lambda row: (row.state != "leased", row.deadline_at, row.id))
+
+
+def lease(connection: Connection, task: str, until: datetime) -> None:
+    """Gives a live task to its device, or lets it keep it for longer."""
+    connection.execute(
+        update(tasks)
+        .where(tasks.c.id == task, tasks.c.state.in_(LIVE))
+        .values(state="leased", leased_until=until)
+    )
+
+
+def wait_longer(connection: Connection, device: str, until: datetime) -> None:
+    """Waiting tasks of a device that is alive but busy stay waiting."""
+    connection.execute(
+        update(tasks).where(tasks.c.device == device, tasks.c.state == "waiting").values(leased_until=until)
+    )
+
+
+def renew_all(connection: Connection, run: str, number: int, kind: TaskKind, until: datetime) -> None:
+    """Live tasks of a round keep their leases: while the coordinator was away nobody could renew them."""
+    connection.execute(
+        update(tasks).where(of_round(run, number, kind), tasks.c.state.in_(LIVE)).values(leased_until=until)
+    )
+
+
+def finish(
+    connection: Connection, task: str, state: str, now: datetime, reason: str | None = None, words: str = ""
+) -> None:
+    """Ends a live task."""
+    connection.execute(
+        update(tasks)
+        .where(tasks.c.id == task, tasks.c.state.in_(LIVE))
+        .values(state=state, answered_at=now, reason=reason, words=words or None, leased_until=None)
+    )
+
+
+def finish_live(
+    connection: Connection,
+    run: str,
+    number: int,
+    kind: TaskKind,
+    state: str,
+    now: datetime,
+    *,
+    reason: str,
+    words: str,
+    positions: Sequence[int] | None = None,
+) -> list[str]:
+    """Ends all live tasks of a round, or those at `positions`, and gives their devices."""
+    chosen = and_(of_round(run, number, kind), tasks.c.state.in_(LIVE))
+    found = [
+        row
+        for row in connection.execute(select(tasks.c.id, tasks.c.device, tasks.c.position).where(chosen))
+        if positions is None or row.position in positions
+    ]
+    for row in found:
+        finish(connection, row.id, state, now, reason, words)
+    return [row.device for row in found]
+
+
+def expire(connection: Connection, run: str, number: int, kind: TaskKind, now: datetime) -> list[str]:
+    """Ends the live tasks whose lease ran out, and gives their devices."""
+    query = select(tasks.c.id, tasks.c.device, tasks.c.state).where(
+        of_round(run, number, kind), tasks.c.state.in_(LIVE), tasks.c.leased_until < now
+    )
+    expired = list(connection.execute(query))
+    for row in expired:
+        words = (
+            "it was not heard of for longer than its lease"
+            if row.state == "leased"
+            else "it did not come for its task"
+        )
+        finish(connection, row.id, "expired", now, "lease_expired", words)
+        told: dict[str, Any] = {"round": number, "task": row.id, "kind": kind, "words": words}
+        events.record(connection, now, "task_expired", run=run, device=row.device, **told)
+    return [row.device for row in expired]
+
+
+def next_expiry(connection: Connection, run: str, number: int, kind: TaskKind) -> datetime | None:
+    """When the next lease of the round runs out; None where no task is live."""
+    query = select(tasks.c.leased_until).where(of_round(run, number, kind), tasks.c.state.in_(LIVE))
+    found: datetime | None = connection.execute(query.order_by(tasks.c.leased_until).limit(1)).scalar()
+    return found
+
+
+def finished(connection: Connection, run: str, number: int) -> list[Finished]:
+    """Train tasks of a round that ended, in the order they did; cancelled ones are not among them."""
+    ended = ("accepted", "rejected", "declined", "expired")
+    query = (
+        select(
+            tasks.c.position,
+            tasks.c.state,
+            tasks.c.reason,
+            tasks.c.words,
+            tasks.c.answered_at,
+            updates.c.blob,
+            func.coalesce(updates.c.payload_bytes, uploads.c.size_bytes, 0).label("payload_bytes"),
+        )
+        .outerjoin(
+            updates,
+            and_(
+                updates.c.run == tasks.c.run,
+                updates.c.round == tasks.c.round,
+                updates.c.device == tasks.c.device,
+            ),
+        )
+        .outerjoin(uploads, uploads.c.task == tasks.c.id)
+        .where(of_round(run, number, "train"), tasks.c.state.in_(ended))
+        .order_by(tasks.c.answered_at, tasks.c.position)
+    )
+    return [Finished(**row._mapping) for row in connection.execute(query)]
+
+
+def live_ids(connection: Connection) -> set[str]:
+    """All tasks that may still be answered."""
+    return set(connection.execute(select(tasks.c.id).where(tasks.c.state.in_(LIVE))).scalars())
+
+
+def asked(connection: Connection, run: str, number: int, kind: TaskKind) -> set[str]:
+    """Devices that have a task of this round."""
+    return set(connection.execute(select(tasks.c.device).where(of_round(run, number, kind))).scalars())
+
+
+def of_round(run: str, number: int, kind: TaskKind) -> ColumnElement[bool]:
+    """The tasks of one kind of a round."""
+    return and_(tasks.c.run == run, tasks.c.round == number, tasks.c.kind == kind)
+
+
+def blobs_in_use(connection: Connection) -> set[str]:
+    """Blobs that open work refers to: what live tasks fetch, and the updates of rounds not yet committed."""
+    used: set[str] = set()
+    for offer in connection.execute(select(tasks.c.offer).where(tasks.c.state.in_(LIVE))).scalars():
+        used |= blobs_of(offer)
+    waiting = (
+        select(updates.c.blob)
+        .join(rounds, and_(rounds.c.run == updates.c.run, rounds.c.number == updates.c.round))
+        .join(runs, runs.c.id == rounds.c.run)
+        .where(rounds.c.state != "committed", runs.c.state.in_(("queued", "running")))
+    )
+    return used | set(connection.execute(waiting).scalars())
+
+
+def blobs_of(offer: Mapping[str, Any]) -> set[str]:
+    """Hashes of what a task refers to."""
+    refs = (offer[key] for key in ("params", "streams", "artifact", "manifest"))
+    return {ref["sha256"] for ref in refs if ref is not None}
+
+
+def last_task(connection: Connection, run: str, device: str) -> TaskRow | None:
+    """The train task of the latest round that asked this device."""
+    query = _TASKS.where(tasks.c.run == run, tasks.c.device == device, tasks.c.kind == "train")
+    row = connection.execute(query.order_by(tasks.c.round.desc()).limit(1)).one_or_none()
+    return TaskRow(**row._mapping) if row is not None else None
+
+
+_TASKS = select(
+    tasks.c.id,
+    tasks.c.run,
+    tasks.c.round,
+    tasks.c.kind,
+    tasks.c.position,
+    tasks.c.device,
+    tasks.c.state,
+    tasks.c.offer,
+    tasks.c.leased_until,
+    tasks.c.reason,
+    tasks.c.words,
+    tasks.c.answered_at,
+    rounds.c.state.label("round_state"),
+).outerjoin(rounds, and_(rounds.c.run == tasks.c.run, rounds.c.number == tasks.c.round))

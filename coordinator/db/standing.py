@@ -1,0 +1,54 @@
+"""Where runs and rounds stand, for telling why a device does or does not take part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, func, select
+
+from coordinator.db.rounds import of_round
+from coordinator.db.tables import rounds, runs, tasks
+
+
+@dataclass(frozen=True)
+class LastRound:
+    """The latest round of a run: how many were asked, of how many that could be."""
+
+    number: int
+    state: str
+    cohort: int
+    population: int
+
+
+def last_round(connection: Connection, run: str) -> LastRound | None:
+    row = connection.execute(
+        select(rounds.c.number, rounds.c.state, rounds.c.population)
+        .where(rounds.c.run == run)
+        .order_by(rounds.c.number.desc())
+        .limit(1)
+    ).one_or_none()
+    if row is None:
+        return None
+    cohort = select(func.count()).select_from(tasks).where(of_round(run, row.number, "train"))
+    return LastRound(row.number, row.state, int(connection.execute(cohort).scalar_one()), row.population)
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A run by name and state; `error` says why it failed."""
+
+    id: str
+    name: str
+    state: str
+    error: str | None
+
+
+def runs_to_tell_of(connection: Connection, finished_runs: int) -> list[RunRow]:
+    """Runs that are not over, and the last few that are, the newest first."""
+    newest = select(runs.c.id, runs.c.name, runs.c.state, runs.c.error).order_by(runs.c.created_at.desc())
+    live = connection.execute(newest.where(runs.c.state.in_(_LIVE_RUNS)))
+    over = connection.execute(newest.where(runs.c.state.not_in(_LIVE_RUNS)).limit(finished_runs))
+    return [RunRow(**row._mapping) for row in (*live, *over)]
+
+
+_LIVE_RUNS = ("queued", "running")
