@@ -13,6 +13,7 @@ import numpy as np
 from coordinator.errors import UserError
 from coordinator.experiment import Experiment, Runtime
 from coordinator.fleets.simulated import SimulatedClient
+from coordinator.planning import model_for
 from coordinator.progress import Progress
 from coordinator.rounds.plan import generator
 from coordinator.simulation import faults
@@ -47,28 +48,36 @@ def prepare(
     """
     pool.tell({"kind": "warm"})
     progress.stage("loading and partitioning the data")
-    found = _data(experiment, folder, pool, data_dir)
+    found = load_data(experiment, folder, pool, data_dir)
     for line in found["preview"]:
         progress.note(line)
     clients = _clients(experiment, found)
-    model = {
-        "name": experiment.model.name,
-        "options": experiment.model.options,
-        **{key: found[key] for key in ("input_shape", "classes", "input_dtype", "task")},
-    }
+    model = model_for(experiment, found)
     progress.stage("building the model")
-    made = pool.one({"kind": "initial", "model": model, "seed": experiment.seed})
+    params, trainable = build(experiment, model, pool)
+    if any(client.runtime == "litert" for client in clients):
+        progress.stage("exporting the model to LiteRT")
+        exported = export(experiment, model)
+        model |= {"tflite": str(exported.tflite), "manifest": str(exported.manifest)}
+    pool.tell({"kind": "open", "folder": str(folder), "model": model})
+    return Prepared(found, clients, params, trainable)
+
+
+def build(
+    experiment: Experiment, model: Mapping[str, Any], pool: WorkerPool
+) -> tuple[Params, tuple[str, ...]]:
+    """Fresh params of the model from the experiment's seed, and the names of those that clients train.
+
+    Raises:
+        UserError: the model cannot be built, or not for the runtimes asked for.
+    """
+    made = pool.one({"kind": "initial", "model": dict(model), "seed": experiment.seed})
     if "tensorflow" in experiment.federation.runtimes and not made.values["twin"]:
         raise UserError(
             f"federation.runtimes asks for tensorflow, but model.name = {experiment.model.name!r} has no TensorFlow "
             "twin; its builder may return a ModelSpec with tensorflow_twin, or leave tensorflow out"
         )
-    if any(client.runtime == "litert" for client in clients):
-        progress.stage("exporting the model to LiteRT")
-        exported = _exported(experiment, model)
-        model |= {"tflite": str(exported.tflite), "manifest": str(exported.manifest)}
-    pool.tell({"kind": "open", "folder": str(folder), "model": model})
-    return Prepared(found, clients, arrays.decode(made.blobs[0]), tuple(made.values["trainable"]))
+    return arrays.decode(made.blobs[0]), tuple(made.values["trainable"])
 
 
 def starting_params(path: Path, built: Params) -> Params:
@@ -99,7 +108,14 @@ def assign_runtimes(shares: Mapping[Runtime, float], count: int, seed: int) -> l
     return [dealt[index] for index in generator(seed, "runtimes").permutation(count)]
 
 
-def _data(experiment: Experiment, folder: Path, pool: WorkerPool, data_dir: Path | None) -> dict[str, Any]:
+def load_data(
+    experiment: Experiment, folder: Path, pool: WorkerPool, data_dir: Path | None
+) -> dict[str, Any]:
+    """What loading the data finds; its arrays are in the workspace `folder` then.
+
+    Raises:
+        UserError: the data or its description is wrong.
+    """
     done = folder / "found.json"
     if done.exists():
         found: dict[str, Any] = json.loads(done.read_text("utf-8"))
@@ -125,7 +141,12 @@ def _clients(experiment: Experiment, found: Mapping[str, Any]) -> tuple[Simulate
     )
 
 
-def _exported(experiment: Experiment, model: Mapping[str, Any]) -> export_request.Exported:
+def export(experiment: Experiment, model: Mapping[str, Any]) -> export_request.Exported:
+    """The model's artifact for LiteRT clients, made or found in the cache.
+
+    Raises:
+        UserError: the model cannot be exported.
+    """
     asked = export_request.ExportRequest(
         model=model["name"],
         options=model["options"],

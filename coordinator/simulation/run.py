@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator import report
+from coordinator import planning, report
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiment import COHORT, Experiment, read, resolve
 from coordinator.fleets.simulated import SimulatedFleet
@@ -37,13 +37,12 @@ from coordinator.rounds import engine
 from coordinator.rounds.checkpoint import Checkpoints, Committed
 from coordinator.rounds.engine import RoundRecord, RunState, Score
 from coordinator.rounds.events import Clock, EventLog
-from coordinator.rounds.plan import LocalWork, RunPlan
+from coordinator.rounds.plan import RunPlan
 from coordinator.simulation.evaluation import accuracy_by_group, evaluate
 from coordinator.simulation.pool import WorkerDied, WorkerPool
 from coordinator.simulation.preparation import Prepared, prepare, starting_params
 from coordinator.simulation.virtual_time import virtual_time
 from edge_client.files import write_durably
-from strategies import presets
 from strategies.params import Params, ShapeMismatch, require_same_shapes
 
 
@@ -143,7 +142,9 @@ def _rounds(
     identity: Mapping[str, str],
     surroundings: Surroundings,
 ) -> RunState:
-    run_plan = _plan(experiment, prepared)
+    run_plan = planning.run_plan(
+        experiment, prepared.trainable, _cohort_size(experiment, len(prepared.clients))
+    )
     fleet = _fleet(experiment, pool, prepared)
     lines = report.open_lines(out, committed)
     emit = EventLog(lines["events.jsonl"], surroundings.clock)
@@ -217,22 +218,6 @@ def _figures(score: Score) -> dict[str, float | None]:
     }
 
 
-def _plan(experiment: Experiment, prepared: Prepared) -> RunPlan:
-    federation, local = experiment.federation, experiment.local
-    assert local.lr is not None  # resolved
-    return RunPlan(
-        seed=experiment.seed,
-        rounds=federation.rounds,
-        strategy=presets.get(experiment.strategy.name, **experiment.strategy.options),
-        local=LocalWork(local.batch_size, local.lr, local.epochs, local.steps),
-        trainable=prepared.trainable,
-        clients_per_round=_cohort_size(experiment, len(prepared.clients)),
-        over_select=federation.over_select,
-        deadline_seconds=federation.deadline_seconds,
-        min_updates=federation.min_updates,
-    )
-
-
 def _cohort_size(experiment: Experiment, clients: int) -> int:
     """Clients per round; known only now where the clients are the sites of the data."""
     asked = experiment.federation.clients_per_round or min(COHORT, clients)
@@ -257,9 +242,9 @@ def _fleet(experiment: Experiment, pool: WorkerPool, prepared: Prepared) -> Simu
 
 
 def _identity(experiment: Experiment) -> str:
-    """Hash of what decides the outcome: all but the number of rounds and of workers."""
+    """Hash of what decides the outcome: all but the number of rounds and of workers, and what is for devices."""
     document = experiment.model_dump(mode="json")
-    del document["federation"]["rounds"], document["simulation"]["workers"]
+    del document["federation"]["rounds"], document["simulation"]["workers"], document["devices"]
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
