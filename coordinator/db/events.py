@@ -41,12 +41,12 @@ def record(
     )
 
 
-def since(connection: Connection, id: int, limit: int, run: str | None = None) -> Sequence[Row[Any]]:
-    """At most `limit` events after the one with this id, oldest first; of one run if asked.
+def since(connection: Connection, after: int, limit: int, run: str | None = None) -> Sequence[Row[Any]]:
+    """At most `limit` events after the one with the id `after`, oldest first; of one run if asked.
 
     Rows have the columns of the table.
     """
-    wanted = select(events).where(events.c.id > id)
+    wanted = select(events).where(events.c.id > after)
     if run is not None:
         wanted = wanted.where(events.c.run == run)
     return connection.execute(wanted.order_by(events.c.id).limit(limit)).all()
