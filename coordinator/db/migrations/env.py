@@ -1,0 +1,14 @@
+"""What Alembic runs to apply revisions: on the connection, and in the transaction, of `migrate`."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from coordinator.db.tables import metadata
+
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=metadata,
+    render_as_batch=True,  # SQLite alters tables by copying them
+)
+context.run_migrations()
