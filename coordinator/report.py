@@ -24,7 +24,7 @@ from coordinator.simulation.evaluation import accuracy_by_group
 from edge_client.files import write_durably
 from edge_client.train.trainer import Evaluation
 from edge_client.wire import arrays
-from strategies.params import Params
+from strategies.params import Tensors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,7 +79,7 @@ def write(
     experiment: Experiment,
     found: Mapping[str, Any],
     clients: Sequence[SimulatedClient],
-    params: Params,
+    params: Tensors,
     final: Evaluation,
     sites: npt.NDArray[np.int32] | None,
 ) -> dict[str, Any]:
@@ -97,9 +97,7 @@ def write(
         "runtimes": dict(sorted(Counter(client.runtime for client in clients).items())),
         "start": start,
         "rounds": rounds,
-        "rejections": _total_rejections(rounds),
-        "bytes_up": sum(row["bytes_up"] for row in rounds),
-        "bytes_down": sum(row["bytes_down"] for row in rounds),
+        **totals(rounds),
         "final": {
             "test_accuracy": final.accuracy,
             "test_loss": final.loss if math.isfinite(final.loss) else None,
@@ -190,11 +188,16 @@ def _per_site(final: Evaluation, sites: npt.NDArray[np.int32], names: Sequence[s
     }
 
 
-def _total_rejections(rounds: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
+def totals(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rejections by reason and bytes, over all rounds."""
+    rejections: Counter[str] = Counter()
     for row in rounds:
-        total.update(row["rejections"])
-    return dict(sorted(total.items()))
+        rejections.update(row["rejections"])
+    return {
+        "rejections": dict(sorted(rejections.items())),
+        "bytes_up": sum(row["bytes_up"] for row in rounds),
+        "bytes_down": sum(row["bytes_down"] for row in rounds),
+    }
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,68 @@
+"""The event stream: everything that happened, from any event on, and then as it happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Query
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+from sqlalchemy import Connection, Row, func, select
+
+from coordinator.api.deps import services_of
+from coordinator.db import events, tables
+from coordinator.services import Services
+
+router = APIRouter(tags=["events"])
+
+_AT_ONCE = 500
+_LOOK_AGAIN_SECONDS = 60.0
+
+
+@router.get("/events", response_class=EventSourceResponse)
+async def stream_events(
+    services: Annotated[Services, Depends(services_of)],
+    run: Annotated[str | None, Query(description="Only events of this run.")] = None,
+    after: Annotated[
+        int | None, Query(ge=0, description="Begin after this event; 0: with the first.")
+    ] = None,
+    last_event_id: Annotated[
+        int | None, Header(ge=0, description="As `after`; what a browser sends when it reconnects.")
+    ] = None,
+) -> AsyncIterator[ServerSentEvent]:
+    """Server-Sent Events. Without a place to begin, only what happens from now on; ends with the server."""
+    last = last_event_id if last_event_id is not None else after
+    if last is None:
+        last = await asyncio.to_thread(services.database.read, _newest)
+    while not services.signals.closed:
+        seen = services.signals.seen("events")
+        rows = await asyncio.to_thread(services.database.read, _reader(last, run))
+        for row in rows:
+            last = row.id
+            yield ServerSentEvent(id=str(row.id), data=as_json(row))
+        if not rows:
+            await services.signals.arrive("events", seen, _LOOK_AGAIN_SECONDS)
+
+
+def as_json(row: Row[Any]) -> dict[str, Any]:
+    """An event as people and programs read it."""
+    told = {"run": row.run, "device": row.device}
+    return {
+        "id": row.id,
+        "time": row.time.isoformat(timespec="milliseconds"),
+        "event": row.event,
+        **{key: value for key, value in told.items() if value is not None},
+        **row._mapping["values"],
+    }
+
+
+def _reader(last: int, run: str | None) -> Any:
+    def read(connection: Connection) -> Sequence[Row[Any]]:
+        return events.since(connection, last, _AT_ONCE, run)
+
+    return read
+
+
+def _newest(connection: Connection) -> int:
+    return connection.execute(select(func.coalesce(func.max(tables.events.c.id), 0))).scalar_one()

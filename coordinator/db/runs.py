@@ -1,0 +1,179 @@
+"""Runs in the database: made, prepared, moved on round by round, ended. Each function is a step of one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, Row, and_, func, insert, select, update
+
+from coordinator.db import events, rounds
+from coordinator.db import tables as t
+
+LIVE = ("queued", "running")
+
+
+def create(
+    connection: Connection,
+    run: str,
+    name: str,
+    experiment: Mapping[str, Any],
+    notices: Sequence[str],
+    now: datetime,
+) -> None:
+    connection.execute(
+        insert(t.runs).values(
+            id=run,
+            name=name,
+            state="queued",
+            experiment=dict(experiment),
+            notices=list(notices),
+            created_at=now,
+            round=0,
+        )
+    )
+    events.record(connection, now, "run_created", run=run, name=name, notices=list(notices))
+
+
+def find(connection: Connection, run: str) -> Row[Any] | None:
+    return connection.execute(select(t.runs).where(t.runs.c.id == run)).one_or_none()
+
+
+def newest(connection: Connection, limit: int, state: str | None = None) -> Sequence[Row[Any]]:
+    """Runs, the newest first."""
+    query = select(t.runs).order_by(t.runs.c.created_at.desc(), t.runs.c.id).limit(limit)
+    return connection.execute(query if state is None else query.where(t.runs.c.state == state)).all()
+
+
+def live(connection: Connection) -> list[str]:
+    """Runs to be taken up, the oldest first."""
+    query = select(t.runs.c.id).where(t.runs.c.state.in_(LIVE)).order_by(t.runs.c.created_at, t.runs.c.id)
+    return list(connection.execute(query).scalars())
+
+
+def begin(
+    connection: Connection,
+    run: str,
+    prepared: Mapping[str, Any],
+    params: str,
+    strategy_state: str,
+    notices: Sequence[str],
+    now: datetime,
+    **told: Any,
+) -> bool:
+    """Writes down what the run starts from; False where it was cancelled meanwhile. `told` goes into the event."""
+    done = connection.execute(
+        update(t.runs)
+        .where(t.runs.c.id == run, t.runs.c.state == "queued")
+        .values(
+            state="running",
+            prepared=dict(prepared),
+            params=params,
+            strategy_state=strategy_state,
+            notices=list(notices),
+        )
+    )
+    if done.rowcount:
+        events.record(connection, now, "run_started", run=run, **told)
+    return bool(done.rowcount)
+
+
+def commit_round(
+    connection: Connection,
+    run: str,
+    number: int,
+    params: str,
+    strategy_state: str,
+    record: Mapping[str, Any],
+    now: datetime,
+) -> bool:
+    """Makes a round count, together with what it led to; False where the run was cancelled meanwhile."""
+    done = connection.execute(
+        update(t.runs)
+        .where(t.runs.c.id == run, t.runs.c.state == "running", t.runs.c.round == number - 1)
+        .values(round=number, params=params, strategy_state=strategy_state)
+    )
+    if not done.rowcount:
+        return False
+    connection.execute(
+        update(t.rounds)
+        .where(t.rounds.c.run == run, t.rounds.c.number == number)
+        .values(state="committed", record=dict(record))
+    )
+    events.record(connection, now, "round_committed", run=run, **record)
+    return True
+
+
+def end(
+    connection: Connection, run: str, state: str, now: datetime, error: str | None = None, **told: Any
+) -> list[str] | None:
+    """Ends a live run and the tasks that are still out; their devices, or None where it had ended already."""
+    done = connection.execute(
+        update(t.runs)
+        .where(t.runs.c.id == run, t.runs.c.state.in_(LIVE))
+        .values(state=state, finished_at=now, error=error)
+    )
+    if not done.rowcount:
+        return None
+    out = and_(t.tasks.c.run == run, t.tasks.c.state.in_(rounds.LIVE))
+    devices = list(connection.execute(select(t.tasks.c.device).where(out).distinct()).scalars())
+    words = f"the run was {state}" if state == "cancelled" else f"the run has {state}"
+    connection.execute(
+        update(t.tasks)
+        .where(out)
+        .values(state="cancelled", reason=f"run_{state}", words=words, answered_at=now, leased_until=None)
+    )
+    more = told if error is None else {**told, "error": error}
+    events.record(connection, now, f"run_{state}", run=run, **more)
+    return devices
+
+
+def records(connection: Connection, run: str) -> list[dict[str, Any]]:
+    """The lines of the report: committed rounds, in order."""
+    query = (
+        select(t.rounds.c.record)
+        .where(t.rounds.c.run == run, t.rounds.c.state == "committed")
+        .order_by(t.rounds.c.number)
+    )
+    return list(connection.execute(query).scalars())
+
+
+def runtimes_used(connection: Connection, run: str) -> dict[str, int]:
+    """Runtime -> how many devices trained with it."""
+    query = (
+        select(t.tasks.c.runtime, func.count(t.tasks.c.device.distinct()))
+        .where(t.tasks.c.run == run, t.tasks.c.kind == "train", t.tasks.c.state == "accepted")
+        .group_by(t.tasks.c.runtime)
+        .order_by(t.tasks.c.runtime)
+    )
+    return {str(name): int(count) for name, count in connection.execute(query).all()}
+
+
+def devices_used(connection: Connection, run: str) -> int:
+    """How many devices' updates went in."""
+    query = select(func.count(t.updates.c.device.distinct())).where(t.updates.c.run == run)
+    return int(connection.execute(query).scalar_one())
+
+
+def blobs_of_round(connection: Connection, run: str, number: int) -> set[str]:
+    """What a round brought along: its updates, what its tasks started from."""
+    found = set(
+        connection.execute(
+            select(t.updates.c.blob).where(t.updates.c.run == run, t.updates.c.round == number)
+        ).scalars()
+    )
+    offers = select(t.tasks.c.offer).where(t.tasks.c.run == run, t.tasks.c.round == number)
+    for offer in connection.execute(offers).scalars():
+        found |= rounds.blobs_of(offer)
+    return found
+
+
+def blobs_in_use(connection: Connection) -> set[str]:
+    """Every blob that a row needs, of runs and of open work."""
+    used = rounds.blobs_in_use(connection)
+    for row in connection.execute(select(t.runs.c.params, t.runs.c.strategy_state, t.runs.c.prepared)):
+        refs = [(row.prepared or {}).get(key) for key in ("artifact", "manifest")]
+        used |= {digest for digest in (row.params, row.strategy_state) if digest}
+        used |= {ref["sha256"] for ref in refs if ref}
+    return used

@@ -1,0 +1,197 @@
+"""What a run on devices needs before its first round: the model, where it starts, its artifact, rows to score it on.
+
+Frameworks and a user's code run in worker processes. What was found is written down with the run (`Prepared`), so
+that a coordinator that is started again goes on with the very same model, and notices if the data changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.blobs import Blobs
+from coordinator.errors import UserError
+from coordinator.experiment import Experiment, name_problem
+from coordinator.planning import MODEL_KEYS, model_for
+from coordinator.simulation.evaluation import accuracy_by_group, evaluate
+from coordinator.simulation.pool import WorkerPool
+from coordinator.simulation.preparation import build, export, load_data, starting_params
+from edge_client.train.trainer import Evaluation
+from edge_client.wire import strict
+from edge_client.wire.device import BlobRef, ModelRef, RuntimeName
+from strategies.params import Params
+
+_PREFERRED: tuple[RuntimeName, ...] = ("litert", "torch", "tensorflow")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run's model, as stored with it.
+
+    Attributes:
+        trainable: names of the tensors that clients train.
+        runtimes: allowed ones, the preferred first.
+        data: what loading the data found, where the coordinator could; then it scores every round.
+        start: `test_loss` and `test_accuracy` of the params it starts from, and on how many `test_rows`.
+    """
+
+    model: ModelRef
+    trainable: tuple[str, ...]
+    runtimes: tuple[RuntimeName, ...]
+    artifact: BlobRef | None
+    manifest: BlobRef | None
+    data: Mapping[str, Any] | None
+    start: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read(document: Mapping[str, Any]) -> Prepared:
+    """What `Prepared.to_json` gave."""
+    return strict.parse(Prepared, document, "prepared")
+
+
+def prepare(
+    experiment: Experiment, folder: Path, pool: WorkerPool, blobs: Blobs, data_dir: Path | None
+) -> tuple[Prepared, Params, list[str]]:
+    """The run's model, the params it starts from, and notices of what goes otherwise than the file says.
+
+    Raises:
+        UserError: the data, the model or their combination is wrong.
+    """
+    notices: list[str] = []
+    data = _data(experiment, folder, pool, data_dir, notices)
+    shape = _shape(experiment, data)
+    model = model_for(experiment, shape)
+    params, trainable = build(experiment, model, pool)
+    if experiment.model.init is not None:
+        params = starting_params(Path(experiment.model.init), params)
+    runtimes = tuple(name for name in _PREFERRED if name in experiment.federation.runtimes)
+    artifact: tuple[BlobRef, BlobRef] | None = None
+    if "litert" in runtimes:
+        artifact = _artifact(experiment, model, blobs, notices)
+    if artifact is None:
+        runtimes = tuple(name for name in runtimes if name != "litert")
+    reference = ModelRef(
+        name=model["name"],
+        options=model["options"],
+        input_shape=tuple(shape["input_shape"]),
+        classes=shape["classes"],
+        input_dtype=shape["input_dtype"],
+        task=shape["task"],
+    )
+    tflite, manifest = artifact or (None, None)
+    return Prepared(reference, trainable, runtimes, tflite, manifest, data), params, notices
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Rows that the coordinator has itself, and workers to score a model on them.
+
+    Attributes:
+        rows: how many.
+        sites: index of each row's site; empty where the data has none.
+    """
+
+    pool: WorkerPool
+    rows: int
+    sites: npt.NDArray[np.int32]
+    site_names: tuple[str, ...]
+
+    def score(self, params: Params) -> Evaluation:
+        return evaluate(self.pool, self.rows, params)
+
+    def per_site(self, scored: Evaluation) -> dict[str, dict[str, Any]]:
+        """Rows and accuracy of each site."""
+        if not self.sites.size:
+            return {}
+        rows = np.bincount(self.sites, minlength=len(self.site_names))
+        accuracy = accuracy_by_group(scored, self.sites, self.site_names)
+        return {
+            name: {"test_rows": int(rows[i]), "test_accuracy": accuracy[name]}
+            for i, name in enumerate(self.site_names)
+        }
+
+
+def open_held_out(
+    experiment: Experiment, prepared: Prepared, folder: Path, pool: WorkerPool, data_dir: Path | None
+) -> HeldOut | None:
+    """The rows that score the run, loaded again if need be; None where the coordinator has none.
+
+    Raises:
+        UserError: the data is not what the run began with.
+    """
+    if prepared.data is None:
+        return None
+    found = load_data(experiment, folder, pool, data_dir)
+    if found["fingerprint"] != prepared.data["fingerprint"]:
+        raise UserError("the data is not what the run began with (its fingerprint differs)")
+    pool.tell({"kind": "open", "folder": str(folder), "model": model_for(experiment, found)})
+    test_rows = np.load(folder / "test_rows.npy", allow_pickle=False)
+    sites = np.load(folder / "sites.npy", allow_pickle=False)
+    of_rows = sites[test_rows] if sites.size else sites
+    return HeldOut(pool, len(test_rows), of_rows, tuple(found["site_names"])) if len(test_rows) else None
+
+
+def _data(
+    experiment: Experiment, folder: Path, pool: WorkerPool, data_dir: Path | None, notices: list[str]
+) -> dict[str, Any] | None:
+    """What loading the data found; None, with a notice, where only the devices can."""
+    data = experiment.data
+    if (problem := name_problem(data.dataset)) is None:
+        try:
+            found = load_data(experiment, folder, pool, data_dir)
+        except UserError as error:
+            if not data.is_described:
+                raise
+            problem = str(error)
+        else:
+            _require_described(experiment, found)
+            return {key: found[key] for key in ("fingerprint", *MODEL_KEYS, "preview", "site_names")}
+    notices.append(
+        f"data.dataset = {data.dataset!r}: the coordinator has no rows of its own to score the model on ({problem})"
+    )
+    return None
+
+
+def _require_described(experiment: Experiment, found: Mapping[str, Any]) -> None:
+    for key in MODEL_KEYS:
+        given = getattr(experiment.data, key)
+        if given is not None and given != found[key]:
+            raise UserError(f"data.{key} = {given!r}, but the data set has {found[key]!r}")
+
+
+def _shape(experiment: Experiment, found: Mapping[str, Any] | None) -> dict[str, Any]:
+    if found is not None:
+        return {key: found[key] for key in MODEL_KEYS}
+    data = experiment.data
+    return {
+        "input_shape": data.input_shape,
+        "classes": data.classes,
+        "input_dtype": data.input_dtype or "float32",
+        "task": data.task or "classification",
+    }
+
+
+def _artifact(
+    experiment: Experiment, model: Mapping[str, Any], blobs: Blobs, notices: list[str]
+) -> tuple[BlobRef, BlobRef] | None:
+    """The `.tflite` and its manifest as blobs; None, with a notice, where other runtimes can do without."""
+    try:
+        exported = export(experiment, model)
+    except UserError as error:
+        if experiment.federation.runtimes.keys() == {"litert"}:
+            raise
+        notices.append(f"no LiteRT device takes part: {error}")
+        return None
+    return _stored(blobs, exported.tflite.read_bytes()), _stored(blobs, exported.manifest.read_bytes())
+
+
+def _stored(blobs: Blobs, content: bytes) -> BlobRef:
+    return BlobRef(blobs.put(content), len(content))

@@ -1,0 +1,187 @@
+"""Runs on the fleet of devices: made, carried through by a thread each, taken up again when the process starts.
+
+    create ─► queued ─► prepare (worker processes) ─► running: round after round ─► finished
+                                                                └► failed, cancelled
+
+What is true of a run is in the database: its experiment, what was prepared, the last committed round and the open
+one. So a thread may end anywhere, with its process or before it, and the next one goes on from there; nothing is
+handed over in memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from coordinator import experiment as experiments
+from coordinator.db import runs as rows
+from coordinator.errors import Refusal, UserError
+from coordinator.experiment import Experiment
+from coordinator.fleets.deployments import Deployment
+from coordinator.fleets.fleet import Fleet, Stopped
+from coordinator.live_run import LiveRun
+from coordinator.services import Services
+from coordinator.simulation.pool import WorkerPool
+
+_log = structlog.get_logger("fedloop.runs")
+
+FleetOf = Callable[[Services, Deployment, float], Fleet]
+"""Makes the fleet of a run; the number is its patience in seconds."""
+
+
+class RunService:
+    """The runs of this process."""
+
+    def __init__(
+        self,
+        services: Services,
+        fleet_of: FleetOf,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._services = services
+        self._fleet_of = fleet_of
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._commits = threading.Lock()
+        self._threads: dict[str, threading.Thread] = {}
+
+    def start(self) -> None:
+        """Takes up every run that is queued or was under way, and clears away what no row needs any more."""
+        services = self._services
+        services.blobs.keep_only(services.database.read(rows.blobs_in_use))
+        for run in services.database.read(rows.live):
+            self._carry(run)
+
+    def create(self, document: Mapping[str, Any], sets: Sequence[str] = ()) -> str:
+        """A new run of this experiment, on its way; its id.
+
+        Raises:
+            UserError: listing everything that is wrong with the experiment.
+        """
+        given = experiments.changed(dict(document), sets)
+        experiment = experiments.resolve(given, "experiment", "devices")
+        run = str(uuid.uuid4())
+        resolved = experiment.model_dump(mode="json", exclude_none=True)
+        now = self._services.clock()
+        self._services.database.write(
+            partial(
+                rows.create,
+                run=run,
+                name=experiment.name,
+                experiment=resolved,
+                notices=notices(given, experiment),
+                now=now,
+            )
+        ).result()
+        self._services.signals.notify("events")
+        self._carry(run)
+        return run
+
+    def cancel(self, run: str) -> None:
+        """Ends a run now; devices that work for it are told.
+
+        Raises:
+            Refusal: there is no such run (404), or it has ended already (409).
+        """
+        services = self._services
+        found = services.database.read(partial(rows.find, run=run))
+        if found is None:
+            raise Refusal(404, "unknown_run", f"there is no run {run}")
+        devices = services.database.write(
+            partial(rows.end, run=run, state="cancelled", now=services.clock())
+        ).result()
+        if devices is None:
+            raise Refusal(409, "run_ended", f"run {run} has already ended")
+        services.deployments.remove(run)
+        services.signals.notify(f"run:{run}", "events", *(f"device:{device}" for device in devices))
+
+    def close(self, patience_seconds: float = 5.0) -> None:
+        """Waits for the threads, which end because the signals are closed. What does not end in time is left."""
+        end = time.monotonic() + patience_seconds
+        with self._lock:
+            threads = list(self._threads.values())
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def join(self, run: str, seconds: float) -> bool:
+        """Waits until nobody works on a run any more; False when the time is up."""
+        with self._lock:
+            thread = self._threads.get(run)
+        if thread is not None:
+            thread.join(seconds)
+        return thread is None or not thread.is_alive()
+
+    def _carry(self, run: str) -> None:
+        # Its worker processes die with the thread that starts them, which is this one.
+        thread = threading.Thread(target=self._live, args=(run,), name=f"run-{run[:8]}", daemon=True)
+        with self._lock:
+            self._threads[run] = thread
+        thread.start()
+
+    def _live(self, run: str) -> None:
+        try:
+            self._through(run)
+        except Stopped:
+            _log.info("run_left", run=run)
+        except UserError as error:
+            self._failed(run, str(error))
+        except Exception as error:
+            if not self._services.signals.closed:
+                _log.exception("run_failed", run=run)
+                self._failed(run, f"{type(error).__name__}: {error}")
+        finally:
+            with self._lock:
+                self._threads.pop(run, None)
+
+    def _through(self, run: str) -> None:
+        services = self._services
+        folder = services.settings.home / "runs" / run
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            pool = partial(_pool, stack, services, folder)
+            live = LiveRun(services, run, folder, self._monotonic, pool, self._commits)
+            deployment, patience = live.prepare()
+            services.deployments.add(deployment)
+            stack.callback(services.deployments.remove, run)
+            live.rounds(self._fleet_of(services, deployment, patience))
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _failed(self, run: str, error: str) -> None:
+        line = " ".join(error.split())[:1000]
+        services = self._services
+        try:
+            devices = services.database.write(
+                partial(rows.end, run=run, state="failed", now=services.clock(), error=line)
+            ).result()
+        except Exception:
+            _log.exception("run_failure_not_written", run=run)
+            return
+        services.signals.notify("events", *(f"device:{device}" for device in devices or ()))
+
+
+def notices(given: Mapping[str, Any], experiment: Experiment) -> list[str]:
+    """What of the file, as it was given, does not apply to a real fleet."""
+    told = []
+    data = given.get("data", {})
+    for key in ("partition", "public_samples"):
+        if key in data:
+            told.append(f"data.{key} is ignored: devices hold data of their own")
+    shares = experiment.federation.runtimes
+    if len(set(shares.values())) > 1 and "runtimes" in given.get("federation", {}):
+        told.append(f"of federation.runtimes only the names count: allowed are {', '.join(sorted(shares))}")
+    if "simulation" in given:
+        told.append("[simulation] is ignored")
+    return told
+
+
+def _pool(stack: ExitStack, services: Services, folder: Path) -> WorkerPool:
+    return stack.enter_context(WorkerPool(services.settings.workers, folder / "workers.log"))
