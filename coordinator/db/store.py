@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import psycopg
-from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy import Connection, Engine, RootTransaction, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 
@@ -145,18 +145,25 @@ class Database:
 
     def _transaction(self, batch: Sequence[_Write], give_up: float) -> list[_Outcome]:
         with self._writing.connect() as connection:
-            transaction = connection.begin()
-            outcomes = [_attempt(connection, write) for write in batch]
-            identity = _transaction_id(connection)
             try:
-                transaction.commit()
-            except DBAPIError as error:
-                # The line broke while the server was committing: it did or it did not, and it can say which.
-                if identity is None or not error.connection_invalidated:
-                    raise
-                if not self._was_committed(identity, give_up):
-                    raise
+                transaction = connection.begin()
+                outcomes = [_attempt(connection, write) for write in batch]
+                identity = _transaction_id(connection)
+                self._finish(transaction, identity, give_up)
+            except BaseException:
+                connection.invalidate()  # whatever state it is in: the next transaction gets a new one
+                raise
             return outcomes
+
+    def _finish(self, transaction: RootTransaction, identity: str | None, give_up: float) -> None:
+        try:
+            transaction.commit()
+        except DBAPIError as error:
+            # The line broke while the server was committing: it did or it did not, and it can say which.
+            if identity is None or not error.connection_invalidated:
+                raise
+            if not self._was_committed(identity, give_up):
+                raise
 
     def _was_committed(self, identity: str, give_up: float) -> bool:
         """Whether PostgreSQL committed the transaction of this id; asked until it answers."""
@@ -234,13 +241,16 @@ def _parsed(url: str) -> URL:
 
 def _attempt(connection: Connection, write: _Write) -> _Outcome:
     """One write in its savepoint. Its own failure is an outcome; the end of the whole transaction is raised."""
+    savepoint = connection.begin_nested()
     try:
-        with connection.begin_nested():
-            return _Outcome(write.done, write.work(connection))
+        value = write.work(connection)
+        savepoint.commit()
     except BaseException as error:
         if _transaction_is_lost(connection):
             raise
+        savepoint.rollback()
         return _Outcome(write.done, failure=error)
+    return _Outcome(write.done, value)
 
 
 def _transaction_is_lost(connection: Connection) -> bool:
