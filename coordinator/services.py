@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 
 from coordinator.blobs import Blobs
 from coordinator.db.store import Database
 from coordinator.fleets.deployments import Deployments
+from coordinator.fleets.pacing import Pacing
+from coordinator.part_files import PartFiles
 from coordinator.pki import Authority
 from coordinator.settings import Settings
 from coordinator.signals import Signals
@@ -34,3 +37,9 @@ class Services:
     authority: Authority
     clock: Clock = utc_now
     deployments: Deployments = field(default_factory=Deployments)
+    pacing: Pacing = field(default_factory=Pacing)
+
+    @cached_property
+    def part_files(self) -> PartFiles:
+        """Uploads on their way."""
+        return PartFiles(self.settings.home / "uploads")

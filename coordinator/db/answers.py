@@ -84,13 +84,14 @@ def accepted_count(connection: Connection, run: str, number: int) -> int:
     return int(connection.execute(count).scalar_one())
 
 
-def sent_sha256(connection: Connection, task: TaskRow) -> str | None:
-    """Hash of the bytes that were accepted of this task."""
-    query = select(updates.c.sent_sha256).where(
-        updates.c.run == task.run, updates.c.round == task.round, updates.c.device == task.device
-    )
-    found: str | None = connection.execute(query).scalar_one_or_none()
-    return found
+def counted(connection: Connection, task: TaskRow) -> Taken:
+    """What was accepted of an accepted train task."""
+    row = connection.execute(
+        select(updates.c.blob, updates.c.sent_sha256, updates.c.payload_bytes).where(
+            updates.c.run == task.run, updates.c.round == task.round, updates.c.device == task.device
+        )
+    ).one()
+    return Taken(**row._mapping)
 
 
 def reject(connection: Connection, task: TaskRow, reason: str, words: str, now: datetime) -> None:

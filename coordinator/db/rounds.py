@@ -6,7 +6,7 @@ open → closed → committed. What devices send is in `coordinator.db.answers`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -132,10 +132,10 @@ def add_tasks(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None
         connection.execute(insert(tasks), [dict(row) for row in rows])
 
 
-def offers_of(connection: Connection, run: str, number: int) -> list[Mapping[str, Any]]:
-    """The offers of a round's train tasks, in order of position."""
-    query = select(tasks.c.offer).where(of_round(run, number, "train")).order_by(tasks.c.position)
-    return list(connection.execute(query).scalars())
+def train_offers(connection: Connection, run: str, number: int) -> list[tuple[int, Mapping[str, Any]]]:
+    """Position and offer of a round's train tasks, in order."""
+    query = select(tasks.c.position, tasks.c.offer).where(of_round(run, number, "train"))
+    return [(row.position, row.offer) for row in connection.execute(query.order_by(tasks.c.position))]
 
 
 def find_task(connection: Connection, task: str) -> TaskRow | None:
@@ -194,7 +194,7 @@ def finish_live(
     *,
     reason: str,
     words: str,
-    positions: Sequence[int] | None = None,
+    positions: Collection[int] | None = None,
 ) -> list[str]:
     """Ends all live tasks of a round, or those at `positions`, and gives their devices."""
     chosen = and_(of_round(run, number, kind), tasks.c.state.in_(LIVE))

@@ -1,0 +1,50 @@
+"""Downloads: what an open task of the caller refers to, whole or by ranges. The hash is the ETag."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import FileResponse
+from sqlalchemy import Connection
+
+from coordinator.api.deps import services_of
+from coordinator.db import rounds
+from coordinator.device_api.identity import Caller, calling_device
+from coordinator.errors import Refusal
+from coordinator.services import Services
+
+router = APIRouter()
+
+
+class _BlobResponse(FileResponse):
+    """Larger blocks: each costs a hop to a thread and back."""
+
+    chunk_size = 2**20
+
+
+@router.get("/blobs/{sha256}")
+async def fetch_blob(
+    sha256: str,
+    caller: Annotated[Caller, Depends(calling_device)],
+    services: Annotated[Services, Depends(services_of)],
+) -> FileResponse:
+    granted = await run_in_threadpool(services.database.read, lambda at: _is_granted(at, caller.id, sha256))
+    if not granted:
+        if _is_digest(sha256) and services.blobs.path(sha256).exists():
+            raise Refusal(403, "not_yours", "no open task of this device refers to this blob")
+        raise Refusal(404, "not_found", "there is no such blob")
+    return _BlobResponse(
+        services.blobs.path(sha256),
+        media_type="application/octet-stream",
+        headers={"etag": f'"{sha256}"', "cache-control": "private, immutable"},
+    )
+
+
+def _is_granted(connection: Connection, device: str, digest: str) -> bool:
+    return any(digest in rounds.blobs_of(task.offer) for task in rounds.live_tasks(connection, device))
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")
