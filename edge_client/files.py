@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 
@@ -14,7 +15,7 @@ def write_durably(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     Raises:
         OSError: the disk is full or not writable; `path` is as it was.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             file.write(content)
@@ -25,6 +26,12 @@ def write_durably(path: Path, content: bytes, *, mode: int = 0o666) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Makes what was written to a file durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

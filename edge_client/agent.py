@@ -1,0 +1,568 @@
+"""The daemon: looks at what is and what is wanted, does the next steps, sleeps, and again.
+
+    look ─► steps.next_steps ─► Executor does them ─► a failure says when to try again ─► sleep or be woken
+
+A signal, a person's command or the end of the certificate's life wakes it early. While it trains, a second
+thread keeps the lease, and every half second it is asked whether to go on: not when the person paused it,
+when the coordinator lost interest, when conditions changed, when the daemon is to end. Clocks: waiting and
+leases go by one that never jumps; dates by the coordinator's clock once it was heard, for a device's own may
+be wrong by weeks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from edge_client import identity, status, transport
+from edge_client.config import EdgeConfig
+from edge_client.errors import Stopped, UserMistake
+from edge_client.execute import Executor, heartbeat
+from edge_client.identity import Identity
+from edge_client.state import State
+from edge_client.steps import (
+    AskIn,
+    Current,
+    Deliver,
+    Desired,
+    Fetch,
+    GiveBack,
+    Halt,
+    Held,
+    Renew,
+    Sleep,
+    Step,
+    Work,
+    next_steps,
+)
+from edge_client.train.process import Interrupted, TrainingFailed
+from edge_client.transport import (
+    Backoff,
+    Cancelled,
+    CertificateExpired,
+    Link,
+    ServerRefused,
+    Unreachable,
+    WrongClock,
+)
+from edge_client.wire.device import WIRE, CheckIn, CheckInAnswer, Decline, TaskOffer
+
+LOOK_SECONDS = 5.0
+"""How often conditions are read again during training."""
+
+CLOCK_TOLERANCE_SECONDS = 300.0
+"""Beyond this the coordinator's clock is believed instead of this machine's."""
+
+_RENEW_AGAIN_SECONDS = 3600.0
+
+_HOLD_PAUSE_SECONDS = 0.02
+"""Between two held check-ins: a coordinator that does not wait as asked is not to be asked in a tight loop."""
+
+Cause = Literal["ending", "paused", "unwanted", "ineligible", "deadline"]
+
+
+class Wake:
+    """Wakes a sleeper from a signal handler or another thread; a wake before the sleep counts."""
+
+    def __init__(self) -> None:
+        # A pipe, not an Event: a signal handler that runs while its own thread holds the Event's lock waits forever.
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def set(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # so full of wakes that one more does not matter
+            os.write(self._write, b".")
+
+    def wait(self, seconds: float) -> bool:
+        """True where it was woken, False when the time is up."""
+        if not select.select([self._read], [], [], max(0.0, seconds))[0]:
+            return False
+        os.read(self._read, 4096)
+        return True
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the daemon senses, and how time passes; a test gives its own.
+
+    Attributes:
+        now: seconds, never jumps. wall: seconds since 1970, may be wrong.
+        ineligible: why nothing may run now, in words.
+        datasets: logical name -> training rows of those that can be read.
+        runtimes: name -> version of those that work and are allowed, in order of preference.
+    """
+
+    ineligible: Callable[[], tuple[str, ...]]
+    datasets: Callable[[], Mapping[str, int]]
+    runtimes: Mapping[str, str]
+    models: tuple[str, ...]
+    now: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+    rng: random.Random = field(default_factory=random.SystemRandom)
+    notify: Callable[[str], None] = lambda message: None
+
+
+class Agent:
+    """One daemon. `run` until told to end; `tick` is one round of it."""
+
+    def __init__(self, executor: Executor, surroundings: Surroundings, wake: Wake) -> None:
+        self._do = executor
+        self._around = surroundings
+        self._wake = wake
+        self._backoff = Backoff(surroundings.rng)
+        self._ending = False
+        self._identity: Identity | None = None
+        self._link: Link | None = None
+        self._held: Held | None = None
+        self._task_ends_at = float("inf")
+        self._poll: _Poll | None = None
+        self._certificate_expired = False
+        self._renew_not_before = 0.0
+        self._clock_error: float | None = None
+        self._hold = False
+        self._checkin_at = 0.0
+        self._retry_at = 0.0
+        self._status = status.Writer(executor.config.state_dir, surroundings.wall)
+
+    def end(self) -> None:
+        """Asks `run` to return soon; from a signal handler or another thread."""
+        self._ending = True
+        self._wake.set()
+
+    def run(self) -> None:
+        """Works until `end`.
+
+        Raises:
+            Stopped: it was revoked, or cannot go on for another reason a person must mend.
+            UserMistake: it was never enrolled.
+        """
+        self.begin()
+        try:
+            while not self._ending:
+                self.tick()
+            self._tell("stopped", "ended")
+        except Stopped as error:
+            self._tell("stopped", str(error))
+            raise
+        finally:
+            self._around.notify("STOPPING=1")
+            self._do.training.close()
+
+    def tick(self) -> None:
+        """Does the next steps, up to the first that fails."""
+        self._around.notify("WATCHDOG=1")
+        current, desired = self._look()
+        for step in next_steps(current, desired):
+            if self._ending:
+                return
+            try:
+                self._take(step)
+            except Cancelled:
+                return
+            except (Unreachable, ServerRefused, CertificateExpired) as error:
+                self._failed(error)
+                return
+            except (OSError, sqlite3.Error) as error:
+                self._failed(Unreachable(f"this device's disk: {error}"))
+                return
+
+    def begin(self) -> None:
+        self._identity = identity.load(self._do.config.state_dir)
+        if self._identity is None:
+            raise UserMistake("this device is not enrolled; run `fedloop-edge enroll URL TOKEN`")
+        for lost in self._do.sweep():
+            self._do.ledger.outcome(lost.task, "lost on this device's disk", self._wall())
+        offer = self._do.state.task()
+        self._held = Held(offer) if offer is not None else None
+        self._connect()
+        self._around.notify("READY=1")
+        self._tell("starting", f"device {self._identity.device} of {self._identity.url}")
+
+    def _look(self) -> tuple[Current, Desired]:
+        if self._poll is not None and self._poll.done.is_set():
+            self._heed_poll()
+        renew_at = self._identity.renew_at if self._identity is not None else None
+        current = Current(
+            now=self._around.now(),
+            wall=self._wall(),
+            renew_at=max(renew_at, self._renew_not_before) if renew_at is not None else None,
+            certificate_expired=self._certificate_expired,
+            held=self._held,
+            outbox=tuple(self._do.outbox.waiting()),
+            checkin_at=self._checkin_at,
+            hold=self._hold,
+            retry_at=self._retry_at,
+            runtimes=tuple(self._around.runtimes),
+            datasets=self._around.datasets(),
+            models=self._around.models,
+        )
+        return current, self._desired()
+
+    def _desired(self) -> Desired:
+        return desired_by(self._do.config, self._do.state, self._around)
+
+    def _take(self, step: Step) -> None:
+        match step:
+            case Halt(words):
+                raise UserMistake(words)
+            case Renew(expired):
+                self._renew(expired)
+            case Deliver():
+                self._deliver(step)
+            case AskIn(wait_seconds):
+                self._check_in(wait_seconds)
+            case Fetch(offer):
+                self._fetch(offer)
+            case Work(offer):
+                self._work(offer)
+            case GiveBack(offer, decline):
+                self._tell("declining", f"{offer.run_name}, round {offer.round}: {decline.words}")
+                self._do.give_back(self._linked(), offer, decline)
+                self._release()
+            case Sleep(until):
+                if self._wake.wait(until - self._around.now()):
+                    self._checkin_at = self._around.now()  # a person changed something: tell it at once
+
+    # -- the certificate --
+
+    def _renew(self, expired: bool) -> None:
+        """A date that nobody vouched for renews nothing: first the coordinator's clock is heard."""
+        assert self._identity is not None
+        if self._clock_error is None and not expired:
+            self._hear_clock()
+            return
+        self._tell("renewing", "asks for the next certificate")
+        state_dir, proxy = self._do.config.state_dir, self._do.config.proxy
+        expired = expired or self._wall() >= self._identity.not_after
+        try:
+            self._identity = identity.renew(state_dir, self._identity, expired=expired, proxy=proxy)
+        except ServerRefused as refused:
+            if refused.code in ("revoked", "unknown_device") or (expired and not refused.passing):
+                raise Stopped(
+                    f"the coordinator renews this device's certificate no more: {refused}"
+                ) from None
+            self._put_off_renewal(str(refused))
+            return
+        except Unreachable as error:
+            if expired:
+                raise
+            self._put_off_renewal(str(error))
+            return
+        self._certificate_expired = False
+        self._connect()
+
+    def _put_off_renewal(self, words: str) -> None:
+        """The certificate is good for a while yet; work goes on meanwhile."""
+        self._renew_not_before = self._wall() + self._around.rng.uniform(0.5, 1.0) * _RENEW_AGAIN_SECONDS
+        self._status.note(f"renewal failed, tried again later: {words}")
+
+    def _hear_clock(self) -> None:
+        assert self._identity is not None
+        link = Link(self._identity.url, transport.pinned(self._identity.ca_pem), proxy=self._do.config.proxy)
+        try:
+            date = link.date("/ca")
+        finally:
+            link.close()
+        self._heard(date if date is not None else self._around.wall())
+
+    def _heard(self, date: float | None) -> None:
+        if date is None:
+            return
+        error = date - self._around.wall()
+        if abs(error) > CLOCK_TOLERANCE_SECONDS:
+            self._status.note(clock_words(-error))
+        self._clock_error = error
+
+    def _wall(self) -> float:
+        error = self._clock_error or 0.0
+        return self._around.wall() + (error if abs(error) > CLOCK_TOLERANCE_SECONDS else 0.0)
+
+    def _connect(self) -> None:
+        assert self._identity is not None
+        if self._link is not None:
+            self._link.close()
+        context = transport.pinned(self._identity.ca_pem, self._identity.credentials)
+        self._link = Link(self._identity.url, context, proxy=self._do.config.proxy)
+
+    def _linked(self) -> Link:
+        assert self._link is not None
+        return self._link
+
+    # -- checking in --
+
+    def _check_in(self, wait_seconds: float) -> None:
+        if wait_seconds == 0.0:
+            self._heed(self._do.check_in(self._linked(), self._message(0.0)))
+            return
+        self._tell("holding", "waits for a task")
+        if self._poll is None:
+            self._poll = _Poll(self._do, self._linked(), self._message(wait_seconds), self._wake)
+        # Woken without an answer: a person or a signal wants something. The answer is heeded when it comes.
+        self._wake.wait(wait_seconds + transport.SILENCE_SECONDS)
+
+    def _heed_poll(self) -> None:
+        poll, self._poll = self._poll, None
+        assert poll is not None
+        try:
+            self._heed(poll.answer())
+        except (Unreachable, ServerRefused, CertificateExpired) as error:
+            self._failed(error)
+
+    def _heed(self, answered: tuple[CheckInAnswer, float | None]) -> None:
+        answer, date = answered
+        self._succeeded()
+        self._heard(date)
+        self._hold = answer.hold and not self._desired().ineligible
+        self._checkin_at = self._around.now() + (
+            _HOLD_PAUSE_SECONDS if self._hold else max(1.0, answer.next_seconds)
+        )
+        if answer.stop and self._held is not None:
+            self._do.give_back(None, self._held.offer, None)
+            self._release()
+        elif self._held is not None and self._held.state == "unconfirmed":
+            self._held = replace(self._held, state="confirmed")
+        if answer.task is not None and self._held is None:
+            self._do.take(answer.task, self._wall())
+            self._held = Held(answer.task, "confirmed")
+            self._task_ends_at = self._around.now() + answer.task.deadline_seconds
+        self._do.forget(self._wall(), held=answer.hold or self._held is not None)
+        if self._held is None:
+            self._tell_idle(answer)
+
+    def _tell_idle(self, answer: CheckInAnswer) -> None:
+        reasons = self._desired().ineligible
+        words = "; ".join(reasons) if reasons else "no work now"
+        self._tell("ineligible" if reasons else "idle", f"{words}; asks again in {answer.next_seconds:.0f} s")
+
+    def _message(self, wait_seconds: float, working_on: str | None = None) -> CheckIn:
+        held = self._held.offer.task if self._held is not None else None
+        message = message_of(self._do.config, self._do.state, self._around)
+        return replace(message, working_on=working_on or held, wait_seconds=wait_seconds)
+
+    # -- work --
+
+    def _fetch(self, offer: TaskOffer) -> None:
+        self._tell("fetching", f"{offer.run_name}, round {offer.round}", offer)
+        try:
+            with heartbeat(self._linked(), self._message(0.0), offer.lease_seconds):
+                self._do.fetch(self._linked(), offer, self._going)
+        except ServerRefused as refused:
+            if refused.code not in ("not_found", "not_yours"):
+                raise
+            self._refuse(offer, Decline("failed", f"its files are gone: {refused.words}"))
+            raise Cancelled from None
+        except Unreachable:
+            self._held = Held(offer)  # by the next time it may have been given to others
+            raise
+        self._succeeded()
+        self._held = Held(offer, "fetched")
+
+    def _work(self, offer: TaskOffer) -> None:
+        verb = "training" if offer.kind == "train" else "evaluating"
+        self._tell(verb, f"{offer.run_name}, round {offer.round}, {offer.runtime}", offer)
+        with heartbeat(self._linked(), self._message(0.0), offer.lease_seconds) as beats:
+            watch = _Watch(self, lambda: beats.unwanted)
+            try:
+                gone = self._do.work(offer, watch, self._wall)
+            except Interrupted as interrupted:
+                self._interrupted(offer, watch.cause, str(interrupted))
+                raise Cancelled from None
+            except TrainingFailed as failure:
+                self._refuse(offer, failure.decline)
+                raise Cancelled from None
+            except OSError as error:
+                self._refuse(
+                    offer, Decline("limits", f"the result cannot be stored: {error.strerror or error}")
+                )
+                raise Cancelled from None
+        for lost in gone:
+            self._status.note(
+                f"the outbox was full: the result of {lost.run_name}, round {lost.round} had to go"
+            )
+        self._release()
+        # A result is delivered before anything else is asked for.
+        self._checkin_at = min(self._checkin_at, self._around.now())
+
+    def _interrupted(self, offer: TaskOffer, cause: Cause | None, words: str) -> None:
+        if cause == "unwanted":
+            self._do.give_back(None, offer, None)
+            self._release()
+        elif cause == "deadline":
+            self._refuse(offer, Decline("limits", words))
+        elif cause != "ending":
+            self._refuse(offer, Decline("ineligible", words))
+        # When the daemon ends the task stays in hand: after a quick restart the coordinator says if it is ours still.
+
+    def why_not(self, unwanted: bool, conditions: bool) -> tuple[Cause, str] | None:
+        """Why the work in hand is to stop now, or None; reads conditions only where asked to."""
+        if self._ending:
+            return "ending", "the daemon ends"
+        if unwanted:
+            return "unwanted", "the coordinator wants the result no more"
+        if self._around.now() > self._task_ends_at:
+            return "deadline", "the round's deadline is over"
+        if self._do.state.paused():
+            return "paused", "paused by hand"
+        reasons = self._around.ineligible() if conditions else ()
+        if reasons:
+            return "ineligible", "; ".join(reasons)
+        return None
+
+    @property
+    def surroundings(self) -> Surroundings:
+        return self._around
+
+    def _refuse(self, offer: TaskOffer, decline: Decline) -> None:
+        self._status.note(f"{offer.run_name}, round {offer.round} not done: {decline.words}")
+        state = self._held.state if self._held is not None else "unconfirmed"
+        self._held = Held(offer, state, decline)
+
+    def _release(self) -> None:
+        self._held = None
+        self._task_ends_at = float("inf")
+
+    def _deliver(self, step: Deliver) -> None:
+        waiting = step.waiting
+        self._tell("delivering", f"{waiting.run_name}, round {waiting.round}, {waiting.size_bytes} bytes")
+        seconds = 30.0  # the offer, which knew its lease, is gone; a lease is never shorter than a few beats
+        with heartbeat(self._linked(), self._message(0.0, waiting.task), seconds):
+            outcome = self._do.deliver(self._linked(), waiting, self._going, self._wall)
+        self._succeeded()
+        self._status.note(f"{waiting.run_name}, round {waiting.round}: {outcome}")
+
+    def _going(self) -> None:
+        """Called between the pieces of a transfer."""
+        self._around.notify("WATCHDOG=1")
+        if self._ending or self._do.state.paused():
+            raise Cancelled
+
+    # -- failures --
+
+    def _succeeded(self) -> None:
+        self._backoff.succeeded()
+        self._retry_at = 0.0
+        self._status.reached()
+
+    def _failed(self, error: Exception) -> None:
+        """Says when the coordinator is asked again, or that it makes no sense."""
+        at_least = error.retry_after if isinstance(error, ServerRefused) else None
+        if isinstance(error, ServerRefused) and error.code in ("revoked", "unknown_device"):
+            raise Stopped(
+                f"the coordinator takes this device no more: {error.words} ({error.code})"
+            ) from None
+        if isinstance(error, CertificateExpired) or getattr(error, "code", "") == "expired":
+            self._certificate_expired = True
+        elif getattr(error, "code", "") == "wire_version":
+            at_least = 600.0
+        self._retry_at = self._around.now() + self._backoff.failed(at_least)
+        words = self._clock_diagnosis(error) if isinstance(error, WrongClock) else str(error)
+        self._tell("unreachable", f"{words}; tries again in {self._retry_at - self._around.now():.0f} s")
+
+    def _clock_diagnosis(self, error: WrongClock) -> str:
+        assert self._identity is not None
+        date = transport.unverified_date(self._identity.url, self._do.config.proxy)
+        behind = None if date is None else date - self._around.wall()
+        if behind is None or abs(behind) <= CLOCK_TOLERANCE_SECONDS:
+            return f"{error}; this machine's clock agrees with the coordinator's: its certificate must be renewed"
+        return clock_words(-behind)
+
+    def _tell(self, state: str, words: str, offer: TaskOffer | None = None) -> None:
+        self._around.notify(f"STATUS={state}: {words}")
+        self._status.write(state, words, offer)
+
+
+class _Watch:
+    """Asked by the training process whether to go on; remembers why not."""
+
+    def __init__(self, agent: Agent, unwanted: Callable[[], bool]) -> None:
+        self._agent = agent
+        self._unwanted = unwanted
+        self._look_at = agent.surroundings.now() + LOOK_SECONDS
+        self.cause: Cause | None = None
+
+    def __call__(self) -> str | None:
+        around = self._agent.surroundings
+        around.notify("WATCHDOG=1")
+        look = around.now() >= self._look_at
+        if look:
+            self._look_at = around.now() + LOOK_SECONDS
+        reason = self._agent.why_not(self._unwanted(), look)
+        if reason is None:
+            return None
+        self.cause, words = reason
+        return words
+
+
+class _Poll:
+    """A check-in that the coordinator keeps waiting, in a thread of its own, so that the daemon can be woken."""
+
+    def __init__(self, executor: Executor, link: Link, message: CheckIn, wake: Wake) -> None:
+        self.done = threading.Event()
+        self._result: Any = None
+        self._error: Exception | None = None
+        arguments = (executor, link, message, wake)
+        threading.Thread(target=self._ask, args=arguments, name="poll", daemon=True).start()
+
+    def answer(self) -> tuple[CheckInAnswer, float | None]:
+        """Raises what the check-in raised."""
+        if self._error is not None:
+            raise self._error
+        answer: tuple[CheckInAnswer, float | None] = self._result
+        return answer
+
+    def _ask(self, executor: Executor, link: Link, message: CheckIn, wake: Wake) -> None:
+        try:
+            self._result = executor.check_in(link, message)
+        except (Unreachable, ServerRefused, CertificateExpired) as error:
+            self._error = error
+        except Exception as error:  # the link was closed below it, or a fault of ours: never a silent hang
+            self._error = Unreachable(f"the check-in broke off: {error!r}")
+        self.done.set()
+        wake.set()
+
+
+def desired_by(config: EdgeConfig, state: State, around: Surroundings) -> Desired:
+    """What the person and the machine's conditions want now."""
+    paused = state.paused()
+    reasons = (("paused by hand",) if paused else ()) + around.ineligible()
+    return Desired(paused, reasons, tuple(sorted({*config.opt_out, *state.opted_out()})))
+
+
+def message_of(config: EdgeConfig, state: State, around: Surroundings) -> CheckIn:
+    """All that a check-in tells about this device; there is no other place where it tells anything."""
+    desired = desired_by(config, state, around)
+    return CheckIn(
+        wire=f"{WIRE[0]}.{WIRE[1]}",
+        software=software_version(),
+        runtimes=dict(around.runtimes),
+        memory_bytes=config.limits.memory_bytes or 0,
+        device_class=config.device_class,
+        labels=dict(config.labels),
+        datasets=dict(around.datasets()),
+        models=around.models,
+        ineligible=desired.ineligible,
+        opted_out=desired.opted_out,
+    )
+
+
+def clock_words(ahead_seconds: float) -> str:
+    """What to tell about this machine's clock. Positive: it is ahead of the coordinator's."""
+    size = abs(ahead_seconds)
+    amount = f"{size / 3600:.0f} h" if size >= 5400 else f"{size / 60:.0f} min"
+    side = "ahead of" if ahead_seconds > 0 else "behind"
+    return f"this machine's clock is {amount} {side} the coordinator's; set it"
+
+
+def software_version() -> str:
+    try:
+        return version("fedloop")
+    except PackageNotFoundError:
+        return "unknown"

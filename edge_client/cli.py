@@ -1,0 +1,400 @@
+"""The `fedloop-edge` command.
+
+Exit codes: 0; 2 for a mistake in what was given; 77 where the coordinator takes this device no more; else 1.
+Modules are imported where they are used: the daemon's memory counts, and so does the start of a small command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from edge_client.config import EdgeConfig, Loaded, load
+from edge_client.errors import Stopped, UserMistake
+from edge_client.state import State, daemon_pid, lock
+from edge_client.transport import CertificateExpired, ServerRefused, Unreachable
+
+app = typer.Typer(
+    name="fedloop-edge",
+    help="Takes part in federated learning with this device's own data. Begin with: fedloop-edge enroll URL TOKEN",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="The configuration.", no_args_is_help=True, rich_markup_mode=None)
+data_app = typer.Typer(help="The device's data sets.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(config_app, name="config")
+app.add_typer(data_app, name="data")
+
+AsJson = Annotated[bool, typer.Option("--json", help="For a script to read.")]
+Sure = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+
+
+def main() -> None:
+    """Runs the command; a person's mistake is one message and exit code 2, never a traceback."""
+    try:
+        app()
+    except UserMistake as mistake:
+        _fail(str(mistake), 2)
+    except ServerRefused as refused:
+        _fail(f"the coordinator refuses: {refused}", 2 if 400 <= refused.status < 500 else 1)
+    except Stopped as stopped:
+        from edge_client.service import REFUSED_EXIT
+
+        _fail(str(stopped), REFUSED_EXIT)
+    except Unreachable as error:
+        _fail(str(error), 1)
+    except OSError as error:
+        _fail(str(error), 1)
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Option(help="Configuration file (TOML).")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Where the device keeps its state.")] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="One key of the configuration, such as limits.seconds=600."),
+    ] = None,
+) -> None:
+    flags = [*(sets or []), *([f"state_dir={state_dir}"] if state_dir is not None else [])]
+    context.obj = (config, flags)
+
+
+@app.command()
+def enroll(
+    context: typer.Context,
+    url: Annotated[
+        str, typer.Argument(help="The coordinator's device address, such as https://fed.example:8443.")
+    ],
+    token: Annotated[
+        str, typer.Argument(help="As `fedloop device token` printed it; - reads it from standard input.")
+    ],
+    name: Annotated[str | None, typer.Option(help="For people; default: the configured name.")] = None,
+    serial: Annotated[
+        str | None, typer.Option(help="Of this machine, where the token admits listed machines only.")
+    ] = None,
+) -> None:
+    """Makes this device known to a coordinator. May be repeated after an interruption.
+
+    Example: fedloop-edge enroll https://fed.example:8443 fl1.…
+    """
+    from edge_client import identity
+
+    config = _config(context)
+    with _alone(config.state_dir):
+        known = identity.load(config.state_dir)
+        if known is not None:
+            raise UserMistake(
+                f"this device is enrolled already, as {known.device} at {known.url}; `fedloop-edge leave` ends that"
+            )
+
+        def wait(seconds: float) -> None:
+            typer.echo("waits for a person to approve this device: fedloop device approve", err=True)
+            time.sleep(seconds)
+
+        given = sys.stdin.readline() if token == "-" else token
+        who = identity.enrol(
+            config.state_dir,
+            url,
+            given,
+            name=name or config.name,
+            serial_number=serial,
+            proxy=config.proxy,
+            wait=wait,
+        )
+    typer.echo(f"enrolled as {who.device} at {who.url}; start it: fedloop-edge run")
+
+
+@app.command()
+def run(context: typer.Context) -> None:
+    """Runs the daemon until it is ended. Example: fedloop-edge --config edge.toml run"""
+    from edge_client import daemon
+
+    config = _config(context)
+    with _alone(config.state_dir):
+        daemon.run(config)
+
+
+@app.command()
+def status(context: typer.Context, as_json: AsJson = False) -> None:
+    """What the daemon is doing. Example: fedloop-edge status --json"""
+    from edge_client import status as reader
+
+    document = reader.read(_config(context).state_dir)
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+        return
+    for line in _status_lines(document):
+        typer.echo(line)
+
+
+@app.command()
+def doctor(context: typer.Context, as_json: AsJson = False) -> None:
+    """Looks for what keeps this device from working, and says how to mend it. Exit code 1 where something is not well."""
+    from edge_client.doctor import examine
+
+    checks = []
+    for check in examine(_config(context)):
+        checks.append(check)
+        if not as_json:
+            typer.echo(f"{'ok  ' if check.well else 'FAIL'} {check.name}: {check.found}")
+            if check.mend:
+                typer.echo(f"     {check.mend}")
+    if as_json:
+        typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
+    if not all(check.well for check in checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+def pause(context: typer.Context) -> None:
+    """Takes on no work until `resume`; what runs now is stopped and given back."""
+    _set_paused(context, True)
+    typer.echo("paused; `fedloop-edge resume` goes on")
+
+
+@app.command()
+def resume(context: typer.Context) -> None:
+    """Takes on work again."""
+    _set_paused(context, False)
+    typer.echo("resumed")
+
+
+@app.command()
+def leave(context: typer.Context, sure: Sure = False) -> None:
+    """Ends this device's membership: tells the coordinator, then removes key, certificate and files of runs."""
+    from edge_client import identity
+
+    config = _config(context)
+    with _alone(config.state_dir):
+        who = identity.load(config.state_dir)
+        if who is None:
+            raise UserMistake("this device is not enrolled")
+        _confirm(sure, f"Leave {who.url} and remove this device's key?")
+        try:
+            _tell_leaving(config, who)
+        except (Unreachable, ServerRefused, CertificateExpired) as error:
+            typer.echo(f"the coordinator was not told ({error}); it may revoke {who.device}", err=True)
+        _wipe_work(config)
+        identity.wipe(config.state_dir)
+    typer.echo(f"left {who.url}; the ledger is kept: fedloop-edge ledger")
+
+
+@app.command()
+def ledger(
+    context: typer.Context,
+    as_json: AsJson = False,
+    show: Annotated[int | None, typer.Option(help="Entry whose payload to look at.")] = None,
+    explain: Annotated[bool, typer.Option(help="What else the coordinator learns, key by key.")] = False,
+    wipe: Annotated[bool, typer.Option(help="Forget all of it.")] = False,
+    sure: Sure = False,
+) -> None:
+    """Everything that ever left this device. Example: fedloop-edge ledger --show 3"""
+    from edge_client import disclosure
+    from edge_client.ledger import Ledger
+
+    config = _config(context)
+    with _state(config) as state:
+        book = Ledger(state)
+        if wipe:
+            _confirm(sure, "Forget everything this device has recorded about what left it?")
+            book.wipe()
+            typer.echo("the ledger is empty")
+        elif explain:
+            typer.echo(json.dumps(disclosure.explained(config, state), indent=2))
+        elif show is not None:
+            disclosure.show(book, book.entry(show), as_json, typer.echo)
+        else:
+            disclosure.table(book.entries(), as_json, typer.echo)
+
+
+@app.command("opt-out")
+def opt_out(
+    context: typer.Context,
+    run_name: Annotated[str, typer.Argument(metavar="RUN", help="Name or id of a run.")],
+    undo: Annotated[bool, typer.Option(help="Take part again.")] = False,
+) -> None:
+    """Takes no part in a run from now on. Example: fedloop-edge opt-out digits"""
+    config = _config(context)
+    with _state(config) as state:
+        state.set_opted_out(run_name, not undo)
+    _wake(config)
+    typer.echo(f"takes part in {run_name} again" if undo else f"takes no part in {run_name}")
+
+
+@app.command()
+def wipe(context: typer.Context, sure: Sure = False) -> None:
+    """Removes all files of runs, results that wait and the client rules' states; identity and ledger stay."""
+    config = _config(context)
+    with _alone(config.state_dir):
+        _confirm(sure, "Remove all files of runs, also results that were not delivered yet?")
+        _wipe_work(config)
+    typer.echo("removed")
+
+
+@app.command("install-service")
+def install_service(
+    context: typer.Context,
+    user: Annotated[bool, typer.Option("--user", help="For this user.")] = False,
+    system: Annotated[bool, typer.Option("--system", help="For the machine; needs root.")] = False,
+    only_print: Annotated[bool, typer.Option("--print", help="Print the unit, install nothing.")] = False,
+) -> None:
+    """Installs the daemon as a systemd service. Example: fedloop-edge install-service --user"""
+    from edge_client import service
+
+    if user == system:
+        raise UserMistake("give exactly one of --user and --system")
+    scope: service.Scope = "user" if user else "system"
+    file, _ = context.obj
+    text = service.unit(scope, _config(context), file)
+    if only_print:
+        typer.echo(text, nl=False)
+        return
+    path = service.install(scope, text)
+    flag = "--user " if user else ""
+    typer.echo(f"{path} installed; start it: systemctl {flag}enable --now fedloop-edge")
+
+
+@config_app.command("check")
+def config_check(context: typer.Context, as_json: AsJson = False) -> None:
+    """Prints what holds and where each value came from. Example: fedloop-edge --config edge.toml config check"""
+    origins = _loaded(context).origins
+    if as_json:
+        document = {key: {"value": value, "origin": origin} for key, (value, origin) in origins.items()}
+        typer.echo(json.dumps(document, indent=2, default=str))
+        return
+    width = max(len(key) for key in origins)
+    for key, (value, origin) in origins.items():
+        typer.echo(f"{key:<{width}}  {json.dumps(value, default=str)}  ({origin})")
+
+
+@data_app.command("preview")
+def data_preview(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="Logical name; default: all.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Schema and row count of a configured data set, as a training would read it. Nothing leaves the device."""
+    from edge_client import datasets
+
+    tables = _config(context).data
+    if name is not None and name not in tables:
+        raise UserMistake(
+            f"no data set {name!r} is configured; there are: {', '.join(sorted(tables)) or 'none'}"
+        )
+    found = {each: datasets.preview(table) for each, table in tables.items() if name in (None, each)}
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    for each, view in found.items() if not as_json else ():
+        typer.echo(f"{each}:")
+        for key, value in view.items():
+            typer.echo(f"  {key}: {value if isinstance(value, str) else json.dumps(value)}")
+    if any("problem" in view for view in found.values()):
+        raise typer.Exit(2)
+
+
+def _loaded(context: typer.Context) -> Loaded:
+    file, flags = context.obj
+    return load(file, os.environ, flags)
+
+
+def _config(context: typer.Context) -> EdgeConfig:
+    return _loaded(context).config
+
+
+@contextmanager
+def _alone(state_dir: Path) -> Iterator[None]:
+    """Holds the state folder, so that no daemon works in it meanwhile."""
+    file = lock(state_dir)
+    if file is None:
+        raise UserMistake(
+            f"a daemon (process {daemon_pid(state_dir)}) works in {state_dir}; end it first, or give another --state-dir"
+        )
+    try:
+        yield
+    finally:
+        file.close()
+
+
+@contextmanager
+def _state(config: EdgeConfig) -> Iterator[State]:
+    state = State(config.state_dir)
+    try:
+        yield state
+    finally:
+        state.close()
+
+
+def _set_paused(context: typer.Context, paused: bool) -> None:
+    config = _config(context)
+    with _state(config) as state:
+        state.set_paused(paused)
+    _wake(config)
+
+
+def _wake(config: EdgeConfig) -> None:
+    """Has a running daemon look at once."""
+    pid = daemon_pid(config.state_dir)
+    if pid is not None:
+        # It may be ending, or be another user's; it looks by itself within a minute.
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGUSR1)
+
+
+def _tell_leaving(config: EdgeConfig, who: Any) -> None:
+    from edge_client import transport
+
+    link = transport.Link(who.url, transport.pinned(who.ca_pem, who.credentials), proxy=config.proxy)
+    try:
+        link.post("/leave", {})
+    finally:
+        link.close()
+
+
+def _wipe_work(config: EdgeConfig) -> None:
+    from edge_client import daemon
+
+    daemon.wipe(config)
+
+
+def _status_lines(document: dict[str, Any]) -> Iterator[str]:
+    if not document["enrolled"]:
+        yield "not enrolled: fedloop-edge enroll URL TOKEN"
+        return
+    yield f"device {document['device']} ({document['name']}) of {document['coordinator']}"
+    running = (
+        f"running as process {document['pid']}" if document["running"] else "not running: fedloop-edge run"
+    )
+    yield running + (", paused: fedloop-edge resume" if document["paused"] else "")
+    if "state" in document:
+        yield f"{document['state']}: {document['words']}"
+    if document["results_waiting"]:
+        yield f"{document['results_waiting']} results wait to be delivered"
+    for note in document.get("notes", ()):
+        yield f"- {note}"
+
+
+def _confirm(sure: bool, question: str) -> None:
+    if sure:
+        return
+    if not sys.stdin.isatty():
+        raise UserMistake("this asks for confirmation and there is nobody to ask; give --yes")
+    typer.confirm(question, abort=True)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    sys.stderr.write(f"error: {message}\n")
+    raise SystemExit(code)

@@ -1,0 +1,125 @@
+"""Why the daemon might not work, looked at one thing after another, each with how to mend it."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from edge_client import datasets, identity, transport
+from edge_client.agent import CLOCK_TOLERANCE_SECONDS, clock_words
+from edge_client.config import EdgeConfig
+from edge_client.errors import UserMistake
+from edge_client.identity import Identity
+from edge_client.state import State
+from edge_client.train.resolve import installed_runtimes
+from edge_client.transport import CertificateExpired, Link, ServerRefused, Unreachable
+
+_LITTLE_DISK_BYTES = 500_000_000
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at. `mend`: what to do, where it is not well."""
+
+    name: str
+    well: bool
+    found: str
+    mend: str = ""
+
+
+def examine(config: EdgeConfig) -> Iterator[Check]:
+    """The checks, each made when it is asked for; later ones that rest on a failed one are left out."""
+    yield (folder := _state_folder(config))
+    if not folder.well:
+        return
+    yield _disk(config)
+    yield _runtimes(config)
+    yield from _data(config)
+    try:
+        who = identity.load(config.state_dir)
+    except (OSError, ValueError, KeyError) as error:
+        yield Check("identity", False, f"cannot be read: {error}", "fedloop-edge leave, then enroll again")
+        return
+    if who is None:
+        yield Check("identity", False, "not enrolled", "fedloop-edge enroll URL TOKEN")
+        return
+    yield from _coordinator(config, who)
+
+
+def _state_folder(config: EdgeConfig) -> Check:
+    try:
+        State(config.state_dir).close()
+    except UserMistake as error:
+        return Check("state folder", False, str(error), "see above")
+    except Exception as error:  # a damaged database
+        return Check(
+            "state folder", False, f"{config.state_dir}: {error}", "move state.db away; identity is kept"
+        )
+    return Check("state folder", True, str(config.state_dir))
+
+
+def _disk(config: EdgeConfig) -> Check:
+    free = shutil.disk_usage(config.state_dir).free
+    enough = free >= _LITTLE_DISK_BYTES
+    return Check(
+        "disk", enough, f"{free / 1e9:.1f} GB free", "" if enough else "make room, or move state_dir"
+    )
+
+
+def _runtimes(config: EdgeConfig) -> Check:
+    found = {name: text for name, text in installed_runtimes().items() if name in config.runtimes}
+    if not found:
+        return Check(
+            "runtimes",
+            False,
+            f"none of {', '.join(config.runtimes)} is installed",
+            "pip install 'fedloop[edge]'",
+        )
+    return Check("runtimes", True, ", ".join(f"{name} {text}" for name, text in found.items()))
+
+
+def _data(config: EdgeConfig) -> Iterator[Check]:
+    if not config.data:
+        yield Check(
+            "data", False, "no data set is configured", "add a table [data.NAME] to the configuration"
+        )
+        return
+    for name, found in datasets.look(config.data).items():
+        if isinstance(found, int):
+            yield Check(f"data {name}", True, f"{found} rows")
+        else:
+            yield Check(f"data {name}", False, found, f"correct [data.{name}] in the configuration")
+
+
+def _coordinator(config: EdgeConfig, who: Identity) -> Iterator[Check]:
+    link = Link(who.url, transport.pinned(who.ca_pem, who.credentials), proxy=config.proxy)
+    try:
+        date = link.date("/ca")
+    except CertificateExpired:
+        yield Check("certificate", False, "expired", "the daemon renews it by itself: fedloop-edge run")
+        return
+    except (Unreachable, ServerRefused) as error:
+        yield Check("coordinator", False, str(error), "check the address, the network, the proxy")
+        yield _clock(transport.unverified_date(who.url, config.proxy))
+        return
+    finally:
+        link.close()
+    yield Check("coordinator", True, who.url)
+    yield _clock(date)
+    left = who.not_after - (date if date is not None else time.time())
+    well = left > 0
+    words = f"valid for {left / 86_400:.0f} days more" if well else "expired"
+    yield Check(
+        "certificate", well, words, "" if well else "the daemon renews it by itself: fedloop-edge run"
+    )
+
+
+def _clock(date: float | None) -> Check:
+    ahead = time.time() - date if date is not None else 0.0
+    if abs(ahead) > CLOCK_TOLERANCE_SECONDS:
+        return Check("clock", False, clock_words(ahead), "set it, for instance: timedatectl set-ntp true")
+    return Check(
+        "clock", True, "agrees with the coordinator's" if date is not None else "nothing to compare with"
+    )

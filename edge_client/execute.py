@@ -1,0 +1,296 @@
+"""Doing what was decided: each step of `edge_client.steps` as one method, thin over files, wire and training.
+
+Where a step fails it raises what the transport or the training raised; what is then to be done is decided by
+the agent. Files of a task lie in `work/<task>`, blobs in `blobs` as long as their run gives work, the client
+rule's state of a run in `rules/<run>`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from edge_client.config import EdgeConfig
+from edge_client.ledger import Ledger
+from edge_client.outbox import Outbox, OutboxFull, Waiting
+from edge_client.state import State
+from edge_client.train.process import Job, TrainingFailed
+from edge_client.transport import Link, ServerRefused, Unreachable, understood
+from edge_client.wire.device import (
+    BlobRef,
+    CheckIn,
+    CheckInAnswer,
+    Decline,
+    EvaluationResult,
+    TaskOffer,
+    UploadStart,
+)
+
+FORGET_BLOBS_SECONDS = 600.0
+"""A run that gave no work for so long, while the coordinator holds this device for none, is over: its files go."""
+
+FORGET_RUN_SECONDS = 14 * 86_400.0
+"""The client rule's state of a run is kept for longer: a run may be taken up again."""
+
+_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_ABOUT_US = {"no_certificate", "expired", "revoked", "unknown_device", "pending", "wire_version"}
+"""Codes that say nothing about the task: it may be taken once they are mended."""
+
+_LATE_SECONDS = 3600.0
+"""A result that the coordinator cannot take so long after its round is over is given up."""
+
+
+class Training(Protocol):
+    """`edge_client.train.process.TrainingProcess`, or what a test puts in its place."""
+
+    def run(self, job: Job, keep_going: Callable[[], str | None]) -> object:
+        """Raises Interrupted or TrainingFailed."""
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Executor:
+    """What steps are done with. `config` is of the process, `training` its one training process."""
+
+    config: EdgeConfig
+    state: State
+    outbox: Outbox
+    ledger: Ledger
+    training: Training
+    deflate: bool = False
+
+    def check_in(self, link: Link, message: CheckIn) -> tuple[CheckInAnswer, float | None]:
+        """The coordinator's answer and its clock. A task in it is sound in form."""
+        answer = link.post("/checkin", message, wait_seconds=message.wait_seconds)
+        parsed = understood(CheckInAnswer, answer)
+        if parsed.task is not None:
+            _check_names(parsed.task)
+        # Deflated uploads came with 1.2.
+        self.deflate = self.config.deflate_uploads and parsed.wire not in ("1.0", "1.1")
+        return parsed, answer.date
+
+    def take(self, offer: TaskOffer, now: float) -> None:
+        """Holds a new task; what is left of another goes."""
+        self.state.hold(offer, now)
+        self._clean_work(keep=offer.task)
+
+    def fetch(self, link: Link, offer: TaskOffer, going: Callable[[], None]) -> None:
+        """Everything the task needs, from the coordinator or from before."""
+        folder = self._folder("blobs")
+        needed = [ref for ref in (offer.params, offer.streams, offer.artifact, offer.manifest) if ref]
+        self._drop_blobs(keep=self.state.blobs_in_use())
+        for ref in needed:
+            link.download(ref, folder / ref.sha256, going=going)
+
+    def work(
+        self, offer: TaskOffer, keep_going: Callable[[], str | None], now: Callable[[], float]
+    ) -> list[Waiting]:
+        """Trains or evaluates in the training process and puts the result into the outbox, durably.
+
+        Returns what had to leave the outbox for it.
+
+        Raises:
+            Interrupted: `keep_going` named a reason.
+            TrainingFailed: with the code to decline with.
+        """
+        folder = self._folder("work") / offer.task
+        folder.mkdir(exist_ok=True, mode=0o700)
+        job = self._job(offer, folder)
+        self.training.run(job, keep_going)
+        if offer.kind == "evaluate":
+            self._complete_evaluation(offer, job.result)
+        state_out = job.state_out if offer.kind == "train" else None
+        deflate = self.deflate and offer.kind == "train"
+        try:
+            _, gone = self.outbox.store(offer, job.result, state_out, deflate=deflate, now=now())
+        except OutboxFull as error:
+            raise TrainingFailed("limits", str(error)) from None
+        shutil.rmtree(folder, ignore_errors=True)
+        return gone
+
+    def deliver(
+        self, link: Link, waiting: Waiting, going: Callable[[], None], now: Callable[[], float]
+    ) -> str:
+        """Sends one result. Its outcome in words: `delivered`, or why it never can be.
+
+        Raises:
+            Unreachable, ServerRefused: it stays in the outbox for another try.
+        """
+        self.ledger.leaving(waiting, self.outbox.path(waiting.task), now())
+        try:
+            self._send(link, waiting, going)
+        except ServerRefused as refused:
+            late = now() > waiting.closes_at + _LATE_SECONDS
+            if refused.code in _ABOUT_US or (refused.passing and not late):
+                raise
+            self.ledger.outcome(waiting.task, f"refused: {refused.words} ({refused.code})", now())
+            self.outbox.drop(waiting)
+            return f"dropped: {refused.words} ({refused.code})"
+        self.ledger.outcome(waiting.task, "delivered", now())
+        self.outbox.accepted(waiting, self._rule_state(waiting.run))
+        return "delivered"
+
+    def give_back(self, link: Link | None, offer: TaskOffer, decline: Decline | None) -> None:
+        """Forgets the task in hand, telling the coordinator where there is something to tell.
+
+        Raises:
+            Unreachable: nobody heard; the task is held still.
+        """
+        if link is not None and decline is not None:
+            try:
+                link.post(f"/tasks/{offer.task}/decline", decline)
+            except ServerRefused as refused:
+                if refused.passing or refused.code in _ABOUT_US:
+                    raise
+        with self.state.change() as write:
+            self.state.let_go(write, offer.task)
+        self._clean_work(keep=None)
+
+    def forget(self, now: float, *, held: bool) -> None:
+        """Files of runs that are over go. `held`: the coordinator counts on this device for a run."""
+        for run, used_at in self.state.runs().items():
+            if not held and now - used_at > FORGET_BLOBS_SECONDS:
+                self.state.forget_blobs(run)
+            if now - used_at > FORGET_RUN_SECONDS:
+                self.state.forget_run(run)
+                self._rule_state(run).unlink(missing_ok=True)
+        self._drop_blobs(keep=self.state.blobs_in_use())
+
+    def sweep(self) -> list[Waiting]:
+        """After a start: whatever a crash left half done goes; results that were lost on disk."""
+        lost = self.outbox.sweep()
+        offer = self.state.task()
+        self._clean_work(keep=offer.task if offer is not None else None)
+        return lost
+
+    def wipe(self) -> None:
+        """All files of runs, results that wait and the task in hand go; identity and ledger stay."""
+        for waiting in self.outbox.waiting():
+            self.outbox.drop(waiting)
+        for run in self.state.runs():
+            self.state.forget_run(run)
+        with self.state.change() as write:
+            write.execute("DELETE FROM task")
+        for name in ("work", "blobs", "rules"):
+            shutil.rmtree(self.config.state_dir / name, ignore_errors=True)
+
+    def _job(self, offer: TaskOffer, folder: Path) -> Job:
+        rule_state = self._rule_state(offer.run)
+        return Job(
+            kind=offer.kind,
+            runtime=offer.runtime,
+            params=self._blob(offer.params),
+            streams=self._blob(offer.streams) if offer.streams else None,
+            tflite=self._blob(offer.artifact) if offer.artifact else None,
+            manifest=self._blob(offer.manifest) if offer.manifest else None,
+            model=offer.model,
+            message=offer.message,
+            data=self.config.data[offer.dataset],
+            state_in=rule_state if rule_state.exists() else None,
+            state_out=folder / "state_out",
+            result=folder / "result",
+        )
+
+    def _complete_evaluation(self, offer: TaskOffer, result: Path) -> None:
+        """Sums from the training process, as the message that leaves the device."""
+        sums = json.loads(result.read_text("utf-8"))
+        message = EvaluationResult(
+            base=offer.params.sha256,
+            rows=int(sums["rows"]),
+            labels=int(sums["labels"]),
+            correct=int(sums["correct"]),
+            loss_sum=float(sums["loss_sum"]),
+            site=self.config.labels.get("site", ""),
+        )
+        result.write_text(json.dumps(vars(message)), "utf-8")
+
+    def _send(self, link: Link, waiting: Waiting, going: Callable[[], None]) -> None:
+        path = self.outbox.path(waiting.task)
+        if waiting.kind == "evaluate":
+            link.post(f"/tasks/{waiting.task}/evaluation", json.loads(path.read_bytes()))
+            return
+        start = UploadStart(waiting.size_bytes, waiting.sha256, waiting.decoded_bytes, waiting.encoding)
+        link.upload(waiting.task, path, start, going=going)
+
+    def _rule_state(self, run: str) -> Path:
+        return self.config.state_dir / "rules" / run
+
+    def _blob(self, ref: BlobRef) -> Path:
+        return self.config.state_dir / "blobs" / ref.sha256
+
+    def _folder(self, name: str) -> Path:
+        folder = self.config.state_dir / name
+        folder.mkdir(exist_ok=True, mode=0o700)
+        return folder
+
+    def _drop_blobs(self, keep: set[str]) -> None:
+        for path in self._folder("blobs").iterdir():
+            if path.name.removesuffix(".part") not in keep:
+                path.unlink()
+
+    def _clean_work(self, keep: str | None) -> None:
+        for path in self._folder("work").iterdir():
+            if path.name != keep:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+class Heartbeat:
+    """Checks in for the task in hand every third of its lease, from a thread of its own, until closed."""
+
+    def __init__(self, link: Link, message: CheckIn, seconds: float) -> None:
+        self._link = link
+        self._message = replace(message, wait_seconds=0.0)
+        self._seconds = seconds
+        self._closed = threading.Event()
+        self._unwanted = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    @property
+    def unwanted(self) -> bool:
+        """The coordinator does not want the result any more."""
+        return self._unwanted.is_set()
+
+    def close(self) -> None:
+        # Not joined: a beat may wait for a dead line for a minute, and what it hears does not matter any more.
+        self._closed.set()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(self._seconds):
+            try:
+                answer = understood(CheckInAnswer, self._link.post("/checkin", self._message))
+            except (Unreachable, ServerRefused):
+                continue  # the work may still be wanted; the next beat or the delivery will tell
+            except Exception:
+                return  # the link was closed below us
+            if answer.stop:
+                self._unwanted.set()
+                return
+
+
+@contextmanager
+def heartbeat(link: Link, message: CheckIn, lease_seconds: float) -> Iterator[Heartbeat]:
+    beats = Heartbeat(link, message, max(0.05, lease_seconds / 3))
+    try:
+        yield beats
+    finally:
+        beats.close()
+
+
+def _check_names(offer: TaskOffer) -> None:
+    """They become names of files here."""
+    for word in (offer.task, offer.run):
+        if not _NAME.fullmatch(word):
+            raise Unreachable(f"the coordinator offers a task with the id {word[:40]!r}, which is none")
+    for ref in (offer.params, offer.streams, offer.artifact, offer.manifest):
+        if ref is not None and not (_SHA256.fullmatch(ref.sha256) and ref.size_bytes >= 0):
+            raise Unreachable(f"the coordinator offers a blob {ref.sha256[:40]!r}, which is no SHA-256")

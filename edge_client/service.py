@@ -1,0 +1,158 @@
+"""The daemon as a systemd service: the unit's text, sandboxed, and its installation.
+
+The machine's service runs as a user of its own that systemd makes up (`DynamicUser`), sees the file system
+read-only but for its state folder, and is restarted unless a person must act first.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+from edge_client.config import EdgeConfig
+from edge_client.errors import UserMistake
+from edge_client.files import write_durably
+
+Scope = Literal["user", "system"]
+
+UNIT = "fedloop-edge.service"
+REFUSED_EXIT = 77
+"""Exit code of a daemon that the coordinator takes no more; systemd does not start it again."""
+
+_COMMON = """\
+# Made by `fedloop-edge install-service`; changes of your own belong into `systemctl {flag}edit fedloop-edge`.
+[Unit]
+Description=Fedloop edge client
+Documentation=https://fedloop.example/docs
+After=network-online.target
+Wants=network-online.target
+StartLimitIntervalSec=0
+
+[Service]
+Type=notify
+NotifyAccess=main
+ExecStart={command}
+Environment=FEDLOOP_EDGE_STATE_DIR={state_dir}
+Environment=PYTHONDONTWRITEBYTECODE=1
+WatchdogSec=300
+Restart=always
+RestartSec=10
+RestartPreventExitStatus=2 {refused}
+TimeoutStopSec=30
+KillMode=mixed
+Nice=10
+IOSchedulingClass=idle
+CPUQuota={cpu_percent}%
+MemoryMax={memory_bytes}
+TasksMax=256
+UMask=0077
+NoNewPrivileges=yes
+LockPersonality=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+RestrictNamespaces=yes
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallFilter=~@privileged @obsolete
+SystemCallErrorNumber=EPERM
+"""
+
+_SYSTEM = """\
+DynamicUser=yes
+StateDirectory=fedloop-edge
+StateDirectoryMode=0700
+ReadWritePaths={state_dir}
+ProtectSystem=strict
+ProtectHome=read-only
+ProtectProc=invisible
+ProcSubset=all
+PrivateTmp=yes
+PrivateDevices=yes
+PrivateUsers=yes
+PrivateMounts=yes
+ProtectClock=yes
+ProtectControlGroups=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+RemoveIPC=yes
+CapabilityBoundingSet=
+AmbientCapabilities=
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+_USER = """\
+
+[Install]
+WantedBy=default.target
+"""
+
+_DAEMON_BYTES = 256 * 1024 * 1024
+
+
+def unit(scope: Scope, config: EdgeConfig, config_file: Path | None) -> str:
+    """The unit's text. The machine's service keeps its state in /var/lib/fedloop-edge unless told otherwise."""
+    state_dir = config.state_dir
+    text = _COMMON + (_SYSTEM if scope == "system" else _USER)
+    return text.format(
+        flag="--user " if scope == "user" else "",
+        command=_command(config_file),
+        state_dir=state_dir,
+        refused=REFUSED_EXIT,
+        cpu_percent=100 * (os.cpu_count() or 1),
+        memory_bytes=(config.limits.memory_bytes or 0) + _DAEMON_BYTES
+        if config.limits.memory_bytes
+        else "infinity",
+    )
+
+
+def install(scope: Scope, text: str) -> Path:
+    """Writes the unit and has systemd read it; where it lies.
+
+    Raises:
+        UserMistake: not allowed, or systemd does not take it.
+    """
+    path = _folder(scope) / UNIT
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, text.encode(), mode=0o644)
+    except OSError as error:
+        raise UserMistake(
+            f"{path} cannot be written: {error.strerror}; --system needs root, --user does not"
+        ) from None
+    command = ["systemctl", *(["--user"] if scope == "user" else []), "daemon-reload"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except FileNotFoundError:
+        raise UserMistake(
+            f"{path} was written, but there is no systemctl on this machine to read it"
+        ) from None
+    if done.returncode != 0:
+        raise UserMistake(f"{path} was written, but `{' '.join(command)}` failed: {done.stderr.strip()}")
+    return path
+
+
+def _folder(scope: Scope) -> Path:
+    if scope == "system":
+        return Path("/etc/systemd/system")
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
+
+
+def _command(config_file: Path | None) -> str:
+    words = [str(Path(sys.executable).with_name("fedloop-edge"))]
+    if config_file is not None:
+        words += ["--config", str(config_file.absolute())]
+    return " ".join(_quoted(word) for word in [*words, "run"])
+
+
+def _quoted(word: str) -> str:
+    """A word as systemd reads it: specifiers doubled, blanks within quotes."""
+    escaped = word.replace("%", "%%").replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"' if " " in word else escaped

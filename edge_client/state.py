@@ -1,0 +1,181 @@
+"""What a daemon remembers over restarts: one SQLite file in its state folder, durable at every commit.
+
+    flags       paused, and the like, set by commands while the daemon runs
+    opted_out   runs this device takes no part in
+    task        the one task in hand
+    runs        runs it worked for, so that their files can go when they are over
+    outbox      finished results on their way (`edge_client.outbox`)
+    ledger      what left the device (`edge_client.ledger`)
+
+The daemon and the commands open it at the same time; each change is a transaction of its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from edge_client.errors import UserMistake
+from edge_client.wire.device import TaskOffer, to_json
+from edge_client.wire.strict import parse_message
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS flags (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS opted_out (run TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS task (one INTEGER PRIMARY KEY CHECK (one = 1), offer TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY, used_at REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS run_blobs (run TEXT, sha256 TEXT, PRIMARY KEY (run, sha256)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS outbox (
+    task TEXT PRIMARY KEY, run TEXT NOT NULL, run_name TEXT NOT NULL, round INTEGER NOT NULL,
+    kind TEXT NOT NULL, size_bytes INTEGER NOT NULL, sha256 TEXT NOT NULL, decoded_bytes INTEGER NOT NULL,
+    encoding TEXT NOT NULL, stored_at REAL NOT NULL, closes_at REAL NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS ledger (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, task TEXT NOT NULL UNIQUE, run TEXT NOT NULL,
+    run_name TEXT NOT NULL, round INTEGER NOT NULL, kind TEXT NOT NULL, size_bytes INTEGER NOT NULL,
+    sha256 TEXT NOT NULL, encoding TEXT NOT NULL, treated TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS ledger_outcomes (
+    entry INTEGER NOT NULL REFERENCES ledger (id), at REAL NOT NULL, outcome TEXT NOT NULL
+);
+CREATE TRIGGER IF NOT EXISTS ledger_stays BEFORE UPDATE ON ledger
+    BEGIN SELECT RAISE(ABORT, 'the ledger is only added to'); END;
+CREATE TRIGGER IF NOT EXISTS outcomes_stay BEFORE UPDATE ON ledger_outcomes
+    BEGIN SELECT RAISE(ABORT, 'the ledger is only added to'); END;
+"""
+
+
+class State:
+    """An open state folder. Used by one thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        make_private(folder)
+        self.connection = sqlite3.connect(folder / "state.db", timeout=30, isolation_level=None)
+        self.connection.row_factory = sqlite3.Row
+        self.connection.execute("PRAGMA journal_mode=WAL")
+        self.connection.execute("PRAGMA synchronous=FULL")
+        self.connection.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        self.connection.close()
+
+    @contextmanager
+    def change(self) -> Iterator[sqlite3.Connection]:
+        """One transaction, durable at the end of the block, taken back if it raises."""
+        self.connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield self.connection
+        except BaseException:
+            self.connection.execute("ROLLBACK")
+            raise
+        self.connection.execute("COMMIT")
+
+    def paused(self) -> bool:
+        row = self.connection.execute("SELECT value FROM flags WHERE name = 'paused'").fetchone()
+        return row is not None and row["value"] == "yes"
+
+    def set_paused(self, paused: bool) -> None:
+        with self.change() as write:
+            write.execute("INSERT OR REPLACE INTO flags VALUES ('paused', ?)", ("yes" if paused else "no",))
+
+    def opted_out(self) -> tuple[str, ...]:
+        return tuple(row["run"] for row in self.connection.execute("SELECT run FROM opted_out ORDER BY run"))
+
+    def set_opted_out(self, run: str, out: bool) -> None:
+        with self.change() as write:
+            if out:
+                write.execute("INSERT OR IGNORE INTO opted_out VALUES (?)", (run,))
+            else:
+                write.execute("DELETE FROM opted_out WHERE run = ?", (run,))
+
+    def task(self) -> TaskOffer | None:
+        """The task in hand."""
+        row = self.connection.execute("SELECT offer FROM task").fetchone()
+        return parse_message(TaskOffer, json.loads(row["offer"]), "task") if row is not None else None
+
+    def hold(self, offer: TaskOffer, now: float) -> None:
+        """Remembers a task as the one in hand, and its run as in use."""
+        blobs = [
+            each.sha256 for each in (offer.artifact, offer.manifest, offer.params, offer.streams) if each
+        ]
+        with self.change() as write:
+            write.execute("INSERT OR REPLACE INTO task VALUES (1, ?)", (json.dumps(to_json(offer)),))
+            write.execute("INSERT OR REPLACE INTO runs VALUES (?, ?)", (offer.run, now))
+            write.execute("DELETE FROM run_blobs WHERE run = ?", (offer.run,))
+            write.executemany(
+                "INSERT OR IGNORE INTO run_blobs VALUES (?, ?)", [(offer.run, b) for b in blobs]
+            )
+
+    def let_go(self, write: sqlite3.Connection, task: str) -> None:
+        """Within a `change`: the task in hand is no longer, if it is this one."""
+        write.execute("DELETE FROM task WHERE json_extract(offer, '$.task') = ?", (task,))
+
+    def blobs_in_use(self) -> set[str]:
+        return {row["sha256"] for row in self.connection.execute("SELECT sha256 FROM run_blobs")}
+
+    def runs(self) -> dict[str, float]:
+        """Run -> when it last gave this device a task."""
+        return {row["run"]: row["used_at"] for row in self.connection.execute("SELECT * FROM runs")}
+
+    def forget_blobs(self, run: str) -> None:
+        with self.change() as write:
+            write.execute("DELETE FROM run_blobs WHERE run = ?", (run,))
+
+    def forget_run(self, run: str) -> None:
+        with self.change() as write:
+            write.execute("DELETE FROM run_blobs WHERE run = ?", (run,))
+            write.execute("DELETE FROM runs WHERE run = ?", (run,))
+
+
+def make_private(folder: Path) -> None:
+    """Makes the state folder, for this user alone.
+
+    Raises:
+        UserMistake: it cannot be made or belongs to somebody else.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.stat().st_uid == os.geteuid():
+            folder.chmod(0o700)
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise UserMistake(
+            f"the state folder {folder} cannot be used: {error.strerror}; give another with --state-dir, or run as "
+            "the user it belongs to"
+        ) from None
+
+
+def lock(folder: Path) -> IO[str] | None:
+    """Holds the state folder for this process; None where another daemon does. Ends with the process, however."""
+    make_private(folder)
+    file = (folder / "lock").open("a+", encoding="ascii")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def daemon_pid(folder: Path) -> int | None:
+    """The process that holds the state folder, if any."""
+    try:
+        with (folder / "lock").open("r", encoding="ascii") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        text = (folder / "lock").read_text("ascii").strip()
+        return int(text) if text.isdecimal() else None
