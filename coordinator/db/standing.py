@@ -43,12 +43,14 @@ class RunRow:
     error: str | None
 
 
-def runs_to_tell_of(connection: Connection, finished_runs: int) -> list[RunRow]:
-    """Runs that are not over, and the last few that are, the newest first."""
+def runs_to_tell_of(connection: Connection, finished_runs: int, only: str | None = None) -> list[RunRow]:
+    """Runs that are not over, and the last few that are, the newest first; or only the one asked for."""
     newest = select(runs.c.id, runs.c.name, runs.c.state, runs.c.error).order_by(runs.c.created_at.desc())
-    live = connection.execute(newest.where(runs.c.state.in_(_LIVE_RUNS)))
-    over = connection.execute(newest.where(runs.c.state.not_in(_LIVE_RUNS)).limit(finished_runs))
+    if only is not None:
+        return [RunRow(**row._mapping) for row in connection.execute(newest.where(runs.c.id == only))]
+    live = connection.execute(newest.where(runs.c.state.in_(LIVE_RUNS)))
+    over = connection.execute(newest.where(runs.c.state.not_in(LIVE_RUNS)).limit(finished_runs))
     return [RunRow(**row._mapping) for row in (*live, *over)]
 
 
-_LIVE_RUNS = ("queued", "running")
+LIVE_RUNS = ("queued", "running")
