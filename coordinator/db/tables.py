@@ -145,7 +145,9 @@ tasks = Table(
     Column("position", Integer, nullable=False),
     Column("device", String(36), ForeignKey("devices.id"), nullable=False),
     Column("runtime", String(16), nullable=False),
-    Column("state", String(16), nullable=False),  # waiting|leased|accepted|rejected|declined|expired|cancelled
+    Column(
+        "state", String(16), nullable=False
+    ),  # waiting|leased|accepted|rejected|declined|expired|cancelled
     Column("offer", JSON, nullable=False),  # wire.device.TaskOffer
     Column("leased_until", UTCDateTime, nullable=True),
     Column("reason", String(40), nullable=True),
