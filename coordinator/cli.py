@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from coordinator import doctor as checks
-from coordinator import ownership
+from coordinator import fleet_commands, ownership
 from coordinator.errors import RunInterrupted, UserError
 
 app = typer.Typer(
@@ -127,6 +127,14 @@ def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
         checks.show(findings, Console())
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
+
+
+app.command(epilog="Example: fedloop serve --device 0.0.0.0:8443 --name fed.example.org")(
+    fleet_commands.serve
+)
+app.command(epilog="Example: fedloop run my.toml --set federation.rounds=5 --out runs/fleet")(
+    fleet_commands.run
+)
 
 
 def main() -> None:

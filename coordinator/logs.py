@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Literal
 
 import structlog
 
-Format = Literal["auto", "text", "json"]
 
-
-def configure(style: Format = "auto") -> None:
-    """Sets up structlog and standard logging of this process."""
+def configure(style: str) -> None:
+    """Sets up structlog and standard logging of this process; `style`: auto, text or json."""
     text = sys.stderr.isatty() if style == "auto" else style == "text"
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
