@@ -21,13 +21,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from ai_edge_litert.interpreter import Interpreter
 
 from edge_client.train import golden
 from edge_client.train.trainer import PADDING, Examples
 from edge_client.wire.manifest import Manifest, ManifestError, require_file
 from strategies.client_rules import Correction
 from strategies.params import Params
+
+try:
+    from ai_edge_litert.interpreter import Interpreter
+except ModuleNotFoundError as missing:
+    # The constrained tier: machines for which ai-edge-litert has no wheel run its predecessor, with numpy < 2.
+    if missing.name != "ai_edge_litert":
+        raise
+    from tflite_runtime.interpreter import Interpreter
 
 Feeds = dict[str, npt.NDArray[Any]]
 

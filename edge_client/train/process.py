@@ -44,6 +44,7 @@ LOOK_SECONDS = 0.5
 STOP_SECONDS = 2.0
 """How long a child whose socket was closed may take before it is killed."""
 
+_START_SECONDS = 60.0
 _LOG_BYTES = 1_000_000
 _ANSWER_BYTES = 65_536
 
@@ -231,11 +232,11 @@ class _Child:
     def take(self, job: Job) -> bool:
         """Hands it the job; False where it has ended, which an idle child may do at any moment."""
         try:
-            self._socket.settimeout(None)
-            self._socket.sendall(json.dumps(_as_json(job, self._limits)).encode() + b"\n")
+            self._socket.settimeout(_START_SECONDS)
+            self._socket.sendall(json.dumps(_as_json(job, self._limits), default=str).encode() + b"\n")
+            return self._line(_START_SECONDS) == {"taken": True}
         except OSError:
             return False
-        return self._line(None) == {"taken": True}
 
     def answer(self, seconds: float) -> dict[str, Any] | None:
         """Its answer, or None when it takes longer.
@@ -270,11 +271,11 @@ class _Child:
         lines = self._said().strip().splitlines()
         return lines[-1] if lines else f"exit status {self.process.returncode}"
 
-    def _line(self, seconds: float | None) -> dict[str, Any] | None:
+    def _line(self, seconds: float) -> dict[str, Any] | None:
         """The next message; None where the socket was closed. Raises TimeoutError."""
-        end = time.monotonic() + seconds if seconds is not None else None
+        end = time.monotonic() + seconds
         while b"\n" not in self._received:
-            self._socket.settimeout(max(0.001, end - time.monotonic()) if end is not None else None)
+            self._socket.settimeout(max(0.001, end - time.monotonic()))
             try:
                 part = self._socket.recv(_ANSWER_BYTES)
             except ConnectionError:

@@ -1,0 +1,258 @@
+"""The training process: takes one job at a time from its socket, does it, answers, waits for the next.
+
+    python -P -m edge_client.train.worker <file descriptor of the socket>
+
+It runs with the lowest rights that training needs: one thread, low priority, first to go when the machine is out
+of memory, no core dumps. It needs no network and only reads local data. When the socket closes, whatever it is
+doing, it ends at once: a thread of its own watches.
+
+**Memory** is limited by RLIMIT_DATA, not RLIMIT_AS: frameworks reserve many gigabytes of address space that they
+never touch, which RLIMIT_AS would count and RLIMIT_DATA, which counts private writable memory, does not. That is
+still more than what is resident, so the kernel's limit leaves `UNTOUCHED_BYTES` above the owner's; what is really
+resident is watched by the parent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edge_client.process import die_with_parent
+
+if TYPE_CHECKING:
+    # Imported for the first job, once its memory is limited and it is known to be taken.
+    from edge_client.train.process import Job
+    from edge_client.train.trainer import Runtime, Trainer
+
+UNTOUCHED_BYTES = 256 * 1024 * 1024
+"""Private memory that libraries reserve without using it, allowed beyond the limit."""
+
+_NICE = 10
+_FIRST_TO_GO = "500"
+_READ_BYTES = 65_536
+
+Answer = dict[str, Any]
+
+
+def main() -> None:
+    die_with_parent()
+    # Ctrl-C reaches the whole process group; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _step_back()
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        serve(channel)
+
+
+def serve(channel: socket.socket) -> None:
+    """Does jobs until the socket closes, or none came for as long as the last one's limits say."""
+    waiting: queue.Queue[bytes] = queue.Queue()
+    threading.Thread(target=_read, args=(channel, waiting), daemon=True).start()
+    worker = Worker()
+    idle_seconds: float | None = None
+    while True:
+        try:
+            document = json.loads(waiting.get(timeout=idle_seconds))
+        except queue.Empty:
+            os._exit(0)
+        _send(channel, {"taken": True})
+        idle_seconds = document["limits"]["idle_seconds"]
+        _limit(document["limits"])
+        _send(channel, worker.answer(document))
+
+
+class Worker:
+    """Keeps the runtime of its last job, for the next one with the same model."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[object, Runtime] | None = None
+
+    def answer(self, document: Mapping[str, Any]) -> Answer:
+        """Does the job; how it went, as the parent reads it."""
+        try:
+            return self._work(document)
+        except MemoryError:
+            return _failure("limits", _memory_words(document))
+        except Exception as error:
+            return _explained(error, document)
+
+    def _work(self, document: Mapping[str, Any]) -> Answer:
+        import numpy as np
+
+        from edge_client.connectors import open_data
+        from edge_client.train.resolve import require_fitting
+        from edge_client.train.trainer import Trainer
+
+        np.seterr(all="ignore")  # a diverging client is rejected by the coordinator, which says so
+        begun = time.monotonic()
+        job = _job(document)
+        source = open_data(job.data)
+        data = source.train() if job.kind == "train" else source.held_out()
+        require_fitting(data, job.model)
+        trainer = Trainer(self._runtime(job))
+        do = _train if job.kind == "train" else _evaluate
+        do(job, trainer, data)
+        return {
+            "rows": len(data),
+            "seconds": time.monotonic() - begun,
+            "peak_memory_bytes": _peak_bytes(),
+        }
+
+    def _runtime(self, job: Job) -> Runtime:
+        from edge_client.train.resolve import runtime_for
+
+        # By content: the same path may hold another artifact in the next run.
+        described = job.manifest.read_bytes() if job.manifest is not None else None
+        key = (job.runtime, job.model, described)
+        if self._kept is None or self._kept[0] != key:
+            self._kept = None  # not two models in memory
+            self._kept = key, runtime_for(job.runtime, job.model, job.tflite, job.manifest)
+        return self._kept[1]
+
+
+def _train(job: Job, trainer: Trainer, data: Any) -> None:
+    from edge_client.files import write_durably
+    from edge_client.wire import arrays
+    from edge_client.wire.messages import TaskMessage, encode_result
+    from strategies.state import joined, parted
+
+    message = TaskMessage.from_json(job.message)
+    streams = parted(arrays.decode(job.streams.read_bytes())) if job.streams is not None else {}
+    kept = parted(arrays.decode(job.state_in.read_bytes())) if job.state_in is not None else {}
+    params = arrays.decode(job.params.read_bytes())
+    local = trainer.train(params, message.train_task(streams), data, kept)
+    write_durably(job.state_out, arrays.encode(joined(local.client_state)), mode=0o600)
+    write_durably(job.result, encode_result(message, local.update), mode=0o600)
+
+
+def _evaluate(job: Job, trainer: Trainer, data: Any) -> None:
+    from edge_client.files import write_durably
+    from edge_client.train.trainer import NoExamples
+    from edge_client.wire import arrays
+
+    if not len(data):
+        raise NoExamples("no rows are held out for evaluation; see the option `held_out` of the data set")
+    found = trainer.evaluate(arrays.decode(job.params.read_bytes()), data)
+    sums = {
+        "rows": len(data),
+        "labels": int(found.labels.sum()),
+        "correct": int(found.correct.sum()),
+        "loss_sum": found.loss_sum,
+    }
+    write_durably(job.result, json.dumps(sums).encode(), mode=0o600)
+
+
+def _job(document: Mapping[str, Any]) -> Job:
+    from edge_client.connectors import DataConfig
+    from edge_client.train.process import Job
+    from edge_client.wire.device import ModelRef
+    from edge_client.wire.strict import parse
+
+    def path(value: str | None) -> Path | None:
+        return Path(value) if value is not None else None
+
+    fields = {name: value for name, value in document.items() if name != "limits"}
+    for name in ("params", "streams", "tflite", "manifest", "state_in", "state_out", "result"):
+        fields[name] = path(fields[name])
+    data = document["data"]
+    fields["data"] = DataConfig(data["kind"], path(data["path"]), data["options"])
+    fields["model"] = parse(ModelRef, document["model"], "model")
+    return Job(**fields)
+
+
+def _explained(error: Exception, document: Mapping[str, Any]) -> Answer:
+    """The error as a `Decline` says it; the traceback of what is not plainly somebody's input goes to the log."""
+    from edge_client.connectors import DataProblem
+    from edge_client.train.resolve import CannotRun
+    from edge_client.train.trainer import NoExamples
+
+    if isinstance(error, CannotRun):
+        return _failure(error.code, error.words)
+    if isinstance(error, DataProblem | NoExamples):
+        return _failure("no_data", str(error))
+    with suppress(OSError):  # the log lies on a disk that may be full
+        traceback.print_exc()
+    if any(words in str(error) for words in ("can't allocate memory", "annot allocate memory", "OOM when")):
+        return _failure("limits", _memory_words(document))
+    ours = type(error).__module__.startswith(("edge_client.", "strategies."))
+    return _failure("failed", str(error) if ours else f"{type(error).__name__}: {error}")
+
+
+def _failure(code: str, words: str) -> Answer:
+    return {"code": code, "words": words[:1000]}
+
+
+def _memory_words(document: Mapping[str, Any]) -> str:
+    return f"it needs more memory than limits.memory_bytes = {document['limits']['memory_bytes']}"
+
+
+def _step_back() -> None:
+    """Low priority, no core dumps, and the first to be killed when the machine has no memory left."""
+    os.nice(_NICE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO)
+
+
+def _limit(limits: Mapping[str, Any]) -> None:
+    """Soft limits for the coming job. CPU time is counted from now; at its end the kernel sends SIGXCPU."""
+    memory = limits["memory_bytes"]
+    _soften(resource.RLIMIT_DATA, memory + UNTOUCHED_BYTES if memory else 0)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = limits["cpu_seconds"]
+    # The kernel counts whole seconds: never less than was asked for.
+    _soften(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + cpu) + 1 if cpu else 0)
+
+
+def _soften(which: int, value: int) -> None:
+    hard = resource.getrlimit(which)[1]
+    wanted = value or resource.RLIM_INFINITY
+    if hard != resource.RLIM_INFINITY:
+        wanted = hard if wanted == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(which, (wanted, hard))
+
+
+def _peak_bytes() -> int:
+    """Most memory that was ever resident in this process."""
+    # Not ru_maxrss: it is inherited from the process that started this one.
+    for line in Path("/proc/self/status").read_text("ascii", "replace").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _read(channel: socket.socket, waiting: queue.Queue[bytes]) -> None:
+    """Reads ahead, so that a closed socket ends a long job too."""
+    received = b""
+    while True:
+        try:
+            part = channel.recv(_READ_BYTES)
+        except OSError:
+            part = b""
+        if not part:
+            os._exit(0)
+        *lines, received = (received + part).split(b"\n")
+        for line in lines:
+            waiting.put(line)
+
+
+def _send(channel: socket.socket, message: Answer) -> None:
+    try:
+        channel.sendall(json.dumps(message).encode() + b"\n")
+    except OSError:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
