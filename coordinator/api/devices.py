@@ -1,0 +1,103 @@
+"""Operator API: the devices that enrolled, and letting them in or shutting them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query
+from pydantic import BaseModel, Field
+from sqlalchemy import Connection
+
+from coordinator import enrolment
+from coordinator.api.deps import services_of
+from coordinator.db import devices
+from coordinator.db.devices import DeviceRow, State
+from coordinator.services import Services
+
+Serving = Annotated[Services, Depends(services_of)]
+
+_NO_NUL = "^[^\\x00]*$"  # PostgreSQL has no text with it
+
+router = APIRouter(tags=["devices"])
+
+
+class Device(BaseModel):
+    """An enrolled machine."""
+
+    id: str
+    name: str
+    group: str
+    state: State
+    serial_number: str | None
+    enrolled_at: datetime
+    certificate_until: datetime | None
+    last_seen_at: datetime | None
+    expected_at: datetime | None = Field(description="When it was told to come back.")
+    report: dict[str, Any] = Field(description="What it said of itself when it last checked in.")
+
+
+class Devices(BaseModel):
+    """A page of devices, by id."""
+
+    devices: list[Device]
+    next: str | None = Field(description="`after` for the next page; null on the last one.")
+
+
+@router.get("/devices")
+def list_devices(
+    services: Serving,
+    state: State | None = None,
+    group: Annotated[str | None, Query(pattern=_NO_NUL)] = None,
+    called: Annotated[str | None, Query(pattern=_NO_NUL, description="A name, or how an id begins.")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Annotated[str | None, Query(pattern=_NO_NUL, description="Only ids after this one.")] = None,
+) -> Devices:
+    """Devices by id, a page at a time."""
+    found = services.database.read(
+        lambda at: devices.listed(at, limit + 1, after=after, state=state, group=group, called=called)
+    )
+    page = found[:limit]
+    return Devices(devices=[_told(row) for row in page], next=page[-1].id if len(found) > limit else None)
+
+
+@router.get("/devices/{device}")
+def get_device(device: str, services: Serving) -> Device:
+    """One device."""
+    return _told(services.database.read(lambda at: enrolment.known_device(at, device)))
+
+
+@router.post("/devices/{device}/approve")
+def approve_device(device: str, services: Serving) -> Device:
+    """Lets a pending device in. It hears so when it asks again, within half a minute."""
+    return _changed(
+        services, device, lambda at: enrolment.approve(at, services.authority, device, services.clock())
+    )
+
+
+@router.post("/devices/{device}/revoke")
+def revoke_device(device: str, services: Serving) -> Device:
+    """Shuts a device out for good, from its next request on."""
+    return _changed(services, device, lambda at: enrolment.revoke(at, device, services.clock()))
+
+
+def _changed(services: Services, device: str, work: Callable[[Connection], DeviceRow]) -> Device:
+    row = services.database.write(work).result()
+    services.signals.notify(f"device:{device}", "devices", "events")
+    return _told(row)
+
+
+def _told(row: DeviceRow) -> Device:
+    return Device(
+        id=row.id,
+        name=row.name,
+        group=row.device_group,
+        state=row.state,
+        serial_number=row.serial_number,
+        enrolled_at=row.enrolled_at,
+        certificate_until=row.certificate_until,
+        last_seen_at=row.last_seen_at,
+        expected_at=row.expected_at,
+        report=dict(row.report),
+    )

@@ -1,0 +1,85 @@
+"""Queries of enrolment tokens and of listed serial numbers. Of a token only the hash of its secret is here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from coordinator.db.tables import serials, tokens
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """What a token admits, how often still, and until when."""
+
+    id: str
+    secret_sha256: str
+    device_group: str
+    uses_left: int
+    needs_approval: bool
+    listed_serials_only: bool
+    created_at: datetime
+    expires_at: datetime
+
+
+@dataclass(frozen=True)
+class SerialRow:
+    """A listed machine; `device` is who enrolled with it."""
+
+    serial_number: str
+    device_group: str
+    device: str | None
+
+
+def add(connection: Connection, token: TokenRow) -> None:
+    connection.execute(insert(tokens).values(asdict(token)))
+
+
+def find(connection: Connection, secret_sha256: str) -> TokenRow | None:
+    columns = [tokens.c[field.name] for field in fields(TokenRow)]
+    row = connection.execute(select(*columns).where(tokens.c.secret_sha256 == secret_sha256)).one_or_none()
+    return None if row is None else TokenRow(*row)
+
+
+def use(connection: Connection, token: str) -> bool:
+    """Takes one use of a token; False if none is left."""
+    taken = connection.execute(
+        update(tokens)
+        .where(tokens.c.id == token, tokens.c.uses_left > 0)
+        .values(uses_left=tokens.c.uses_left - 1)
+    )
+    return taken.rowcount == 1
+
+
+def drop(connection: Connection, ended_before: datetime) -> None:
+    """Forgets tokens that ended before this."""
+    connection.execute(delete(tokens).where(tokens.c.expires_at < ended_before))
+
+
+def add_serials(connection: Connection, numbers: Sequence[str], group: str, now: datetime) -> int:
+    """Lists machines; those that are listed already stay as they are. How many are new."""
+    added = 0
+    for number in dict.fromkeys(numbers):
+        if find_serial(connection, number) is None:
+            connection.execute(insert(serials).values(serial_number=number, device_group=group, added_at=now))
+            added += 1
+    return added
+
+
+def find_serial(connection: Connection, number: str) -> SerialRow | None:
+    columns = [serials.c[field.name] for field in fields(SerialRow)]
+    row = connection.execute(select(*columns).where(serials.c.serial_number == number)).one_or_none()
+    return None if row is None else SerialRow(*row)
+
+
+def use_serial(connection: Connection, number: str, device: str) -> bool:
+    """Gives a listed machine its device; False if it has one."""
+    taken = connection.execute(
+        update(serials)
+        .where(serials.c.serial_number == number, serials.c.device.is_(None))
+        .values(device=device)
+    )
+    return taken.rowcount == 1
