@@ -1,7 +1,8 @@
 """Content-addressed files: a blob's name is the SHA-256 of its bytes.
 
-`put` returns only when the bytes survive a crash: write to a temporary name, fsync, rename, fsync the
-folder. A blob is never changed; it goes when nothing refers to it any more.
+`put` and `put_arrays` return only when the bytes survive a crash: write to a temporary name, fsync, rename,
+fsync the folder. A blob is never changed; it goes when nothing refers to it any more. Between being stored
+and being referred to, such as by a row of a database, it has an hour.
 """
 
 from __future__ import annotations
@@ -9,25 +10,43 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from edge_client.files import sync_folder, write_durably
+from edge_client.files import sync_file, sync_folder, write_durably
 from edge_client.wire import arrays
+from edge_client.wire.arrays import FilePayload, StoredArrays
+from strategies.params import Tensors
+
+GRACE_SECONDS = 3600.0
+"""How long a blob is kept that nothing refers to yet, and a temporary file that may still be written."""
 
 
 class BlobDamaged(ValueError):
     """A blob's bytes do not have the hash it is named by."""
 
 
-class Blobs:
-    """A folder of blobs; several processes may read it, one writes."""
+@dataclass(frozen=True)
+class BlobInfo:
+    """A stored blob."""
 
-    def __init__(self, folder: Path) -> None:
+    sha256: str
+    size_bytes: int
+
+
+class Blobs:
+    """A folder of blobs; several processes may read it, one writes, with any number of threads."""
+
+    def __init__(self, folder: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
+        self._monotonic = monotonic
         self._lock = threading.Lock()
+        self._fresh: dict[str, float] = {}
         self._held: Counter[str] = Counter()
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -38,10 +57,55 @@ class Blobs:
     def put(self, payload: bytes) -> str:
         """Stores bytes durably and returns their SHA-256. Storing them twice costs nothing."""
         digest = arrays.sha256(payload)
+        self._expect(digest)
         path = self._folder / digest
         if not path.exists():
             write_durably(path, payload)
         return digest
+
+    def put_arrays(self, tensors: Tensors, values: Mapping[str, Any] | None = None) -> BlobInfo:
+        """Stores what `arrays.encode` would make of float32 tensors, durably, without holding it in memory.
+
+        Lazy tensors are computed as they are written. A blob of this folder put once more costs nothing.
+
+        Raises:
+            OSError: the disk is full or not writable; nothing is left behind.
+        """
+        known = self._known(tensors, values)
+        if known is not None:
+            return known
+        temporary = self._folder / f".arrays.{os.getpid()}.{threading.get_native_id()}.tmp"
+        try:
+            digest = arrays.write(temporary, tensors, values)
+            sync_file(temporary)
+            size = temporary.stat().st_size
+            self._expect(digest)
+            temporary.replace(self.path(digest))
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(self._folder)
+        return BlobInfo(digest, size)
+
+    def open_arrays(self, digest: str) -> StoredArrays:
+        """The arrays of a blob, each read when it is asked for.
+
+        Raises:
+            BlobDamaged: the file was changed or is missing. It is read through once to know.
+        """
+        path = self.path(digest)
+        try:
+            if arrays.sha256_of(path) != digest:
+                raise BlobDamaged(f"{path} does not hold what its name says")
+            return StoredArrays(FilePayload(path))
+        except (FileNotFoundError, IsADirectoryError):
+            raise BlobDamaged(f"{path} is missing") from None
+        except arrays.Malformed as error:
+            raise BlobDamaged(f"{path} does not hold arrays: {error}") from None
+
+    def keep_arrays(self, tensors: Tensors, values: Mapping[str, Any] | None = None) -> StoredArrays:
+        """As `put_arrays`, and gives the stored arrays in place of the given ones."""
+        return StoredArrays(FilePayload(self.path(self.put_arrays(tensors, values).sha256)))
 
     def adopt(self, file: Path, digest: str) -> None:
         """Makes a file, whose SHA-256 the caller knows to be `digest`, a blob, durably.
@@ -51,8 +115,8 @@ class Blobs:
         Raises:
             OSError: the disk is full or not writable, or the file is gone.
         """
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
+        self._expect(digest)
+        sync_file(file)
         try:
             os.link(file, self.path(digest))
         except FileExistsError:
@@ -90,9 +154,50 @@ class Blobs:
         return payload
 
     def keep_only(self, digests: Collection[str]) -> None:
-        """Removes every other blob that is not held, and temporary files a crash left behind."""
+        """Removes every other blob that is neither held nor new, and temporary files a crash left behind.
+
+        A blob is new from when it was stored until a call of this names it, for an hour at most.
+        """
+        oldest = self._monotonic() - GRACE_SECONDS
+        with self._lock:
+            self._fresh = {
+                name: stored
+                for name, stored in self._fresh.items()
+                if stored > oldest and name not in digests
+            }
         for path in self._folder.iterdir():
-            if path.name not in digests:
-                with self._lock:
-                    if not self._held[path.name]:
-                        path.unlink(missing_ok=True)
+            if path.name in digests or (path.suffix == ".tmp" and _age_seconds(path) < GRACE_SECONDS):
+                continue
+            with self._lock:
+                if not self._held[path.name] and path.name not in self._fresh:
+                    path.unlink(missing_ok=True)
+
+    def remove(self, digests: Collection[str]) -> None:
+        """Removes blobs that the caller knows nothing refers to; what is held stays."""
+        for digest in digests:
+            with self._lock:
+                if not self._held[digest]:
+                    self._fresh.pop(digest, None)
+                    self.path(digest).unlink(missing_ok=True)
+
+    def _expect(self, digest: str) -> None:
+        """Called before a blob is looked for or put in place, so that it is not removed in between."""
+        with self._lock:
+            self._fresh[digest] = self._monotonic()
+
+    def _known(self, tensors: Tensors, values: Mapping[str, Any] | None) -> BlobInfo | None:
+        """The blob that these tensors were read from, if it is one of this folder with the same values."""
+        if not isinstance(tensors, StoredArrays) or not isinstance(tensors.payload, FilePayload):
+            return None
+        path = tensors.payload.path
+        if path.parent != self._folder or tensors.header.values != dict(values or {}):
+            return None
+        self._expect(path.name)
+        return BlobInfo(path.name, path.stat().st_size) if path.exists() else None
+
+
+def _age_seconds(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -4,16 +4,21 @@ The weighted mean is folded as updates arrive. The cohort's canonical order is c
 `BLOCK` positions; inside a block updates are summed in position order, then blocks are summed in block
 order, all in float64. Floating-point addition is not associative, so this fixed tree is what makes the
 result the same bits whatever the order of arrival and however many workers summed the blocks.
+
+Updates that lie on disk are noted and not read. Their mean is computed where the server optimizer reads it,
+piece by piece in the same tree (`strategies.lazy`), so that a fold of them holds no tensor at all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 
-from strategies.params import Params
+from strategies.lazy import elementwise, summed
+from strategies.params import FloatArray, Tensors
 from strategies.update import Aggregate, Update
 
 BLOCK = 8
@@ -24,8 +29,8 @@ Weighting = Literal["examples", "uniform"]
 class PartialSum:
     """Weighted sum over the accepted updates of one block, float64."""
 
-    delta: Params
-    extras: dict[str, Params]
+    delta: Tensors
+    extras: Mapping[str, Tensors]
     weight: float
     num_updates: int
     num_examples: int
@@ -58,9 +63,10 @@ class Aggregator(Protocol):
 class WeightedMean:
     """Mean of updates weighted by example count, or unweighted with `weighting="uniform"`.
 
-    Holds one float64 model, the updates of incomplete blocks and the sums of blocks ahead of their turn: one
-    model, and at most one block, when results come in canonical order. Extra streams are always averaged unweighted, as SCAFFOLD's control variates ask
-    (Karimireddy 2020, Algorithm 1, line 17). McMahan 2017, Algorithm 1.
+    Of updates in memory it holds one float64 model, the updates of incomplete blocks and the sums of blocks ahead
+    of their turn: one model, and at most one block, when results come in canonical order. Extra streams are always
+    averaged unweighted, as SCAFFOLD's control variates ask (Karimireddy 2020, Algorithm 1, line 17). McMahan 2017,
+    Algorithm 1.
     """
 
     weighting: Weighting = "examples"
@@ -152,11 +158,8 @@ class MeanFold:
 def _weighted(update: Update, weighting: Weighting) -> PartialSum:
     weight = float(update.num_examples) if weighting == "examples" else 1.0
     return PartialSum(
-        delta={name: np.asarray(value.astype(np.float64) * weight) for name, value in update.delta.items()},
-        extras={
-            stream: {name: value.astype(np.float64) for name, value in tensors.items()}
-            for stream, tensors in update.extras.items()
-        },
+        delta=elementwise(lambda value: value.astype(np.float64) * weight, update.delta),
+        extras={stream: elementwise(_float64, tensors) for stream, tensors in update.extras.items()},
         weight=weight,
         num_updates=1,
         num_examples=update.num_examples,
@@ -164,13 +167,14 @@ def _weighted(update: Update, weighting: Weighting) -> PartialSum:
     )
 
 
+def _float64(values: FloatArray) -> FloatArray:
+    return values.astype(np.float64)
+
+
 def _plus(left: PartialSum, right: PartialSum) -> PartialSum:
     return PartialSum(
-        delta={name: np.asarray(value + right.delta[name]) for name, value in left.delta.items()},
-        extras={
-            stream: {name: np.asarray(value + right.extras[stream][name]) for name, value in tensors.items()}
-            for stream, tensors in left.extras.items()
-        },
+        delta=summed(left.delta, right.delta),
+        extras={stream: summed(tensors, right.extras[stream]) for stream, tensors in left.extras.items()},
         weight=left.weight + right.weight,
         num_updates=left.num_updates + right.num_updates,
         num_examples=left.num_examples + right.num_examples,
@@ -180,9 +184,9 @@ def _plus(left: PartialSum, right: PartialSum) -> PartialSum:
 
 def _mean(total: PartialSum) -> Aggregate:
     return Aggregate(
-        delta={name: np.asarray(value / total.weight) for name, value in total.delta.items()},
+        delta=elementwise(lambda value: value / total.weight, total.delta),
         extras={
-            stream: {name: np.asarray(value / total.num_updates) for name, value in tensors.items()}
+            stream: elementwise(lambda value: value / total.num_updates, tensors)
             for stream, tensors in total.extras.items()
         },
         num_updates=total.num_updates,

@@ -17,10 +17,11 @@ from typing import Protocol
 
 import numpy as np
 
-from strategies.params import Params, difference, zeros_like
+from strategies.lazy import elementwise
+from strategies.params import FloatArray, Params, Tensors, difference, zeros_like
 from strategies.update import Aggregate
 
-Streams = Mapping[str, Params]
+Streams = Mapping[str, Tensors]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ClientRule(Protocol):
     @property
     def name(self) -> str: ...
 
-    def init(self, trainable: Params) -> dict[str, Params]:
+    def init(self, trainable: Tensors) -> Streams:
         """The server's streams before round 1."""
 
     def begin(self, broadcast: Streams, client_state: Streams) -> Correction:
@@ -62,14 +63,14 @@ class ClientRule(Protocol):
     ) -> Outcome:
         """On the client, after its steps. `base` and `trained` hold the trainable tensors."""
 
-    def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> dict[str, Params]:
+    def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> Streams:
         """On the server, after the round: the next broadcast. `num_clients` is the whole population."""
 
 
 class _Stateless:
     """The halves that a rule without streams has nothing to say to."""
 
-    def init(self, trainable: Params) -> dict[str, Params]:
+    def init(self, trainable: Tensors) -> Streams:
         return {}
 
     def finish(
@@ -83,7 +84,7 @@ class _Stateless:
     ) -> Outcome:
         return Outcome(extras={}, client_state={})
 
-    def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> dict[str, Params]:
+    def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> Streams:
         return {}
 
 
@@ -118,7 +119,7 @@ class ControlVariates:
 
     name: str = "control_variates"
 
-    def init(self, trainable: Params) -> dict[str, Params]:
+    def init(self, trainable: Tensors) -> Streams:
         return {"control": zeros_like(trainable)}
 
     def begin(self, broadcast: Streams, client_state: Streams) -> Correction:
@@ -146,15 +147,13 @@ class ControlVariates:
         }
         return Outcome(extras={"control": difference(renewed, own)}, client_state={"control": renewed})
 
-    def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> dict[str, Params]:
+    def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> Streams:
         share = aggregate.num_updates / num_clients
-        change = aggregate.extras["control"]
-        return {
-            "control": {
-                name: np.asarray(value.astype(np.float64) + share * change[name], np.float32)
-                for name, value in broadcast["control"].items()
-            }
-        }
+
+        def move(control: FloatArray, change: FloatArray) -> FloatArray:
+            return (control.astype(np.float64) + share * change).astype(np.float32)
+
+        return {"control": elementwise(move, broadcast["control"], aggregate.extras["control"])}
 
 
 def to_options(rule: ClientRule) -> dict[str, str | float]:

@@ -2,26 +2,29 @@
 
 The delta of a round is used as a pseudo-gradient with its sign turned (Reddi 2021, Algorithm 1 and 2).
 Arithmetic is float64, results and state are float32. Tensors not in the delta (frozen ones) stay as they are.
+Where params or delta lie on disk, so does not yet what comes of them: it is computed as it is read
+(`strategies.lazy`), each result in a pass of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 
-from strategies.params import FloatArray, Params, zeros_like
-from strategies.state import State, named, part_of
+from strategies.lazy import elementwise, overlaid, shape_of
+from strategies.params import FloatArray, Tensors, zeros_like
+from strategies.state import State, joined, named, part_of
 
 
 class ServerOptimizer(Protocol):
     """`init` makes the state for trainable params; `step` applies one aggregated delta."""
 
-    def init(self, trainable: Params) -> State: ...
+    def init(self, trainable: Tensors) -> State: ...
 
-    def step(self, params: Params, delta: Params, state: State) -> tuple[Params, State]: ...
+    def step(self, params: Tensors, delta: Tensors, state: State) -> tuple[Tensors, State]: ...
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,23 @@ class SGD:
     server_lr: float = 1.0
     momentum: float = 0.0
 
-    def init(self, trainable: Params) -> State:
+    def init(self, trainable: Tensors) -> State:
         if not self.momentum:
             return State()
         return State(arrays=named("momentum", zeros_like(trainable)))
 
-    def step(self, params: Params, delta: Params, state: State) -> tuple[Params, State]:
+    def step(self, params: Tensors, delta: Tensors, state: State) -> tuple[Tensors, State]:
         if not self.momentum:
-            return _moved(params, {n: self.server_lr * d for n, d in delta.items()}), state
-        previous = part_of(state.arrays, "momentum")
-        velocity = {n: self.momentum * previous[n].astype(np.float64) + d for n, d in delta.items()}
-        moved = _moved(params, {n: self.server_lr * v for n, v in velocity.items()})
-        return moved, State(arrays=named("momentum", _float32(velocity)))
+            return overlaid(params, elementwise(self._moved, delta, params)), state
+        velocity = elementwise(self._velocity, delta, part_of(state.arrays, "momentum"))
+        moved = elementwise(self._moved, velocity, params)
+        return overlaid(params, moved), State(arrays=named("momentum", elementwise(_float32, velocity)))
+
+    def _moved(self, velocity: FloatArray, x: FloatArray) -> FloatArray:
+        return _float32(x.astype(np.float64) + self.server_lr * velocity)
+
+    def _velocity(self, delta: FloatArray, previous: FloatArray) -> FloatArray:
+        return self.momentum * previous.astype(np.float64) + delta
 
 
 AdaptiveKind = Literal["adagrad", "adam", "yogi"]
@@ -69,23 +77,29 @@ class Adaptive:
     tau: float
     flower_form: bool = False
 
-    def init(self, trainable: Params) -> State:
+    def init(self, trainable: Tensors) -> State:
         start = 0.0 if self.flower_form else self.tau**2
-        second = {n: np.full(value.shape, start, np.float32) for n, value in trainable.items()}
-        return State(
-            arrays=named("first", zeros_like(trainable)) | named("second", second), values={"step": 0}
-        )
+        second = {name: np.full(shape_of(trainable, name), start, np.float32) for name in trainable}
+        return State(arrays=joined({"first": zeros_like(trainable), "second": second}), values={"step": 0})
 
-    def step(self, params: Params, delta: Params, state: State) -> tuple[Params, State]:
+    def step(self, params: Tensors, delta: Tensors, state: State) -> tuple[Tensors, State]:
         step = int(state.values["step"] or 0) + 1
-        first, second = part_of(state.arrays, "first"), part_of(state.arrays, "second")
-        grow = _SECOND_MOMENT[self.kind]
-        m = {n: self.beta1 * first[n].astype(np.float64) + (1 - self.beta1) * d for n, d in delta.items()}
-        v = {n: grow(second[n].astype(np.float64), d, self.beta2) for n, d in delta.items()}
         rate = self.server_lr * self._bias_correction(step)
-        moved = _moved(params, {n: rate * m[n] / (np.sqrt(v[n]) + self.tau) for n in delta})
-        arrays = named("first", _float32(m)) | named("second", _float32(v))
+
+        def move(m: FloatArray, v: FloatArray, x: FloatArray) -> FloatArray:
+            return _float32(x.astype(np.float64) + rate * m / (np.sqrt(v) + self.tau))
+
+        m = elementwise(self._first_moment, delta, part_of(state.arrays, "first"))
+        v = elementwise(self._second_moment, delta, part_of(state.arrays, "second"))
+        moved = overlaid(params, elementwise(move, m, v, params))
+        arrays = joined({"first": elementwise(_float32, m), "second": elementwise(_float32, v)})
         return moved, State(arrays=arrays, values={"step": step})
+
+    def _first_moment(self, delta: FloatArray, first: FloatArray) -> FloatArray:
+        return self.beta1 * first.astype(np.float64) + (1 - self.beta1) * delta
+
+    def _second_moment(self, delta: FloatArray, second: FloatArray) -> FloatArray:
+        return _SECOND_MOMENT[self.kind](second.astype(np.float64), delta, self.beta2)
 
     def _bias_correction(self, step: int) -> float:
         if not (self.flower_form and self.kind == "adam"):
@@ -101,12 +115,5 @@ _SECOND_MOMENT: dict[AdaptiveKind, _Moment] = {
 }
 
 
-def _moved(params: Params, step: Params) -> Params:
-    return {
-        name: np.asarray(value.astype(np.float64) + step[name], np.float32) if name in step else value
-        for name, value in params.items()
-    }
-
-
-def _float32(params: Mapping[str, FloatArray]) -> Params:
-    return {name: np.asarray(value, np.float32) for name, value in params.items()}
+def _float32(values: FloatArray) -> FloatArray:
+    return values.astype(np.float32)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import overload
 
-from strategies.params import FloatArray, Params
+from strategies.lazy import picked
+from strategies.params import Params, Tensors
 
 JsonValue = str | int | float | bool | None
 
@@ -14,26 +16,34 @@ JsonValue = str | int | float | bool | None
 class State:
     """Arrays are named `<part>/<tensor>`, such as `momentum/fc.weight`; `values` are JSON scalars."""
 
-    arrays: dict[str, FloatArray] = field(default_factory=dict)
-    values: dict[str, JsonValue] = field(default_factory=dict)
+    arrays: Tensors = field(default_factory=dict)
+    values: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
-def named(part: str, tensors: Mapping[str, FloatArray]) -> Params:
+def named(part: str, tensors: Tensors) -> Tensors:
     """`{"w": a}` as `{"part/w": a}`."""
-    return {f"{part}/{name}": value for name, value in tensors.items()}
+    return joined({part: tensors})
 
 
-def part_of(arrays: Mapping[str, FloatArray], part: str) -> Params:
+@overload
+def part_of(arrays: Params, part: str) -> Params: ...
+@overload
+def part_of(arrays: Tensors, part: str) -> Tensors: ...
+def part_of(arrays: Tensors, part: str) -> Tensors:
     """The tensors of one part, without its prefix."""
     prefix = part + "/"
-    return {name[len(prefix) :]: value for name, value in arrays.items() if name.startswith(prefix)}
+    return picked({name[len(prefix) :]: (arrays, name) for name in arrays if name.startswith(prefix)})
 
 
-def joined(parts: Mapping[str, Mapping[str, FloatArray]]) -> Params:
+def joined(parts: Mapping[str, Tensors]) -> Tensors:
     """Several parts as one set of tensors, `{"part": {"w": a}}` as `{"part/w": a}`."""
-    return {f"{part}/{name}": value for part, tensors in parts.items() for name, value in tensors.items()}
+    return picked({f"{part}/{name}": (tensors, name) for part, tensors in parts.items() for name in tensors})
 
 
-def parted(arrays: Mapping[str, FloatArray]) -> dict[str, Params]:
+@overload
+def parted(arrays: Params) -> dict[str, Params]: ...
+@overload
+def parted(arrays: Tensors) -> dict[str, Tensors]: ...
+def parted(arrays: Tensors) -> Mapping[str, Tensors]:
     """The inverse of `joined`, parts in sorted order."""
     return {part: part_of(arrays, part) for part in sorted({name.split("/", 1)[0] for name in arrays})}

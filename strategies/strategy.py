@@ -16,8 +16,9 @@ from typing import Protocol
 import numpy as np
 
 from strategies.aggregators import Aggregator, Fold, WeightedMean
-from strategies.client_rules import ClientRule, PlainSGD
-from strategies.params import Params
+from strategies.client_rules import ClientRule, PlainSGD, Streams
+from strategies.lazy import elementwise, picked, pieces_of
+from strategies.params import Tensors
 from strategies.server_optimizers import SGD, ServerOptimizer
 from strategies.state import State, joined, part_of, parted
 from strategies.update import Aggregate, Update
@@ -36,14 +37,16 @@ class ClipNorm:
     max_norm: float
 
     def __call__(self, update: Update) -> Update:
-        squares = (float(np.sum(np.square(value, dtype=np.float64))) for value in update.delta.values())
+        squares = (
+            float(np.sum(np.square(piece, dtype=np.float64)))
+            for name in update.delta
+            for piece in pieces_of(update.delta, name)
+        )
         norm = float(np.sqrt(sum(squares)))
         if norm <= self.max_norm:
             return update
         factor = np.float32(self.max_norm / norm)
-        return replace(
-            update, delta={name: np.asarray(value * factor) for name, value in update.delta.items()}
-        )
+        return replace(update, delta=elementwise(lambda value: value * factor, update.delta))
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,13 @@ class Strategy:
     aggregator: Aggregator = WeightedMean()  # noqa: RUF009 - a frozen value
     server_optimizer: ServerOptimizer = SGD()  # noqa: RUF009 - a frozen value
 
-    def init(self, params: Params, trainable: Collection[str]) -> State:
+    def init(self, params: Tensors, trainable: Collection[str]) -> State:
         """State before round 1, for the tensors of `params` named in `trainable`."""
-        learned = {name: value for name, value in params.items() if name in trainable}
+        learned = picked({name: (params, name) for name in params if name in trainable})
         optimizer = self.server_optimizer.init(learned)
         return _state(optimizer, self.client_rule.init(learned))
 
-    def broadcast(self, state: State) -> dict[str, Params]:
+    def broadcast(self, state: State) -> Streams:
         """The streams that accompany the params of the coming round, such as SCAFFOLD's control variate."""
         return parted(part_of(state.arrays, "rule"))
 
@@ -77,14 +80,17 @@ class Strategy:
         return update
 
     def apply(
-        self, params: Params, state: State, aggregate: Aggregate, num_clients: int
-    ) -> tuple[Params, State]:
-        """Params and state after the round. `num_clients` is the whole population, not the cohort."""
+        self, params: Tensors, state: State, aggregate: Aggregate, num_clients: int
+    ) -> tuple[Tensors, State]:
+        """Params and state after the round. `num_clients` is the whole population, not the cohort.
+
+        Both are computed as they are read where what they follow from lies on disk.
+        """
         before = State(part_of(state.arrays, "optimizer"), state.values)
         moved, after = self.server_optimizer.step(params, aggregate.delta, before)
         streams = self.client_rule.advance(self.broadcast(state), aggregate, num_clients)
         return moved, _state(after, streams)
 
 
-def _state(optimizer: State, streams: dict[str, Params]) -> State:
+def _state(optimizer: State, streams: Streams) -> State:
     return State(joined({"optimizer": optimizer.arrays, "rule": joined(streams)}), optimizer.values)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from strategies.params import Params
+from strategies.params import Tensors
 
 
 @dataclass(frozen=True)
 class Update:
-    """One client's contribution to a round.
+    """One client's contribution to a round. Its tensors may lie on disk (`strategies.lazy`).
 
     Attributes:
         delta: trained minus base, trainable tensors only, float32.
@@ -19,16 +20,16 @@ class Update:
         extras: further tensors of the client rule by stream name, such as `{"control": …}` for SCAFFOLD.
     """
 
-    delta: Params
+    delta: Tensors
     num_examples: int
     num_steps: int
     train_loss: float
-    extras: dict[str, Params] = field(default_factory=dict)
+    extras: Mapping[str, Tensors] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Aggregate:
-    """A cohort folded into one.
+    """A cohort folded into one. Of updates that lie on disk it is computed as it is read.
 
     Attributes:
         delta: the aggregated delta, float64.
@@ -38,8 +39,8 @@ class Aggregate:
         train_loss: mean of their training losses, weighted by examples.
     """
 
-    delta: Params
-    extras: dict[str, Params]
+    delta: Tensors
+    extras: Mapping[str, Tensors]
     num_updates: int
     num_examples: int
     train_loss: float

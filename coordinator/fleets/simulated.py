@@ -17,6 +17,7 @@ from coordinator.simulation.pool import Job, WorkerPool
 from coordinator.simulation.virtual_time import VirtualTime
 from edge_client.train import schedule
 from edge_client.wire import arrays
+from edge_client.wire.arrays import BytesPayload
 from strategies.params import Params, Tensors
 from strategies.state import joined, parted
 from strategies.update import Update
@@ -117,7 +118,7 @@ class SimulatedFleet:
 
     def _judged(self, arrival: _Arrival, payload: bytes, accepted: Collection[str]) -> Answer:
         assert self._terms is not None
-        verdict = intake.check(payload, arrival.task, self._terms.expected)
+        verdict = intake.check(BytesPayload(payload), arrival.task, self._terms.expected)
         if isinstance(verdict, Update) and arrival.client.name in accepted:
             verdict = intake.duplicate(arrival.task)
         return Answer(arrival.task, verdict, len(payload), arrival.seconds)

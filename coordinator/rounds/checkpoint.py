@@ -17,7 +17,7 @@ from coordinator.blobs import BlobDamaged, Blobs
 from coordinator.errors import UserError
 from edge_client.files import write_durably
 from edge_client.wire import arrays
-from strategies.params import Params
+from strategies.params import Params, Tensors
 from strategies.state import State, joined, parted
 
 FORMAT = 1
@@ -35,7 +35,7 @@ class Committed:
     """
 
     round: int
-    params: Params
+    params: Tensors
     state: State
     record: Mapping[str, Any]
     offsets: Mapping[str, int]
@@ -57,10 +57,10 @@ class Checkpoints:
         Raises:
             OSError: the disk is full or not writable; the previous round stays committed.
         """
-        params = self._blobs.put(arrays.encode(now.params))
-        state = self._blobs.put(arrays.encode(now.state.arrays, dict(now.state.values)))
+        params = self._blobs.put_arrays(now.params).sha256
+        state = self._blobs.put_arrays(now.state.arrays, now.state.values).sha256
         clients = self._clients | {
-            client: self._blobs.put(arrays.encode(joined(streams)))
+            client: self._blobs.put_arrays(joined(streams)).sha256
             for client, streams in now.client_states.items()
         }
         document = {

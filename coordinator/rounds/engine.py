@@ -24,7 +24,8 @@ from coordinator.fleets.fleet import Answer, Fleet, Model, Reopened, Terms
 from coordinator.rounds import intake, plan
 from coordinator.rounds.events import Emit
 from coordinator.rounds.plan import RunPlan, Task
-from strategies.params import Params
+from strategies.lazy import in_memory, picked
+from strategies.params import Params, Tensors
 from strategies.state import State
 from strategies.update import Aggregate
 
@@ -68,7 +69,7 @@ class RunState:
     """Where a run is: after `round`, with these params and this strategy state."""
 
     round: int
-    params: Params
+    params: Tensors
     strategy: State
 
 
@@ -91,8 +92,16 @@ class Commit(Protocol):
     ) -> None: ...
 
 
-Evaluate = Callable[[int, Params], Score]
+Evaluate = Callable[[int, Tensors], Score]
 """Scores the params as of a round, given its number."""
+
+Keep = Callable[[RunState], RunState]
+"""Computes what a round came to, once, and keeps it: the same state with its arrays in memory or on disk."""
+
+
+def keep_in_memory(state: RunState) -> RunState:
+    strategy = State(in_memory(state.strategy.arrays), state.strategy.values)
+    return RunState(state.round, in_memory(state.params), strategy)
 
 
 def run(
@@ -105,8 +114,12 @@ def run(
     finished: Callable[[RoundRecord], None],
     emit: Emit,
     monotonic: Callable[[], float],
+    keep: Keep = keep_in_memory,
 ) -> RunState:
     """Runs the rounds after `start.round` up to the plan's last. `finished` hears of each committed round.
+
+    Updates that lie on disk are folded as `keep` reads the result, so with one that writes to disk no model is
+    ever in memory.
 
     Raises:
         Stopped: the fleet was told to; rounds committed so far stay so, the open one is left as it is.
@@ -114,7 +127,7 @@ def run(
     state = start
     while state.round < run_plan.rounds:
         began = monotonic()
-        state, record, accepted = one_round(run_plan, fleet, state, evaluate, emit)
+        state, record, accepted = one_round(run_plan, fleet, state, evaluate, emit, keep)
         commit(state, replace(record, seconds=monotonic() - began), fleet.client_state(accepted))
         finished(replace(record, seconds=monotonic() - began))
     return state
@@ -126,7 +139,12 @@ def tell_committed(emit: Emit, row: Mapping[str, Any]) -> None:
 
 
 def one_round(
-    run_plan: RunPlan, fleet: Fleet, state: RunState, evaluate: Evaluate, emit: Emit
+    run_plan: RunPlan,
+    fleet: Fleet,
+    state: RunState,
+    evaluate: Evaluate,
+    emit: Emit,
+    keep: Keep = keep_in_memory,
 ) -> tuple[RunState, RoundRecord, tuple[str, ...]]:
     """The next round, not yet committed, and the clients whose updates went in."""
     number = state.round + 1
@@ -136,15 +154,16 @@ def one_round(
 
     gathered = gather(run_plan, fleet, asked.tasks, emit)
 
-    params, strategy = state.params, state.strategy
+    state = replace(state, round=number)
     if gathered.aggregate is not None and len(gathered.accepted) >= run_plan.min_updates:
-        params, strategy = run_plan.strategy.apply(params, strategy, gathered.aggregate, asked.population)
+        moved = run_plan.strategy.apply(state.params, state.strategy, gathered.aggregate, asked.population)
+        state = keep(RunState(number, *moved))
     else:
         emit("quorum_missed", round=number, accepted=len(gathered.accepted), min_updates=run_plan.min_updates)
         gathered = replace(gathered, accepted=())
-    score = evaluate(number, params)
+    score = evaluate(number, state.params)
     record = _record(number, asked.tasks, model, gathered, score)
-    return RunState(number, params, strategy), record, gathered.accepted
+    return state, record, gathered.accepted
 
 
 def _asked(run_plan: RunPlan, fleet: Fleet, number: int, model: Model, emit: Emit) -> Reopened:
@@ -156,7 +175,7 @@ def _asked(run_plan: RunPlan, fleet: Fleet, number: int, model: Model, emit: Emi
 
 
 def _terms(run_plan: RunPlan, model: Model, population: int) -> Terms:
-    trainable = {name: model.params[name] for name in run_plan.trainable}
+    trainable = picked({name: (model.params, name) for name in run_plan.trainable})
     return Terms(
         expected=intake.expected_of(trainable, model.streams),
         wanted=run_plan.clients_per_round,

@@ -11,13 +11,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from coordinator.rounds.plan import Task
 from edge_client.wire import arrays
+from edge_client.wire.arrays import FilePayload, Payload, StoredArrays
 from edge_client.wire.messages import DELTA, ResultHeader, result_header
+from strategies.lazy import pieces_of, shape_of
 from strategies.params import Tensors
 from strategies.state import joined, parted
 from strategies.update import Update
@@ -61,20 +63,23 @@ class Expected:
 def expected_of(trainable: Tensors, streams: Mapping[str, Tensors]) -> Expected:
     """The expectation for updates of `trainable` with the client rule's `streams`."""
     tensors = joined({DELTA: trainable, **streams})
-    size = sum(value.size * 4 for value in tensors.values())
+    shapes = {name: shape_of(tensors, name) for name in tensors}
+    size = sum(4 * math.prod(shape) for shape in shapes.values())
     names = sum(len(name) + 128 for name in tensors)
-    return Expected({name: value.shape for name, value in tensors.items()}, size + names + _HEADROOM_BYTES)
+    return Expected(shapes, size + names + _HEADROOM_BYTES)
 
 
-def check(payload: bytes, task: Task, expected: Expected) -> Update | Rejection:
-    """The update in `payload`, or the reason it is refused.
+def check(payload: Payload, task: Task, expected: Expected) -> Update | Rejection:
+    """The update in `payload`, or the reason it is refused. Tensors of a payload on disk stay there.
 
     Checked in this order: size, form, base version, task, examples, names, dtypes, shapes, finiteness. Whether
     it came before is for the fleet to know (`duplicate`).
     """
     no = partial(_rejection, task)
-    if len(payload) > expected.payload_limit_bytes:
-        return no("oversized", f"{len(payload)} bytes, at most {expected.payload_limit_bytes} are allowed")
+    if payload.size_bytes > expected.payload_limit_bytes:
+        return no(
+            "oversized", f"{payload.size_bytes} bytes, at most {expected.payload_limit_bytes} are allowed"
+        )
     try:
         header = arrays.read_header(payload)
         said = result_header(header.values)
@@ -83,16 +88,28 @@ def check(payload: bytes, task: Task, expected: Expected) -> Update | Rejection:
     refused = _wrong_task(said, task) or _wrong_tensors(header.tensors, expected)
     if refused:
         return no(*refused)
-    try:
-        tensors = arrays.decode(payload)
-    except arrays.Malformed as error:
-        return no("malformed", str(error))
-    for name in sorted(tensors):
-        if not np.isfinite(tensors[name]).all():
+    tensors = StoredArrays(payload, header)
+    for name in tensors:
+        if not all(np.isfinite(piece).all() for piece in pieces_of(tensors, name)):
             return no(
                 "non_finite", f"{name} holds NaN or infinity; lower the learning rate or check the data"
             )
-    streams = parted(tensors)
+    return _update(tensors, said)
+
+
+def stored(payload: Payload) -> Update:
+    """The update in a payload that was checked before.
+
+    Raises:
+        arrays.Malformed: it is no longer what it was.
+    """
+    header = arrays.read_header(payload)
+    return _update(StoredArrays(payload, header), result_header(header.values))
+
+
+def _update(tensors: StoredArrays, said: ResultHeader) -> Update:
+    on_disk = isinstance(tensors.payload, FilePayload)
+    streams = dict(parted(tensors if on_disk else dict(tensors)))
     return Update(
         delta=streams.pop(DELTA),
         num_examples=said.num_examples,
@@ -100,6 +117,18 @@ def check(payload: bytes, task: Task, expected: Expected) -> Update | Rejection:
         train_loss=said.train_loss,
         extras=streams,
     )
+
+
+def reason_of(code: str | None) -> Reason:
+    """The reason with this code.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for reason in get_args(Reason):
+        if reason == code:
+            return reason  # type: ignore[no-any-return]
+    raise ValueError(f"{code!r} is no reason; known: {', '.join(get_args(Reason))}")
 
 
 def duplicate(task: Task) -> Rejection:

@@ -11,13 +11,13 @@ from coordinator.simulation.frames import Frame
 from coordinator.simulation.pool import Job, WorkerPool
 from edge_client.train.trainer import EVALUATION_ROWS, Evaluation, merged
 from edge_client.wire import arrays
-from strategies.params import Params
+from strategies.params import Tensors
 
 CHUNK_ROWS = 4 * EVALUATION_ROWS
 """Test rows in one job; fixed, so that sums do not depend on the number of workers."""
 
 
-def evaluate(pool: WorkerPool, test_rows: int, params: Params) -> Evaluation:
+def evaluate(pool: WorkerPool, test_rows: int, params: Tensors) -> Evaluation:
     """The params on all test rows, by chunks in worker processes, put together in row order."""
     pool.tell({"kind": "candidate"}, [arrays.encode(params)])
     starts = range(0, test_rows, CHUNK_ROWS)

@@ -43,7 +43,7 @@ from coordinator.simulation.pool import WorkerDied, WorkerPool
 from coordinator.simulation.preparation import Prepared, prepare, starting_params
 from coordinator.simulation.virtual_time import virtual_time
 from edge_client.files import write_durably
-from strategies.params import Params, ShapeMismatch, require_same_shapes
+from strategies.params import Params, ShapeMismatch, Tensors, require_same_shapes
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _rounds(
     owners = np.load(out / "work" / "owners.npy", allow_pickle=False)
     names = [client.name for client in prepared.clients]
 
-    def score(number: int, params: Params) -> Score:
+    def score(number: int, params: Tensors) -> Score:
         scored = evaluate(pool, len(owners), params)
         clients = accuracy_by_group(scored, owners, names)
         return Score(
@@ -271,7 +271,7 @@ def _pool(experiment: Experiment, work: Path) -> WorkerPool:
 
 def _sweep(out: Path) -> None:
     """Removes half-written files that a kill in the middle of a write has left."""
-    for leftover in [*out.glob(".*.tmp"), *out.glob("checkpoint/.*.tmp")]:
+    for leftover in [*out.glob(".*.tmp"), *out.glob("checkpoint/**/.*.tmp")]:
         leftover.unlink(missing_ok=True)
 
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from coordinator.blobs import BlobDamaged, Blobs
+from coordinator.blobs import GRACE_SECONDS, BlobDamaged, Blobs
 from edge_client.files import write_durably
+from edge_client.wire import arrays
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
 def test_a_blob_is_named_by_its_hash_and_read_back(tmp_path: Path) -> None:
@@ -43,12 +53,108 @@ def test_a_missing_blob_is_damaged_and_named(tmp_path: Path) -> None:
         Blobs(tmp_path).get("0" * 64)
 
 
-def test_what_is_not_kept_goes_and_what_a_crash_left_too(tmp_path: Path) -> None:
+def test_what_is_not_kept_goes(tmp_path: Path) -> None:
+    kept, other = Blobs(tmp_path).put(b"kept"), Blobs(tmp_path).put(b"other")
+    Blobs(tmp_path).keep_only({kept})
+    assert names(tmp_path) == {kept}
+    assert other != kept
+
+
+def test_what_a_crash_left_half_written_goes_once_nobody_can_be_writing_it(tmp_path: Path) -> None:
+    old, new = tmp_path / ".arrays.123.123.tmp", tmp_path / ".arrays.124.124.tmp"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (time.time() - GRACE_SECONDS - 60,) * 2)
+    Blobs(tmp_path).keep_only(())
+    assert names(tmp_path) == {new.name}
+
+
+def test_a_blob_stored_for_a_row_to_come_is_not_removed_before_the_row_can_be_there(tmp_path: Path) -> None:
+    """Another run commits, and sweeps, between this one's blob and its transaction."""
+    now = 0.0
+    blobs = Blobs(tmp_path, monotonic=lambda: now)
+    ours, theirs = blobs.put(b"ours"), blobs.put(b"theirs")
+    blobs.keep_only({theirs})
+    assert names(tmp_path) == {ours, theirs}
+    blobs.keep_only({ours, theirs})  # now a row names it
+    blobs.keep_only({theirs})  # and now no more
+    assert names(tmp_path) == {theirs}
+
+    forgotten = blobs.put(b"forgotten")
+    now = GRACE_SECONDS
+    blobs.keep_only({theirs})
+    assert names(tmp_path) == {theirs}
+    assert forgotten not in names(tmp_path)
+
+
+def test_what_is_removed_by_name_is_gone_at_once_unless_held(tmp_path: Path) -> None:
     blobs = Blobs(tmp_path)
-    kept, other = blobs.put(b"kept"), blobs.put(b"other")
-    (tmp_path / f"{other}.12345.tmp").write_bytes(b"half")
-    blobs.keep_only({kept})
-    assert [path.name for path in tmp_path.iterdir()] == [kept]
+    gone, held = blobs.put(b"gone"), blobs.put(b"held")
+    with blobs.held(held):
+        blobs.remove({gone, held, "0" * 64})
+    assert names(tmp_path) == {held}
+
+
+PARAMS = {"fc.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "scale": np.array(2, np.float32)}
+
+
+def test_arrays_are_stored_as_they_are_encoded_and_read_one_by_one(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    info = blobs.put_arrays(PARAMS, {"round": 3})
+    payload = arrays.encode(PARAMS, {"round": 3})
+    assert (info.sha256, info.size_bytes) == (arrays.sha256(payload), len(payload))
+    assert blobs.get(info.sha256) == payload
+    stored = blobs.open_arrays(info.sha256)
+    assert stored.header.values == {"round": 3}
+    assert {name: value.tobytes() for name, value in stored.items()} == {
+        name: value.tobytes() for name, value in PARAMS.items()
+    }
+
+
+def test_arrays_read_from_a_blob_are_put_back_without_a_write(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    stored = blobs.keep_arrays(PARAMS)
+    (written,) = tmp_path.iterdir()
+    before = written.stat()
+    assert blobs.put_arrays(stored).sha256 == written.name
+    assert (written.stat().st_ino, written.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert blobs.put_arrays(stored, {"round": 3}).sha256 != written.name
+
+
+def test_damaged_arrays_are_named(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    info = blobs.put_arrays(PARAMS)
+    content = bytearray(blobs.path(info.sha256).read_bytes())
+    content[-1] ^= 1
+    blobs.path(info.sha256).write_bytes(content)
+    with pytest.raises(BlobDamaged, match="does not hold what its name says"):
+        blobs.open_arrays(info.sha256)
+    with pytest.raises(BlobDamaged, match="is missing"):
+        blobs.open_arrays("0" * 64)
+    with pytest.raises(BlobDamaged, match="does not hold arrays"):
+        blobs.open_arrays(blobs.put(b"no arrays at all"))
+
+
+def test_a_failed_write_of_arrays_leaves_nothing(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    with pytest.raises(ValueError, match="tensor 'w' is float64, expected float32"):
+        blobs.put_arrays({"a": np.zeros(3, np.float32), "w": np.zeros(3)})
+    assert names(tmp_path) == set()
+
+
+def test_many_threads_may_store_the_same_at_once(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    large = {"w": np.arange(100_000, dtype=np.float32)}
+    start = threading.Barrier(8)
+
+    def store(turn: int) -> str:
+        start.wait(timeout=30)
+        return blobs.put_arrays(large).sha256 if turn % 2 else blobs.put(arrays.encode(large))
+
+    with ThreadPoolExecutor(8) as threads:
+        (digest,) = set(threads.map(store, range(8)))
+    assert blobs.get(digest) == arrays.encode(large)
+    assert names(tmp_path) == {digest}
 
 
 def test_a_durable_write_replaces_the_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -128,7 +129,9 @@ def test_a_crash_before_the_pointer_moves_leaves_the_round_before(tmp_path: Path
     assert (crashed / "checkpoint.json").read_bytes() == pointer
     for name, payload in newer.items():
         (crashed / "blobs" / name).write_bytes(payload)
-    (crashed / "blobs" / "abc.99.tmp").write_bytes(b"half")
+    half = crashed / "blobs" / ".arrays.99.99.tmp"
+    half.write_bytes(b"half")
+    os.utime(half, (0, 0))
     (crashed / "checkpoint.json.99.tmp").write_bytes(b'{"format": 1, "rou')
 
     assert frozen(load(crashed)) == frozen(committed(1, clients={"a": 1}))

@@ -15,6 +15,7 @@ from coordinator.rounds import intake
 from coordinator.rounds.intake import Expected, Reason, Rejection
 from coordinator.simulation import faults
 from edge_client.wire import arrays
+from edge_client.wire.arrays import BytesPayload
 from edge_client.wire.messages import encode_result
 from strategies.params import Params
 from strategies.update import Update
@@ -28,7 +29,7 @@ EXPECTED = intake.expected_of(MODEL, {})
 
 
 def check(payload: bytes, *, expected: Expected = EXPECTED) -> Any:
-    return intake.check(payload, TASK, expected)
+    return intake.check(BytesPayload(payload), TASK, expected)
 
 
 def refused(payload: bytes) -> tuple[str, str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from edge_client.wire import arrays
-from edge_client.wire.arrays import Malformed, Slot
+from edge_client.wire.arrays import BytesPayload, FilePayload, Malformed, Payload, Slot, StoredArrays
+from strategies import lazy
+from strategies.lazy import LazyTensors
 from tests.support.payloads import entry, parsed, raw
 
 GOLDEN = bytes.fromhex(
@@ -167,13 +172,29 @@ def test_only_what_our_loader_takes_is_decoded() -> None:
     refused = {
         "bfloat16, which numpy lacks": raw({"w": entry(0, 4, [2], "BF16")}, FOUR),
         "larger than the address space": raw({"w": entry(0, 0, [0, 2**62, 2**62])}),
-        "UTF-16": raw("{}".encode("utf-16")),
-        "metadata that is no text": raw({"__metadata__": {"other": 3}}),
     }
     for payload in refused.values():
-        arrays.read_header(payload)
+        stored = StoredArrays(BytesPayload(payload))
+        with pytest.raises(Malformed):
+            stored["w"]
         with pytest.raises(Malformed):
             arrays.decode(payload)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        raw("{}".encode("utf-16")),
+        raw({"__metadata__": {"other": 3}}),
+        raw({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4]}}, FOUR),
+        raw({"w": {"dtype": "F32", "shape": [], "data_offsets": []}}, FOUR),
+    ],
+    ids=["UTF-16", "metadata that is no text", "an offset that is no whole number", "no offsets"],
+)
+def test_what_the_loader_refuses_for_its_header_is_refused_by_ours(payload: bytes) -> None:
+    for read in (arrays.read_header, arrays.decode):
+        with pytest.raises(Malformed):
+            read(payload)
 
 
 @given(st.binary(max_size=200))
@@ -230,4 +251,87 @@ def _read(payload: bytes) -> None:
         answers.append({name: slot.shape for name, slot in arrays.read_header(payload).tensors.items()})
     with suppress(Malformed):
         answers.append({name: value.shape for name, value in arrays.decode(payload).items()})
-    assert len(answers) < 2 or answers[0] == answers[1]
+    with suppress(Malformed):
+        answers.append({name: value.shape for name, value in StoredArrays(BytesPayload(payload)).items()})
+    assert all(answer == answers[0] for answer in answers)
+
+
+# Files
+
+floats = st.dictionaries(
+    names,
+    npst.arrays(np.float32, npst.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)),
+    max_size=5,
+)
+
+
+class Computed(LazyTensors):
+    """Tensors that are nowhere as a whole."""
+
+    def __init__(self, tensors: dict[str, np.ndarray]) -> None:
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def piece(self, name: str, start: int, stop: int) -> np.ndarray:
+        assert stop - start <= lazy.PIECE
+        return self._tensors[name].reshape(-1)[start:stop].copy()
+
+
+@given(floats, st.none() | json_values, st.booleans(), st.integers(1, 7))
+def test_a_file_holds_the_bytes_that_encode_makes(
+    sent: dict[str, np.ndarray], values: dict[str, Any] | None, computed: bool, piece: int
+) -> None:
+    """Whatever the names, and however small the pieces."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lazy, "PIECE", piece)
+        path = Path(folder) / "arrays"
+        digest = arrays.write(path, Computed(sent) if computed else sent, values)
+        payload = arrays.encode(sent, values)
+        assert path.read_bytes() == payload
+        assert digest == arrays.sha256(payload) == arrays.sha256_of(path)
+
+
+def test_tensors_of_another_layout_are_written_in_c_order(tmp_path: Path) -> None:
+    turned = {"w": np.arange(6, dtype=np.float32).reshape(3, 2).T, "v": np.arange(9, dtype=np.float32)[::2]}
+    arrays.write(tmp_path / "arrays", turned)
+    assert (tmp_path / "arrays").read_bytes() == arrays.encode(turned)
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_stored_arrays_are_those_that_were_encoded(on_disk: bool, tmp_path: Path) -> None:
+    @given(tensors, json_values, st.data())
+    def holds(sent: dict[str, np.ndarray], values: dict[str, Any], data: st.DataObject) -> None:
+        stored = StoredArrays(_payload(arrays.encode(sent, values), tmp_path if on_disk else None))
+        assert (list(stored), stored.header.values) == (sorted(sent), values)
+        for name, value in sent.items():
+            got = stored[name]
+            assert (stored.shape(name), got.shape, got.dtype) == (value.shape, value.shape, value.dtype)
+            assert got.tobytes() == value.tobytes()
+            start, stop = sorted(data.draw(st.integers(0, value.size)) for _ in range(2))
+            assert stored.piece(name, start, stop).tobytes() == value.reshape(-1)[start:stop].tobytes()
+
+    holds()
+
+
+def test_a_file_that_was_cut_after_its_header_was_read_is_malformed(tmp_path: Path) -> None:
+    path = tmp_path / "arrays"
+    arrays.write(path, {"w": np.zeros(4, np.float32)})
+    stored = StoredArrays(FilePayload(path))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(Malformed, match="the payload ends within tensor 'w'"):
+        stored["w"]
+
+
+def _payload(content: bytes, folder: Path | None) -> Payload:
+    if folder is None:
+        return BytesPayload(content)
+    (folder / "payload").write_bytes(content)
+    return FilePayload(folder / "payload")

@@ -37,7 +37,7 @@ tasks = st.builds(
     rule=st.sampled_from(
         [client_rules.to_options(rule) for rule in (PlainSGD(), Proximal(0.01), ControlVariates())]
     ),
-)
+).filter(lambda task: (task.epochs is None) != (task.steps is None))
 
 
 @given(tasks)

@@ -11,6 +11,7 @@ from coordinator.fleets.fleet import Answer, Model, Reopened, Silence, Terms, mo
 from coordinator.rounds import intake
 from coordinator.rounds.plan import Task
 from edge_client.train.trainer import Examples, Trainer
+from edge_client.wire.arrays import BytesPayload
 from edge_client.wire.messages import TaskMessage, encode_result
 from strategies.params import Params, Tensors
 from strategies.update import Update
@@ -76,7 +77,7 @@ class MemoryFleet:
             upload = self._uploads.pop(0)
             self._unanswered.pop(upload.task.position, None)
             client = upload.task.message.client
-            verdict = intake.check(upload.payload, upload.task, self._terms.expected)
+            verdict = intake.check(BytesPayload(upload.payload), upload.task, self._terms.expected)
             if isinstance(verdict, Update) and client in accepted:
                 verdict = intake.duplicate(upload.task)
             if isinstance(verdict, Update):
