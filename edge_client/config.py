@@ -106,7 +106,7 @@ def load(file: Path | None, environment: Mapping[str, str], sets: Sequence[str] 
     try:
         conditions = Conditions(**_table(values, "conditions"))
     except (UserMistake, TypeError) as error:
-        wrong.append(f"conditions: {error}")
+        wrong.append(str(error))
     if wrong:
         raise UserMistake("\n".join(wrong))
     config = _built(values, conditions)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-import sdnotify  # type: ignore[import-untyped]  # has none
+import sdnotify
 
 from edge_client import datasets, eligibility
 from edge_client.agent import Agent, Surroundings, Wake, message_of

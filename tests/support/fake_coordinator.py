@@ -219,8 +219,10 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body = self._body(path.path)
             with self.fake.changed:
-                status, content = self._answer(path.path.removeprefix(wire.PREFIX), path.query, body)
-                self.fake.changed.notify_all()
+                try:
+                    status, content = self._answer(path.path.removeprefix(wire.PREFIX), path.query, body)
+                finally:
+                    self.fake.changed.notify_all()
         except _Refused as refused:
             status = refused.status
             document = {"error": {"code": refused.code, "message": f"says {refused.code}", **refused.details}}

@@ -1,0 +1,107 @@
+"""The daemon's configuration: three layers, all mistakes at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edge_client import config
+from edge_client.errors import UserMistake
+
+TEXT = """
+name = "pump-7"
+runtimes = ["torch", "litert"]
+[labels]
+site = "berlin"
+[limits]
+memory_bytes = 1000
+seconds = 60
+[conditions]
+max_load = 0.5
+[data.digits]
+kind = "csv"
+path = "/data/digits.csv"
+label = "digit"
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "edge.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    loaded = config.load(
+        written(tmp_path, TEXT),
+        {"FEDLOOP_EDGE_LIMITS_SECONDS": "70", "FEDLOOP_EDGE_LIMITS_MEMORY_BYTES": "2000"},
+        ["limits.memory_bytes=3000"],
+    )
+    limits = loaded.config.limits
+    assert (limits.memory_bytes, limits.seconds, limits.cpu_seconds) == (3000, 70.0, 3600.0)
+    origins = {key: origin for key, (_, origin) in loaded.origins.items()}
+    assert origins["limits.memory_bytes"] == "--set limits.memory_bytes"
+    assert origins["limits.seconds"] == "FEDLOOP_EDGE_LIMITS_SECONDS"
+    assert origins["name"] == str(tmp_path / "edge.toml")
+    assert origins["limits.cpu_seconds"] == "default"
+
+
+def test_a_file_is_read_whole(tmp_path: Path) -> None:
+    found = config.load(written(tmp_path, TEXT), {}).config
+    assert found.runtimes == ("torch", "litert")
+    assert found.labels == {"site": "berlin"}
+    assert found.conditions.max_load == 0.5
+    assert found.data["digits"].kind == "csv"
+    assert found.data["digits"].path == Path("/data/digits.csv")
+    assert found.data["digits"].options == {"label": "digit"}
+
+
+def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
+    text = """
+    nmae = "x"
+    runtimes = ["tflite"]
+    [limits]
+    memory_bytes = "much"
+    seconds = -1
+    [conditions]
+    quiet_hours = ["late"]
+    [data.digits]
+    path = "/data"
+    """
+    with pytest.raises(UserMistake) as caught:
+        config.load(written(tmp_path, text), {"FEDLOOP_EDGE_LIMIT_SECONDS": "1"}, ["nonsense"])
+    message = str(caught.value)
+    for words in (
+        "'nmae'; did you mean 'name'",
+        "runtimes[0] is 'tflite'",
+        "limits.memory_bytes is 'much', expected a whole number",
+        "limits.seconds is -1.0, expected 0 or more",
+        "late",
+        "data.digits has no kind",
+        "did you mean 'FEDLOOP_EDGE_LIMITS_SECONDS'",
+        "--set nonsense: expected key=value",
+    ):
+        assert words in message, (words, message)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("name = ", "is not TOML"), (None, "cannot be read")],
+)
+def test_an_unreadable_file_is_told(tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "edge.toml" if text is None else written(tmp_path, text)
+    with pytest.raises(UserMistake, match=words):
+        config.load(path, {})
+
+
+def test_without_a_file_everything_has_a_default(tmp_path: Path) -> None:
+    found = config.load(None, {"XDG_CONFIG_HOME": str(tmp_path)}).config
+    assert found.name
+    assert found.limits.memory_bytes > 0
+    assert found.data == {}
+
+
+def test_the_environment_names_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, TEXT)
+    assert config.load(None, {"FEDLOOP_EDGE_CONFIG": str(path)}).config.name == "pump-7"

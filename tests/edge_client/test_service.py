@@ -1,0 +1,63 @@
+"""The systemd unit, judged by systemd itself where it is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from edge_client import config, service
+
+LOOSEST_EXPOSURE = 3.0
+analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+
+
+def unit(scope: service.Scope, folder: Path) -> Path:
+    loaded = config.load(None, {}, [f"state_dir={folder}/state", "limits.memory_bytes=500000000"]).config
+    path = folder / service.UNIT
+    path.write_text(service.unit(scope, loaded, Path("/etc/fedloop/edge.toml")))
+    return path
+
+
+@analyze
+def test_the_machines_service_is_well_sandboxed(tmp_path: Path) -> None:
+    command = ["systemd-analyze", "security", "--offline=true", "--no-pager", str(unit("system", tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = re.search(r"Overall exposure level for .*: ([0-9.]+)", done.stdout)
+    assert found is not None, done.stdout + done.stderr
+    assert float(found[1]) <= LOOSEST_EXPOSURE, done.stdout
+
+
+@analyze
+@pytest.mark.parametrize("scope", ["user", "system"])
+def test_systemd_understands_the_unit(tmp_path: Path, scope: service.Scope) -> None:
+    command = [
+        "systemd-analyze",
+        "verify",
+        "--man=no",
+        *(["--user"] if scope == "user" else []),
+        str(unit(scope, tmp_path)),
+    ]
+    surroundings = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings)
+    ours = [line for line in (done.stdout + done.stderr).splitlines() if "fedloop" in line]
+    assert ours == [] and done.returncode == 0, done.stderr
+
+
+def test_the_unit_says_what_the_daemon_needs(tmp_path: Path) -> None:
+    text = unit("system", tmp_path).read_text()
+    for words in (
+        "Type=notify",
+        "WatchdogSec=",
+        "ProtectSystem=strict",
+        f"ReadWritePaths={tmp_path}/state",
+        "DynamicUser=yes",
+        "MemoryMax=768435456",
+        "--config /etc/fedloop/edge.toml run",
+        f"RestartPreventExitStatus=2 {service.REFUSED_EXIT}",
+    ):
+        assert words in text, words

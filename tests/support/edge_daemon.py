@@ -1,0 +1,43 @@
+"""`fedloop-edge` with a training that takes no framework, as a process of its own: `python -m tests.support.edge_daemon …`.
+
+FEDLOOP_TEST_TRAINS_UNTIL: a file; training goes on until it is there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edge_client import cli, daemon, datasets
+from tests.support.edge import FakeTraining
+
+
+class SlowTraining(FakeTraining):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(busy=_busy)
+
+
+class Rows:
+    def __init__(self, tables: Mapping[str, Any], now: Any) -> None:
+        self._rows = dict.fromkeys(tables, 12)
+
+    def __call__(self) -> Mapping[str, int]:
+        return self._rows
+
+
+def _busy() -> bool:
+    until = os.environ.get("FEDLOOP_TEST_TRAINS_UNTIL")
+    time.sleep(0.02)
+    return until is not None and not Path(until).exists()
+
+
+daemon.TrainingProcess = SlowTraining  # type: ignore[assignment,misc]
+daemon.installed_runtimes = lambda: {"litert": "2.3.0"}
+daemon.installed_models = lambda: ()
+datasets.RowCounts = Rows  # type: ignore[assignment,misc]
+
+if __name__ == "__main__":
+    cli.main()
