@@ -6,7 +6,6 @@ services of the process, and one form of error: `{"error": {"code": …, "messag
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -17,9 +16,10 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from coordinator.api import events, runs, system
+from coordinator.api import devices, events, runs, system, tokens, why
 from coordinator.api.deps import admin
 from coordinator.db.store import is_disk_full
+from coordinator.device_api import answers, blobs, checkin, enrolment, uploads
 from coordinator.errors import Refusal, UserError
 from coordinator.metrics import Metrics
 from coordinator.middleware import LimitedBodies, Observed, OnlyHosts
@@ -30,17 +30,6 @@ from edge_client.wire.device import PREFIX as DEVICE_PREFIX
 OPERATOR_PREFIX = "/api/v1"
 BODY_LIMIT_BYTES = 4 * 2**20
 """Of one request to the operator API: experiments and lists of serial numbers."""
-
-
-def _present(package: str, *names: str) -> list[Any]:
-    """Until the last of them is written."""
-    import importlib
-
-    found = []
-    for name in names:
-        with contextlib.suppress(ModuleNotFoundError):
-            found.append(importlib.import_module(f"coordinator.{package}.{name}"))
-    return found
 
 
 class ProblemDetail(BaseModel):
@@ -73,7 +62,7 @@ def operator_app(services: Services, runs_of_process: RunService, metrics: Metri
     app.state.runs = runs_of_process
     app.state.metrics = metrics
     app.state.started_at = services.clock()
-    for routes in (*_present("api", "devices", "tokens", "why"), runs, events, system):
+    for routes in (devices, tokens, why, runs, events, system):
         app.include_router(routes.router, prefix=OPERATOR_PREFIX, dependencies=[Depends(admin)])
     app.include_router(system.open_router)
     _answer_errors(app)
@@ -87,7 +76,7 @@ def device_app(services: Services, metrics: Metrics) -> FastAPI:
     """The device API. Its contract is `edge_client.wire.device`, so it has no OpenAPI document."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
-    for routes in _present("device_api", "enrolment", "checkin", "blobs", "uploads", "answers"):
+    for routes in (enrolment, checkin, blobs, uploads, answers):
         app.include_router(routes.router, prefix=DEVICE_PREFIX)
     _answer_errors(app)
     app.add_middleware(Observed, api="device", metrics=metrics)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
-from coordinator.fleets.fleet import Model
+from coordinator.fleets.fleet import Fleet, Model
 from edge_client.wire.device import EvaluationResult
 
 
-@runtime_checkable
-class Evaluates(Protocol):
-    """A fleet whose clients can evaluate."""
+class Devices(Fleet, Protocol):
+    """A fleet that can also evaluate, and be told from another thread that its run is over."""
 
     def evaluate(self, number: int, model: Model, seconds: float) -> Mapping[str, EvaluationResult]:
         """Results by client, of all that answer in time."""
+
+    def stop(self) -> None:
+        """Every method raises `Stopped` from now on, one that waits too."""
 
 
 @dataclass(frozen=True)

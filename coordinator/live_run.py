@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,16 +24,15 @@ from coordinator.db import events
 from coordinator.db import runs as rows
 from coordinator.db.store import is_disk_full
 from coordinator.experiment import COHORT, Experiment
-from coordinator.federated_evaluation import Evaluates, Federated, summed
+from coordinator.federated_evaluation import Devices, Federated, summed
 from coordinator.fleets.deployments import Deployment, Selection
-from coordinator.fleets.fleet import Fleet, Stopped
+from coordinator.fleets.fleet import Stopped
 from coordinator.preparing import HeldOut, Prepared
 from coordinator.rounds import engine
 from coordinator.rounds.engine import RoundRecord, RunState, Score
 from coordinator.services import Services
 from coordinator.simulation.pool import WorkerPool
-from edge_client.wire import arrays
-from strategies.params import Params
+from strategies.params import Params, Tensors
 from strategies.state import State
 
 _log = structlog.get_logger("fedloop.runs")
@@ -68,6 +68,7 @@ class LiveRun:
         self._make_pool = pool
         self._row = self._read()
         self._experiment = Experiment.model_validate(self._row.experiment)
+        self._held = ExitStack()
         self._held_out: HeldOut | None = None
         self._scored: Federated | None = None
         self._per_site: Mapping[str, Any] = {}
@@ -90,7 +91,7 @@ class LiveRun:
         self._row = self._read()
         return self._deployment(prepared), self._experiment.devices.patience_seconds
 
-    def rounds(self, fleet: Fleet) -> None:
+    def rounds(self, fleet: Devices) -> None:
         """Carries the run through to its last round and ends it.
 
         Raises:
@@ -108,6 +109,7 @@ class LiveRun:
             finished=self._told,
             emit=self._emit,
             monotonic=self._monotonic,
+            keep=self._keep,
         )
         services = self._services
         last = self._read()
@@ -130,7 +132,7 @@ class LiveRun:
         state = strategy.init(params, prepared.trainable)
         prepared = replace(prepared, start=self._start_figures(params))
         with self._commits:
-            digests = self._store(params, state)
+            digests = self._store(RunState(0, params, state))
             begun = services.database.write(
                 lambda connection: rows.begin(
                     connection,
@@ -182,13 +184,11 @@ class LiveRun:
 
     def _start(self) -> RunState:
         blobs = self._services.blobs
-        state = blobs.get(self._row.strategy_state)
         params = blobs.open_arrays(self._row.params)
-        return RunState(
-            self._row.round, params, State(arrays.decode(state), arrays.read_header(state).values)
-        )
+        strategy = blobs.open_arrays(self._row.strategy_state)
+        return RunState(self._row.round, params, State(strategy, strategy.header.values))
 
-    def _evaluate(self, fleet: Fleet, number: int, params: Params) -> Score:
+    def _evaluate(self, fleet: Devices, number: int, params: Tensors) -> Score:
         """Scores the new params: on the coordinator's rows, and on the devices' where the round asks for it."""
         failpoints.reach("round.folded")
         self._scored = self._on_devices(fleet, number, params)
@@ -202,23 +202,32 @@ class LiveRun:
             return Score(self._scored.loss, self._scored.accuracy, clients)
         return Score(None, None, {})
 
-    def _on_devices(self, fleet: Fleet, number: int, params: Params) -> Federated | None:
+    def _on_devices(self, fleet: Devices, number: int, params: Tensors) -> Federated | None:
         devices, last = self._experiment.devices, self._experiment.federation.rounds
         if not devices.evaluate_every or (number % devices.evaluate_every and number != last):
             return None
-        assert isinstance(fleet, Evaluates)
         model = fleet.model(params, {})
         return summed(fleet.evaluate(number, model, devices.evaluate_seconds))
+
+    def _keep(self, state: RunState) -> RunState:
+        """What the round came to, computed piece by piece as it is written to disk, and held there."""
+        blobs, strategy = self._services.blobs, state.strategy
+        with self._commits:
+            params, arrays_ = self._store(state)
+            self._held.enter_context(blobs.held(params, arrays_))
+        stored = State(blobs.open_arrays(arrays_), strategy.values)
+        return RunState(state.round, blobs.open_arrays(params), stored)
 
     def _commit(
         self, state: RunState, record: RoundRecord, clients: Mapping[str, Mapping[str, Params]]
     ) -> None:
         line = engine.as_row(record) | self._evaluation()
         with self._commits:
-            params, strategy = self._store(state.params, state.strategy)
+            params, strategy = self._store(state)
             failpoints.reach("commit.blobs_stored")
             write = partial(self._write, number=state.round, params=params, strategy=strategy, line=line)
             done, unneeded = self._despite_full_disk(lambda: self._services.database.write(write).result())
+            self._held.close()
             if not done:
                 raise Stopped
             failpoints.reach("commit.done")
@@ -254,11 +263,12 @@ class LiveRun:
             more["on_devices"] = self._scored.to_json()
         return more
 
-    def _store(self, params: Params, state: State) -> tuple[str, str]:
-        blobs = self._services.blobs
-        stored = self._despite_full_disk(lambda: blobs.put_arrays(params))
-        strategy = self._despite_full_disk(lambda: blobs.put_arrays(state.arrays, dict(state.values)))
-        return stored.sha256, strategy.sha256
+    def _store(self, state: RunState) -> tuple[str, str]:
+        """Params and strategy state as durable blobs; what is one already costs nothing."""
+        blobs, strategy = self._services.blobs, state.strategy
+        params = self._despite_full_disk(lambda: blobs.put_arrays(state.params))
+        stored = self._despite_full_disk(lambda: blobs.put_arrays(strategy.arrays, strategy.values))
+        return params.sha256, stored.sha256
 
     def _despite_full_disk(self, act: Callable[[], Any]) -> Any:
         """What `act` gives, tried again while the disk is full: its owner can mend that, the run need not end."""

@@ -24,7 +24,7 @@ from coordinator.simulation.preparation import build, export, load_data, startin
 from edge_client.train.trainer import Evaluation
 from edge_client.wire import strict
 from edge_client.wire.device import BlobRef, ModelRef, RuntimeName
-from strategies.params import Params
+from strategies.params import Params, Tensors
 
 _PREFERRED: tuple[RuntimeName, ...] = ("litert", "torch", "tensorflow")
 
@@ -104,7 +104,7 @@ class HeldOut:
     sites: npt.NDArray[np.int32]
     site_names: tuple[str, ...]
 
-    def score(self, params: Params) -> Evaluation:
+    def score(self, params: Tensors) -> Evaluation:
         return evaluate(self.pool, self.rows, params)
 
     def per_site(self, scored: Evaluation) -> dict[str, dict[str, Any]]:

@@ -26,15 +26,16 @@ from coordinator import experiment as experiments
 from coordinator.db import runs as rows
 from coordinator.errors import Refusal, UserError
 from coordinator.experiment import Experiment
+from coordinator.federated_evaluation import Devices
 from coordinator.fleets.deployments import Deployment
-from coordinator.fleets.fleet import Fleet, Stopped
+from coordinator.fleets.fleet import Stopped
 from coordinator.live_run import LiveRun
 from coordinator.services import Services
 from coordinator.simulation.pool import WorkerPool
 
 _log = structlog.get_logger("fedloop.runs")
 
-FleetOf = Callable[[Services, Deployment, float], Fleet]
+FleetOf = Callable[[Services, Deployment, float], Devices]
 """Makes the fleet of a run; the number is its patience in seconds."""
 
 
@@ -53,6 +54,7 @@ class RunService:
         self._lock = threading.Lock()
         self._commits = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
+        self._fleets: dict[str, Devices] = {}
 
     def start(self) -> None:
         """Takes up every run that is queued or was under way, and clears away what no row needs any more."""
@@ -102,6 +104,10 @@ class RunService:
         if devices is None:
             raise Refusal(409, "run_ended", f"run {run} has already ended")
         services.deployments.remove(run)
+        with self._lock:
+            fleet = self._fleets.get(run)
+        if fleet is not None:
+            fleet.stop()
         services.signals.notify(f"run:{run}", "events", *(f"device:{device}" for device in devices))
 
     def close(self, patience_seconds: float = 5.0) -> None:
@@ -141,6 +147,7 @@ class RunService:
         finally:
             with self._lock:
                 self._threads.pop(run, None)
+                self._fleets.pop(run, None)
 
     def _through(self, run: str) -> None:
         services = self._services
@@ -152,7 +159,10 @@ class RunService:
             deployment, patience = live.prepare()
             services.deployments.add(deployment)
             stack.callback(services.deployments.remove, run)
-            live.rounds(self._fleet_of(services, deployment, patience))
+            fleet = self._fleet_of(services, deployment, patience)
+            with self._lock:
+                self._fleets[run] = fleet
+            live.rounds(fleet)
         shutil.rmtree(folder, ignore_errors=True)
 
     def _failed(self, run: str, error: str) -> None:

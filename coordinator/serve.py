@@ -34,14 +34,11 @@ from coordinator.app import device_app, operator_app
 from coordinator.blobs import Blobs
 from coordinator.db.migrations import migrate
 from coordinator.db.store import Database
-try:
-    from coordinator.device_api.protocol import DeviceProtocol
-except ModuleNotFoundError:
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as DeviceProtocol
+
+from coordinator.device_api.protocol import DeviceProtocol
 from coordinator.errors import UserError
 from coordinator.fleets.deployments import Deployment
 from coordinator.fleets.device import DeviceFleet
-from coordinator.fleets.fleet import Fleet
 from coordinator.metrics import Metrics
 from coordinator.pki import Authority
 from coordinator.runs import RunService
@@ -159,7 +156,7 @@ def _common() -> dict[str, Any]:
     }
 
 
-def _fleet_of(services: Services, deployment: Deployment, patience_seconds: float) -> Fleet:
+def _fleet_of(services: Services, deployment: Deployment, patience_seconds: float) -> DeviceFleet:
     return DeviceFleet(services, deployment, patience_seconds=patience_seconds)
 
 
