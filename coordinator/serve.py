@@ -34,7 +34,6 @@ from coordinator.app import device_app, operator_app
 from coordinator.blobs import Blobs
 from coordinator.db.migrations import migrate
 from coordinator.db.store import Database
-
 from coordinator.device_api.protocol import DeviceProtocol
 from coordinator.errors import UserError
 from coordinator.fleets.deployments import Deployment
