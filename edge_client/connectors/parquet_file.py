@@ -1,0 +1,72 @@
+"""Parquet files, read a batch of rows at a time. A column may hold lists of numbers, such as an image's pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from edge_client.connectors.connector import Connector, DataConfig, DataProblem
+from edge_client.connectors.options import (
+    TableOptions,
+    beside,
+    read_only_problem,
+    read_options,
+    require_path,
+)
+from edge_client.connectors.rows import Rows, RowsConnector, joined
+from edge_client.connectors.table import BLOCK_ROWS, Record, Table, read_rows
+
+
+def open_connector(config: DataConfig) -> Connector:
+    """A Connector to a Parquet file.
+
+    Raises:
+        DataProblem: pyarrow is not installed here, or an option does not fit.
+    """
+    options, path = read_options(TableOptions, config), require_path(config)
+    try:
+        import pyarrow  # noqa: F401 - asked for early, so that a preview says it
+    except ModuleNotFoundError:
+        raise DataProblem("parquet data needs pyarrow on this device: pip install 'fedloop[data]'") from None
+
+    def read() -> Rows:
+        rows = _rows(path, options)
+        if options.test_path is None:
+            return rows
+        other = beside(path, options.test_path)
+        return joined(rows, _rows(other, options), str(other))
+
+    return RowsConnector(options, read)
+
+
+def _rows(path: Path, options: TableOptions) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            wanted = _wanted(options, tuple(schema.names))
+            kinds = tuple(str(schema.field(name).type) for name in wanted)
+            return read_rows(Table(str(path), wanted, kinds, _records(file, wanted), "row"), options)
+    except OSError as error:
+        raise read_only_problem(path, error) from None
+    except pyarrow.ArrowException as error:
+        raise DataProblem(f"{path}: cannot be read as Parquet: {error}") from None
+
+
+def _wanted(options: TableOptions, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Columns worth reading; all, where a name is not there, for `read_rows` to complain of."""
+    chosen = {*options.features, options.label, options.split} - {None}
+    if not options.features or not chosen <= set(names):
+        return names
+    return tuple(name for name in names if name in chosen)
+
+
+def _records(file: Any, columns: tuple[str, ...]) -> Iterator[Record]:
+    number = 0
+    for batch in file.iter_batches(batch_size=BLOCK_ROWS, columns=list(columns), use_threads=False):
+        for cells in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
+            number += 1
+            yield number, cells
