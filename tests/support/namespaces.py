@@ -1,0 +1,82 @@
+"""A network of its own for one device: a namespace joined to the machine's by a cable that can be pulled.
+
+machine  10.x.y.1 ── veth ── 10.x.y.2  namespace
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tests.support.require import require
+
+
+@dataclass(frozen=True)
+class Cable:
+    """A namespace and the cable to it.
+
+    Attributes:
+        name: of the namespace.
+        here: the machine's address on the cable. there: that of the namespace.
+    """
+
+    name: str
+    here: str
+    there: str
+
+    def inside(self, command: Sequence[str]) -> list[str]:
+        """The command, run in the namespace."""
+        return ["ip", "netns", "exec", self.name, *command]
+
+    def pull(self) -> None:
+        """Nothing gets through any more, and nobody is told."""
+        _ip("link", "set", self._end, "down")
+
+    def plug(self) -> None:
+        _ip("link", "set", self._end, "up")
+
+    @property
+    def _end(self) -> str:
+        return f"{self.name}-h"
+
+
+@contextmanager
+def cable() -> Iterator[Cable]:
+    """A namespace of this process, gone at the end; the test is skipped where there can be none."""
+    if shutil.which("ip") is None:
+        require("namespaces", "the command ip (iproute2) is not there")
+    net = os.getpid() % 2**14
+    joined = Cable(f"fl{net}", f"10.{192 + net // 256}.{net % 256}.1", f"10.{192 + net // 256}.{net % 256}.2")
+    try:
+        _ip("netns", "add", joined.name)
+    except RuntimeError as error:
+        require("namespaces", f"a network namespace cannot be made: {error}")
+    try:
+        _lay(joined)
+        yield joined
+    finally:
+        _ip("netns", "delete", joined.name)
+
+
+def _lay(joined: Cable) -> None:
+    here, there = f"{joined.name}-h", f"{joined.name}-n"
+    try:
+        _ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", joined.name)
+        _ip("address", "add", f"{joined.here}/30", "dev", here)
+        _ip("link", "set", here, "up")
+        _ip("-n", joined.name, "address", "add", f"{joined.there}/30", "dev", there)
+        _ip("-n", joined.name, "link", "set", there, "up")
+        _ip("-n", joined.name, "link", "set", "lo", "up")
+        subprocess.run(joined.inside(["true"]), check=True, capture_output=True)
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        require("namespaces", f"a namespace cannot be joined to the machine: {error}")
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
