@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.rounds import engine
+from coordinator.blobs import Blobs
+from coordinator.fleets.fleet import Answer, Model, Reopened, Silence, Terms, model_of
+from coordinator.rounds import engine, intake, plan
 from coordinator.rounds.checkpoint import Checkpoints, Committed
 from coordinator.rounds.engine import RoundRecord, RunState, Score, as_row
 from coordinator.rounds.plan import RunPlan, Task
 from coordinator.simulation import faults
 from edge_client.wire import arrays
+from edge_client.wire.arrays import FilePayload, StoredArrays
 from edge_client.wire.messages import TaskMessage, encode_result
 from strategies import presets
 from strategies.params import Params
+from strategies.state import State
 from strategies.update import Update
 from tests.support import runs
 from tests.support.federation import PARAMS, run_plan
@@ -203,6 +207,90 @@ def test_streams_are_counted_as_part_of_the_download() -> None:
     assert seen.records[0].bytes_down == 3 * (len(arrays.encode(PARAMS)) + PARAMS["w"].nbytes)
 
 
+# A round that was open when the process died
+
+
+class Reopening(MemoryFleet):
+    """A fleet that finds the second round as it was submitted before: another cohort of another population."""
+
+    def __init__(self, clients: Mapping[str, MemoryClient], open_round: Reopened) -> None:
+        super().__init__(clients)
+        self._open_round = open_round
+        self.submitted: list[tuple[list[str], Terms]] = []
+
+    def reopened(self, round_number: int) -> Reopened | None:
+        return self._open_round if round_number == 2 else None
+
+    def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
+        self.submitted.append(([task.message.client for task in tasks], terms))
+        super().submit(tasks, model, terms)
+
+
+def test_a_reopened_round_goes_on_with_its_own_tasks_and_population() -> None:
+    run_plan_ = run_plan("scaffold", rounds=2, clients_per_round=2)
+    clients = {name: MemoryClient(c=i - 1.0) for i, name in enumerate("abcdef")}
+    base = runs.run(replace(run_plan_, rounds=1), MemoryFleet(clients))[0]
+    tasks = plan.tasks_for(("e", "f"), 2, model_of(base.params, {}).base, run_plan_)
+    fleet = Reopening(clients, Reopened(tasks, population=100))
+    last, seen = runs.run(run_plan_, fleet)
+    assert fleet.submitted[1][0] == ["e", "f"]
+    assert [terms.population for _, terms in fleet.submitted] == [6, 100]
+    assert [event["round"] for event in seen.of("round_started")] == [1]  # the other was told when it started
+    assert [event["client"] for event in seen.of("update_accepted") if event["round"] == 2] == ["e", "f"]
+    few = Reopening(clients, Reopened(tasks, population=6))
+    assert runs.bits(runs.run(run_plan_, few)[0]) != runs.bits(last)  # SCAFFOLD's share is of the population
+
+
+def test_the_fleet_is_told_what_the_round_expects() -> None:
+    fleet = Reopening({name: MemoryClient() for name in "abcd"}, Reopened((), 0))
+    runs.run(run_plan(rounds=1, clients_per_round=3, deadline_seconds=9.0), fleet)
+    ((_, terms),) = fleet.submitted
+    assert (terms.wanted, terms.deadline_seconds, terms.population) == (3, 9.0, 4)
+    assert terms.expected.shapes == {"delta/w": (2, 3)}
+
+
+def test_a_round_without_clients_changes_nothing() -> None:
+    start = runs.first_state(run_plan())
+    last, seen = runs.run(run_plan(rounds=1), MemoryFleet({}), start)
+    assert runs.bits(last) == runs.bits(start)
+    assert (seen.records[0].selected, seen.records[0].accepted) == (0, 0)
+
+
+# Updates on disk
+
+
+class Storing(MemoryFleet):
+    """A fleet whose accepted updates lie in files."""
+
+    folder: Path
+
+    def results(self) -> Iterator[Answer | Silence]:
+        for result in super().results():
+            if isinstance(result, Answer) and isinstance(result.verdict, Update):
+                path = self.folder / f"{result.task.message.round}-{result.task.position}"
+                path.write_bytes(encode_result(result.task.message, result.verdict))
+                result = replace(result, verdict=intake.stored(FilePayload(path)))
+            yield result
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "fedadam", "fedyogi", "scaffold"])
+@pytest.mark.parametrize("kept", ["in memory", "on disk"])
+def test_a_run_over_updates_on_disk_gives_the_same_bits(strategy: str, kept: str, tmp_path: Path) -> None:
+    plan = run_plan(strategy, rounds=3, clients_per_round=9)
+    blobs = Blobs(tmp_path / "blobs")
+
+    def keep(state: RunState) -> RunState:
+        arrays = blobs.keep_arrays(state.strategy.arrays)
+        return RunState(state.round, blobs.keep_arrays(state.params), State(arrays, state.strategy.values))
+
+    fleet = Storing({name: MemoryClient(c=i - 3.7, num_examples=5 + i) for i, name in enumerate(NAMES)})
+    fleet.folder = tmp_path
+    last, _ = runs.run(plan, fleet, keep=keep if kept == "on disk" else engine.keep_in_memory)
+    assert isinstance(last.params, StoredArrays if kept == "on disk" else dict)
+    again = MemoryFleet({name: MemoryClient(c=i - 3.7, num_examples=5 + i) for i, name in enumerate(NAMES)})
+    assert runs.bits(last) == runs.bits(runs.run(plan, again)[0])
+
+
 # The same bits
 
 
@@ -358,6 +446,36 @@ def test_the_record_holds_the_spread_of_accuracy_over_clients(
     )
     (record,) = seen.records
     assert (record.client_accuracy_min, record.client_accuracy_median, record.client_accuracy_max) == expected
+
+
+def test_what_was_not_tested_is_none() -> None:
+    _, seen = runs.run(run_plan(rounds=1), everyone(3), evaluate=lambda number, params: Score(None, None, {}))
+    row = as_row(seen.records[0])
+    assert {name for name, value in row.items() if value is None} == {
+        "test_loss", "test_accuracy", "client_accuracy_min", "client_accuracy_median", "client_accuracy_max",
+    }  # fmt: skip
+
+
+def test_accuracies_of_clients_count_where_there_is_no_other() -> None:
+    score = Score(None, None, {"a": 0.25, "b": 0.75})
+    _, seen = runs.run(run_plan(rounds=1), everyone(3), evaluate=lambda number, params: score)
+    (record,) = seen.records
+    assert (record.test_accuracy, record.client_accuracy_min, record.client_accuracy_max) == (
+        None,
+        0.25,
+        0.75,
+    )
+
+
+def test_the_evaluation_is_told_the_round() -> None:
+    numbers: list[int] = []
+
+    def evaluate(number: int, params: object) -> Score:
+        numbers.append(number)
+        return Score(0.0, 0.0, {})
+
+    runs.run(run_plan(rounds=3), everyone(3), evaluate=evaluate)
+    assert numbers == [1, 2, 3]
 
 
 def test_what_is_no_finite_number_is_null_in_the_row() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -15,8 +16,9 @@ from coordinator.rounds import intake
 from coordinator.rounds.intake import Expected, Reason, Rejection
 from coordinator.simulation import faults
 from edge_client.wire import arrays
-from edge_client.wire.arrays import BytesPayload
+from edge_client.wire.arrays import BytesPayload, FilePayload
 from edge_client.wire.messages import encode_result
+from strategies.lazy import PIECE, LazyTensors
 from strategies.params import Params
 from strategies.update import Update
 from tests.support.federation import task, update
@@ -245,6 +247,48 @@ def test_the_limit_leaves_room_for_any_honest_header() -> None:
     many: Params = {f"{'block.' * 20}{i}.weight": np.zeros((1, 1, 1, 1), np.float32) for i in range(3000)}
     payload = encode_result(TASK.message, update(many, num_examples=2**53))
     assert isinstance(check(payload, expected=intake.expected_of(many, {})), Update)
+
+
+# On disk
+
+
+def on_disk(payload: bytes, folder: Path) -> FilePayload:
+    (folder / "upload").write_bytes(payload)
+    return FilePayload(folder / "upload")
+
+
+def test_a_payload_on_disk_is_refused_for_what_it_would_be_refused_for_in_memory(tmp_path: Path) -> None:
+    for payload, reason, words in CASES.values():
+        assert told(intake.check(on_disk(payload, tmp_path), TASK, EXPECTED)) == (reason, words)
+
+
+def test_an_update_on_disk_stays_there_and_says_the_same(tmp_path: Path) -> None:
+    streams = {"control": HONEST.delta}
+    payload = on_disk(encode_result(TASK.message, replace(HONEST, extras=streams)), tmp_path)
+    checked = intake.check(payload, TASK, intake.expected_of(MODEL, streams))
+    assert isinstance(checked, Update)
+    for got in (checked, intake.stored(payload)):
+        assert isinstance(got.delta, LazyTensors)
+        assert (got.num_examples, got.num_steps, got.train_loss) == (10, 3, HONEST.train_loss)
+        for tensors in (got.delta, got.extras["control"]):
+            assert {name: value.tobytes() for name, value in tensors.items()} == {
+                name: value.tobytes() for name, value in HONEST.delta.items()
+            }
+
+
+def test_a_bad_number_in_the_last_piece_of_a_large_tensor_is_found(tmp_path: Path) -> None:
+    large: Params = {"w": np.zeros(2 * PIECE + 1, np.float32)}
+    expected = intake.expected_of(large, {})
+    assert isinstance(intake.check(on_disk(sent(tensors=large), tmp_path), TASK, expected), Update)
+    large["w"][-1] = np.inf
+    assert told(intake.check(on_disk(sent(tensors=large), tmp_path), TASK, expected))[0] == "non_finite"
+
+
+def test_a_reason_is_found_by_its_code() -> None:
+    assert [intake.reason_of(code) for code in get_args(Reason)] == list(get_args(Reason))
+    for unknown in ("because", "", None):
+        with pytest.raises(ValueError, match="is no reason"):
+            intake.reason_of(unknown)
 
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -12,7 +12,7 @@ from coordinator.fleets.fleet import Fleet
 from coordinator.rounds import engine
 from coordinator.rounds.engine import RoundRecord, RunState, Score
 from coordinator.rounds.plan import RunPlan
-from strategies.params import Params
+from strategies.params import Params, Tensors
 from tests.support.federation import PARAMS
 
 
@@ -38,7 +38,7 @@ class Seen:
         return [each for each in self.events if each["event"] == event]
 
 
-def distance(number: int, params: Params) -> Score:
+def distance(number: int, params: Tensors) -> Score:
     """A score that tells any two params apart: how far `w` is from zero."""
     return Score(loss=float(np.sum(np.square(params["w"], dtype=np.float64))), accuracy=0.5, clients={})
 
@@ -54,6 +54,7 @@ def run(
     *,
     commit: engine.Commit | None = None,
     evaluate: engine.Evaluate = distance,
+    keep: engine.Keep = engine.keep_in_memory,
 ) -> tuple[RunState, Seen]:
     """The run's last state, and what was seen on the way."""
     seen = Seen()
@@ -66,6 +67,7 @@ def run(
         finished=seen.records.append,
         emit=seen.emit,
         monotonic=lambda: 0.0,
+        keep=keep,
     )
     return last, seen
 
