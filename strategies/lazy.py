@@ -88,6 +88,11 @@ def elementwise(function: Callable[..., FloatArray], *sources: Tensors) -> Tenso
     return _settled(_Elementwise(function, sources), sources)
 
 
+def remembered(tensors: Tensors) -> Tensors:
+    """The same tensors, of which the last piece is kept: for two results that are computed side by side."""
+    return _Remembered(tensors) if isinstance(tensors, LazyTensors) else tensors
+
+
 def summed(total: Tensors, further: Tensors) -> Tensors:
     """`total + further`."""
     terms = (*total.terms, further) if isinstance(total, _Sum) else (total, further)
@@ -128,6 +133,27 @@ class _Elementwise(LazyTensors):
 
     def piece(self, name: str, start: int, stop: int) -> FloatArray:
         return self._function(*(piece_of(source, name, start, stop) for source in self._sources))
+
+
+class _Remembered(LazyTensors):
+    def __init__(self, source: LazyTensors) -> None:
+        self._source = source
+        self._last: tuple[tuple[str, int, int], FloatArray] | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def piece(self, name: str, start: int, stop: int) -> FloatArray:
+        last, asked = self._last, (name, start, stop)
+        if last is None or last[0] != asked:
+            last = self._last = (asked, self._source.piece(name, start, stop))
+        return last[1]
 
 
 class _Sum(LazyTensors):

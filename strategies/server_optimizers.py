@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from strategies.lazy import elementwise, overlaid, shape_of
+from strategies.lazy import elementwise, overlaid, remembered, shape_of
 from strategies.params import FloatArray, Tensors, zeros_like
 from strategies.state import State, joined, named, part_of
 
@@ -89,6 +89,7 @@ class Adaptive:
         def move(m: FloatArray, v: FloatArray, x: FloatArray) -> FloatArray:
             return _float32(x.astype(np.float64) + rate * m / (np.sqrt(v) + self.tau))
 
+        delta = remembered(delta)  # a step reads each piece of it twice, for m and for v
         m = elementwise(self._first_moment, delta, part_of(state.arrays, "first"))
         v = elementwise(self._second_moment, delta, part_of(state.arrays, "second"))
         moved = overlaid(params, elementwise(move, m, v, params))

@@ -30,7 +30,8 @@ from strategies.state import State, joined
 
 CLIENTS = 8
 MODEL_BYTES = 100_000_000
-CASES = {
+COMMAND = (sys.executable, "-m", "tests.bench.round_memory")
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "fedavg, 25 tensors": ("fedavg", {}, 25),
     "fedavg, 1 tensor": ("fedavg", {}, 1),
     "fedavg clipped, 25 tensors": ("fedavg", {"clip_norm": 1.0}, 25),
@@ -44,21 +45,13 @@ def run() -> dict[str, float]:
     """Peak above idle as a multiple of the model, and seconds, by case."""
     figures: dict[str, float] = {}
     for case in CASES:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.bench.round_memory", case],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        measured = json.loads(done.stdout)
+        found = measured(case, MODEL_BYTES)
+        ratio = found["peak"] / MODEL_BYTES
         print(
-            f"{case}: peak {measured['peak'] / 1e6:.1f} MB above idle, "
-            f"{measured['peak'] / MODEL_BYTES:.2f} x the model; {measured['seconds']:.2f} s from check to commit"
+            f"{case}: peak {found['peak'] / 1e6:.1f} MB above idle, {ratio:.2f} x the model; "
+            f"{found['seconds']:.2f} s from check to commit"
         )
-        figures |= {
-            f"{case}: peak / model": measured["peak"] / MODEL_BYTES,
-            f"{case}: s": measured["seconds"],
-        }
+        figures |= {f"{case}: peak / model": ratio, f"{case}: s": found["seconds"]}
     return figures
 
 
@@ -101,8 +94,15 @@ class StoredFleet:
         assert not states
 
 
-def one(case: str) -> dict[str, float]:
-    """The figures of one case, in this process."""
+def measured(case: str, model_bytes: int) -> dict[str, float]:
+    """Peak above idle in bytes, and seconds, of one case in a process of its own."""
+    done = subprocess.run([*COMMAND, case, str(model_bytes)], capture_output=True, text=True, check=True)
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
+
+
+def _here(case: str, model_bytes: int) -> dict[str, float]:
+    """The same, of this process."""
     name, options, count = CASES[case]
     plan = RunPlan(
         7, 1, presets.get(name, **options), LocalWork(4, 0.1, 1, None), tuple(_names(count)), CLIENTS
@@ -110,9 +110,7 @@ def one(case: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         blobs = Blobs(Path(folder) / "blobs")
         # A process of its own, so that nothing of the making is left in this one.
-        made = subprocess.run(
-            [sys.executable, "-m", "tests.bench.round_memory", case, folder], check=True, capture_output=True
-        )
+        made = subprocess.run([*COMMAND, case, str(model_bytes), folder], check=True, capture_output=True)
         base, state = json.loads(made.stdout)
         start = RunState(0, blobs.open_arrays(base), State(blobs.open_arrays(state), _values(blobs, state)))
         fleet = StoredFleet(blobs, {str(i): Path(folder) / f"upload-{i}" for i in range(CLIENTS)})
@@ -148,11 +146,11 @@ def _kept(blobs: Blobs, state: RunState) -> RunState:
     return RunState(state.round, blobs.keep_arrays(state.params), strategy)
 
 
-def _make(case: str, folder: Path) -> tuple[str, str]:
+def _make(case: str, model_bytes: int, folder: Path) -> tuple[str, str]:
     """Params, state and uploads of a case as files; the digests of params and state."""
     name, options, count = CASES[case]
     rng = np.random.default_rng(0)
-    values = MODEL_BYTES // 4 // count
+    values = model_bytes // 4 // count
 
     def tensors() -> Params:
         return {name: rng.standard_normal(values, np.float32) for name in _names(count)}
@@ -192,7 +190,5 @@ def _status(key: str) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        print(json.dumps(_make(sys.argv[1], Path(sys.argv[2]))))
-    else:
-        print(json.dumps(one(sys.argv[1])))
+    case, size, *folder = sys.argv[1:]
+    print(json.dumps(_make(case, int(size), Path(folder[0])) if folder else _here(case, int(size))))

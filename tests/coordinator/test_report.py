@@ -245,10 +245,21 @@ def test_a_model_that_diverged_has_a_report_too(tmp_path: Path, loss: float) -> 
     assert "test loss not finite" in display.closing_lines(document, tmp_path)
 
 
+UNTESTED = dict.fromkeys(
+    ("test_loss", "test_accuracy", "client_accuracy_min", "client_accuracy_median", "client_accuracy_max")
+)
+
+
 @pytest.mark.parametrize(
     ("count", "changed"),
-    [(1, {}), (40, {}), (3, {"train_loss": None}), (3, {"train_loss": None, "test_loss": float("nan")})],
-    ids=["one round", "many rounds", "no update accepted", "diverged"],
+    [
+        (1, {}),
+        (40, {}),
+        (3, {"train_loss": None}),
+        (3, {"train_loss": None, "test_loss": float("nan")}),
+        (3, UNTESTED),
+    ],
+    ids=["one round", "many rounds", "no update accepted", "diverged", "not tested"],
 )
 def test_curves_are_a_picture_of_readable_size(tmp_path: Path, count: int, changed: dict[str, Any]) -> None:
     write(tmp_path, evaluation([1], [1]), count=count, **changed)
