@@ -1,0 +1,187 @@
+"""Runs on a fleet of devices: prepared, carried through, taken up again, cancelled, and what they leave."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator import run_report
+from coordinator.db import events
+from coordinator.db import runs as rows
+from coordinator.errors import Refusal, UserError
+from coordinator.fleets.deployments import Deployment
+from coordinator.runs import RunService
+from coordinator.services import Services
+from tests.support.fake_devices import FakeDevices, FleetOf, answering
+from tests.support.services import services_in
+
+DIGITS: dict[str, Any] = {
+    "model": {"name": "logreg"},
+    "federation": {"rounds": 3, "clients_per_round": 2, "runtimes": {"torch": 1.0}},
+    "local": {"epochs": 1},
+}
+UNKNOWN: dict[str, Any] = {**DIGITS, "data": {"dataset": "vibration", "input_shape": [8], "classes": 3}}
+LONG_SECONDS = 120.0
+
+
+def service_of(services: Services, fleet_of: FleetOf = answering) -> RunService:
+    return RunService(services, fleet_of)
+
+
+def carried(services: Services, document: dict[str, Any], fleet_of: FleetOf = answering) -> Any:
+    """The row of a run that was carried through."""
+    service = service_of(services, fleet_of)
+    run = service.create(document)
+    assert service.join(run, LONG_SECONDS)
+    return row_of(services, run)
+
+
+def row_of(services: Services, run: str) -> Any:
+    return services.database.read(partial(rows.find, run=run))
+
+
+def told(services: Services, run: str) -> list[Any]:
+    return list(services.database.read(lambda at: events.since(at, 0, 1000, run)))
+
+
+def report_of(services: Services, run: str) -> dict[str, Any]:
+    return services.database.read(lambda at: run_report.document(at, rows.find(at, run)))
+
+
+@pytest.mark.slow
+def test_a_run_goes_through_its_rounds_and_its_report_is_that_of_a_simulation(tmp_path: Path) -> None:
+    with services_in(tmp_path / "home") as services:
+        run = carried(services, DIGITS)
+        assert (run.state, run.round, run.error) == ("finished", 3, None)
+        names = [row.event for row in told(services, run.id)]
+        assert names == [
+            "run_created",
+            "run_started",
+            *["round_started", "round_committed"] * 3,
+            "run_finished",
+        ]
+        report = report_of(services, run.id)
+        assert [row["round"] for row in report["rounds"]] == [1, 2, 3]
+        assert all(row["accepted"] == 2 for row in report["rounds"])
+        assert report["final"]["test_rows"] == 359
+        assert report["final"]["model_sha256"] == run.params
+        assert report["data"]["classes"] == 10
+
+
+@pytest.mark.slow
+def test_a_run_that_was_left_is_taken_up_again_and_ends_with_the_same_model(tmp_path: Path) -> None:
+    with services_in(tmp_path / "undisturbed") as services:
+        undisturbed = carried(services, DIGITS)
+
+    fleets: list[FakeDevices] = []
+
+    def stopping(services: Services, deployment: Deployment, patience: float) -> FakeDevices:
+        fleets.append(FakeDevices(services, deployment, stops_at=2))
+        return fleets[0]
+
+    with services_in(tmp_path / "home") as services:
+        service = service_of(services, stopping)
+        run = service.create(DIGITS)
+        while not fleets:
+            assert not service.join(run, 0.05), row_of(services, run).error
+        assert fleets[0].waiting.wait(LONG_SECONDS)
+        services.signals.close()
+        assert service.join(run, LONG_SECONDS)
+        left = row_of(services, run)
+        assert (left.state, left.round) == ("running", 1)
+
+    with services_in(tmp_path / "home") as services:
+        services.database.write(lambda at: drop_open_round(at, run)).result()
+        service = service_of(services)
+        service.start()
+        assert service.join(run, LONG_SECONDS)
+        again = row_of(services, run)
+        assert (again.state, again.round) == ("finished", 3)
+        assert again.params == undisturbed.params
+        assert "run_resumed" in [row.event for row in told(services, run)]
+
+
+def drop_open_round(connection: Any, run: str) -> None:
+    """The fake fleet does not reopen rounds; the real one is tested with its own."""
+    from sqlalchemy import delete
+
+    from coordinator.db.tables import rounds
+
+    connection.execute(delete(rounds).where(rounds.c.run == run, rounds.c.state != "committed"))
+
+
+@pytest.mark.slow
+def test_data_that_only_devices_hold_is_scored_by_the_devices(tmp_path: Path) -> None:
+    document = {**UNKNOWN, "devices": {"evaluate_every": 2}}
+    with services_in(tmp_path / "home") as services:
+        run = carried(services, document)
+        assert (run.state, run.error) == ("finished", None)
+        assert any("vibration" in notice for notice in run.notices)
+        first, second, third = report_of(services, run.id)["rounds"]
+        assert first["test_accuracy"] is None
+        assert second["test_accuracy"] == pytest.approx((2 + 3 + 4) / 30)
+        assert third["per_site"]["north"] == {
+            "test_rows": 20,
+            "test_accuracy": (3 + 4) / 20,
+            "test_loss": 0.5,
+            "devices": 2,
+        }
+        assert third["per_site"]["eve"]["test_rows"] == 10
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
+    document = {**DIGITS, "model": {"name": "no_such_package:build"}}
+    with services_in(tmp_path / "home") as services:
+        run = carried(services, document)
+        assert run.state == "failed"
+        assert "no_such_package" in run.error
+        assert "\n" not in run.error
+        assert told(services, run.id)[-1].event == "run_failed"
+
+
+@pytest.mark.slow
+def test_only_blobs_that_a_row_needs_are_left(tmp_path: Path) -> None:
+    with services_in(tmp_path / "home") as services:
+        run = carried(services, DIGITS)
+        left = {path.name for path in (tmp_path / "home" / "blobs").iterdir()}
+        assert left == {run.params, run.strategy_state}
+
+
+@pytest.mark.slow
+def test_a_cancelled_run_ends_and_cannot_be_cancelled_twice(tmp_path: Path) -> None:
+    fleets: list[FakeDevices] = []
+
+    def stopping(services: Services, deployment: Deployment, patience: float) -> FakeDevices:
+        fleets.append(FakeDevices(services, deployment, stops_at=1))
+        return fleets[0]
+
+    with services_in(tmp_path / "home") as services:
+        service = service_of(services, stopping)
+        run = service.create(UNKNOWN)
+        while not fleets:
+            assert not service.join(run, 0.05), row_of(services, run).error
+        assert fleets[0].waiting.wait(LONG_SECONDS)
+        service.cancel(run)
+        assert service.join(run, LONG_SECONDS)
+        assert row_of(services, run).state == "cancelled"
+        assert services.deployments.active() == ()
+        with pytest.raises(Refusal) as caught:
+            service.cancel(run)
+        assert (caught.value.status, caught.value.code) == (409, "run_ended")
+
+
+def test_a_wrong_experiment_makes_no_run(tmp_path: Path) -> None:
+    with services_in(tmp_path / "home") as services:
+        with pytest.raises(UserError, match=r"local.lr"):
+            service_of(services).create({"local": {"lr": -1}})
+        assert services.database.read(rows.live) == []
+
+
+def test_an_unknown_run_cannot_be_cancelled(tmp_path: Path) -> None:
+    with services_in(tmp_path / "home") as services, pytest.raises(Refusal) as caught:
+        service_of(services).cancel("nobody")
+    assert caught.value.status == 404
