@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import TypeVar
 
 from fastapi import Request
 
 from coordinator.errors import Refusal
-from edge_client.wire.strict import Unfit, parse_message
+from edge_client.wire.strict import Unfit, loads, parse_message
 
 LIMIT_BYTES = 2**20
 
@@ -27,8 +26,6 @@ async def message_of(kind: type[T], request: Request) -> T:
         if len(body) > LIMIT_BYTES:
             raise Refusal(413, "oversized", f"a message here has at most {LIMIT_BYTES} bytes")
     try:
-        return parse_message(kind, json.loads(bytes(body)), kind.__name__)
+        return parse_message(kind, loads(bytes(body), kind.__name__), kind.__name__)
     except Unfit as error:
         raise Refusal(422, "malformed", str(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise Refusal(422, "malformed", f"{kind.__name__} is not JSON: {error}"[:300]) from None

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
-from edge_client.wire.strict import shown
+from edge_client.wire.strict import loads, shown
 from strategies.lazy import LazyTensors, pieces_of, shape_of
 from strategies.params import Params, Tensors
 
@@ -224,11 +224,11 @@ def read_header(payload: Payload | bytes) -> Header:
     if length > min(HEADER_LIMIT, size - 8):
         raise Malformed(f"header of {length} bytes does not fit the payload of {size}")
     try:
-        document = json.loads(payload.read(8, length).decode())
+        document: Any = loads(payload.read(8, length), "header")
         metadata = document.pop("__metadata__", {})
         if not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError("metadata that is not text")
-        values = json.loads(metadata[_METADATA_KEY]) if _METADATA_KEY in metadata else {}
+        values = loads(metadata[_METADATA_KEY].encode(), "metadata") if _METADATA_KEY in metadata else {}
         tensors = {str(name): _slot(name, entry, 8 + length) for name, entry in document.items()}
         data_bytes = _tiled({name: document[name]["data_offsets"] for name in document}, tensors)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

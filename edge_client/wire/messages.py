@@ -12,7 +12,7 @@ from typing import Any
 
 from edge_client.train.trainer import TrainTask
 from edge_client.wire import arrays
-from edge_client.wire.strict import Unfit, parse_message, shown
+from edge_client.wire.strict import Unfit, is_text, parse_message, shown
 from strategies import client_rules
 from strategies.client_rules import Streams
 from strategies.state import joined
@@ -107,6 +107,8 @@ def result_header(values: Mapping[str, Any]) -> ResultHeader:
         number = kind is float and isinstance(value, int)
         if isinstance(value, bool) or not (isinstance(value, kind) or number):
             raise arrays.Malformed(f"result header: {key} is {shown(value)}, expected {kind.__name__}")
+        if isinstance(value, str) and not is_text(value):
+            raise arrays.Malformed(f"result header: {key} is {shown(value)}, which is no text")
         if isinstance(value, int) and abs(value) > LARGEST_COUNT:
             raise arrays.Malformed(
                 f"result header: {key} is {shown(value)}, expected at most {LARGEST_COUNT}"

@@ -8,8 +8,9 @@ are passed over (`parse_message`).
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -19,6 +20,18 @@ T = TypeVar("T")
 
 class Unfit(ValueError):
     """The document does not have the form asked for; the message says where."""
+
+
+def loads(text: bytes, place: str) -> object:
+    """JSON as a document. A key that comes twice is refused: two readers might see two documents.
+
+    Raises:
+        Unfit: not UTF-8, not JSON, too deep, a number of thousands of digits, or a key twice.
+    """
+    try:
+        return json.loads(text.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise Unfit(f"{place} is not JSON: {error}"[:300]) from None
 
 
 def parse(kind: type[T], document: object, place: str) -> T:
@@ -54,10 +67,17 @@ def read(kind: Any, value: object, place: str, *, newer: bool = False) -> Any:
         return value
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return {
-            key: read(get_args(kind)[1], item, f"{place}[{key!r}]", newer=newer)
+            _scalar(str, key, f"{place}: key"): read(
+                get_args(kind)[1], item, f"{place}[{key!r}]", newer=newer
+            )
             for key, item in _object(value, place).items()
         }
     return _scalar(kind, value, place)
+
+
+def is_text(value: str) -> bool:
+    """Whether it can be stored and sent on: JSON also spells NUL, and halves of characters, which cannot."""
+    return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def shown(value: object) -> str:
@@ -106,12 +126,30 @@ def _tuple(kind: Any, value: object, place: str, newer: bool) -> tuple[Any, ...]
 
 def _scalar(kind: Any, value: object, place: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = _as_float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise Unfit(f"{place} is {shown(value)}, expected {_WORDS[kind]}")
     if isinstance(value, float) and not math.isfinite(value):
         raise Unfit(f"{place} is {value}, expected a finite number")
+    if isinstance(value, str) and not is_text(value):
+        raise Unfit(f"{place} is {shown(value)}, expected text without NUL and halves of characters")
     return value
+
+
+def _as_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in document:
+            raise ValueError(f"the key {shown(key)} comes twice")
+        document[key] = value
+    return document
 
 
 _WORDS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
