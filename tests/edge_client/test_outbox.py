@@ -72,7 +72,7 @@ def test_the_number_of_results_is_bounded(state: State, tmp_path: Path) -> None:
     outbox = Outbox(state, 10**6)
     for number in range(MOST_RESULTS + 3):
         put(outbox, tmp_path, f"t{number:03}", 1, now=float(number), deadline_seconds=1e6)
-    assert [each.task for each in outbox.waiting()][0] == "t003"
+    assert outbox.waiting()[0].task == "t003"
     assert len(outbox.waiting()) == MOST_RESULTS
 
 

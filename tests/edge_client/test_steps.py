@@ -1,0 +1,127 @@
+"""What the daemon does next, as a pure decision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edge_client.outbox import Waiting
+from edge_client.steps import (
+    HELD_SECONDS,
+    AskIn,
+    Current,
+    Deliver,
+    Desired,
+    Fetch,
+    GiveBack,
+    Halt,
+    Held,
+    Renew,
+    Sleep,
+    Work,
+    next_steps,
+)
+from edge_client.wire.device import BlobRef, Decline, ModelRef, TaskOffer
+
+BLOB = BlobRef("a" * 64, 1)
+OFFER = TaskOffer(
+    task="t",
+    kind="train",
+    run="r",
+    run_name="demo",
+    round=1,
+    runtime="litert",
+    dataset="digits",
+    message={},
+    model=ModelRef("cnn", {}, (1,), 2, "float32", "classification"),
+    params=BLOB,
+    streams=None,
+    artifact=BLOB,
+    manifest=BLOB,
+    lease_seconds=60.0,
+    deadline_seconds=600.0,
+    result_limit_bytes=1,
+)
+RESULT = Waiting("old", "r", "demo", 1, "train", 1, "", 1, "identity", 0.0, 1.0)
+IDLE = Current(
+    now=100.0,
+    wall=1000.0,
+    renew_at=5000.0,
+    checkin_at=130.0,
+    runtimes=("litert",),
+    datasets={"digits": 12},
+    models=("cnn",),
+)
+WELL = Desired()
+
+
+def current(**changes: Any) -> Current:
+    return replace(IDLE, **changes)
+
+
+@pytest.mark.parametrize(
+    ("now", "desired", "steps"),
+    [
+        (current(), WELL, [Sleep(130.0)]),
+        (current(checkin_at=100.0), WELL, [AskIn(0.0)]),
+        (current(checkin_at=100.0, hold=True), WELL, [AskIn(HELD_SECONDS)]),
+        (current(checkin_at=100.0, hold=True), Desired(ineligible=("on battery",)), [AskIn(0.0)]),
+        (current(wall=5000.0), WELL, [Renew(False)]),
+        (current(certificate_expired=True, outbox=(RESULT,)), WELL, [Renew(True), Deliver(RESULT)]),
+        (current(outbox=(RESULT,)), WELL, [Deliver(RESULT)]),
+        (current(outbox=(RESULT,)), Desired(paused=True), [Sleep(130.0)]),
+        (current(held=Held(OFFER)), WELL, [AskIn(0.0)]),
+        (current(held=Held(OFFER, "confirmed")), WELL, [Fetch(OFFER), Work(OFFER)]),
+        (current(held=Held(OFFER, "fetched")), WELL, [Work(OFFER)]),
+        (current(held=Held(OFFER, "fetched"), retry_at=110.0), WELL, [Work(OFFER)]),
+        (current(held=Held(OFFER, "confirmed"), retry_at=110.0), WELL, [Sleep(110.0)]),
+        (
+            current(held=Held(OFFER, "fetched", Decline("limits", "too large"))),
+            WELL,
+            [GiveBack(OFFER, Decline("limits", "too large"))],
+        ),
+        (
+            current(held=Held(OFFER)),
+            Desired(ineligible=("hot",)),
+            [GiveBack(OFFER, Decline("ineligible", "hot"))],
+        ),
+    ],
+)
+def test_the_next_steps(now: Current, desired: Desired, steps: list[object]) -> None:
+    assert next_steps(now, desired) == steps
+
+
+def test_a_device_without_a_certificate_halts() -> None:
+    (halt,) = next_steps(current(renew_at=None), WELL)
+    assert isinstance(halt, Halt) and "enroll" in halt.words
+
+
+@given(
+    now=st.floats(0, 1e6),
+    retry_at=st.floats(0, 1e6),
+    checkin_at=st.floats(0, 1e6),
+    waiting=st.booleans(),
+    paused=st.booleans(),
+    state=st.sampled_from([None, "unconfirmed", "confirmed", "fetched"]),
+)
+def test_there_is_always_a_next_step_and_a_sleep_ends(
+    now: float, retry_at: float, checkin_at: float, waiting: bool, paused: bool, state: Any
+) -> None:
+    it = current(
+        now=now,
+        retry_at=retry_at,
+        checkin_at=checkin_at,
+        outbox=(RESULT,) if waiting else (),
+        held=Held(OFFER, state) if state else None,
+    )
+    steps = next_steps(it, Desired(paused, ("paused by hand",) if paused else ()))
+    assert steps
+    for step in steps:
+        if isinstance(step, Sleep):
+            assert now < step.until <= now + 61.0
+        else:
+            assert now >= retry_at or isinstance(step, Work)
