@@ -134,7 +134,14 @@ def _from_file(path: Path | None, wrong: list[str]) -> dict[str, _Given]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         wrong.append(f"{path}: is not TOML: {error}")
         return {}
-    return {key: _Given(value, str(path)) for key, value in _flat(document).items()}
+    folder = path.absolute().parent
+    return {key: _Given(_beside(key, value, folder), str(path)) for key, value in _flat(document).items()}
+
+
+def _beside(key: str, value: Any, folder: Path) -> Any:
+    """A relative path in a file is meant from that file's folder, wherever the daemon is started."""
+    named = key == "state_dir" or (key.startswith("data.") and key.endswith(".path"))
+    return str(folder / Path(value).expanduser()) if named and isinstance(value, str) else value
 
 
 def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
