@@ -68,7 +68,7 @@ def operator_app(services: Services, runs_of_process: RunService, metrics: Metri
     _answer_errors(app)
     app.add_middleware(LimitedBodies, limit_bytes=BODY_LIMIT_BYTES)
     app.add_middleware(OnlyHosts, allowed=allowed_hosts(services))
-    app.add_middleware(Observed, api="operator", metrics=metrics)
+    app.add_middleware(Observed, api="operator", metrics=metrics, failure=_failure)
     return app
 
 
@@ -79,7 +79,7 @@ def device_app(services: Services, metrics: Metrics) -> FastAPI:
     for routes in (enrolment, checkin, blobs, uploads, answers):
         app.include_router(routes.router, prefix=DEVICE_PREFIX)
     _answer_errors(app)
-    app.add_middleware(Observed, api="device", metrics=metrics)
+    app.add_middleware(Observed, api="device", metrics=metrics, failure=_failure)
     return app
 
 
@@ -101,7 +101,6 @@ def _answer_errors(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientDisconnect, _gone)
-    app.add_exception_handler(Exception, _failure)
 
 
 def problem(status: int, code: str, message: str, **details: Any) -> JSONResponse:
@@ -142,8 +141,8 @@ async def _gone(request: Request, error: Exception) -> Response:
     return problem(400, "malformed", "the request ended before its body did")
 
 
-async def _failure(request: Request, error: Exception) -> Response:
-    """What nobody foresaw, or a full disk, which its owner can mend. `Observed` logs it."""
+def _failure(error: Exception) -> Response:
+    """What nobody foresaw, or a full disk, which its owner can mend."""
     if is_disk_full(error):
         return problem(507, "disk_full", "the coordinator's disk is full; free space there and try again")
     return problem(500, "internal", "the coordinator failed; its log says why")

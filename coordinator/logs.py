@@ -37,5 +37,11 @@ def configure(style: str) -> None:
 def _rendering(text: bool) -> list[structlog.typing.Processor]:
     plain = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     if text:
-        return [plain, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        return [
+            plain,
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(),
+                exception_formatter=structlog.dev.plain_traceback,  # the others show values of variables
+            ),
+        ]
     return [plain, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]

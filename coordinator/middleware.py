@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from ipaddress import ip_address
 
 import structlog
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.metrics import Metrics
@@ -16,12 +16,18 @@ _log = structlog.get_logger("fedloop.requests")
 
 
 class Observed:
-    """Counts and logs each request by its route template: one line, no body, no header, no query."""
+    """Counts and logs each request by its route template: one line, no body, no header, no query.
 
-    def __init__(self, app: ASGIApp, *, api: str, metrics: Metrics) -> None:
+    What nobody foresaw ends here: it is logged, and answered with what `failure` makes of it.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, api: str, metrics: Metrics, failure: Callable[[Exception], Response]
+    ) -> None:
         self._app = app
         self._api = api
         self._metrics = metrics
+        self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,9 +50,11 @@ class Observed:
 
         try:
             await self._app(scope, counted_receive, counted_send)
-        except Exception:
-            # The answer is out already: the handler of unforeseen errors gave it, then raised again.
+        except Exception as error:
             _log.exception("request_failed", api=self._api, method=scope["method"], path=scope["path"][:200])
+            if status:
+                raise  # half an answer is out; the server cuts the connection, so that nobody takes it for whole
+            await self._failure(error)(scope, receive, counted_send)
         finally:
             seconds = time.monotonic() - began
             route = getattr(scope.get("route"), "path", "unknown")
