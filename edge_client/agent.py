@@ -34,6 +34,7 @@ from edge_client.steps import (
     Current,
     Deliver,
     Desired,
+    Discard,
     Fetch,
     GiveBack,
     Halt,
@@ -42,6 +43,7 @@ from edge_client.steps import (
     Sleep,
     Step,
     Work,
+    is_out,
     next_steps,
 )
 from edge_client.train.process import Interrupted, TrainingFailed
@@ -67,7 +69,7 @@ _RENEW_AGAIN_SECONDS = 3600.0
 _HOLD_PAUSE_SECONDS = 0.02
 """Between two held check-ins: a coordinator that does not wait as asked is not to be asked in a tight loop."""
 
-Cause = Literal["ending", "paused", "unwanted", "ineligible", "deadline"]
+Cause = Literal["ending", "paused", "unwanted", "ineligible", "opted_out", "deadline"]
 
 
 class Wake:
@@ -217,6 +219,9 @@ class Agent:
                 self._renew(expired)
             case Deliver():
                 self._deliver(step)
+            case Discard(waiting):
+                self._do.outbox.drop(waiting)
+                self._status.note(f"{waiting.run_name}, round {waiting.round}: thrown away, opted out")
             case AskIn(wait_seconds):
                 self._check_in(wait_seconds)
             case Fetch(offer):
@@ -397,6 +402,8 @@ class Agent:
             self._release()
         elif cause == "deadline":
             self._refuse(offer, Decline("limits", words))
+        elif cause == "opted_out":
+            self._refuse(offer, Decline("opted_out", words))
         elif cause != "ending":
             self._refuse(offer, Decline("ineligible", words))
         # When the daemon ends the task stays in hand: after a quick restart the coordinator says if it is ours still.
@@ -411,6 +418,9 @@ class Agent:
             return "deadline", "the round's deadline is over"
         if self._do.state.paused():
             return "paused", "paused by hand"
+        opted_out = desired_by(self._do.config, self._do.state, self._around).opted_out if conditions else ()
+        if self._held is not None and is_out(self._held.offer, opted_out):
+            return "opted_out", "this device takes no part in this run any more"
         reasons = self._around.ineligible() if conditions else ()
         if reasons:
             return "ineligible", "; ".join(reasons)

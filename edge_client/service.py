@@ -63,7 +63,7 @@ SystemCallErrorNumber=EPERM
 
 _SYSTEM = """\
 DynamicUser=yes
-StateDirectory=fedloop-edge
+StateDirectory={state_name}
 StateDirectoryMode=0700
 ReadWritePaths={state_dir}
 ProtectSystem=strict
@@ -98,13 +98,23 @@ _DAEMON_BYTES = 256 * 1024 * 1024
 
 
 def unit(scope: Scope, config: EdgeConfig, config_file: Path | None) -> str:
-    """The unit's text. The machine's service keeps its state in /var/lib/fedloop-edge unless told otherwise."""
+    """The unit's text.
+
+    Raises:
+        UserMistake: the machine's service cannot keep its state in the configured place.
+    """
     state_dir = config.state_dir
+    if scope == "system" and state_dir.parent != Path("/var/lib"):
+        raise UserMistake(
+            f"state_dir is {state_dir}; the machine's service keeps its state in a folder right in /var/lib, which "
+            'systemd makes for its user: leave it out, or set state_dir = "/var/lib/NAME"'
+        )
     text = _COMMON + (_SYSTEM if scope == "system" else _USER)
     return text.format(
         flag="--user " if scope == "user" else "",
         command=_command(config_file),
         state_dir=state_dir,
+        state_name=state_dir.name,
         refused=REFUSED_EXIT,
         cpu_percent=100 * (os.cpu_count() or 1),
         memory_bytes=(config.limits.memory_bytes or 0) + _DAEMON_BYTES

@@ -94,6 +94,13 @@ class Deliver:
 
 
 @dataclass(frozen=True)
+class Discard:
+    """The person opted out of its run after it was made: it never leaves."""
+
+    waiting: Waiting
+
+
+@dataclass(frozen=True)
 class AskIn:
     """Check in, ready to wait so long for a task."""
 
@@ -125,7 +132,7 @@ class Sleep:
     until: float
 
 
-Step = Halt | Renew | Deliver | AskIn | Fetch | Work | GiveBack | Sleep
+Step = Halt | Renew | Deliver | Discard | AskIn | Fetch | Work | GiveBack | Sleep
 
 
 def next_steps(current: Current, desired: Desired) -> list[Step]:
@@ -140,7 +147,7 @@ def next_steps(current: Current, desired: Desired) -> list[Step]:
     if current.certificate_expired or current.wall >= current.renew_at:
         steps.append(Renew(current.certificate_expired))
     if not desired.paused:
-        steps += [Deliver(waiting) for waiting in current.outbox]
+        steps += [_send(waiting, desired) for waiting in current.outbox]
     steps += ready
     if steps:
         return steps
@@ -151,7 +158,7 @@ def next_steps(current: Current, desired: Desired) -> list[Step]:
 
 def may_not(offer: TaskOffer, current: Current, desired: Desired) -> Decline | None:
     """Why this task cannot be done here, or None."""
-    if {offer.run, offer.run_name} & set(desired.opted_out):
+    if is_out(offer, desired.opted_out):
         return Decline("opted_out", "this device takes no part in this run")
     if desired.ineligible:
         return Decline("ineligible", "; ".join(desired.ineligible))
@@ -167,6 +174,15 @@ def may_not(offer: TaskOffer, current: Current, desired: Desired) -> Decline | N
     if offer.runtime != "litert" and offer.model.name not in current.models:
         return Decline("no_model", f"the model {offer.model.name!r} is not installed here")
     return None
+
+
+def is_out(work: TaskOffer | Waiting, opted_out: tuple[str, ...]) -> bool:
+    """Whether the person wants no part in this run."""
+    return work.run in opted_out or work.run_name in opted_out
+
+
+def _send(waiting: Waiting, desired: Desired) -> Step:
+    return Discard(waiting) if is_out(waiting, desired.opted_out) else Deliver(waiting)
 
 
 def _work(current: Current, desired: Desired) -> list[Step]:

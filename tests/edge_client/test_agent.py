@@ -149,6 +149,22 @@ def test_conditions_are_looked_at_again_during_training(coordinator: FakeCoordin
     assert coordinator.declined[offer.task].words == "on battery"
 
 
+def test_opting_out_stops_what_runs_and_nothing_leaves(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    enrolled(coordinator, tmp_path)
+    edge = daemon(tmp_path)
+
+    def opts_out() -> bool:
+        edge.executor.state.set_opted_out("demo", True)
+        edge.clock.seconds += 1.0
+        return True
+
+    edge.training.busy = opts_out
+    offer = coordinator.offer()
+    edge.ticks(lambda: offer.task in coordinator.declined)
+    assert coordinator.declined[offer.task].code == "opted_out"
+    assert edge.executor.ledger.entries() == []
+
+
 def test_a_task_nobody_wants_any_more_is_stopped(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     enrolled(coordinator, tmp_path)
     edge = daemon(tmp_path)

@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 
 from edge_client import config, service
+from edge_client.errors import UserMistake
 
 LOOSEST_EXPOSURE = 3.0
 analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 
 
 def unit(scope: service.Scope, folder: Path) -> Path:
-    loaded = config.load(None, {}, [f"state_dir={folder}/state", "limits.memory_bytes=500000000"]).config
+    loaded = config.load(
+        None, {}, ["state_dir=/var/lib/fedloop-edge", "limits.memory_bytes=500000000"]
+    ).config
     path = folder / service.UNIT
     path.write_text(service.unit(scope, loaded, Path("/etc/fedloop/edge.toml")))
     return path
@@ -48,13 +51,20 @@ def test_systemd_understands_the_unit(tmp_path: Path, scope: service.Scope) -> N
     assert ours == [] and done.returncode == 0, done.stderr
 
 
+def test_the_machines_state_lies_where_systemd_makes_it(tmp_path: Path) -> None:
+    loaded = config.load(None, {}, [f"state_dir={tmp_path}"]).config
+    with pytest.raises(UserMistake, match="/var/lib"):
+        service.unit("system", loaded, None)
+    assert str(tmp_path) in service.unit("user", loaded, None)
+
+
 def test_the_unit_says_what_the_daemon_needs(tmp_path: Path) -> None:
     text = unit("system", tmp_path).read_text()
     for words in (
         "Type=notify",
         "WatchdogSec=",
         "ProtectSystem=strict",
-        f"ReadWritePaths={tmp_path}/state",
+        "ReadWritePaths=/var/lib/fedloop-edge",
         "DynamicUser=yes",
         "MemoryMax=768435456",
         "--config /etc/fedloop/edge.toml run",
