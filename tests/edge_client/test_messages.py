@@ -27,7 +27,7 @@ HONEST = {"round": 3, "client": "a", "base": "ab", "num_examples": 4, "num_steps
 tasks = st.builds(
     TaskMessage,
     round=st.integers(1, 10_000),
-    client=st.text(max_size=20),
+    client=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20),
     base=st.text("0123456789abcdef", min_size=64, max_size=64),
     seed=st.integers(0, 2**63 - 1),
     batch_size=st.integers(1, 65_536),
