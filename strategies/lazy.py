@@ -113,8 +113,11 @@ def overlaid(tensors: Tensors, over: Tensors) -> Tensors:
 
 
 def _settled(result: LazyTensors, sources: tuple[Tensors, ...]) -> Tensors:
-    lazy = any(isinstance(source, LazyTensors) for source in sources)
-    return result if lazy else dict(result)
+    if any(isinstance(source, LazyTensors) for source in sources):
+        return result
+    # Each in one piece: it is in memory anyway, and putting pieces together would copy it once more.
+    whole = {name: result.piece(name, 0, math.prod(result.shape(name))) for name in result}
+    return {name: values.reshape(result.shape(name)) for name, values in whole.items()}
 
 
 class _Elementwise(LazyTensors):

@@ -15,6 +15,7 @@ from typing import Any
 
 from coordinator.blobs import BlobDamaged, Blobs
 from coordinator.errors import UserError
+from coordinator.rounds.engine import Keep, RunState
 from edge_client.files import write_durably
 from edge_client.wire import arrays
 from strategies.params import Params, Tensors
@@ -41,6 +42,20 @@ class Committed:
     offsets: Mapping[str, int]
     identity: Mapping[str, str]
     client_states: Mapping[str, Mapping[str, Params]] = field(default_factory=dict)
+
+
+def keep_in(blobs: Blobs) -> Keep:
+    """For `engine.run`: what a round came to is computed as it is written to `blobs`, and read from there after.
+
+    To commit it is then to store it once more, which costs nothing (`Blobs.put_arrays`).
+    """
+
+    def keep(state: RunState) -> RunState:
+        values = state.strategy.values
+        strategy = State(blobs.keep_arrays(state.strategy.arrays, values), values)
+        return RunState(state.round, blobs.keep_arrays(state.params), strategy)
+
+    return keep
 
 
 class Checkpoints:

@@ -20,6 +20,7 @@ import numpy as np
 from coordinator.blobs import Blobs
 from coordinator.fleets.fleet import Answer, Model, Reopened, Terms
 from coordinator.rounds import engine, intake
+from coordinator.rounds.checkpoint import keep_in
 from coordinator.rounds.engine import RoundRecord, RunState, Score
 from coordinator.rounds.plan import LocalWork, RunPlan, Task
 from edge_client.wire import arrays
@@ -119,7 +120,7 @@ def _here(case: str, model_bytes: int) -> dict[str, float]:
         last = engine.run(
             plan, fleet, start, evaluate=lambda number, params: Score(None, None, {}),
             commit=_Commit(blobs), finished=lambda record: None, emit=lambda event, **values: None,
-            monotonic=time.monotonic, keep=lambda state: _kept(blobs, state),
+            monotonic=time.monotonic, keep=keep_in(blobs),
         )  # fmt: skip
         assert last.round == 1
         assert arrays.read_header(FilePayload(last.params.payload.path)) is not None  # type: ignore[attr-defined]
@@ -138,12 +139,6 @@ class _Commit:
         assert record.accepted == CLIENTS, record
         self._blobs.put_arrays(state.params)
         self._blobs.put_arrays(state.strategy.arrays, state.strategy.values)
-
-
-def _kept(blobs: Blobs, state: RunState) -> RunState:
-    values = state.strategy.values
-    strategy = State(blobs.keep_arrays(state.strategy.arrays, values), values)
-    return RunState(state.round, blobs.keep_arrays(state.params), strategy)
 
 
 def _make(case: str, model_bytes: int, folder: Path) -> tuple[str, str]:

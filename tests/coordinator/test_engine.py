@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coordinator.blobs import Blobs
 from coordinator.fleets.fleet import Answer, Model, Reopened, Silence, Terms, model_of
 from coordinator.rounds import engine, intake, plan
-from coordinator.rounds.checkpoint import Checkpoints, Committed
+from coordinator.rounds.checkpoint import Checkpoints, Committed, keep_in
 from coordinator.rounds.engine import RoundRecord, RunState, Score, as_row
 from coordinator.rounds.plan import RunPlan, Task
 from coordinator.simulation import faults
@@ -23,7 +23,6 @@ from edge_client.wire.arrays import FilePayload, StoredArrays
 from edge_client.wire.messages import TaskMessage, encode_result
 from strategies import presets
 from strategies.params import Params
-from strategies.state import State
 from strategies.update import Update
 from tests.support import runs
 from tests.support.federation import PARAMS, run_plan
@@ -279,13 +278,9 @@ def test_a_run_over_updates_on_disk_gives_the_same_bits(strategy: str, kept: str
     plan = run_plan(strategy, rounds=3, clients_per_round=9)
     blobs = Blobs(tmp_path / "blobs")
 
-    def keep(state: RunState) -> RunState:
-        arrays = blobs.keep_arrays(state.strategy.arrays)
-        return RunState(state.round, blobs.keep_arrays(state.params), State(arrays, state.strategy.values))
-
     fleet = Storing({name: MemoryClient(c=i - 3.7, num_examples=5 + i) for i, name in enumerate(NAMES)})
     fleet.folder = tmp_path
-    last, _ = runs.run(plan, fleet, keep=keep if kept == "on disk" else engine.keep_in_memory)
+    last, _ = runs.run(plan, fleet, keep=keep_in(blobs) if kept == "on disk" else engine.keep_in_memory)
     assert isinstance(last.params, StoredArrays if kept == "on disk" else dict)
     again = MemoryFleet({name: MemoryClient(c=i - 3.7, num_examples=5 + i) for i, name in enumerate(NAMES)})
     assert runs.bits(last) == runs.bits(runs.run(plan, again)[0])
