@@ -1,0 +1,173 @@
+"""`fedloop serve` as a process: what it says, what it refuses to start with, how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import stat
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import urllib3
+
+from coordinator.errors import UserError
+from coordinator.operator_client import OperatorClient, Refused, Unreachable
+from coordinator.serve_options import address, at_ports, read_settings
+from edge_client.process import bound
+from tests.support.cli import FEDLOOP, run_cli
+
+ANY_PORTS = ("--operator", "127.0.0.1:0", "--device", "127.0.0.1:0")
+ENDS_SECONDS = 60
+
+
+@contextmanager
+def served(home: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+    """A coordinator, and where it says it is."""
+    command = bound([str(FEDLOOP), "serve", "--home", str(home), *(flags or ANY_PORTS)])
+    with (home.parent / f"{home.name}.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
+    assert process.stdout is not None
+    try:
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def client_of(home: Path, place: dict[str, Any]) -> OperatorClient:
+    return OperatorClient(place["operator"], (home / "admin.token").read_text().strip())
+
+
+@pytest.mark.slow
+def test_a_coordinator_serves_both_apis_and_ends_clean(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with served(home) as (process, place):
+        assert place["event"] == "serving"
+        assert json.loads((home / "serve.json").read_text())["operator"] == place["operator"]
+        assert client_of(home, place).get("/system")["runs"] == {}
+        with pytest.raises(Refused) as refused:
+            OperatorClient(place["operator"], "guessed").get("/system")
+        assert refused.value.code == "bad_token"
+        pool = urllib3.PoolManager(ca_certs=str(home / "pki" / "ca.pem"), retries=False)
+        answer = pool.request("POST", place["device_url"] + "/device/v1/checkin", json={})
+        assert (answer.status, answer.json()["error"]["code"]) == (401, "no_certificate")
+        assert stat.S_IMODE(home.stat().st_mode) == 0o700
+        assert stat.S_IMODE((home / "admin.token").stat().st_mode) == 0o600
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(ENDS_SECONDS) == 0
+
+
+@pytest.mark.slow
+def test_who_follows_events_does_not_keep_the_coordinator_from_ending(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with served(home) as (process, place):
+        client = client_of(home, place)
+        client.post("/tokens", {})
+        stream = client.events("/events")
+        assert next(stream)["event"] == "token_made"
+        process.send_signal(signal.SIGINT)
+        assert list(stream) == []
+        assert process.wait(ENDS_SECONDS) == 0
+        with pytest.raises(Unreachable, match="fedloop serve"):
+            client.get("/system")
+
+
+@pytest.mark.slow
+def test_a_home_has_one_coordinator_and_a_port_one_server(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with served(home) as (_, place):
+        second = run_cli("serve", "--home", home, *ANY_PORTS)
+        assert second.returncode == 2
+        assert "another coordinator uses this home" in second.stderr
+        taken = place["operator"].removeprefix("http://")
+        third = run_cli("serve", "--home", tmp_path / "other", "--operator", taken, "--device", "127.0.0.1:0")
+        assert third.returncode == 2
+        assert "the port is in use" in third.stderr
+        assert "Traceback" not in second.stderr + third.stderr
+
+
+@pytest.mark.slow
+def test_every_bad_option_is_told_at_once(tmp_path: Path) -> None:
+    bad = run_cli(
+        *("serve", "--home", tmp_path / "home", "--operator", "8080", "--device-url", "http://x"),
+        *("--certificate-days", "none", "--ca-cert", tmp_path / "ca.pem"),
+    )
+    assert bad.returncode == 2
+    for option in ("--operator", "--device-url", "--certificate-days", "--ca-cert"):
+        assert option in bad.stderr
+    assert not (tmp_path / "home").exists()
+
+
+# Settings
+
+
+def refused_settings(**given: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        read_settings(home=Path("/nowhere"), **given)
+    return str(caught.value)
+
+
+def test_the_operator_api_stays_on_loopback_unless_insisted() -> None:
+    assert "admin token over the network in clear" in refused_settings(operator="0.0.0.0:8080")
+    assert "--insecure-operator" in refused_settings(operator="fed.example.org:8080")
+    insisted = read_settings(home=Path("/nowhere"), operator="0.0.0.0:8080", insecure_operator=True)
+    assert insisted.operator_host == "0.0.0.0"
+
+
+def test_key_and_certificate_of_a_ca_belong_together(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").touch()
+    assert "belong together" in refused_settings(ca_cert=tmp_path / "ca.pem")
+
+
+def test_devices_are_told_the_port_that_was_had() -> None:
+    settings = read_settings(home=Path("/nowhere"), device="0.0.0.0:0", name=["fed.example.org"])
+    assert at_ports(settings, 1, 4711).device_url == "https://fed.example.org:4711"
+    given = read_settings(home=Path("/nowhere"), device_url="https://edge.example.org:443/")
+    assert at_ports(given, 1, 4711).device_url == "https://edge.example.org:443"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:0", ("::1", 0)), ("localhost:65535", ("localhost", 65535))],
+)
+def test_addresses(text: str, parts: tuple[str, int]) -> None:
+    assert address(text) == parts
+
+
+@pytest.mark.parametrize("text", ["8080", ":80", "host:", "host:70000", "host:-1", ""])
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        address(text)
+
+
+# Commands
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["run", "--coordinator", "http://127.0.0.1:1"], "no coordinator answers"),
+        (["run", "--coordinator", "nowhere"], "is no address"),
+        (["run", "missing.toml"], "no such experiment file"),
+        (["run", "--set", "local.lr=-1"], "local.lr"),
+        (["run", "--follow", "x", "--set", "a=1"], "--follow takes everything from the run"),
+    ],
+)
+def test_run_says_what_is_wrong(tmp_path: Path, args: Sequence[str], words: str) -> None:
+    done = run_cli(*args, cwd=tmp_path, env={"FEDLOOP_ADMIN_TOKEN": "t"})
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_run_without_a_token_says_where_it_is_looked_for(tmp_path: Path) -> None:
+    done = run_cli("run", env={"FEDLOOP_HOME": str(tmp_path), "FEDLOOP_ADMIN_TOKEN": ""})
+    assert done.returncode == 2
+    assert str(tmp_path / "admin.token") in done.stderr.replace("\n", "")
