@@ -17,6 +17,8 @@ import numpy.typing as npt
 from coordinator import following
 from coordinator.local_fleet import Daemon, LocalFleet
 from coordinator.operator_client import OperatorClient
+from edge_client.wire.device import CheckIn
+from tests.support import device_client
 
 INPUTS, CLASSES, ROWS = 512, 10, 4
 _PATIENCE_SECONDS = 300.0
@@ -59,6 +61,11 @@ def rows() -> dict[str, npt.NDArray[Any]]:
         "x": rng.normal(size=(ROWS, INPUTS)).astype(np.float32),
         "y": np.arange(ROWS, dtype=np.int64) % CLASSES,
     }
+
+
+def checkin(*, wait_seconds: float = 0.0) -> CheckIn:
+    """What a device says that could take part, for one that is no daemon."""
+    return device_client.checkin("rows", wait_seconds=wait_seconds, models=("mlp",))
 
 
 def start(fleet: LocalFleet, document: dict[str, Any]) -> str:
