@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from coordinator import doctor as checks
-from coordinator import fleet_commands, ownership
+from coordinator import device_commands, fleet_commands, ownership
 from coordinator.errors import RunInterrupted, UserError
 
 app = typer.Typer(
