@@ -83,9 +83,13 @@ def in_memory(tensors: Tensors) -> Params:
 def elementwise(function: Callable[..., FloatArray], *sources: Tensors) -> Tensors:
     """`function` of the values of equal name and place in `sources`; the names are those of the first.
 
-    It is given arrays without axes and must return a new one, each value of which depends on its own place.
+    It is given arrays of one shape, whole ones or pieces, and must return a new one of that shape, each value of
+    which depends on its own place.
     """
-    return _settled(_Elementwise(function, sources), sources)
+    if _any_lazy(sources):
+        return _Elementwise(function, sources)
+    # `asarray`, because numpy's arithmetic on arrays without axes gives scalars.
+    return {name: np.asarray(function(*(source[name] for source in sources))) for name in sources[0]}
 
 
 def remembered(tensors: Tensors) -> Tensors:
@@ -95,8 +99,9 @@ def remembered(tensors: Tensors) -> Tensors:
 
 def summed(total: Tensors, further: Tensors) -> Tensors:
     """`total + further`."""
-    terms = (*total.terms, further) if isinstance(total, _Sum) else (total, further)
-    return _settled(_Sum(terms), terms)
+    if not _any_lazy((total, further)):
+        return elementwise(np.add, total, further)
+    return _Sum((*total.terms, further) if isinstance(total, _Sum) else (total, further))
 
 
 def picked(entries: Entries) -> Tensors:
@@ -112,12 +117,8 @@ def overlaid(tensors: Tensors, over: Tensors) -> Tensors:
     return picked({name: (over if name in replaced else tensors, name) for name in tensors})
 
 
-def _settled(result: LazyTensors, sources: tuple[Tensors, ...]) -> Tensors:
-    if any(isinstance(source, LazyTensors) for source in sources):
-        return result
-    # Each in one piece: it is in memory anyway, and putting pieces together would copy it once more.
-    whole = {name: result.piece(name, 0, math.prod(result.shape(name))) for name in result}
-    return {name: values.reshape(result.shape(name)) for name, values in whole.items()}
+def _any_lazy(sources: tuple[Tensors, ...]) -> bool:
+    return any(isinstance(source, LazyTensors) for source in sources)
 
 
 class _Elementwise(LazyTensors):
