@@ -65,7 +65,7 @@ class _Checked:
 def _tried(name: str, call: Any) -> Any:
     try:
         return call()
-    except DataProblem:
+    except (DataProblem, MemoryError):
         raise
     except Exception as error:
         raise DataProblem(f"connector {name}: {type(error).__name__}: {error}") from error
