@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +39,7 @@ Group = Annotated[str, typer.Option("--group", help="Group that the devices belo
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _PAGE = 1000
+_WIDE = 2000
 
 
 @app.command(epilog="Example: fedloop device token --uses 20 --ttl 2h --group clinic")
@@ -112,7 +114,9 @@ def list_devices(
     elif not found:
         typer.echo("no devices; make a token for one: fedloop device token")
     else:
-        Console(soft_wrap=True).print(_table(found))
+        # Cut to a terminal's width; what another program reads is whole.
+        console = Console(width=None if sys.stdout.isatty() else _WIDE)
+        console.print(_table(found))
 
 
 @app.command(epilog="Example: fedloop device show gateway-7")

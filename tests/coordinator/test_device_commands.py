@@ -1,0 +1,198 @@
+"""`fedloop device` against a real operator API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from fastapi import FastAPI
+from structlog.testing import capture_logs
+from typer.testing import CliRunner
+
+from coordinator.api.deps import TOKEN_FILE, ensure_admin_token
+from coordinator.app import operator_app
+from coordinator.db.migrations import migrate
+from coordinator.db.store import Database
+from coordinator.device_commands import app
+from coordinator.errors import UserError
+from coordinator.metrics import Metrics
+from tests.support.doorway import Device, Door, listening, open_door
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    home = tmp_path_factory.mktemp("home")
+    url = f"sqlite:///{home}/fedloop.db"
+    migrate(url)
+    database = Database(url)
+    ensure_admin_token(home)
+    with open_door(home, database, device_url="https://fed.example:8443") as opened:
+        yield opened
+    database.close()
+
+
+@pytest.fixture(scope="module")
+def operator(coordinator: Door) -> FastAPI:
+    services = coordinator.services
+    return operator_app(services, Any, Metrics(services.database, services.signals))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def fedloop(coordinator: Door, operator: FastAPI, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Runs `fedloop device …`; a user's mistake is raised as it is."""
+    with capture_logs(), listening(operator) as port:  # the server's log lines are not the command's output
+        monkeypatch.setenv("FEDLOOP_COORDINATOR", f"http://127.0.0.1:{port}")
+        token = (coordinator.services.settings.home / TOKEN_FILE).read_text().strip()
+        monkeypatch.setenv("FEDLOOP_ADMIN_TOKEN", token)
+
+        def run(*args: str | Path) -> Result:
+            done = CliRunner().invoke(app, [str(each) for each in args])
+            if isinstance(done.exception, UserError):
+                raise done.exception
+            assert done.exit_code == 0, done.output
+            return done
+
+        yield run
+
+
+@pytest.fixture
+def enrolled(coordinator: Door, tmp_path: Path, request: pytest.FixtureRequest) -> Device:
+    device = Device(tmp_path, request.node.name[:60])
+    assert coordinator.enrol(device).status_code == 200
+    return device
+
+
+def test_a_token_is_printed_as_the_line_to_type_on_the_device(
+    fedloop: Any, coordinator: Door, tmp_path: Path
+) -> None:
+    done = fedloop("token", "--group", "clinic", "--ttl", "2h")
+    command, verb, url, token = done.stdout.split()
+    assert (command, verb, url) == ("fedloop-edge", "enroll", "https://fed.example:8443")
+    assert "1 device, until 2026-11-20 14:00 UTC" in done.stderr
+    device = Device(tmp_path)
+    assert coordinator.enrol(device, token).status_code == 200
+    shown = json.loads(fedloop("show", device.id, "--json").stdout)
+    assert (shown["group"], shown["state"], shown["report"]) == ("clinic", "active", {})
+
+
+def test_a_token_for_many_or_for_approval(fedloop: Any, coordinator: Door, tmp_path: Path) -> None:
+    made = json.loads(fedloop("token", "--uses", "2", "--approve", "--json").stdout)
+    assert made["uses"] == 2
+    device = Device(tmp_path)
+    assert coordinator.enrol(device, made["token"]).json()["certificate"] == ""
+    pending = json.loads(fedloop("list", "--state", "pending", "--json").stdout)
+    assert device.id in [each["id"] for each in pending]
+    assert "may take part" in fedloop("approve", device.id[:12]).stdout
+    assert coordinator.enrol(device, made["token"]).json()["certificate"] != ""
+
+
+@pytest.mark.parametrize("ttl", ["", "15", "m", "-1m", "15 parsecs", "1e9d"])
+def test_a_time_that_is_none_is_told(fedloop: Any, ttl: str) -> None:
+    with pytest.raises(UserError, match="--ttl"):
+        fedloop("token", f"--ttl={ttl}")
+
+
+def test_a_token_that_lives_for_years_is_refused_by_the_coordinator(fedloop: Any) -> None:
+    with pytest.raises(UserError, match="ttl_seconds"):
+        fedloop("token", "--ttl", "4000d")
+
+
+def test_machines_of_a_list_enrol_with_one_token(fedloop: Any, coordinator: Door, tmp_path: Path) -> None:
+    file = tmp_path / "serials.txt"
+    file.write_text("# line 3\nSN-1\n\nSN-2  # spare\nSN-1\n")
+    assert "2 listed in group north, 0 were" in fedloop("import", file, "--group", "north").stdout
+    assert "0 listed in group south, 2 were" in fedloop("import", file, "--group", "south").stdout
+    token = json.loads(fedloop("token", "--listed", "--json").stdout)["token"]
+    device = Device(tmp_path)
+    assert coordinator.enrol(device, token, serial_number="SN-2").status_code == 200
+    assert json.loads(fedloop("show", device.id, "--json").stdout)["group"] == "north"
+    assert coordinator.enrol(Device(tmp_path), token, serial_number="SN-2").status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "No such file"), (b"", "no serial number"), (b"\xff\xfe", "UTF-8"), (b"x" * 300, "at most 200")],
+)
+def test_a_list_that_will_not_do_is_told_with_its_file(
+    fedloop: Any, tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    file = tmp_path / "serials.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=rf"serials\.txt.*{words}"):
+        fedloop("import", file)
+
+
+def test_devices_are_listed_for_people(fedloop: Any, enrolled: Device) -> None:
+    lines = fedloop("list").stdout.splitlines()
+    assert lines[0].split() == ["id", "name", "group", "state", "last", "seen", "runtimes"]
+    (line,) = [each for each in lines if each.startswith(enrolled.id[:8])]
+    assert line.split() == [enrolled.id[:8], enrolled.name, "default", "active", "never"]
+
+
+def test_an_empty_list_says_what_to_do(fedloop: Any) -> None:
+    assert "fedloop device token" in fedloop("list", "--group", "nobody is here").stdout
+
+
+def test_a_device_is_named_by_id_by_its_beginning_or_by_its_name(fedloop: Any, enrolled: Device) -> None:
+    for called in (enrolled.id, enrolled.id[:13], enrolled.name):
+        assert json.loads(fedloop("show", called, "--json").stdout)["id"] == enrolled.id
+
+
+def test_a_name_that_several_have_is_not_guessed_at(fedloop: Any, coordinator: Door, tmp_path: Path) -> None:
+    for _ in range(2):
+        coordinator.enrol(Device(tmp_path, "twin"))
+    with pytest.raises(UserError, match=r"any of 2 devices.*more of the id"):
+        fedloop("revoke", "twin")
+    with pytest.raises(UserError, match="no device is called 'nobody'"):
+        fedloop("show", "nobody")
+
+
+def test_revocation_is_told_and_acts(fedloop: Any, coordinator: Door, enrolled: Device) -> None:
+    assert "is shut out" in fedloop("revoke", enrolled.name).stdout
+    assert coordinator.call("POST", "/checkin", {}, device=enrolled).status_code == 403
+    assert "revoked" in fedloop("show", enrolled.id).stdout
+    with pytest.raises(UserError, match="must enrol anew"):
+        fedloop("approve", enrolled.id)
+
+
+def test_why_speaks_in_words(fedloop: Any, enrolled: Device) -> None:
+    lines = fedloop("why", enrolled.name).stdout.splitlines()
+    assert lines[0] == f"{enrolled.name} ({enrolled.id}) is active"
+    assert lines[-1] == "no runs to take part in"
+    assert json.loads(fedloop("why", enrolled.name, "--json").stdout)["device"] == enrolled.id
+
+
+def test_what_a_device_says_of_itself_cannot_command_a_terminal(
+    fedloop: Any, coordinator: Door, enrolled: Device
+) -> None:
+    report = {
+        "wire": "1.2",
+        "software": "1\x1b[2J",
+        "runtimes": {"litert\x1b]0;x\x07": "2"},
+        "memory_bytes": 1,
+    }
+    assert coordinator.call("POST", "/checkin", report, device=enrolled).status_code == 200
+    for done in (fedloop("show", enrolled.id), fedloop("list"), fedloop("why", enrolled.id)):
+        assert "\x1b" not in done.stdout and "\x07" not in done.stdout
+
+
+def test_the_operator_api_describes_devices_and_tokens(operator: FastAPI) -> None:
+    document = operator.openapi()
+    named = {
+        (path.removeprefix("/api/v1"), method): call["operationId"]
+        for path, calls in document["paths"].items()
+        for method, call in calls.items()
+    }
+    assert named[("/tokens", "post")] == "makeToken"
+    assert named[("/serials", "post")] == "listSerials"
+    assert named[("/devices", "get")] == "listDevices"
+    assert named[("/devices/{device}", "get")] == "getDevice"
+    assert named[("/devices/{device}/approve", "post")] == "approveDevice"
+    assert named[("/devices/{device}/revoke", "post")] == "revokeDevice"
+    made = document["components"]["schemas"]["MadeToken"]
+    assert set(made["required"]) == {"id", "token", "url", "group", "uses", "expires_at"}
