@@ -20,8 +20,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from coordinator import doctor as checks
 from coordinator import device_commands, fleet_commands, ownership
+from coordinator import doctor as checks
 from coordinator.errors import RunInterrupted, UserError
 
 app = typer.Typer(
@@ -135,6 +135,7 @@ app.command(epilog="Example: fedloop serve --device 0.0.0.0:8443 --name fed.exam
 app.command(epilog="Example: fedloop run my.toml --set federation.rounds=5 --out runs/fleet")(
     fleet_commands.run
 )
+app.add_typer(device_commands.app, name="device")
 
 
 def main() -> None:

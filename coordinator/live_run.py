@@ -29,6 +29,7 @@ from coordinator.fleets.deployments import Deployment, Selection
 from coordinator.fleets.fleet import Stopped
 from coordinator.preparing import HeldOut, Prepared
 from coordinator.rounds import engine
+from coordinator.rounds.checkpoint import keep_in
 from coordinator.rounds.engine import RoundRecord, RunState, Score
 from coordinator.services import Services
 from coordinator.simulation.pool import WorkerPool
@@ -211,12 +212,11 @@ class LiveRun:
 
     def _keep(self, state: RunState) -> RunState:
         """What the round came to, computed piece by piece as it is written to disk, and held there."""
-        blobs, strategy = self._services.blobs, state.strategy
+        blobs = self._services.blobs
         with self._commits:
-            params, arrays_ = self._store(state)
-            self._held.enter_context(blobs.held(params, arrays_))
-        stored = State(blobs.open_arrays(arrays_), strategy.values)
-        return RunState(state.round, blobs.open_arrays(params), stored)
+            kept: RunState = self._despite_full_disk(lambda: keep_in(blobs)(state))
+            self._held.enter_context(blobs.held(*self._store(kept)))
+        return kept
 
     def _commit(
         self, state: RunState, record: RoundRecord, clients: Mapping[str, Mapping[str, Params]]
