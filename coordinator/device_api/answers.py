@@ -40,13 +40,14 @@ async def evaluation(
         asked = own_task(connection, caller.id, task, "evaluate")
         if asked.state == "accepted":
             return None
-        require_wanted(asked)
+        now = services.clock()
+        require_wanted(asked, now)
         if said.base != asked.offer["params"]["sha256"]:
             raise Refusal(
                 422, "stale_base", f"it evaluated model {said.base[:12]}, another one was asked for"
             )
         kept = replace(said, site=said.site[:_WORDS_LIMIT])
-        answers.evaluate(connection, asked, to_json(kept), services.clock())
+        answers.evaluate(connection, asked, to_json(kept), now)
         return asked.run
 
     run = await asyncio.wrap_future(services.database.write(work))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from sqlalchemy import Connection
 
 from coordinator.db import rounds
@@ -26,13 +28,14 @@ def own_task(connection: Connection, caller: str, task: str, kind: TaskKind | No
     return found
 
 
-def require_wanted(task: TaskRow) -> None:
-    """Lets pass a task that is leased and whose round takes results.
+def require_wanted(task: TaskRow, now: datetime) -> None:
+    """Lets pass a task that is leased, before its deadline, and whose round takes results.
 
     Raises:
         Refusal: 409 with `not_leased`, `lease_expired`, `declined`, `rejected` or `round_closed`.
     """
-    if task.state == "leased" and (task.kind == "evaluate" or task.round_state == "open"):
+    in_time = now <= task.deadline_at and (task.kind == "evaluate" or task.round_state == "open")
+    if task.state == "leased" and in_time:
         return
     code, words = _UNWANTED.get((task.state, task.reason), _UNWANTED.get((task.state, None), _CLOSED))
     raise Refusal(

@@ -89,7 +89,7 @@ async def upload_piece(
                 said = await _announcement(services, asked)
                 return to_json(await _Upload(services, asked, said, transfer).piece(request, offset))
     if asked.state != "accepted":
-        require_wanted(asked)
+        require_wanted(asked, services.clock())
     return to_json(await _as_before(services, asked, None))
 
 
@@ -112,7 +112,7 @@ class _Upload:
 
     async def piece(self, request: Request, offset: int) -> UploadState:
         """Takes in a piece, and finishes with the last."""
-        require_wanted(self._task)
+        require_wanted(self._task, self._services.clock())
         at = self._transfer.size_bytes
         if offset != at:
             raise Refusal(409, "upload_offset", f"this piece begins at {offset}, go on from {at}", offset=at)
@@ -216,8 +216,9 @@ class _Upload:
 
         def work(connection: Connection) -> None:
             task = own_task(connection, self._task.device, self._task.id)
-            require_wanted(task)
-            answers.accept(connection, task, taken, self._services.clock())
+            now = self._services.clock()
+            require_wanted(task, now)
+            answers.accept(connection, task, taken, now)
 
         blobs = self._services.blobs
         with blobs.held(digest):
@@ -230,9 +231,9 @@ class _Upload:
     def _keep_announcement(self, connection: Connection) -> UploadStart | None:
         """Writes down what is announced, and gives what was announced before."""
         task = own_task(connection, self._task.device, self._task.id, "train")
-        require_wanted(task)
-        before = answers.find_upload(connection, task.id)
         now = self._services.clock()
+        require_wanted(task, now)
+        before = answers.find_upload(connection, task.id)
         if before != self._said:
             answers.start_upload(connection, task.id, self._said, now)
         rounds.lease(connection, task.id, now + self._lease)

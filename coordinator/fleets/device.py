@@ -25,6 +25,7 @@ from sqlalchemy import Connection
 from coordinator import failpoints
 from coordinator.db import answers, participants, rounds
 from coordinator.db.rounds import Finished, RoundRow
+from coordinator.db.store import is_disk_full
 from coordinator.fleets import matching, offers
 from coordinator.fleets.deployments import Deployment
 from coordinator.fleets.fleet import Answer, Model, Reopened, Silence, Stopped, Terms
@@ -40,6 +41,9 @@ from strategies.state import joined
 
 _LONGEST_WAIT_SECONDS = 5.0
 """Between two looks at the clock, which may be set."""
+
+_DISK_FULL_SECONDS = 2.0
+"""Between two tries to write to a full disk."""
 
 _EVALUATION_LIMIT_BYTES = 65_536
 
@@ -97,9 +101,9 @@ class DeviceFleet:
             signals.wait("devices", seen, min(left, _LONGEST_WAIT_SECONDS))
 
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
-        blobs = self._services.blobs
-        stored = blobs.put_arrays(params)
-        extra = blobs.put_arrays(joined(streams)) if streams else None
+        blobs, apart = self._services.blobs, joined(streams)
+        stored = self._despite_full_disk(lambda: blobs.put_arrays(params))
+        extra = self._despite_full_disk(lambda: blobs.put_arrays(apart)) if streams else None
         self._sent[stored.sha256] = offers.Sent(
             BlobRef(stored.sha256, stored.size_bytes),
             BlobRef(extra.sha256, extra.size_bytes) if extra is not None else None,
@@ -149,8 +153,8 @@ class DeviceFleet:
             if opened.state != "open":
                 failpoints.reach("round.closed")
                 return
-            if until is None or now >= opened.deadline_at:
-                self._close(now)
+            if until is None or now > opened.deadline_at:
+                self._close(min(now, opened.deadline_at))
             elif until < now:
                 self._expire("train", now)
             else:
@@ -201,7 +205,7 @@ class DeviceFleet:
             until = self._services.database.read(lambda at: rounds.next_expiry(at, run, number, "evaluate"))
             if until is None:
                 return
-            if now >= deadline_at:
+            if now > deadline_at:
                 self._end(number, "evaluate", "expired", "deadline")
             elif until < now:
                 self._expire("evaluate", now, number)
@@ -296,7 +300,18 @@ class DeviceFleet:
         )
 
     def _write(self, work: Callable[[Connection], T]) -> T:
-        return self._services.database.write(work).result()
+        """What the write gives, tried again while the disk is full: its owner can mend that, the round goes on."""
+        return self._despite_full_disk(lambda: self._services.database.write(work).result())
+
+    def _despite_full_disk(self, act: Callable[[], T]) -> T:
+        while True:
+            self._require_running()
+            try:
+                return act()
+            except Exception as error:
+                if not is_disk_full(error):
+                    raise
+            self._stop.wait(_DISK_FULL_SECONDS)
 
     def _sweep_uploads(self) -> None:
         """Part files of tasks that nobody may answer any more go. What is there is looked up before what is live."""

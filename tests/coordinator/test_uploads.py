@@ -1,0 +1,385 @@
+"""Uploads over the device API: resumed, counted once, and nothing kept of what is refused. On both databases."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import threading
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sqlalchemy import func, select
+
+from coordinator.db import events
+from coordinator.db.store import Database
+from coordinator.db.tables import tasks, updates
+from coordinator.device_api import uploads
+from coordinator.fleets.device import DeviceFleet
+from coordinator.fleets.fleet import Answer, Silence, Terms
+from coordinator.rounds import intake, plan
+from coordinator.rounds.plan import LocalWork, RunPlan
+from edge_client.wire.device import TaskOffer
+from edge_client.wire.messages import TaskMessage, encode_result
+from strategies import presets
+from strategies.params import Params
+from strategies.update import Update
+from tests.support.databases import database, database_url
+from tests.support.device_world import Refused, TestDevice, World, serving
+
+__all__ = ["database", "database_url"]
+
+PARAMS: Params = {"frozen": np.ones(1, np.float32), "w": np.linspace(-1, 1, 60_000, dtype=np.float32)}
+"""Large enough for several blocks of an upload."""
+
+
+class OpenRound:
+    """A round of run `r` with devices `a` and `b`, and what they would answer."""
+
+    def __init__(self, world: World, wanted: int = 2, devices: tuple[str, ...] = ("a", "b")) -> None:
+        self.world = world
+        self.devices = {name: world.enrol(name) for name in devices}
+        self.fleet = DeviceFleet(world.services, world.start_run("r"), patience_seconds=0)
+        for device in self.devices.values():
+            device.check_in()
+        self.terms = Terms(
+            intake.expected_of({"w": PARAMS["w"]}, {}), wanted, deadline_seconds=600, population=2
+        )
+        self.submit(self.fleet)
+
+    def submit(self, fleet: DeviceFleet, number: int = 1) -> None:
+        assert fleet.clients(2) == sorted(self.devices)
+        model = fleet.model(PARAMS, {})
+        asked = fleet.reopened(number)
+        work = LocalWork(batch_size=4, lr=0.1, epochs=None, steps=1)
+        run_plan = RunPlan(7, 3, presets.get("fedavg"), work, ("w",), clients_per_round=2)
+        cohort = plan.tasks_for(tuple(self.devices), number, model.base, run_plan)
+        self.tasks = asked.tasks if asked else cohort
+        fleet.submit(self.tasks, model, self.terms)
+
+    def leased(self, name: str = "a") -> tuple[TestDevice, str, bytes]:
+        """A device, its task, and a good result."""
+        device = self.devices[name]
+        offer = device.lease()
+        return device, offer.task, result_of(offer)
+
+    def count(self, column: Any) -> int:
+        query = select(func.count()).select_from(column.table)
+        return int(self.world.services.database.read(lambda at: at.execute(query).scalar_one()))
+
+    def state(self, task: str) -> str:
+        query = select(tasks.c.state).where(tasks.c.id == task)
+        return str(self.world.services.database.read(lambda at: at.execute(query).scalar_one()))
+
+    def part_files(self) -> list[Path]:
+        return sorted((self.world.services.settings.home / "uploads").glob("*"))
+
+    def update_blobs(self) -> int:
+        """Blobs beside the params."""
+        return len(list((self.world.services.settings.home / "blobs").iterdir())) - 1
+
+
+def result_of(offer: TaskOffer, *, client: str | None = None, value: float = 0.5) -> bytes:
+    message = TaskMessage.from_json(offer.message)
+    message = replace(message, client=client or message.client)
+    delta = {"w": np.random.default_rng(3).normal(value, 1, 60_000).astype(np.float32)}
+    return encode_result(message, Update(delta, num_examples=10, num_steps=1, train_loss=0.5))
+
+
+@pytest.fixture
+def opened(tmp_path: Path, database: Database) -> Iterator[OpenRound]:
+    with serving(tmp_path, database) as world:
+        yield OpenRound(world)
+
+
+def test_an_update_that_was_accepted_is_told_to_the_engine_and_counted(opened: OpenRound) -> None:
+    results = opened.fleet.results()
+    for name in ("b", "a"):
+        device, task, payload = opened.leased(name)
+        opened.world.clock.pass_seconds(1)
+        assert device.upload(task, payload).accepted
+    told = list(results)
+    assert [each.task.message.client for each in told] == ["b", "a"]
+    for each in told:
+        assert isinstance(each, Answer) and isinstance(each.verdict, Update)
+        assert np.array_equal(each.verdict.delta["w"], decoded_delta(payload))
+        assert each.payload_bytes == len(payload)
+    assert opened.part_files() == []
+
+
+def decoded_delta(payload: bytes) -> Any:
+    from edge_client.wire import arrays
+
+    return arrays.decode(payload)["delta/w"]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_an_upload_that_was_cut_goes_on_where_it_stopped(
+    opened: OpenRound, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "BLOCK_BYTES", 1)  # so that it shows how much arrived
+    device, task, payload = opened.leased()
+    device.start_upload(task, payload)
+    came = int(len(payload) * share)
+    cut_line(opened.world, device, task, payload, came)
+    state = device.start_upload(task, payload)
+    assert state.offset == came
+    assert device.put(task, came, payload[came:]).accepted
+
+
+def cut_line(world: World, device: TestDevice, task: str, payload: bytes, at: int) -> None:
+    """Sends a body up to `at` on a connection of its own, and hangs up when that arrived."""
+    port = int(world.url.rpartition(":")[2])
+    head = (
+        f"PUT /device/v1/tasks/{task}/upload?offset=0 HTTP/1.1\r\nHost: x\r\nx-device: {device.id}\r\n"
+        f"Content-Length: {len(payload)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", port)) as line:
+        line.sendall(head.encode() + payload[:at])
+        while world.services.part_files.of(task).size_bytes < at:
+            threading.Event().wait(0.01)
+
+
+def test_an_upload_goes_on_after_a_restart_of_the_coordinator(tmp_path: Path, database: Database) -> None:
+    with serving(tmp_path, database) as world:
+        opened = OpenRound(world)
+        device, task, payload = opened.leased()
+        device.start_upload(task, payload)
+        device.put(task, 0, payload[:1000])
+    with serving(tmp_path, database) as again:
+        device = TestDevice(again.url, "a")
+        assert device.start_upload(task, payload).offset == 1000
+        assert device.put(task, 1000, payload[1000:]).accepted
+
+
+def test_a_whole_upload_that_was_never_judged_is_finished_by_its_announcement(opened: OpenRound) -> None:
+    device, task, payload = opened.leased()
+    device.start_upload(task, payload)
+    opened.world.services.part_files.of(task).write(0, payload)
+    assert device.start_upload(task, payload).accepted
+
+
+def test_a_replayed_upload_is_accepted_again_and_counts_once(opened: OpenRound) -> None:
+    device, task, payload = opened.leased()
+    for _ in range(200):
+        assert device.upload(task, payload).accepted
+    assert device.put(task, 0, payload).accepted
+    assert opened.count(updates.c.run) == 1
+    with pytest.raises(Refused, match="duplicate"):
+        device.start_upload(task, payload[:-1])
+
+
+def test_two_lines_sending_the_same_upload_do_not_spoil_it(opened: OpenRound) -> None:
+    device, task, payload = opened.leased()
+    device.start_upload(task, payload)
+    outcomes: list[str] = []
+
+    def send() -> None:
+        other = TestDevice(opened.world.url, "a")
+        try:
+            outcomes.append("accepted" if other.put(task, 0, payload).accepted else "more")
+        except Refused as refused:
+            outcomes.append(refused.code)
+
+    lines = [threading.Thread(target=send) for _ in range(4)]
+    for line in lines:
+        line.start()
+    for line in lines:
+        line.join()
+    assert set(outcomes) == {"accepted"}  # the first counts, the others hear that it does
+    assert opened.count(updates.c.run) == 1
+
+
+def test_a_piece_that_does_not_begin_where_the_last_ended_is_refused_with_the_right_offset(
+    opened: OpenRound,
+) -> None:
+    device, task, payload = opened.leased()
+    with pytest.raises(Refused) as early:
+        device.put(task, 0, payload)
+    assert (early.value.status, early.value.code) == (409, "upload_offset")
+    device.start_upload(task, payload)
+    device.put(task, 0, payload[:100])
+    for offset in (0, 99, 101):
+        with pytest.raises(Refused) as refused:
+            device.put(task, offset, payload[offset:])
+        assert (refused.value.status, refused.value.code) == (409, "upload_offset")
+        assert refused.value.error["offset"] == 100
+
+
+def test_a_deflated_result_counts_as_the_plain_one(opened: OpenRound) -> None:
+    device, task, payload = opened.leased()
+    assert device.upload_deflated(task, payload).accepted
+    assert opened.part_files() == []
+
+
+@pytest.mark.parametrize("announced", ["too little", "too much"])
+def test_a_deflated_result_of_another_size_than_announced_is_refused(
+    opened: OpenRound, announced: str
+) -> None:
+    device, task, payload = opened.leased()
+    sent = zlib.compress(payload)
+    told = len(payload) + (1 if announced == "too much" else -1)
+    device.start_upload(task, sent, decoded_bytes=told, encoding="deflate")
+    with pytest.raises(Refused, match="bad_encoding"):
+        device.put(task, 0, sent)
+    assert opened.part_files() == []
+
+
+def test_a_bomb_never_inflates_beyond_what_was_announced(
+    opened: OpenRound, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, task, _ = opened.leased()
+    bomb = zlib.compress(bytes(200 * 2**20), 9)
+    largest = 0
+    transfer = opened.world.services.part_files.of(task)
+
+    class Watching(type(transfer.decoded)):  # type: ignore[misc]
+        def unlink(self, missing_ok: bool = False) -> None:
+            nonlocal largest
+            if self.exists():
+                largest = max(largest, self.stat().st_size)
+            super().unlink(missing_ok)
+
+    transfer.decoded = Watching(transfer.decoded)
+    device.start_upload(task, bomb, decoded_bytes=100_000, encoding="deflate")
+    with pytest.raises(Refused, match="bad_encoding"):
+        device.put(task, 0, bomb)
+    assert largest <= 100_000
+    assert opened.part_files() == [] and opened.update_blobs() == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "status", "code"),
+    [
+        ({"size_bytes": 10**9, "decoded_bytes": 10**9}, 413, "oversized"),
+        ({"decoded_bytes": 10**12, "encoding": "deflate"}, 413, "oversized"),
+        ({"decoded_bytes": 5}, 422, "malformed"),
+        ({"size_bytes": 0, "decoded_bytes": 0}, 422, "malformed"),
+        ({"sha256": "../../etc/passwd"}, 422, "malformed"),
+        ({"encoding": "gzip"}, 422, "malformed"),
+    ],
+)
+def test_an_announcement_that_cannot_be_is_refused_before_anything_is_kept(
+    opened: OpenRound, changed: dict[str, Any], status: int, code: str
+) -> None:
+    device, task, payload = opened.leased()
+    with pytest.raises(Refused) as refused:
+        device.start_upload(task, payload, **changed)
+    assert (refused.value.status, refused.value.code) == (status, code)
+    assert opened.part_files() == []
+
+
+def test_more_bytes_than_announced_are_refused_and_not_kept(opened: OpenRound) -> None:
+    device, task, payload = opened.leased()
+    device.start_upload(task, payload)
+    device.put(task, 0, payload[:100])
+    with pytest.raises(Refused) as refused:
+        device.put(task, 100, payload)
+    assert (refused.value.status, refused.value.code) == (413, "oversized")
+    assert device.start_upload(task, payload).offset == 100
+
+
+def test_other_bytes_than_announced_are_refused_and_the_upload_begins_anew(opened: OpenRound) -> None:
+    device, task, payload = opened.leased()
+    device.start_upload(task, payload)
+    with pytest.raises(Refused, match="hash_mismatch"):
+        device.put(task, 0, bytes(len(payload)))
+    assert opened.part_files() == []
+    assert device.upload(task, payload).accepted
+
+
+def test_a_task_of_another_device_is_not_ones_own(opened: OpenRound) -> None:
+    _, task, payload = opened.leased("a")
+    with pytest.raises(Refused) as refused:
+        opened.devices["b"].start_upload(task, payload)
+    assert (refused.value.status, refused.value.code) == (403, "not_yours")
+    with pytest.raises(Refused, match="not_found"):
+        opened.devices["b"].start_upload("0" * 36, payload)
+
+
+def test_a_result_that_names_another_client_is_a_foreign_identity(opened: OpenRound) -> None:
+    device = opened.devices["a"]
+    offer = device.lease()
+    with pytest.raises(Refused) as refused:
+        device.upload(offer.task, result_of(offer, client="b"))
+    assert (refused.value.status, refused.value.code) == (403, "foreign_identity")
+    assert opened.state(offer.task) == "rejected"
+
+
+def test_a_bad_result_is_rejected_for_good_and_nothing_of_it_is_kept(opened: OpenRound) -> None:
+    device, task, _ = opened.leased()
+    with pytest.raises(Refused) as refused:
+        device.upload(task, b"this is no result at all")
+    assert (refused.value.status, refused.value.code) == (422, "malformed")
+    assert opened.part_files() == [] and opened.update_blobs() == 0
+    assert device.check_in().task is None
+    with pytest.raises(Refused, match="rejected"):
+        device.start_upload(task, b"another try")
+    opened.devices["b"].lease()
+    opened.devices["b"].decline(opened.devices["b"].lease().task, "limits", "too large for me")
+    told = list(opened.fleet.results())
+    assert [type(each) for each in told] == [Answer, Silence]
+    assert isinstance(told[0], Answer) and isinstance(told[0].verdict, intake.Rejection)
+    assert told[0].verdict.reason == "malformed"
+
+
+def test_a_result_for_a_closed_round_is_refused(tmp_path: Path, database: Database) -> None:
+    with serving(tmp_path, database) as world:
+        opened = OpenRound(world, wanted=1)
+        late, task, payload = opened.leased("a")
+        late.start_upload(task, payload)
+        late.put(task, 0, payload[:500])
+        device, first, good = opened.leased("b")
+        assert device.upload(first, good).accepted
+        for refused_request in (
+            lambda: late.put(task, 500, payload[500:]),
+            lambda: late.start_upload(task, payload),
+        ):
+            with pytest.raises(Refused) as refused:
+                refused_request()
+            assert (refused.value.status, refused.value.code) == (409, "round_closed")
+        assert late.check_in(working_on=task).stop
+        told = list(opened.fleet.results())
+        assert [each.task.message.client for each in told] == ["b"]
+        opened.fleet.cancel([each for each in opened.tasks if each.message.client == "a"])
+        assert opened.part_files() == []
+
+
+def test_after_the_deadline_nothing_is_taken_and_the_missing_are_silent(opened: OpenRound) -> None:
+    device, task, payload = opened.leased("a")
+    assert device.upload(task, payload).accepted
+    late, late_task, late_payload = opened.leased("b")
+    for _ in range(12):  # their daemons are alive all the time
+        opened.world.clock.pass_seconds(50)
+        late.check_in(working_on=late_task)
+    opened.world.clock.pass_seconds(1)
+    with pytest.raises(Refused, match="round_closed"):
+        late.upload(late_task, late_payload)
+    told = list(opened.fleet.results())
+    assert [(type(each), each.task.message.client) for each in told] == [(Answer, "a"), (Silence, "b")]
+    assert told[1].seconds == 600
+
+
+def test_events_tell_what_became_of_each_result(opened: OpenRound) -> None:
+    device, task, payload = opened.leased("a")
+    device.upload(task, payload)
+    other, second, _ = opened.leased("b")
+    with pytest.raises(Refused):
+        other.upload(second, b"nonsense")
+    rows = opened.world.services.database.read(lambda at: events.since(at, 0, 100))
+    assert [(row.event, row.device) for row in rows] == [("update_accepted", "a"), ("update_rejected", "b")]
+
+
+def test_hashes_carried_along_agree_with_the_file(opened: OpenRound) -> None:
+    transfer = opened.world.services.part_files.of("x")
+    transfer.write(0, b"abc")
+    transfer.write(3, b"def")
+    assert transfer.sha256() == hashlib.sha256(b"abcdef").hexdigest()
+    transfer.cut_back(3)
+    assert transfer.sha256() == hashlib.sha256(b"abc").hexdigest()
+    transfer.write(3, b"x")
+    assert transfer.sha256() == hashlib.sha256(b"abcx").hexdigest()
