@@ -112,7 +112,7 @@ def _unreadable(path: Path, error: Exception) -> DataProblem:
         return error
     if isinstance(error, OSError):
         return read_only_problem(path, error)
-    pickled = "pickle" in str(error)
+    pickled = "pickle" in str(error).lower() or "Python objects" in str(error)
     words = (
         "holds Python objects, which are never loaded; save plain arrays"
         if pickled

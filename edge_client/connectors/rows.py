@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -98,8 +99,9 @@ def standardised(train: Examples, test: Examples) -> tuple[Examples, Examples]:
 
     What is constant in the training rows becomes 0. One column at a time in float64, so it takes no second copy.
     """
-    x, kept = train.x.reshape(len(train.x), -1), test.x.reshape(len(test.x), -1)
-    for column in range(x.shape[1]):
+    columns = math.prod(train.x.shape[1:])
+    x, kept = train.x.reshape(-1, columns), test.x.reshape(-1, columns)
+    for column in range(columns):
         values = x[:, column].astype(np.float64)
         present = values[~np.isnan(values)]
         mean = float(present.mean()) if present.size else 0.0
