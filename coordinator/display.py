@@ -74,10 +74,8 @@ def closing_lines(report: dict[str, Any], folder: Path) -> str:
     """What a person wants to know at the end of a run."""
     final = report["final"]
     runtimes = ", ".join(f"{count} {name}" for name, count in report["runtimes"].items())
-    loss = "not finite" if final["test_loss"] is None else f"{final['test_loss']:.4f}"
     lines = [
-        f"test accuracy {final['test_accuracy']:.4f}, test loss {loss} "
-        f"on {final['test_rows']} held-out rows after {len(report['rounds'])} rounds",
+        _scored(final) + f" after {len(report['rounds'])} rounds",
         f"{report['clients']} clients: {runtimes};  {megabytes(report['bytes_up'])} up, "
         f"{megabytes(report['bytes_down'])} down",
     ]
@@ -92,6 +90,15 @@ def closing_lines(report: dict[str, Any], folder: Path) -> str:
         )
     lines.append(f"model {final['model_sha256'][:16]}…  report, curves and model in {folder}/")
     return "\n".join(lines)
+
+
+def _scored(final: dict[str, Any]) -> str:
+    if final["test_accuracy"] is None:
+        return "not scored: the coordinator has no rows of its own and devices.evaluate_every is 0;"
+    loss = "not finite" if final["test_loss"] is None else f"{final['test_loss']:.4f}"
+    return (
+        f"test accuracy {final['test_accuracy']:.4f}, test loss {loss} on {final['test_rows']} held-out rows"
+    )
 
 
 def closing_table(demo: Demo) -> Group:

@@ -61,6 +61,11 @@ def follow(
     lines = report.open_lines(out, None)
     try:
         last = _watch(client, run, lines, progress, experiment.federation.rounds, wait)
+    except KeyboardInterrupt:
+        raise RunInterrupted(
+            f"no longer followed, the run goes on; see it with: fedloop run --follow {run}, "
+            f"end it with: fedloop run --cancel {run}"
+        ) from None
     finally:
         for file in lines.values():
             file.close()

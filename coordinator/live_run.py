@@ -22,7 +22,6 @@ from sqlalchemy import Connection
 from coordinator import failpoints, planning, preparing
 from coordinator.db import events
 from coordinator.db import runs as rows
-from coordinator.db.store import is_disk_full
 from coordinator.experiment import COHORT, Experiment
 from coordinator.federated_evaluation import Devices, Federated, summed
 from coordinator.fleets.deployments import Deployment, Selection
@@ -37,9 +36,6 @@ from strategies.params import Params, Tensors
 from strategies.state import State
 
 _log = structlog.get_logger("fedloop.runs")
-
-_DISK_FULL_SECONDS = 5.0
-"""Between attempts while the disk is full."""
 
 _RECORDED_BY_THE_DEVICE_API = ("update_accepted", "update_rejected")
 """Events that are written in the transaction that decides on the update."""
@@ -101,17 +97,18 @@ class LiveRun:
         experiment = self._experiment
         cohort = experiment.federation.clients_per_round or COHORT
         run_plan = planning.run_plan(experiment, self._prepared.trainable, cohort)
-        engine.run(
-            run_plan,
-            fleet,
-            self._start(),
-            evaluate=partial(self._evaluate, fleet),
-            commit=self._commit,
-            finished=self._told,
-            emit=self._emit,
-            monotonic=self._monotonic,
-            keep=self._keep,
-        )
+        with self._held:
+            engine.run(
+                run_plan,
+                fleet,
+                self._start(),
+                evaluate=partial(self._evaluate, fleet),
+                commit=self._commit,
+                finished=self._told,
+                emit=self._emit,
+                monotonic=self._monotonic,
+                keep=self._keep,
+            )
         services = self._services
         last = self._read()
         services.database.write(
@@ -214,7 +211,7 @@ class LiveRun:
         """What the round came to, computed piece by piece as it is written to disk, and held there."""
         blobs = self._services.blobs
         with self._commits:
-            kept: RunState = self._despite_full_disk(lambda: keep_in(blobs)(state))
+            kept = keep_in(blobs)(state)
             self._held.enter_context(blobs.held(*self._store(kept)))
         return kept
 
@@ -226,7 +223,7 @@ class LiveRun:
             params, strategy = self._store(state)
             failpoints.reach("commit.blobs_stored")
             write = partial(self._write, number=state.round, params=params, strategy=strategy, line=line)
-            done, unneeded = self._despite_full_disk(lambda: self._services.database.write(write).result())
+            done, unneeded = self._services.database.write(write).result()
             self._held.close()
             if not done:
                 raise Stopped
@@ -266,23 +263,10 @@ class LiveRun:
     def _store(self, state: RunState) -> tuple[str, str]:
         """Params and strategy state as durable blobs; what is one already costs nothing."""
         blobs, strategy = self._services.blobs, state.strategy
-        params = self._despite_full_disk(lambda: blobs.put_arrays(state.params))
-        stored = self._despite_full_disk(lambda: blobs.put_arrays(strategy.arrays, strategy.values))
-        return params.sha256, stored.sha256
-
-    def _despite_full_disk(self, act: Callable[[], Any]) -> Any:
-        """What `act` gives, tried again while the disk is full: its owner can mend that, the run need not end."""
-        signals, topic = self._services.signals, f"run:{self._run}"
-        while True:
-            try:
-                return act()
-            except Exception as error:
-                if not is_disk_full(error):
-                    raise
-                _log.error("disk_full", run=self._run, words="the run waits until there is space again")
-            signals.wait(topic, signals.seen(topic), _DISK_FULL_SECONDS)
-            if signals.closed or self._read().state == "cancelled":
-                raise Stopped
+        return (
+            blobs.put_arrays(state.params).sha256,
+            blobs.put_arrays(strategy.arrays, strategy.values).sha256,
+        )
 
     def _emit(self, event: str, **values: Any) -> None:
         if event in _RECORDED_BY_THE_DEVICE_API:

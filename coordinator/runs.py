@@ -21,9 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from sqlalchemy import Connection
+from sqlalchemy.exc import OperationalError
 
 from coordinator import experiment as experiments
 from coordinator.db import runs as rows
+from coordinator.db.store import is_disk_full
 from coordinator.errors import Refusal, UserError
 from coordinator.experiment import Experiment
 from coordinator.federated_evaluation import Devices
@@ -34,6 +37,9 @@ from coordinator.services import Services
 from coordinator.simulation.pool import WorkerPool
 
 _log = structlog.get_logger("fedloop.runs")
+
+_AGAIN_SECONDS = 5.0
+"""Between attempts while the disk is full or the database is away."""
 
 FleetOf = Callable[[Services, Deployment, float], Devices]
 """Makes the fleet of a run; the number is its patience in seconds."""
@@ -135,19 +141,44 @@ class RunService:
 
     def _live(self, run: str) -> None:
         try:
-            self._through(run)
+            while not self._attempt(run):
+                self._services.signals.wait(
+                    f"run:{run}", self._services.signals.seen(f"run:{run}"), _AGAIN_SECONDS
+                )
+            self._clear(run)
         except Stopped:
             _log.info("run_left", run=run)
-        except UserError as error:
-            self._failed(run, str(error))
-        except Exception as error:
-            if not self._services.signals.closed:
-                _log.exception("run_failed", run=run)
-                self._failed(run, f"{type(error).__name__}: {error}")
+        except Exception:
+            _log.exception("run_left", run=run)  # taken up again by the next process
         finally:
             with self._lock:
                 self._threads.pop(run, None)
+
+    def _attempt(self, run: str) -> bool:
+        """Carries the run to its end; False where something that can be mended is in the way, such as a full disk.
+
+        Raises:
+            Stopped: the process is ending.
+        """
+        try:
+            self._through(run)
+        except Stopped:
+            if self._services.signals.closed:
+                raise
+        except UserError as error:
+            self._failed(run, str(error))
+        except Exception as error:
+            if self._services.signals.closed:
+                raise Stopped from error
+            if is_disk_full(error) or isinstance(error, OperationalError):
+                _log.error("run_waits", run=run, reason=str(error)[:300])
+                return False
+            _log.exception("run_failed", run=run)
+            self._failed(run, f"{type(error).__name__}: {error}")
+        finally:
+            with self._lock:
                 self._fleets.pop(run, None)
+        return True
 
     def _through(self, run: str) -> None:
         services = self._services
@@ -162,19 +193,34 @@ class RunService:
             fleet = self._fleet_of(services, deployment, patience)
             with self._lock:
                 self._fleets[run] = fleet
+            self._require_live(run)  # who cancels it from here on finds the fleet
             live.rounds(fleet)
-        shutil.rmtree(folder, ignore_errors=True)
+
+    def _require_live(self, run: str) -> None:
+        row = self._services.database.read(partial(rows.find, run=run))
+        if row is None or row.state not in rows.LIVE:
+            raise Stopped
+
+    def _clear(self, run: str) -> None:
+        """Removes what a run that has ended needs no more: its folder, and the blobs of the round it was in."""
+        services = self._services
+        shutil.rmtree(services.settings.home / "runs" / run, ignore_errors=True)
+
+        def unneeded(connection: Connection) -> set[str]:
+            row = rows.find(connection, run)
+            if row is None or row.state in rows.LIVE:
+                return set()
+            return rows.blobs_of_round(connection, run, row.round + 1) - rows.blobs_in_use(connection)
+
+        with self._commits:
+            services.blobs.remove(services.database.read(unneeded))
 
     def _failed(self, run: str, error: str) -> None:
         line = " ".join(error.split())[:1000]
         services = self._services
-        try:
-            devices = services.database.write(
-                partial(rows.end, run=run, state="failed", now=services.clock(), error=line)
-            ).result()
-        except Exception:
-            _log.exception("run_failure_not_written", run=run)
-            return
+        devices = services.database.write(
+            partial(rows.end, run=run, state="failed", now=services.clock(), error=line)
+        ).result()
         services.signals.notify("events", *(f"device:{device}" for device in devices or ()))
 
 
