@@ -182,14 +182,17 @@ class RunService:
 
     def _through(self, run: str) -> None:
         services = self._services
+        self._require_live(run)
         folder = services.settings.home / "runs" / run
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             pool = partial(_pool, stack, services, folder)
             live = LiveRun(services, run, folder, self._monotonic, pool, self._commits)
+            stack.callback(services.deployments.remove, run)
+            if (known := live.known()) is not None:
+                services.deployments.add(known)
             deployment, patience = live.prepare()
             services.deployments.add(deployment)
-            stack.callback(services.deployments.remove, run)
             fleet = self._fleet_of(services, deployment, patience)
             with self._lock:
                 self._fleets[run] = fleet

@@ -72,6 +72,7 @@ def serve(settings: Settings, announce: Announce) -> None:
         settings = at_ports(settings, operator.getsockname()[1], device.getsockname()[1])
         services = stack.enter_context(_services(settings))
         metrics = Metrics(services.database, services.signals)
+        services.database.on_commit = metrics.commit
         runs = RunService(services, _fleet_of)
         context = services.authority.server_context()
         servers = (

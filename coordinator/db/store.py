@@ -63,6 +63,8 @@ class Database:
         self.engine = open_engine(url)
         self._writing = self.engine.execution_options(writing=True)
         self._patience_seconds = patience_seconds
+        self.on_commit: Callable[[int], None] = lambda writes: None
+        """Hears, in the writer's thread, how many writes each commit carried."""
         self._pending: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._door = threading.Lock()
@@ -124,6 +126,7 @@ class Database:
                     self._commit([write])
                 return
             outcomes = [_Outcome(write.done, failure=error) for write in batch]
+        self.on_commit(len(batch))
         for outcome in outcomes:
             outcome.tell()
 

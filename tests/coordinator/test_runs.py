@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,21 @@ def test_a_run_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
         assert "no_such_package" in run.error
         assert "\n" not in run.error
         assert told(services, run.id)[-1].event == "run_failed"
+
+
+@pytest.mark.slow
+def test_a_run_waits_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.runs._AGAIN_SECONDS", 0.0)
+    errors = [OSError(errno.ENOSPC, "No space left on device")]
+
+    def full_once(services: Services, deployment: Deployment, patience: float) -> FakeDevices:
+        if errors:
+            raise errors.pop()
+        return FakeDevices(services, deployment)
+
+    with services_in(tmp_path / "home") as services:
+        run = carried(services, UNKNOWN, full_once)
+        assert (run.state, run.round) == ("finished", 3)
 
 
 @pytest.mark.slow
