@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -38,25 +38,32 @@ class Cluster:
     folder: Path
     port: int
     process: subprocess.Popen[bytes]
+    free: list[str] = field(default_factory=list)
 
     def url(self, database: str) -> str:
         return f"postgresql://tester@127.0.0.1:{self.port}/{database}"
 
     def create(self) -> str:
-        """The URL of a new, empty database."""
+        """The URL of an empty database."""
+        if self.free:
+            return self.free.pop()
         name = f"t{uuid.uuid4().hex}"
         self._run(f"CREATE DATABASE {name}")
         return self.url(name)
 
     def drop(self, url: str) -> None:
-        self._run(f"DROP DATABASE {url.rpartition('/')[2]} WITH (FORCE)")
+        """Takes a database back. It is emptied and used again: to make and drop one costs half a second of fsyncs."""
+        name = url.rpartition("/")[2]
+        self._run(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'")
+        self._run("DROP SCHEMA public CASCADE; CREATE SCHEMA public", name)
+        self.free.append(url)
 
     def cut_connections(self) -> None:
         """Ends every session from the server's side, as its restart would."""
         self._run("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
 
-    def _run(self, statement: str) -> None:
-        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+    def _run(self, statement: str, database: str = "postgres") -> None:
+        with psycopg.connect(self.url(database), autocommit=True) as connection:
             connection.execute(statement.encode())
 
 
