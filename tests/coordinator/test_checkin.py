@@ -1,0 +1,286 @@
+"""Check-ins, downloads, evaluations and why: what the device API answers, and what the operator is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from coordinator.fleets.device import DeviceFleet
+from coordinator.fleets.fleet import Answer, Model, Silence, Stopped, Terms
+from coordinator.rounds import intake, plan
+from coordinator.rounds.plan import LocalWork, RunPlan
+from edge_client.wire.device import EvaluationResult, TaskOffer, to_json
+from strategies import presets
+from tests.coordinator.test_uploads import PARAMS, result_of
+from tests.support.device_world import Refused, TestDevice, World, serving, sqlite
+
+FIGURES = {"rows": 10, "labels": 10, "correct": 7, "loss_sum": 3.5, "site": "north"}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with sqlite(tmp_path) as database, serving(tmp_path, database, lease_seconds=120.0) as served:
+        yield served
+
+
+def submit(
+    fleet: DeviceFleet, cohort: tuple[str, ...], number: int = 1, wanted: int = 9, population: int = 3
+) -> tuple[Model, tuple[plan.Task, ...]]:
+    model = fleet.model(PARAMS, {})
+    work = LocalWork(batch_size=4, lr=0.1, epochs=None, steps=1)
+    run_plan = RunPlan(7, 3, presets.get("fedavg"), work, ("w",), clients_per_round=9)
+    tasks = plan.tasks_for(cohort, number, model.base, run_plan)
+    expected = intake.expected_of({"w": PARAMS["w"]}, {})
+    fleet.submit(tasks, model, Terms(expected, wanted, 3600, population))
+    return model, tasks
+
+
+def fleet_of(world: World, run: str = "r", **changed: Any) -> DeviceFleet:
+    return DeviceFleet(world.services, world.start_run(run, **changed), patience_seconds=0)
+
+
+def told(world: World, device: str, run: str = "r") -> list[tuple[str, str]]:
+    answer = httpx.get(f"{world.url}/api/v1/devices/{device}/why", params={"run": run}).json()
+    return [(reason["code"], reason["words"]) for reason in answer["runs"][0]["reasons"]]
+
+
+def codes(world: World, device: str, run: str = "r") -> list[str]:
+    return [code for code, _ in told(world, device, run)]
+
+
+def test_a_device_of_no_run_is_told_when_to_come_back(world: World) -> None:
+    answer = world.enrol("a").check_in(wait_seconds=30)
+    assert not answer.hold and answer.task is None
+    assert 3 < answer.next_seconds < 7
+
+
+def test_a_device_of_a_runs_pool_is_held_until_its_task_is_there(world: World) -> None:
+    device, fleet = world.enrol("a"), fleet_of(world)
+    got: list[TaskOffer | None] = []
+    poll = threading.Thread(target=lambda: got.append(device.check_in(wait_seconds=50).task))
+    poll.start()
+    while not world.services.signals.held("device:"):
+        threading.Event().wait(0.01)
+    submit(fleet, ("a",))
+    poll.join()
+    assert got[0] is not None and got[0].deadline_seconds == 3600 and got[0].runtime == "litert"
+
+
+def test_where_there_is_no_room_for_long_polls_a_time_is_told(tmp_path: Path) -> None:
+    with sqlite(tmp_path) as database, serving(tmp_path, database, held=0) as world:
+        world.start_run("r")
+        answer = world.enrol("a").check_in(wait_seconds=50)
+        assert not answer.hold and answer.next_seconds > 3
+
+
+def test_a_restarted_device_gets_its_task_again(world: World) -> None:
+    device, fleet = world.enrol("a"), fleet_of(world)
+    submit(fleet, ("a",))
+    assert device.lease() == device.lease()
+
+
+def test_a_task_that_is_not_wanted_any_more_is_stopped(world: World) -> None:
+    device, fleet = world.enrol("a"), fleet_of(world)
+    _, tasks = submit(fleet, ("a",))
+    offer = device.lease()
+    assert not device.check_in(working_on=offer.task).stop
+    fleet.cancel(tasks)
+    assert device.check_in(working_on=offer.task).stop
+    assert device.check_in(working_on="something else").stop
+
+
+def test_a_lease_runs_out_in_silence_and_the_device_gets_nothing_more_of_the_round(world: World) -> None:
+    quiet, alive, fleet = world.enrol("a"), world.enrol("b"), fleet_of(world)
+    submit(fleet, ("a", "b"))
+    task, other = quiet.lease(), alive.lease()
+    for _ in range(3):
+        world.clock.pass_seconds(60)
+        alive.check_in(working_on=other.task)
+    results = fleet.results()
+    silence = next(results)
+    assert isinstance(silence, Silence) and silence.task.message.client == "a"
+    assert quiet.check_in().task is None
+    with pytest.raises(Refused, match="lease_expired"):
+        quiet.start_upload(task.task, b"late")
+    assert alive.upload(other.task, result_of(other)).accepted
+    assert [type(each) for each in results] == [Answer]
+
+
+def test_leases_do_not_run_out_while_the_coordinator_is_away(world: World) -> None:
+    device = world.enrol("a")
+    fleet = fleet_of(world)
+    _, tasks = submit(fleet, ("a",))
+    offer = device.lease()
+    world.clock.pass_seconds(1000)
+    again = DeviceFleet(world.services, world.services.deployments.active()[0], patience_seconds=0)
+    reopened = again.reopened(1)
+    assert reopened is not None and reopened.tasks == tasks and reopened.population == 3
+    submit(again, ("a",))
+    assert device.upload(offer.task, result_of(offer)).accepted
+    assert [type(each) for each in again.results()] == [Answer]
+
+
+def test_a_run_that_is_stopped_leaves_its_round_open(world: World) -> None:
+    world.enrol("a")
+    fleet = fleet_of(world)
+    submit(fleet, ("a",))
+    fleet.stop()
+    with pytest.raises(Stopped):
+        next(fleet.results())
+    assert fleet_of(world, "other").reopened(1) is None
+
+
+def test_clients_are_those_that_match_in_order_of_their_ids(world: World) -> None:
+    fleet = fleet_of(world)
+    for name in ("c", "a", "b", "d"):
+        world.enrol(name).check_in(ineligible=("on battery",) if name == "b" else ())
+    world.set_device("d", state="revoked")
+    assert fleet.clients(9) == ["a", "c"]
+    world.clock.pass_seconds(1000)
+    assert fleet.clients(9) == []
+
+
+def test_clients_waits_until_there_are_enough(world: World) -> None:
+    fleet = DeviceFleet(world.services, world.start_run("r"), patience_seconds=60)
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(fleet.clients(2)))
+    waiting.start()
+    world.enrol("a").check_in()
+    world.enrol("b").check_in()
+    waiting.join()
+    assert found == [["a", "b"]]
+
+
+def test_versions_of_the_wire_are_agreed_on_or_refused(world: World) -> None:
+    device = world.enrol("a")
+    assert device.check_in(wire="1.0").wire == "1.0"
+    assert device.check_in(wire="1.9").wire == "1.2"
+    with pytest.raises(Refused) as refused:
+        device.check_in(wire="2.0")
+    assert (refused.value.status, refused.value.code) == (426, "wire_version")
+    with pytest.raises(Refused, match="malformed"):
+        device.check_in(wire="new")
+
+
+def test_blobs_are_given_by_ranges_to_whom_an_open_task_refers_to_them(world: World) -> None:
+    device, other, fleet = world.enrol("a"), world.enrol("b"), fleet_of(world)
+    model, tasks = submit(fleet, ("a",))
+    offer = device.lease()
+    assert offer.params.sha256 == model.base
+    whole = device.fetch(model.base)
+    assert len(whole.content) == offer.params.size_bytes
+    part = device.fetch(model.base, Range="bytes=100-199")
+    assert part.status_code == 206 and part.content == whole.content[100:200]
+    assert part.headers["etag"] == f'"{model.base}"'
+    with pytest.raises(Refused, match="not_yours"):
+        other.fetch(model.base)
+    for unknown in ("0" * 63 + "1", "..%2f..%2ffedloop.db"):
+        with pytest.raises(Refused, match="not_found"):
+            device.fetch(unknown)
+    fleet.cancel(tasks)
+    with pytest.raises(Refused, match="not_yours"):
+        device.fetch(model.base)
+
+
+def test_devices_evaluate_on_rows_of_their_own(world: World) -> None:
+    devices = {name: world.enrol(name) for name in ("a", "b", "old")}
+    fleet = fleet_of(world)
+    for name, device in devices.items():
+        device.check_in(wire="1.0" if name == "old" else "1.2")
+    model = fleet.model(PARAMS, {})
+    got: list[dict[str, EvaluationResult]] = []
+    evaluating = threading.Thread(target=lambda: got.append(fleet.evaluate(3, model, 60)))
+    evaluating.start()
+    offer = held_task(devices["a"])
+    assert (offer.kind, offer.round, offer.params.sha256) == ("evaluate", 3, model.base)
+    for bad in ({"correct": 11}, {"rows": 0}, {"loss_sum": -1.0}):
+        with pytest.raises(Refused, match="malformed"):
+            devices["a"].evaluated(offer.task, FIGURES | {"base": model.base} | bad)
+    with pytest.raises(Refused, match="stale_base"):
+        devices["a"].evaluated(offer.task, FIGURES | {"base": "00"})
+    for _ in range(2):
+        devices["a"].evaluated(offer.task, FIGURES | {"base": model.base})
+    devices["b"].decline(held_task(devices["b"]).task, "no_data", "no held-out rows")
+    evaluating.join()
+    assert {name: to_json(each) for name, each in got[0].items()} == {"a": FIGURES | {"base": model.base}}
+    assert devices["old"].check_in().task is None
+
+
+def held_task(device: TestDevice) -> TaskOffer:
+    while True:
+        offer = device.check_in(wait_seconds=5).task
+        if offer is not None:
+            return offer
+
+
+def test_a_run_that_its_owner_opted_out_of_is_declined_for_the_device(world: World) -> None:
+    device, fleet = world.enrol("a"), fleet_of(world)
+    submit(fleet, ("a",))
+    assert device.check_in(opted_out=("r",)).task is None
+    assert [each.reason for each in fleet.results() if isinstance(each, Silence)] == [
+        "its owner opted out of this run"
+    ]
+
+
+def test_why_tells_what_keeps_a_device_out(world: World) -> None:
+    device = world.enrol("a")
+    fleet_of(world)
+    assert codes(world, "a") == ["never_seen", "never_asked"][:1]
+    device.check_in()
+    assert codes(world, "a") == ["waiting"]
+    device.check_in(ineligible=("on battery",))
+    assert ("ineligible", "ineligible: on battery") in told(world, "a")
+    device.check_in(runtimes={"torch": "2.6"})
+    assert codes(world, "a") == ["wrong_runtime"]
+    device.check_in(datasets={})
+    assert codes(world, "a") == ["no_dataset"]
+    device.check_in()
+    world.set_device("a", certificate_until=world.clock() - timedelta(days=1))
+    assert codes(world, "a") == ["certificate_expired"]
+    world.set_device("a", state="revoked")
+    assert codes(world, "a") == ["revoked"]
+    assert httpx.get(f"{world.url}/api/v1/devices/nobody/why").status_code == 404
+
+
+def test_why_tells_what_became_of_a_device_in_a_round(world: World) -> None:
+    names = ("accepted", "rejected", "declined", "silent", "training", "idle")
+    devices = {name: world.enrol(name) for name in names}
+    fleet = fleet_of(world)
+    for device in devices.values():
+        device.check_in()
+    submit(fleet, names[:-1], population=len(names))
+    assert codes(world, "silent") == ["asked"]
+    offers = {name: devices[name].lease() for name in names[:-1]}
+    assert codes(world, "training") == ["training"]
+    assert devices["accepted"].upload(offers["accepted"].task, result_of(offers["accepted"])).accepted
+    with pytest.raises(Refused):
+        devices["rejected"].upload(offers["rejected"].task, b"nonsense, and too short")
+    devices["declined"].decline(offers["declined"].task, "limits", "out of memory")
+    world.clock.pass_seconds(119)
+    for name in names:
+        if name != "silent":
+            devices[name].check_in(working_on=offers[name].task if name == "training" else None)
+    world.clock.pass_seconds(2)
+    results = fleet.results()
+    for _ in range(4):
+        next(results)
+    assert (
+        told(world, "idle")
+        == [
+            ("not_chosen", "not chosen in round 1: the cohort had 5 of 6 devices"),
+            ("never_asked", "no round of this run asked it"),
+        ][:1]
+    )
+    assert codes(world, "accepted") == ["accepted"]
+    ((code, words),) = told(world, "rejected")
+    assert code == "rejected" and "header" in words
+    assert told(world, "declined") == [("declined", "it declined round 1: out of memory")]
+    assert "lease_expired" in codes(world, "silent")
+    assert codes(world, "training") == ["training"]

@@ -1,0 +1,114 @@
+"""Why a device gets no task of a run: one reason for each situation, in words."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from coordinator.fleets import matching, pacing
+from coordinator.fleets.deployments import Deployment, Selection
+from coordinator.fleets.matching import Candidate
+from edge_client.wire.device import BlobRef
+from tests.support.device_world import MODEL, REPORT, START
+
+REF = BlobRef("0" * 64, 10)
+RUN = Deployment(
+    "r",
+    "run r",
+    "digits",
+    MODEL,
+    ("litert", "torch"),
+    REF,
+    REF,
+    Selection(groups=("lab",), labels={"site": "north"}, device_classes=("gateway",), memory_bytes=2**20),
+)
+GOOD = Candidate(
+    id="a",
+    name="a",
+    state="active",
+    group="lab",
+    certificate_until=START + timedelta(days=30),
+    last_seen_at=START,
+    expected_at=START + timedelta(seconds=50),
+    report=replace(REPORT, device_class="gateway", labels={"site": "north", "floor": "2"}),
+)
+
+
+def reported(**changed: Any) -> Candidate:
+    assert GOOD.report is not None
+    return replace(GOOD, report=replace(GOOD.report, **changed))
+
+
+def test_a_device_that_has_all_that_a_run_wants_matches() -> None:
+    assert matching.why_not(GOOD, RUN, START) == ()
+
+
+@pytest.mark.parametrize(
+    ("device", "code", "words"),
+    [
+        (replace(GOOD, state="pending"), "pending", "waits for approval"),
+        (replace(GOOD, state="revoked"), "revoked", "revoked"),
+        (replace(GOOD, state="left"), "left", "left"),
+        (replace(GOOD, certificate_until=START), "certificate_expired", "expired on 2026-01-05 12:00 UTC"),
+        (replace(GOOD, last_seen_at=None, report=None), "never_seen", "never checked in"),
+        (replace(GOOD, expected_at=START - timedelta(hours=2)), "not_seen", "overdue"),
+        (reported(ineligible=("on battery", "too hot")), "ineligible", "on battery; too hot"),
+        (reported(opted_out=("r",)), "opted_out", "opted out"),
+        (reported(wire="2.0"), "wire_version", "speaks wire 2.0"),
+        (replace(GOOD, group="field"), "group", "in group 'field', the run wants lab"),
+        (reported(device_class="server"), "device_class", "wants gateway"),
+        (reported(labels={"site": "south"}), "labels", "site is 'south', the run wants 'north'"),
+        (reported(labels={}), "labels", "site is missing"),
+        (reported(memory_bytes=2**19), "memory", "wants 1 MiB"),
+        (reported(datasets={}), "no_dataset", "'digits' is not configured"),
+        (reported(datasets={"digits": 0}), "no_dataset", "has no rows"),
+        (reported(runtimes={"tensorflow": "2.19"}), "wrong_runtime", "wants litert or torch"),
+        (reported(runtimes={"torch": "2.6"}, models=()), "no_model", "'cnn' is not installed"),
+    ],
+)
+def test_what_keeps_a_device_out_is_told_in_words(device: Candidate, code: str, words: str) -> None:
+    (reason,) = matching.why_not(device, RUN, START)
+    assert reason.code == code
+    assert words in reason.words
+
+
+def test_a_device_with_an_older_wire_trains_but_does_not_evaluate() -> None:
+    old = reported(wire="1.0")
+    assert matching.why_not(old, RUN, START, "train") == ()
+    (reason,) = matching.why_not(old, RUN, START, "evaluate")
+    assert reason.code == "wire_version"
+
+
+def test_all_reasons_are_told_at_once() -> None:
+    codes = [
+        reason.code for reason in matching.why_not(reported(ineligible=("busy",), datasets={}), RUN, START)
+    ]
+    assert codes == ["ineligible", "no_dataset"]
+
+
+def test_the_runtime_is_the_first_allowed_one_that_the_device_can_use() -> None:
+    both = replace(REPORT, runtimes={"torch": "2.6", "litert": "2.1"})
+    assert matching.runtime_for(both, RUN) == "litert"
+    assert matching.runtime_for(both, replace(RUN, runtimes=("torch", "litert"))) == "torch"
+    assert matching.runtime_for(both, replace(RUN, artifact=None)) == "torch"
+    assert matching.runtime_for(replace(both, models=()), replace(RUN, runtimes=("torch",))) is None
+
+
+def test_pacing_keeps_the_rate_of_a_large_fleet_and_a_floor_for_a_small_one() -> None:
+    rng = random.Random(1)
+    large = [pacing.next_seconds(10_000, 100.0, rng) for _ in range(10_000)]
+    assert 10_000 / (sum(large) / len(large)) == pytest.approx(100, rel=0.02)  # check-ins a second
+    assert len({round(each, 3) for each in large}) > 5_000  # not in step
+    assert min(pacing.next_seconds(3, 100.0, rng) for _ in range(100)) >= 0.75 * pacing.LEAST_SECONDS
+    assert max(pacing.next_seconds(10**8, 100.0, rng) for _ in range(100)) == pacing.MOST_SECONDS
+
+
+def test_there_is_room_for_so_many_long_polls() -> None:
+    held = pacing.Pacing()
+    with held.room(1) as first, held.room(1) as second:
+        assert (first, second, held.held) == (True, False, 1)
+    assert held.held == 0
