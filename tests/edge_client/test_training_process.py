@@ -80,6 +80,7 @@ def test_a_train_job_leaves_the_bytes_to_upload(
     assert work.result.read_bytes() == here(work)
     assert done.rows == len(open_data(work.data).train())
     assert arrays.decode(work.state_out.read_bytes()) == {}
+    assert done.peak_memory_bytes < 100_000_000  # a daemon of 50 MB beside it stays below 150 MB
 
 
 def test_the_next_job_is_done_by_the_same_process_and_comes_out_the_same(
