@@ -65,4 +65,4 @@ def _reader(last: int, run: str | None) -> Any:
 
 
 def _newest(connection: Connection) -> int:
-    return connection.execute(select(func.coalesce(func.max(tables.events.c.id), 0))).scalar_one()
+    return int(connection.execute(select(func.coalesce(func.max(tables.events.c.id), 0))).scalar_one())
