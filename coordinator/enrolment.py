@@ -116,7 +116,8 @@ def renew(
 ) -> Enrolled:
     """The next certificate for whoever holds the key of this one, also for a while after it expired.
 
-    The certificate shown stays good until its own end, and shown again it gets the same answer again.
+    The certificate shown stays good until its own end, and shown again it gets the same answer again. One that is
+    not valid yet was made while the coordinator's clock was ahead; it is renewed too, or its device were locked out.
 
     Raises:
         Refusal: 401 `foreign_certificate`, `expired`, `not_yet_valid`; 403 `bad_proof`, `revoked`, `unknown_device`;
@@ -348,6 +349,10 @@ def _check_proof(shown: x509.Certificate, csr: x509.CertificateSigningRequest, p
         raise Refusal(
             403, "bad_proof", "`proof` is not a signature over the request by the key of the certificate"
         ) from None
+
+
+def _is_valid(certificate: x509.Certificate, now: datetime) -> bool:
+    return certificate.not_valid_before_utc <= now < certificate.not_valid_after_utc
 
 
 def _certified(connection: Connection, device: str, certificate: x509.Certificate) -> Enrolled:

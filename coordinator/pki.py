@@ -93,7 +93,7 @@ class Authority:
         )
 
     def verify(self, certificate: x509.Certificate, now: datetime, grace: timedelta = timedelta()) -> str:
-        """The id of the device that this certificate names, whoever showed it; for how long it may have expired.
+        """The id of the device that this certificate names, whoever showed it. `grace`: as `check_dates` has it.
 
         Raises:
             Refusal: 401 `foreign_certificate` (not from here, or no device's), `not_yet_valid` or `expired`.
@@ -203,12 +203,12 @@ def device_of(certificate: x509.Certificate) -> str:
 
 
 def check_dates(certificate: x509.Certificate, now: datetime, grace: timedelta = timedelta()) -> None:
-    """Lets a certificate pass that is valid now, or expired no longer than `grace` ago.
+    """Lets a certificate pass that is valid now, or was or will be within `grace` of now.
 
     Raises:
         Refusal: 401 `not_yet_valid` or `expired`.
     """
-    if now < certificate.not_valid_before_utc:
+    if now < certificate.not_valid_before_utc - grace:
         raise Refusal(
             401,
             "not_yet_valid",

@@ -299,6 +299,20 @@ def test_after_ninety_days_more_it_must_enrol_again(coordinator: Door, device: D
         renew(coordinator, device, ec.generate_private_key(ec.SECP256R1()))
 
 
+def test_a_coordinator_whose_clock_was_far_ahead_locks_nobody_out(coordinator: Door, device: Device) -> None:
+    enrol(coordinator, coordinator.token(), device)
+    coordinator.clock.pass_days(45)
+    key = ec.generate_private_key(ec.SECP256R1())
+    device.certificate, device.key = renew(coordinator, device, key).certificate, key
+    coordinator.clock.pass_days(-45)
+    shown = x509.load_pem_x509_certificate(device.certificate.encode())
+    with refused("not_yet_valid"):
+        coordinator.services.authority.verify(shown, coordinator.clock())
+    for next_key in (ec.generate_private_key(ec.SECP256R1()), key):
+        renewed = x509.load_pem_x509_certificate(renew(coordinator, device, next_key).certificate.encode())
+        assert coordinator.services.authority.verify(renewed, coordinator.clock()) == device.id
+
+
 def test_renewal_needs_the_old_key(coordinator: Door, device: Device, tmp_path: Path) -> None:
     enrol(coordinator, coordinator.token(), device)
     thief, key = Device(tmp_path), ec.generate_private_key(ec.SECP256R1())
