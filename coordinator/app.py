@@ -74,7 +74,7 @@ def operator_app(services: Services, runs_of_process: RunService, metrics: Metri
 
 def device_app(services: Services, metrics: Metrics) -> FastAPI:
     """The device API. Its contract is `edge_client.wire.device`, so it has no OpenAPI document."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.services = services
     for routes in (enrolment, checkin, blobs, uploads, answers):
         app.include_router(routes.router, prefix=DEVICE_PREFIX)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse
 from sqlalchemy import Connection
@@ -27,6 +28,7 @@ class _BlobResponse(FileResponse):
 @router.get("/blobs/{sha256}")
 async def fetch_blob(
     sha256: str,
+    request: Request,
     caller: Annotated[Caller, Depends(calling_device)],
     services: Annotated[Services, Depends(services_of)],
 ) -> FileResponse:
@@ -35,11 +37,21 @@ async def fetch_blob(
         if _is_digest(sha256) and services.blobs.path(sha256).exists():
             raise Refusal(403, "not_yours", "no open task of this device refers to this blob")
         raise Refusal(404, "not_found", "there is no such blob")
+    _require_range(request.headers.get("range"), services.blobs.path(sha256).stat().st_size)
     return _BlobResponse(
         services.blobs.path(sha256),
         media_type="application/octet-stream",
         headers={"etag": f'"{sha256}"', "cache-control": "private, immutable"},
     )
+
+
+def _require_range(asked: str | None, size_bytes: int) -> None:
+    """One range, as a device that goes on with a download asks for it; many small ones cost more than they carry."""
+    if asked is None:
+        return
+    found = re.fullmatch(r"bytes=(\d{1,18})-(\d{0,18})", asked)
+    if found is None or not int(found[1]) <= int(found[2] or size_bytes) or int(found[1]) >= size_bytes:
+        raise Refusal(416, "bad_range", f"expected one range bytes=FIRST- within {size_bytes} bytes")
 
 
 def _is_granted(connection: Connection, device: str, digest: str) -> bool:
