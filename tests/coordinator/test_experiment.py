@@ -460,6 +460,6 @@ def test_half_a_description_of_the_rows_is_refused() -> None:
         on_devices({"data": {"input_shape": [8]}})
 
 
-def test_a_resolved_experiment_resolves_to_itself() -> None:
+def test_an_experiment_for_devices_resolves_to_itself() -> None:
     resolved = on_devices({"data": {"dataset": "vibration", "input_shape": [8], "classes": 3}})
     assert on_devices(resolved.model_dump(mode="json", exclude_none=True)) == resolved
