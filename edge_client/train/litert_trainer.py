@@ -26,7 +26,7 @@ from edge_client.train import golden
 from edge_client.train.trainer import PADDING, Examples
 from edge_client.wire.manifest import Manifest, ManifestError, require_file
 from strategies.client_rules import Correction
-from strategies.params import Params
+from strategies.params import Params, Tensors
 
 try:
     from ai_edge_litert.interpreter import Interpreter
@@ -62,7 +62,7 @@ class LiteRTRuntime:
         self._infer = self._runner("infer")
 
     def take_steps(
-        self, params: Params, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
+        self, params: Tensors, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
     ) -> tuple[Params, list[float]]:
         """As the protocol says; `seed` is not needed, because an artifact has no randomness.
 
@@ -86,7 +86,7 @@ class LiteRTRuntime:
             name: value.copy() if value is start[name] else value for name, value in weights.items()
         }, losses
 
-    def logits(self, params: Params, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    def logits(self, params: Tensors, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         rows = self._manifest.batch_size
         tensors = {bound: _float32(params[name]) for name, bound in self._bound.items()}
         answer = np.empty((len(x), *self._manifest.label_shape, self._manifest.classes), np.float32)

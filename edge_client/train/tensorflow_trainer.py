@@ -18,6 +18,7 @@ import numpy.typing as npt
 from edge_client.train.trainer import PADDING, Examples
 from strategies.client_rules import Correction
 from strategies.params import Params, zeros_like
+from strategies.params import Tensors as NamedArrays
 
 # TensorFlow reads these once, at import. Without them every process prints lines about its CPU. oneDNN announces
 # itself at any log level and rounds differently from one CPU to the next; setting it to 1 makes larger
@@ -61,7 +62,7 @@ class TensorFlowRuntime:
         self._infer = tf.function(twin.logits, reduce_retracing=True)
 
     def take_steps(
-        self, params: Params, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
+        self, params: NamedArrays, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
     ) -> tuple[Params, list[float]]:
         tensors = self._to_tensors({name: params[name] for name in self._twin.names})
         learned = {name: tensors.pop(name) for name in self.trainable}
@@ -79,7 +80,7 @@ class TensorFlowRuntime:
             n: self._twin.from_tensorflow(n, value.numpy()).copy() for n, value in learned.items()
         }, losses
 
-    def logits(self, params: Params, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    def logits(self, params: NamedArrays, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         weights = self._to_tensors({name: params[name] for name in self._twin.names})
         answer: npt.NDArray[np.float32] = self._infer(weights, tf.convert_to_tensor(x)).numpy()
         return answer

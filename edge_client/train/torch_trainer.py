@@ -18,7 +18,8 @@ from torch import nn
 
 from edge_client.train.trainer import Examples
 from strategies.client_rules import Correction
-from strategies.params import Params
+from strategies.lazy import copy_into
+from strategies.params import Params, Tensors
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -35,7 +36,7 @@ class TorchRuntime:
         self.trainable: tuple[str, ...] = tuple(self._weights)
 
     def take_steps(
-        self, params: Params, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
+        self, params: Tensors, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
     ) -> tuple[Params, list[float]]:
         load(self._module, params)
         torch.manual_seed(seed)
@@ -56,7 +57,7 @@ class TorchRuntime:
             losses.append(float(loss.detach()))
         return {name: weight.detach().numpy().copy() for name, weight in self._weights.items()}, losses
 
-    def logits(self, params: Params, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    def logits(self, params: Tensors, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         load(self._module, params)
         self._module.eval()
         with torch.inference_mode():
@@ -65,7 +66,7 @@ class TorchRuntime:
         return answer
 
 
-def load(module: nn.Module, params: Params) -> None:
+def load(module: nn.Module, params: Tensors) -> None:
     """Copies canonical params into the module's own tensors.
 
     Raises:
@@ -73,7 +74,7 @@ def load(module: nn.Module, params: Params) -> None:
     """
     for name, tensor in _float_tensors(module).items():
         # Written through numpy: `from_numpy` warns of arrays that are read-only, as received ones are.
-        np.copyto(tensor.detach().numpy(), params[name])
+        copy_into(tensor.detach().numpy(), params, name)
 
 
 def read(module: nn.Module) -> Params:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from edge_client.train import schedule
 from strategies.client_rules import ClientRule, Correction, PlainSGD, Streams
-from strategies.params import Params, difference
+from strategies.lazy import elementwise, picked
+from strategies.params import FloatArray, Params, Tensors
 from strategies.update import Update
 
 PADDING = -1
@@ -105,7 +106,7 @@ class Runtime(Protocol):
         """Names of the tensors that training changes; the others are frozen."""
 
     def take_steps(
-        self, params: Params, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
+        self, params: Tensors, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
     ) -> tuple[Params, list[float]]:
         """SGD over `batches`: w ← w − lr · (∇f(w) + mu · (w − w₀) + offset).
 
@@ -113,7 +114,7 @@ class Runtime(Protocol):
         Never writes into `params`.
         """
 
-    def logits(self, params: Params, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    def logits(self, params: Tensors, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """[n, classes], or [n, T, classes] for sequences."""
 
 
@@ -125,12 +126,12 @@ class Trainer:
 
     def train(
         self,
-        params: Params,
+        params: Tensors,
         task: TrainTask,
         data: Examples,
         client_state: Mapping[str, Params] | None = None,
     ) -> LocalResult:
-        """One client's local run from `params`.
+        """One client's local run from `params`. Where they lie on disk, the update is computed as it is read.
 
         Raises:
             NoExamples: `data` is empty.
@@ -138,7 +139,7 @@ class Trainer:
         if not len(data):
             raise NoExamples("no local examples to train on")
         kept = client_state or {}
-        base = {name: params[name] for name in self.runtime.trainable}
+        base = picked({name: (params, name) for name in self.runtime.trainable})
         correction = task.rule.begin(task.broadcast, kept)
         order = list(
             schedule.batches(
@@ -154,7 +155,7 @@ class Trainer:
         )
         outcome = task.rule.finish(base, trained, correction, len(order), task.lr, kept)
         update = Update(
-            delta=difference(trained, base),
+            delta=elementwise(_minus, trained, base),
             num_examples=len(data),
             num_steps=len(order),
             train_loss=float(np.average(losses, weights=[len(indices) for indices in order])),
@@ -170,6 +171,10 @@ class Trainer:
             for part in [data.rows(slice(start, start + EVALUATION_ROWS))]
         ]
         return merged(parts)
+
+
+def _minus(trained: FloatArray, base: FloatArray) -> FloatArray:
+    return np.asarray(trained - base, np.float32)
 
 
 def score(logits: npt.NDArray[np.float32], y: npt.NDArray[np.int32]) -> Evaluation:

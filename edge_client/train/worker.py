@@ -48,8 +48,9 @@ Answer = dict[str, Any]
 
 def main() -> None:
     die_with_parent()
-    # Ctrl-C reaches the whole process group; the parent decides what it means.
+    # Ctrl-C and a service manager's stop reach the whole process group; the parent decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _step_back()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         serve(channel)
@@ -122,18 +123,19 @@ class Worker:
 
 
 def _train(job: Job, trainer: Trainer, data: Any) -> None:
-    from edge_client.files import write_durably
+    from edge_client.files import make_durably, write_durably
     from edge_client.wire import arrays
-    from edge_client.wire.messages import TaskMessage, encode_result
+    from edge_client.wire.messages import TaskMessage, write_result
     from strategies.state import joined, parted
 
     message = TaskMessage.from_json(job.message)
     streams = parted(arrays.decode(job.streams.read_bytes())) if job.streams is not None else {}
     kept = parted(arrays.decode(job.state_in.read_bytes())) if job.state_in is not None else {}
-    params = arrays.decode(job.params.read_bytes())
+    # Read piece by piece, and the update computed as it is written: a large model is in memory as little as can be.
+    params = arrays.StoredArrays(arrays.FilePayload(job.params))
     local = trainer.train(params, message.train_task(streams), data, kept)
     write_durably(job.state_out, arrays.encode(joined(local.client_state)), mode=0o600)
-    write_durably(job.result, encode_result(message, local.update), mode=0o600)
+    make_durably(job.result, lambda path: write_result(path, message, local.update), mode=0o600)
 
 
 def _evaluate(job: Job, trainer: Trainer, data: Any) -> None:

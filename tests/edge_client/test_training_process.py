@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -319,6 +320,22 @@ class TestEnds:
             training.run(job(tmp_path, data=naughty(does)), unplugged)
 
         assert training.pid is None
+        assert_gone(seen[0])
+
+    def test_a_service_manager_that_stops_the_whole_group_leaves_the_decision_to_the_daemon(
+        self, tmp_path: Path, start: Callable[..., TrainingProcess]
+    ) -> None:
+        training, seen = start(), []
+
+        def stopping() -> str | None:
+            assert training.pid is not None
+            os.kill(training.pid, signal.SIGTERM)
+            seen.append(training.pid)
+            return "the daemon ends" if len(seen) > 1 else None
+
+        with pytest.raises(Interrupted, match="the daemon ends"):
+            training.run(job(tmp_path, data=naughty("sleep")), stopping)
+
         assert_gone(seen[0])
 
     def test_an_idle_process_ends_by_itself(
