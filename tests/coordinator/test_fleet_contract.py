@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from coordinator.fleets.device import DeviceFleet
 from coordinator.fleets.fleet import Answer, Fleet, Model, Silence, Terms
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet
 from coordinator.rounds import intake, plan
@@ -20,6 +24,8 @@ from strategies import presets
 from strategies.params import Params, zeros_like
 from strategies.state import joined
 from strategies.update import Update
+from tests.support.device_cohort import Cohort, ScriptedDevice
+from tests.support.device_world import serving, sqlite
 from tests.support.federation import PARAMS
 from tests.support.memory_fleet import MemoryClient, MemoryFleet, honest
 
@@ -29,11 +35,12 @@ ARRIVALS = {"d": 4.0, "a": 1.0, "c": 2.0, "b": 2.0}
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fleet. `make` gives a fresh one with the clients of `ARRIVALS`."""
+    """A kind of fleet. `make` gives a fresh one with the clients of `ARRIVALS`; `order` is their canonical one."""
 
     make: Callable[[], Fleet]
     params: Params
     trainable: tuple[str, ...]
+    order: tuple[str, ...] = tuple(ARRIVALS)
 
     def model(self, fleet: Fleet, *, control: float | None = None, moved: float = 0.0) -> Model:
         """What a round starts from; with `control` the stream of SCAFFOLD, filled with it."""
@@ -95,8 +102,37 @@ def memory() -> Kind:
     return Kind(make, PARAMS, ("w",))
 
 
-@pytest.fixture(params=["memory", "simulated"])
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[Kind]:
+    """Devices as threads that talk to a device API on loopback; each fleet has a coordinator of its own."""
+    with ExitStack() as running:
+
+        def make() -> Fleet:
+            folder = tmp_path / uuid.uuid4().hex
+            folder.mkdir()
+            database = running.enter_context(sqlite(folder))
+            world = running.enter_context(serving(folder, database, lease_seconds=1e6))
+            deployment = world.start_run("r")
+            Cohort(
+                world,
+                {
+                    name: ScriptedDevice(world.enrol(name), a=1 + 0.2 * i, c=i - 1.5, seconds=seconds)
+                    for i, (name, seconds) in enumerate(ARRIVALS.items())
+                },
+            )
+            return DeviceFleet(world.services, deployment, patience_seconds=60)
+
+        yield Kind(make, PARAMS, ("w",), order=tuple(sorted(ARRIVALS)))
+
+
+@pytest.fixture(params=["memory", "simulated", "device"])
 def kind(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(params=["memory", "simulated"])
+def keeping(request: pytest.FixtureRequest) -> Any:
+    """Kinds that keep the state of their clients for them; devices keep their own."""
     return request.getfixturevalue(request.param)
 
 
@@ -121,10 +157,10 @@ def updates(kind: Kind, fleet: Fleet, tasks: Sequence[Task], model: Model) -> di
 
 def test_clients_keep_their_order(kind: Kind) -> None:
     fleet = kind.make()
-    assert list(fleet.clients(4)) == list(ARRIVALS)
+    assert tuple(fleet.clients(4)) == kind.order
     model = kind.model(fleet)
     updates(kind, fleet, kind.tasks(model), model)
-    assert list(fleet.clients(4)) == list(ARRIVALS)
+    assert tuple(fleet.clients(4)) == kind.order
 
 
 def test_a_model_is_named_by_its_params(kind: Kind) -> None:
@@ -225,17 +261,20 @@ def test_equal_tasks_give_equal_bits(kind: Kind) -> None:
     tasks = kind.tasks(model)
     first = updates(kind, fleet, tasks, model)
     assert updates(kind, fleet, tasks, model) == first
-    assert updates(kind, kind.make(), tasks, model) == first
+    anew = kind.make()
+    assert updates(kind, anew, tasks, kind.model(anew)) == first
     assert all(first[a] != first[b] for a in ARRIVALS for b in ARRIVALS if a != b)
 
 
 def test_each_round_starts_from_its_own_model(kind: Kind) -> None:
     fleet = kind.make()
     before = kind.model(fleet)
-    first = updates(kind, fleet, kind.tasks(before), before)
+    updates(kind, fleet, kind.tasks(before), before)
     moved = kind.model(fleet, moved=1.0)
-    second = updates(kind, fleet, kind.tasks(moved), moved)
-    assert all(first[name] != second[name] for name in ARRIVALS)
+    second = updates(kind, fleet, kind.tasks(moved, number=2), moved)
+    other = kind.make()
+    unmoved = updates(kind, other, kind.tasks(before, number=2), kind.model(other))
+    assert all(second[name] != unmoved[name] for name in ARRIVALS)
 
 
 def test_clients_of_a_rule_without_state_have_none_to_save(kind: Kind) -> None:
@@ -245,7 +284,8 @@ def test_clients_of_a_rule_without_state_have_none_to_save(kind: Kind) -> None:
     assert fleet.client_state(list(ARRIVALS)) == {}
 
 
-def test_state_is_handed_out_for_accepted_clients_only(kind: Kind) -> None:
+def test_state_is_handed_out_for_accepted_clients_only(keeping: Kind) -> None:
+    kind = keeping
     fleet = kind.make()
     model = kind.model(fleet, control=0.5)
     updates(kind, fleet, kind.tasks(model), model)
@@ -257,7 +297,8 @@ def test_state_is_handed_out_for_accepted_clients_only(kind: Kind) -> None:
         }
 
 
-def test_a_client_that_was_not_accepted_keeps_the_state_it_had(kind: Kind) -> None:
+def test_a_client_that_was_not_accepted_keeps_the_state_it_had(keeping: Kind) -> None:
+    kind = keeping
     fleet = kind.make()
     model = kind.model(fleet, control=0.5)
     first, second = kind.tasks(model), kind.tasks(model, number=2)
@@ -269,7 +310,8 @@ def test_a_client_that_was_not_accepted_keeps_the_state_it_had(kind: Kind) -> No
     assert got["a"] != anew["a"]
 
 
-def test_a_restored_fleet_goes_on_as_the_one_before(kind: Kind) -> None:
+def test_a_restored_fleet_goes_on_as_the_one_before(keeping: Kind) -> None:
+    kind = keeping
     fleet = kind.make()
     model = kind.model(fleet, control=0.5)
     saved: dict[str, Mapping[str, Params]] = {}
