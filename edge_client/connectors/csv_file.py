@@ -87,8 +87,7 @@ def _records(path: Path, reader: Any, columns: tuple[str, ...]) -> Iterator[Reco
             ) from None
         if cells is None:
             return
-        cells = [cell.strip() for cell in cells]
-        if not any(cells) and len(cells) < 2:
+        if len(cells) < 2 and not "".join(cells).strip():
             continue
         if len(cells) != len(columns):
             raise DataProblem(

@@ -32,6 +32,13 @@ class Rows:
     schema: tuple[tuple[str, str], ...]
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    train: Examples
+    held_out: Examples
+    schema: tuple[tuple[str, str], ...]
+
+
 class RowsConnector:
     """A Connector over rows that are read whole, once, when the first method is called."""
 
@@ -40,18 +47,18 @@ class RowsConnector:
         self._read = read
 
     def train(self) -> Examples:
-        return self._parts[0]
+        return self._loaded.train
 
     def held_out(self) -> Examples:
-        return self._parts[1]
+        return self._loaded.held_out
 
     def preview(self) -> Preview:
-        train, test = self._parts
+        train, test = self._loaded.train, self._loaded.held_out
         y = np.concatenate([train.y.reshape(-1), test.y.reshape(-1)])
         found, counts = np.unique(y[y != PADDING], return_counts=True)
         names = self._options.classes
         return Preview(
-            schema=self._rows.schema,
+            schema=self._loaded.schema,
             rows=len(train),
             held_out=len(test),
             input_shape=tuple(int(n) for n in train.x.shape[1:]),
@@ -64,19 +71,16 @@ class RowsConnector:
         )
 
     @cached_property
-    def _rows(self) -> Rows:
-        return self._read()
-
-    @cached_property
-    def _parts(self) -> tuple[Examples, Examples]:
-        rows, options = self._rows, self._options
+    def _loaded(self) -> _Loaded:
+        """The rows in their two parts. What was read is let go of, so that it is not in memory twice."""
+        rows, options = self._read(), self._options
         share = HELD_OUT if options.held_out is None else options.held_out
         test = rows.test if rows.test is not None else chosen(rows.x, rows.y, share)
         train = Examples(np.ascontiguousarray(rows.x[~test]), np.ascontiguousarray(rows.y[~test]))
         kept = Examples(np.ascontiguousarray(rows.x[test]), np.ascontiguousarray(rows.y[test]))
         if options.standardise == "local":
-            return standardised(train, kept)
-        return train, kept
+            train, kept = standardised(train, kept)
+        return _Loaded(train, kept, rows.schema)
 
 
 def chosen(x: npt.NDArray[Any], y: npt.NDArray[np.int32], share: float) -> npt.NDArray[np.bool_]:

@@ -103,20 +103,22 @@ class _Parser:
         )
 
     def _values(self, number: int, cells: Sequence[Any]) -> list[float]:
-        values: list[float] = []
-        for index in self.features:
-            cell = cells[index]
-            try:
-                if isinstance(cell, list | tuple):
-                    values.extend(float(part) for part in cell)
-                else:
-                    values.append(float(cell) if cell not in (None, "") else np.nan)
-            except (TypeError, ValueError, OverflowError):
-                place = self.table.place(number, self.table.columns[index])
-                raise DataProblem(
-                    f"{place}: {_short(cell)} is no number; correct it, or leave the column out by the option features"
-                ) from None
-        return values
+        try:
+            return [float(cells[index]) for index in self.features]
+        except (TypeError, ValueError, OverflowError):
+            return [value for index in self.features for value in self._cell(number, index, cells[index])]
+
+    def _cell(self, number: int, index: int, cell: Any) -> list[float]:
+        """The values of one cell, for rows with a gap, a list or a mistake; NaN for a gap."""
+        if cell is None or (isinstance(cell, str) and not cell.strip()):
+            return [np.nan]
+        try:
+            return [float(part) for part in cell] if isinstance(cell, list | tuple) else [float(cell)]
+        except (TypeError, ValueError, OverflowError):
+            place = self.table.place(number, self.table.columns[index])
+            raise DataProblem(
+                f"{place}: {_short(cell)} is no number; correct it, or leave the column out by the option features"
+            ) from None
 
     def _require_numbers(self, x: npt.NDArray[np.float64], records: Sequence[Record]) -> None:
         """No gap where none is allowed, no infinity, nothing that the dtype cannot hold."""
