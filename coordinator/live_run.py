@@ -70,6 +70,15 @@ class LiveRun:
         self._scored: Federated | None = None
         self._per_site: Mapping[str, Any] = {}
 
+    def known(self) -> Deployment | None:
+        """The run as the fleet must know it, where an earlier process prepared it.
+
+        Devices that come while data and model are opened again are then held, not sent away.
+        """
+        return (
+            self._deployment(preparing.read(self._row.prepared)) if self._row.prepared is not None else None
+        )
+
     def prepare(self) -> tuple[Deployment, float]:
         """The run as the fleet must know it, and how many seconds to wait for devices.
 

@@ -131,7 +131,7 @@ class LocalFleet:
     def device_url(self) -> str:
         return str(self._addresses()["device"])
 
-    def serve(self, extra: Mapping[str, str] | None = None) -> None:
+    def serve(self, extra: Mapping[str, str] | None = None, *, wait: bool = True) -> None:
         """Starts the coordinator and waits until it answers. Started again, it keeps its ports.
 
         Raises:
@@ -140,9 +140,9 @@ class LocalFleet:
         before = self._addresses() if (self.home / "serve.json").exists() else None
         if before is not None:
             self.coordinator = self._serve(*(before[key].split("//")[1] for key in ("operator", "device")))
-            (self.home / "serve.json").unlink()
         self.coordinator.start(extra)
-        _until(lambda: (self.home / "serve.json").exists() and self._answers(), self.coordinator)
+        if wait:
+            _until(self._answers, self.coordinator)
 
     def add(
         self,
@@ -212,10 +212,9 @@ class LocalFleet:
 
     def _answers(self) -> bool:
         try:
-            self.client.get("/system")
-        except UserError:
+            return bool(self._addresses()["pid"] == self.coordinator.pid and self.client.get("/system"))
+        except (UserError, OSError):
             return False
-        return True
 
 
 @contextmanager

@@ -1,0 +1,202 @@
+"""SIGKILL of the coordinator, anywhere: no acknowledged update is lost, and the model comes out the same.
+
+Three daemons train, all of them in every round, so that every round's accepted set is the same whatever
+happens. One run goes undisturbed; then the same experiment goes over the same devices while the coordinator
+is killed at every named failpoint of intake and commit, and at points drawn by a seed.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sqlalchemy import select
+
+from coordinator import failpoints
+from coordinator.db.store import Database
+from coordinator.db.tables import events, updates
+from coordinator.demo_fleet import device_config, shares
+from coordinator.experiment import Experiment, resolve
+from coordinator.local_fleet import LocalFleet, local_fleet
+from edge_client.ledger import Ledger
+from edge_client.state import State
+from tests.support import databases
+from tests.support.cli import CACHE
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+RUNTIMES = {"north": "litert", "south": "litert", "west": "torch"}
+HANGS_SECONDS = 120.0
+
+# Each failpoint at its first moment in a round and at its last: of three uploads, or of one close.
+POINTS = [
+    f"{name}:{count}"
+    for name in failpoints.NAMES
+    for count in ((1, 3) if name.startswith("intake") else (1, 2))
+]
+RANDOM_KILLS = 4
+
+
+def experiment(rounds: int) -> Experiment:
+    document = {
+        "name": "killed",
+        "seed": 3,
+        "data": {"dataset": "digits", "partition": "iid"},
+        "model": {"name": "logreg"},
+        "federation": {
+            "clients": 3,
+            "rounds": rounds,
+            "min_updates": 3,
+            "runtimes": {"litert": 2, "torch": 1},
+            "deadline_seconds": 600,
+        },
+        "local": {"steps": 3, "lr": 0.1},
+        "strategy": {"name": "fedadam"},
+        "devices": {"patience_seconds": 600},
+    }
+    return resolve(document, "killed", "devices")
+
+
+@contextmanager
+def federation(folder: Path, environment: Mapping[str, str]) -> Iterator[LocalFleet]:
+    """A coordinator and the three daemons, at work."""
+    with local_fleet(folder, environment={"FEDLOOP_CACHE_DIR": str(CACHE), **environment}) as fleet:
+        for (name, runtime), share in zip(RUNTIMES.items(), shares(experiment(1)), strict=True):
+            fleet.add(name, device_config(runtime), share).start()
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def on_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
+    with federation(tmp_path_factory.mktemp("killed"), {}) as fleet:
+        yield fleet
+
+
+def test_killed_at_every_failpoint_and_anywhere_the_model_is_the_same(on_sqlite: LocalFleet) -> None:
+    fleet = on_sqlite
+    rounds = len(POINTS) + RANDOM_KILLS + 6
+    expected = undisturbed(fleet, experiment(rounds))
+    assert len(POINTS) + RANDOM_KILLS >= 20
+    disturbed(fleet, expected, experiment(rounds), POINTS, RANDOM_KILLS)
+
+
+def test_on_postgresql_too(tmp_path: Path) -> None:
+    cluster = databases.postgres()
+    url = cluster.create()
+    points = [
+        "intake.blob_stored:2",
+        "intake.committed:1",
+        "round.closed:1",
+        "commit.blobs_stored:1",
+        "commit.done:1",
+    ]
+    with federation(tmp_path, {"FEDLOOP_DATABASE_URL": url}) as fleet:
+        asked = experiment(len(points) + 4)
+        expected = undisturbed(fleet, asked)
+        disturbed(fleet, expected, asked, points, 1, url)
+
+
+def undisturbed(fleet: LocalFleet, asked: Experiment) -> dict[str, Any]:
+    """The report of a run that nobody disturbs."""
+    run = fleet.client.post("/runs", {"experiment": asked.to_toml()})["id"]
+    until_finished(fleet, run)
+    report: dict[str, Any] = fleet.client.get(f"/runs/{run}/report")
+    assert [row["accepted"] for row in report["rounds"]] == [3] * asked.federation.rounds
+    return report
+
+
+def disturbed(
+    fleet: LocalFleet,
+    expected: dict[str, Any],
+    asked: Experiment,
+    points: list[str],
+    random_kills: int,
+    url: str | None = None,
+) -> None:
+    """The same run again with kills in between; everything promised is looked for after each."""
+    url = url or f"sqlite:///{fleet.home / 'fedloop.db'}"
+    fleet.coordinator.stop()
+    fleet.serve()
+    run = fleet.client.post("/runs", {"experiment": asked.to_toml()})["id"]
+    fleet.coordinator.kill()
+    for point in points:
+        fleet.serve({"FEDLOOP_FAILPOINT": point}, wait=False)
+        assert fleet.coordinator.ended(HANGS_SECONDS) == -9, f"{point} was never reached"
+        nothing_acknowledged_is_lost(fleet, run, url)
+    draw = random.Random(11)
+    for _ in range(random_kills):
+        fleet.serve()
+        seen, wanted = count_of_events(url), draw.randint(1, 9)
+        until(lambda seen=seen, wanted=wanted: count_of_events(url) >= seen + wanted)  # type: ignore[misc]
+        fleet.coordinator.kill()
+        nothing_acknowledged_is_lost(fleet, run, url)
+    fleet.serve()
+    until_finished(fleet, run)
+    report = fleet.client.get(f"/runs/{run}/report")
+    assert [row["accepted"] for row in report["rounds"]] == [3] * asked.federation.rounds
+    assert report["final"]["model_sha256"] == expected["final"]["model_sha256"]
+    told = [each for each in events_of(url, run) if each == "round_committed"]
+    assert len(told) == asked.federation.rounds, "a commit was told twice, or never"
+    nothing_acknowledged_is_lost(fleet, run, url)
+    no_worker_without_a_coordinator(fleet)
+
+
+def nothing_acknowledged_is_lost(fleet: LocalFleet, run: str, url: str) -> None:
+    """Every update that a device was told is accepted has its row, and the blob of the open round's."""
+    kept = {(row.round, row.sent_sha256) for row in rows(url, select(updates).where(updates.c.run == run))}
+    for name in RUNTIMES:
+        with closing(State(fleet.folder_of(name) / "state")) as state:
+            delivered = {
+                (entry.round, entry.sha256)
+                for entry in Ledger(state).entries()
+                if entry.run == run and entry.outcome == "delivered"
+            }
+        assert delivered <= kept, (name, delivered - kept)
+
+
+def no_worker_without_a_coordinator(fleet: LocalFleet) -> None:
+    """Workers of every coordinator that was killed died with it."""
+    for process in psutil.process_iter(["cmdline", "ppid", "environ"]):
+        words = " ".join(process.info["cmdline"] or [])
+        ours = (process.info["environ"] or {}).get("FEDLOOP_PARENT_PID") is not None
+        if ours and "coordinator.simulation.worker" in words and str(fleet.folder) in words:
+            assert process.info["ppid"] == fleet.coordinator.pid, words
+
+
+def until_finished(fleet: LocalFleet, run: str) -> None:
+    def ended() -> bool:
+        state = fleet.client.get(f"/runs/{run}")
+        assert state["state"] not in ("failed", "cancelled"), state
+        return bool(state["state"] == "finished")
+
+    until(ended)
+
+
+def until(holds: Any) -> None:
+    """Waits for a condition; one that does not come is a failure."""
+    end = time.monotonic() + HANGS_SECONDS
+    while not holds():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def count_of_events(url: str) -> int:
+    return len(rows(url, select(events.c.id)))
+
+
+def events_of(url: str, run: str) -> list[str]:
+    return [row.event for row in rows(url, select(events.c.event).where(events.c.run == run))]
+
+
+def rows(url: str, query: Any) -> list[Any]:
+    database = Database(url)
+    try:
+        return database.read(lambda connection: list(connection.execute(query)))
+    finally:
+        database.close()
