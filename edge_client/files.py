@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -15,12 +16,16 @@ def write_durably(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     Raises:
         OSError: the disk is full or not writable; `path` is as it was.
     """
+    make_durably(path, lambda temporary: temporary.write_bytes(content), mode=mode)
+
+
+def make_durably(path: Path, write: Callable[[Path], object], *, mode: int = 0o666) -> None:
+    """The same for content that `write` puts into the file it is given."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode))
+        write(temporary)
+        sync_file(temporary)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -54,7 +54,7 @@ class ClientRule(Protocol):
 
     def finish(
         self,
-        base: Params,
+        base: Tensors,
         trained: Params,
         correction: Correction,
         num_steps: int,
@@ -75,7 +75,7 @@ class _Stateless:
 
     def finish(
         self,
-        base: Params,
+        base: Tensors,
         trained: Params,
         correction: Correction,
         num_steps: int,
@@ -129,7 +129,7 @@ class ControlVariates:
 
     def finish(
         self,
-        base: Params,
+        base: Tensors,
         trained: Params,
         correction: Correction,
         num_steps: int,

@@ -75,6 +75,18 @@ def pieces_of(tensors: Tensors, name: str) -> Iterator[FloatArray]:
         yield piece_of(tensors, name, start, stop)
 
 
+def copy_into(target: FloatArray, tensors: Tensors, name: str) -> None:
+    """Copies one tensor into an array of its shape, holding no more than a piece of it besides."""
+    if not isinstance(tensors, LazyTensors) or not target.flags.c_contiguous:
+        np.copyto(target, tensors[name])
+        return
+    if target.shape != tensors.shape(name):
+        raise ValueError(f"tensor {name!r} is {tensors.shape(name)}, expected {target.shape}")
+    flat = target.reshape(-1)
+    for start, stop in spans(flat.size):
+        flat[start:stop] = tensors.piece(name, start, stop)
+
+
 def in_memory(tensors: Tensors) -> Params:
     """The tensors, read or computed now."""
     return tensors if isinstance(tensors, dict) else dict(tensors)

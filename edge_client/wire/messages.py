@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from edge_client.train.trainer import TrainTask
@@ -82,10 +83,22 @@ class ResultHeader:
 
 def encode_result(task: TaskMessage, update: Update) -> bytes:
     """The update as the bytes a client uploads."""
-    header = ResultHeader(
+    return arrays.encode(joined({DELTA: update.delta, **update.extras}), asdict(_header_of(task, update)))
+
+
+def write_result(path: Path, task: TaskMessage, update: Update) -> None:
+    """Writes what `encode_result` gives to a file. Tensors that lie on disk are never held as a whole.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    arrays.write(path, joined({DELTA: update.delta, **update.extras}), asdict(_header_of(task, update)))
+
+
+def _header_of(task: TaskMessage, update: Update) -> ResultHeader:
+    return ResultHeader(
         task.round, task.client, task.base, update.num_examples, update.num_steps, update.train_loss
     )
-    return arrays.encode(joined({DELTA: update.delta, **update.extras}), asdict(header))
 
 
 def result_header(values: Mapping[str, Any]) -> ResultHeader:

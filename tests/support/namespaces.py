@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from tests.support.require import require
@@ -30,17 +30,18 @@ class Cable:
 
     def inside(self, command: Sequence[str]) -> list[str]:
         """The command, run in the namespace."""
-        return ["ip", "netns", "exec", self.name, *command]
+        return [shutil.which("ip") or "ip", "netns", "exec", self.name, *command]
 
     def pull(self) -> None:
         """Nothing gets through any more, and nobody is told."""
-        _ip("link", "set", self._end, "down")
+        _ip("link", "set", self.end, "down")
 
     def plug(self) -> None:
-        _ip("link", "set", self._end, "up")
+        _ip("link", "set", self.end, "up")
 
     @property
-    def _end(self) -> str:
+    def end(self) -> str:
+        """This machine's end of the cable."""
         return f"{self.name}-h"
 
 
@@ -59,11 +60,14 @@ def cable() -> Iterator[Cable]:
         _lay(joined)
         yield joined
     finally:
+        # The cable first: with the namespace alone it would go too, but some time later.
+        with suppress(RuntimeError):
+            _ip("link", "delete", joined.end)
         _ip("netns", "delete", joined.name)
 
 
 def _lay(joined: Cable) -> None:
-    here, there = f"{joined.name}-h", f"{joined.name}-n"
+    here, there = joined.end, f"{joined.name}-n"
     try:
         _ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", joined.name)
         _ip("address", "add", f"{joined.here}/30", "dev", here)
