@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+import httpx
 import numpy as np
 from sqlalchemy import func, select
 
@@ -75,6 +77,10 @@ class Cohort:
         threading.Thread(target=self._deliver, name="deliveries", daemon=True).start()
 
     def _work(self, device: ScriptedDevice) -> None:
+        with self._failing_loudly():
+            self._serve(device)
+
+    def _serve(self, device: ScriptedDevice) -> None:
         while not self._world.services.signals.closed:
             offer = device.client.check_in(wait_seconds=50).task
             if offer is not None:
@@ -85,13 +91,30 @@ class Cohort:
                     continue
                 device.delivered.wait()
 
+    @contextmanager
+    def _failing_loudly(self) -> Iterator[None]:
+        """A thread that fails ends the world, so that no test waits for what will not come."""
+        try:
+            yield
+        except httpx.TransportError:
+            if not self._world.services.signals.closed:
+                raise
+        finally:
+            self._world.services.signals.close()
+
     def _deliver(self) -> None:
+        with self._failing_loudly():
+            self._deliver_rounds()
+
+    def _deliver_rounds(self) -> None:
         while True:
             results = [self._done.get()]
             first = results[0].offer
             while len(results) < self._asked(first):
                 results.append(self._done.get())
             for result in sorted(results, key=lambda each: (each.seconds, self._position(each.offer))):
+                if self._world.services.signals.closed:
+                    return
                 self._world.clock.now = self._began(first) + timedelta(seconds=result.seconds)
                 self._devices[result.offer.message["client"]].deliver(result)
 

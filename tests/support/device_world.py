@@ -201,7 +201,9 @@ def serving(folder: Path, database: Database, **settings: Any) -> Iterator[World
         clock=clock,
     )
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(_app(services), lifespan="off", log_level="error"))
+    server = uvicorn.Server(
+        uvicorn.Config(_app(services), lifespan="off", log_level="error", timeout_graceful_shutdown=1)
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:
