@@ -63,12 +63,14 @@ async def start_upload(
     """Safe to repeat: answers how far the upload came, and finishes one that is all there."""
     said = await message_of(UploadStart, request)
     asked = await _own(services, caller, task)
-    if asked.state == "accepted":
-        return to_json(await _as_before(services, asked, said.sha256))
-    _require_fit(said, asked)
-    transfer = services.part_files.of(asked.id)
-    async with transfer.turn:
-        return to_json(await _Upload(services, asked, said, transfer).announced())
+    if asked.state != "accepted":
+        _require_fit(said, asked)
+        transfer = services.part_files.of(asked.id)
+        async with transfer.turn:
+            asked = await _own(services, caller, task)  # whoever had the turn before may have finished
+            if asked.state != "accepted":
+                return to_json(await _Upload(services, asked, said, transfer).announced())
+    return to_json(await _as_before(services, asked, said.sha256))
 
 
 @router.put("/tasks/{task}/upload")

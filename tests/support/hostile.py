@@ -304,7 +304,12 @@ def _pieces() -> Iterator[Case]:
             "oversized",
             partial(announced, then=lambda target, payload, n=more: _piece(target, payload + bytes(n))),  # type: ignore[misc]
         )
-    yield _all("1 MB more than announced, in chunks", "oversized", partial(announced, then=_too_many_chunks))
+    yield _all(
+        "1 MB more than announced, in chunks",
+        "oversized",
+        partial(announced, then=_too_many_chunks),
+        ends_line=True,
+    )
     yield _all(
         "an announcement of half of it, then all",
         "oversized",
