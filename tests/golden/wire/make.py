@@ -1,0 +1,130 @@
+"""Records the wire: the bytes of one message of each kind, and of one result, for the wire version of this code.
+
+    python -m tests.golden.wire.make
+
+writes `tests/golden/wire/<version>/`. Run it when the version changes, and only then: the folders of older
+versions are what devices in the field send, and are never written again.
+
+JSON is recorded in its canonical form (keys sorted, no spaces); the order of keys on the wire says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_client.wire import device as wire
+from edge_client.wire.messages import TaskMessage, encode_result
+from strategies.update import Update
+
+FOLDER = Path(__file__).parent
+CURRENT = f"{wire.WIRE[0]}.{wire.WIRE[1]}"
+
+DEVICE = "5b9f7c1e-3f3f-4a52-9f0c-0d6f2f8f6a01"
+RUN = "0e0c1a52-7c1d-4e0b-8d63-5a0a3b6f2a02"
+TASK = "c2c8a7de-64d0-4b8c-a4c1-7e2f1a9d3b03"
+BASE = "4f" * 32
+_PEM = "-----BEGIN {0}-----\nMA==\n-----END {0}-----\n"
+
+KINDS: dict[str, type] = {
+    "enrol": wire.EnrolRequest,
+    "renew": wire.RenewRequest,
+    "enrolled": wire.Enrolled,
+    "checkin": wire.CheckIn,
+    "checkin_answer": wire.CheckInAnswer,
+    "checkin_answer_evaluate": wire.CheckInAnswer,
+    "upload_start": wire.UploadStart,
+    "upload_state": wire.UploadState,
+    "evaluation": wire.EvaluationResult,
+    "decline": wire.Decline,
+}
+"""Message by the name of its file, without `.json`."""
+
+
+def messages() -> dict[str, Any]:
+    """One message of each kind, as this version has it, with every key set to something."""
+    train = _offer("train", task_message().to_json())
+    return {
+        "enrol": wire.EnrolRequest("fl1.ab.cd", _PEM.format("CERTIFICATE REQUEST"), "meter 7", "SN-7"),
+        "renew": wire.RenewRequest(_PEM.format("CERTIFICATE"), _PEM.format("CERTIFICATE REQUEST"), "c2ln"),
+        "enrolled": wire.Enrolled(DEVICE, _PEM.format("CERTIFICATE"), "2026-07-01T00:00:00+00:00", 0.0),
+        "checkin": wire.CheckIn(
+            wire=CURRENT,
+            software="0.3.0",
+            runtimes={"litert": "2.1", "torch": "2.9"},
+            memory_bytes=2**30,
+            device_class="meter",
+            labels={"site": "north"},
+            datasets={"readings": 40},
+            models=("logreg",),
+            ineligible=(),
+            opted_out=("another-run",),
+            working_on=None,
+            wait_seconds=0.0,
+        ),
+        "checkin_answer": wire.CheckInAnswer(CURRENT, 7.5, train, stop=False, hold=True),
+        "checkin_answer_evaluate": wire.CheckInAnswer(CURRENT, 7.5, _offer("evaluate", {})),
+        "upload_start": wire.UploadStart(len(result()), "ab" * 32, len(result()), "identity"),
+        "upload_state": wire.UploadState(100, accepted=False),
+        "evaluation": wire.EvaluationResult(BASE, 40, 40, 31, 12.25, "north"),
+        "decline": wire.Decline("ineligible", "on battery"),
+    }
+
+
+def task_message() -> TaskMessage:
+    return TaskMessage(3, DEVICE, BASE, 2**62, 8, 0.125, 2, None, {"name": "proximal", "mu": 0.25})
+
+
+def result() -> bytes:
+    """A result of a model of two tensors."""
+    delta = {
+        "fc.bias": np.array([0.5, -0.25, 0.0], np.float32),
+        "fc.weight": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4),
+    }
+    return encode_result(task_message(), Update(delta, 40, 10, 0.75))
+
+
+def canonical(message: Any) -> bytes:
+    """The recorded form of a message."""
+    document = wire.to_json(message) if hasattr(message, "__dataclass_fields__") else message
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+
+def _offer(kind: wire.TaskKind, message: dict[str, Any]) -> wire.TaskOffer:
+    return wire.TaskOffer(
+        task=TASK,
+        kind=kind,
+        run=RUN,
+        run_name="golden",
+        round=3,
+        runtime="litert",
+        dataset="readings",
+        message=message,
+        model=wire.ModelRef("logreg", {"hidden": []}, (4,), 3, "float32", "classification"),
+        params=wire.BlobRef(BASE, 1000),
+        streams=wire.BlobRef("5a" * 32, 2000) if kind == "train" else None,
+        artifact=wire.BlobRef("6b" * 32, 3000),
+        manifest=wire.BlobRef("7c" * 32, 4000),
+        lease_seconds=120.0,
+        deadline_seconds=600.0,
+        result_limit_bytes=70_000,
+    )
+
+
+def main() -> None:
+    folder = FOLDER / CURRENT
+    folder.mkdir(exist_ok=True)
+    for name, message in messages().items():
+        (folder / f"{name}.json").write_bytes(canonical(message))
+    (folder / "result.safetensors").write_bytes(result())
+    (folder / "result.deflate").write_bytes(zlib.compress(result()))
+    sys.stdout.write(f"{folder}\n")
+
+
+if __name__ == "__main__":
+    main()
