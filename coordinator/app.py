@@ -48,11 +48,11 @@ class Problem(BaseModel):
 
 
 def operator_app(services: Services, runs_of_process: RunService, metrics: Metrics) -> FastAPI:
-    """The operator API, its OpenAPI document at `/api/openapi.json` and a page to read it at `/api/docs`."""
+    """The operator API; its OpenAPI document is at `/api/openapi.json`."""
     app = FastAPI(
         title="Fedloop operator API",
         version=system.version(),
-        docs_url="/api/docs",
+        docs_url=None,  # the page would load its script from another site
         redoc_url=None,
         openapi_url="/api/openapi.json",
         generate_unique_id_function=_operation_id,

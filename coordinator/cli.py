@@ -117,6 +117,22 @@ def demo(out: Out = None, as_json: Json = False) -> None:
         Console(soft_wrap=True).print(closing_table(result), highlight=False)
 
 
+@app.command("demo-fleet", epilog="Example: fedloop demo-fleet --out runs/my-fleet")
+def demo_fleet(out: Out = None, as_json: Json = False) -> None:
+    """Run a real federation on this machine: a coordinator and four device daemons, beside its simulation."""
+    from coordinator import demo_fleet as demonstration
+    from coordinator.display import RichProgress, fleet_lines
+    from coordinator.simulation import run
+
+    folder = out or _default_out("demo-fleet")
+    with RichProgress(Console(stderr=True)) as progress:
+        result = demonstration.demo_fleet(folder, run.Surroundings(progress=progress))
+    if as_json:
+        typer.echo((folder / "demo-fleet.json").read_text("utf-8"))
+    else:
+        Console(soft_wrap=True).print(fleet_lines(result), highlight=False)
+
+
 @app.command(epilog="Example: fedloop doctor --json")
 def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
     """Check this installation: who owns our names, which runtimes work, where data is looked for."""

@@ -27,9 +27,16 @@ from edge_client.files import write_durably
 from models import datasets
 
 DEVICES = {"meter-1": "litert", "meter-2": "litert", "gateway": "torch", "server": "tensorflow"}
-_RUNTIMES = {"litert": 0.5, "torch": 0.25, "tensorflow": 0.25}
-SEED = 7
-ROUNDS = 5
+_EXPERIMENT: dict[str, Any] = {
+    "name": "demo-fleet",
+    "data": {"dataset": "digits", "partition": "iid"},
+    "federation": {
+        "clients": len(DEVICES),
+        "rounds": 5,
+        "runtimes": {"litert": 0.5, "torch": 0.25, "tensorflow": 0.25},
+    },
+    "local": {"epochs": 5, "batch_size": 16, "lr": 0.05},
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ def demo_fleet(out: Path, surroundings: simulation.Surroundings) -> FleetDemo:
         raise UserError(f"--out {out}: the folder is not empty; name another one")
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    experiment = _experiment()
+    experiment = experiments.resolve(_EXPERIMENT, "demo-fleet")
     try:
         with local_fleet(out) as fleet:
             federated = _federate(fleet, experiment, out / "federated", surroundings)
@@ -92,7 +99,7 @@ def _federate(
         device = fleet.add(name, device_config(runtime), share)
         device.start()
     surroundings.progress.stage("2/4 exporting the model, waiting for the devices")
-    run = following.submit(fleet.client, experiment.to_toml(), [])
+    run = following.submit(fleet.client, _EXPERIMENT, [])
     surroundings.progress.stage("3/4 federated training on four devices")
     return following.follow(fleet.client, run["id"], out, surroundings.progress)
 
@@ -119,14 +126,3 @@ def shares(experiment: experiments.Experiment) -> list[dict[str, npt.NDArray[Any
         }
         for index, part in enumerate(parts)
     ]
-
-
-def _experiment() -> experiments.Experiment:
-    document = {
-        "name": "demo-fleet",
-        "seed": SEED,
-        "data": {"dataset": "digits", "partition": "iid"},
-        "federation": {"clients": len(DEVICES), "rounds": ROUNDS, "runtimes": _RUNTIMES},
-        "local": {"epochs": 5, "batch_size": 16, "lr": 0.05},
-    }
-    return experiments.resolve(document, "demo-fleet")

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.demo import Demo
+from coordinator.demo_fleet import FleetDemo
 from coordinator.rounds.engine import RoundRecord
 
 
@@ -116,6 +117,21 @@ def closing_table(demo: Demo) -> Group:
         f"clients: {runtimes};  {megabytes(demo.bytes_up)} up, {megabytes(demo.bytes_down)} down",
         f"report: {demo.report}",
         f"curves: {demo.curves}",
+    )
+
+
+def fleet_lines(demo: FleetDemo) -> Group:
+    """The fleet beside the simulation, and how its processes ended."""
+    runtimes = ", ".join(f"{name} ({runtime})" for name, runtime in demo.runtimes.items())
+    wrong = {name: status for name, status in demo.stopped.items() if status}
+    return Group(
+        "",
+        f"fleet       test accuracy {demo.fleet_accuracy:.4f} after {demo.rounds} rounds",
+        f"simulation  test accuracy {demo.simulated_accuracy:.4f} with the same shares",
+        "",
+        f"devices: {runtimes};  {megabytes(demo.bytes_up)} up, {megabytes(demo.bytes_down)} down",
+        f"all {len(demo.stopped)} processes ended well" if not wrong else f"ended badly: {wrong}",
+        f"report: {demo.report}",
     )
 
 

@@ -187,6 +187,7 @@ class LiveRun:
                 device_classes=tuple(devices.classes),
                 memory_bytes=devices.memory_bytes,
             ),
+            quorum=self._experiment.federation.min_updates,
         )
 
     def _start(self) -> RunState:

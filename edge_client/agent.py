@@ -468,7 +468,7 @@ class Agent:
             raise Stopped(
                 f"the coordinator takes this device no more: {error.words} ({error.code})"
             ) from None
-        if isinstance(error, CertificateExpired) or getattr(error, "code", "") == "expired":
+        if isinstance(error, CertificateExpired) or getattr(error, "code", "") in ("expired", "not_yet_valid"):
             self._certificate_expired = True
         elif getattr(error, "code", "") == "wire_version":
             at_least = 600.0

@@ -41,7 +41,16 @@ FORGET_RUN_SECONDS = 14 * 86_400.0
 
 _NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_ABOUT_US = {"no_certificate", "expired", "revoked", "unknown_device", "pending", "wire_version"}
+_ABOUT_US = {
+    "no_certificate",
+    "expired",
+    "not_yet_valid",
+    "foreign_certificate",
+    "revoked",
+    "unknown_device",
+    "pending",
+    "wire_version",
+}
 """Codes that say nothing about the task: it may be taken once they are mended."""
 
 _LATE_SECONDS = 3600.0

@@ -39,6 +39,7 @@ class Deployment:
         dataset: logical name, which each device maps to data of its own.
         artifact, manifest: for the litert runtime; None where it is not allowed.
         runtimes: allowed ones, the preferred first.
+        quorum: clients without which a round is not worth beginning.
     """
 
     run: str
@@ -49,6 +50,7 @@ class Deployment:
     artifact: BlobRef | None = None
     manifest: BlobRef | None = None
     selection: Selection = field(default_factory=Selection)
+    quorum: int = 1
 
 
 class Deployments:

@@ -94,8 +94,9 @@ class DeviceFleet:
             seen, began = signals.seen("devices"), monotonic()
             found = self._able("train")
             left = give_up - monotonic()
-            if len(found) >= wanted or left <= 0:
+            if len(found) >= wanted or (left <= 0 and len(found) >= self._deployment.quorum):
                 return sorted(found)
+            left = left if left > 0 else _LONGEST_WAIT_SECONDS
             # Looking through a large fleet takes a while; it must not be done at every single check-in.
             self._stop.wait(min(left, 4 * (monotonic() - began)))
             signals.wait("devices", seen, min(left, _LONGEST_WAIT_SECONDS))

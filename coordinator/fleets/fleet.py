@@ -95,7 +95,7 @@ class Fleet(Protocol):
     def clients(self, wanted: int) -> Sequence[str]:
         """Names of all clients that can take part, in a fixed order.
 
-        A fleet of devices waits until there are `wanted`, or for its patience, then gives what there is.
+        A fleet of devices waits until there are `wanted`; after its patience fewer will do, if a quorum is there.
         """
 
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:

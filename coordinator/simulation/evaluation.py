@@ -19,7 +19,10 @@ CHUNK_ROWS = 4 * EVALUATION_ROWS
 
 def evaluate(pool: WorkerPool, test_rows: int, params: Tensors) -> Evaluation:
     """The params on all test rows, by chunks in worker processes, put together in row order."""
-    pool.tell({"kind": "candidate"}, [arrays.encode(params)])
+    if isinstance(params, arrays.StoredArrays) and isinstance(params.payload, arrays.FilePayload):
+        pool.tell({"kind": "candidate", "path": str(params.payload.path)})  # not through this process
+    else:
+        pool.tell({"kind": "candidate"}, [arrays.encode(params)])
     starts = range(0, test_rows, CHUNK_ROWS)
     jobs = [Job(start, {"kind": "evaluate", "start": start, "stop": start + CHUNK_ROWS}) for start in starts]
     parts = {job.key: _scored(reply) for job, reply in pool.run(jobs)}

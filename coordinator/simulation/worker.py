@@ -115,7 +115,8 @@ class Worker:
         return {}, [*faults.payloads(frame.values["fault"], task, local.update), kept]
 
     def _set_candidate(self, frame: Frame) -> Reply:
-        self._candidate = arrays.decode(frame.blobs[0])
+        path = frame.values.get("path")
+        self._candidate = arrays.decode(Path(path).read_bytes() if path else frame.blobs[0])
         return {}, []
 
     def _evaluate(self, frame: Frame) -> Reply:
