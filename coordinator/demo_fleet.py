@@ -67,12 +67,13 @@ def demo_fleet(out: Path, surroundings: simulation.Surroundings) -> FleetDemo:
     experiment = experiments.resolve(_EXPERIMENT, "demo-fleet")
     try:
         with local_fleet(out) as fleet:
-            federated = _federate(fleet, experiment, out / "federated", surroundings)
+            names = _enrol(fleet, experiment, surroundings)
+            federated = _federate(fleet, out / "federated", surroundings)
             stopped = fleet.stop()
     except ProcessFailed as error:
         raise RunInterrupted(str(error)) from None
     surroundings.progress.stage("4/4 the same shares in a simulation")
-    simulated = simulation.simulate(experiment, out / "simulated", surroundings)
+    simulated = simulation.simulate(_same_clients(names), out / "simulated", surroundings)
     result = FleetDemo(
         fleet_accuracy=federated["final"]["test_accuracy"],
         simulated_accuracy=simulated["final"]["test_accuracy"],
@@ -88,25 +89,36 @@ def demo_fleet(out: Path, surroundings: simulation.Surroundings) -> FleetDemo:
     return result
 
 
-def _federate(
-    fleet: LocalFleet,
-    experiment: experiments.Experiment,
-    out: Path,
-    surroundings: simulation.Surroundings,
-) -> dict[str, Any]:
+def _enrol(
+    fleet: LocalFleet, experiment: experiments.Experiment, surroundings: simulation.Surroundings
+) -> list[str]:
+    """Enrols the devices, deals the shares out and starts the daemons; their ids, in the order of the shares."""
     surroundings.progress.stage("1/4 a coordinator, and devices that enrol with it")
-    for (name, runtime), share in zip(DEVICES.items(), shares(experiment), strict=True):
-        device = fleet.add(name, device_config(runtime), share)
-        device.start()
+    for name, runtime in DEVICES.items():
+        fleet.add(name, device_config(runtime))
+    ids = fleet.ids()
+    in_order = sorted(DEVICES, key=lambda name: ids[name])  # as a round reads its cohort
+    for name, share in zip(in_order, shares(experiment), strict=True):
+        fleet.give(name, share)
+        fleet.devices[name].start()
+    return [ids[name] for name in in_order]
+
+
+def _federate(fleet: LocalFleet, out: Path, surroundings: simulation.Surroundings) -> dict[str, Any]:
     surroundings.progress.stage("2/4 exporting the model, waiting for the devices")
     run = following.submit(fleet.client, _EXPERIMENT, [])
     surroundings.progress.stage("3/4 federated training on four devices")
     return following.follow(fleet.client, run["id"], out, surroundings.progress)
 
 
-def device_config(runtime: str) -> dict[str, Any]:
-    """Configuration of a device that trains digits in one runtime, from `data.npz` beside it."""
-    return {"runtimes": [runtime], "data": {"digits": {"kind": "numpy", "path": "data.npz"}}}
+def _same_clients(names: list[str]) -> experiments.Experiment:
+    """The experiment over simulated clients that bear the devices' ids, and so draw the same batches."""
+    return experiments.resolve({**_EXPERIMENT, "simulation": {"names": names}}, "demo-fleet")
+
+
+def device_config(runtime: str, dataset: str = "digits") -> dict[str, Any]:
+    """Configuration of a device that trains in one runtime on `data.npz` beside it, whatever it is called."""
+    return {"runtimes": [runtime], "data": {dataset: {"kind": "numpy", "path": "data.npz"}}}
 
 
 def shares(experiment: experiments.Experiment) -> list[dict[str, npt.NDArray[Any]]]:

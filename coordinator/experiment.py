@@ -120,6 +120,7 @@ class Simulation(Section):
     speed_spread: Annotated[float, Field(ge=0, le=5)] = 0.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     faults: dict[Fault, Annotated[int, Field(ge=1)]] = {}
+    names: list[Annotated[str, Field(min_length=1, max_length=200)]] | None = None
 
 
 class Devices(Section):
@@ -320,6 +321,12 @@ def _problems(experiment: Experiment, fleet: FleetKind) -> Iterable[str]:
         yield (
             f"federation.min_updates = {federation.min_updates} is more than "
             f"federation.clients_per_round = {federation.clients_per_round}; no round could ever close"
+        )
+    names = experiment.simulation.names
+    if names is not None and (len(set(names)), len(names)) != (federation.clients or len(names),) * 2:
+        yield (
+            f"simulation.names holds {len(names)} names, {len(set(names))} of them different; expected one for "
+            f"each of the {federation.clients or 'sites as'} clients"
         )
     faulty = sum(experiment.simulation.faults.values())
     if federation.clients is not None and faulty >= federation.clients:

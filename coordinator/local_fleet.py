@@ -163,7 +163,7 @@ class LocalFleet:
         folder = self.folder / "devices" / name
         folder.mkdir()
         if data is not None:
-            np.savez(folder / "data.npz", **data)  # type: ignore[arg-type]
+            self.give(name, data)
         document = {"name": name, "state_dir": str(folder / "state"), **config}
         write_durably(folder / "edge.toml", tomlkit.dumps(document).encode())
         environment = {**self.environment, "FEDLOOP_EDGE_CONFIG": str(folder / "edge.toml")}
@@ -181,6 +181,14 @@ class LocalFleet:
         command = [str(_BIN / "fedloop-edge"), "run"]
         self.devices[name] = Daemon(command, self.folder / "logs" / f"{name}.log", environment)
         return self.devices[name]
+
+    def ids(self) -> dict[str, str]:
+        """Ids of the enrolled devices by name."""
+        return {device["name"]: device["id"] for device in self.client.get("/devices", limit=1000)["devices"]}
+
+    def give(self, name: str, data: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Puts `data.npz` into a device's folder."""
+        np.savez(self.folder_of(name) / "data.npz", **data)  # type: ignore[arg-type]
 
     def folder_of(self, name: str) -> Path:
         return self.folder / "devices" / name

@@ -132,7 +132,12 @@ def load_data(
 
 
 def _clients(experiment: Experiment, found: Mapping[str, Any]) -> tuple[SimulatedClient, ...]:
-    names: list[str] = found["clients"]
+    names: list[str] = experiment.simulation.names or found["clients"]
+    if len(names) != len(found["clients"]):
+        raise UserError(
+            f"simulation.names holds {len(names)} names, but the data has {len(found['clients'])} sites; "
+            "expected a name for each"
+        )
     faulty = faults.assign(experiment.simulation.faults, names, experiment.seed)
     runtimes = assign_runtimes(experiment.federation.runtimes, len(names), experiment.seed)
     return tuple(

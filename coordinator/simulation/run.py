@@ -243,7 +243,7 @@ def _fleet(experiment: Experiment, pool: WorkerPool, prepared: Prepared) -> Simu
 
 def _identity(experiment: Experiment) -> str:
     """Hash of what decides the outcome: all but the number of rounds and of workers, and what is for devices."""
-    document = experiment.model_dump(mode="json")
+    document = experiment.model_dump(mode="json", exclude_none=True)
     del document["federation"]["rounds"], document["simulation"]["workers"], document["devices"]
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
