@@ -1,21 +1,32 @@
-"""Runs every benchmark and writes `runs/bench/<time>.json`."""
+"""Runs the benchmarks and writes `runs/bench/<time>.json`; `--only NAME`, which may be repeated, runs some of them."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 
-from tests.bench import aggregation, simulation
+NAMES = (
+    "aggregation",
+    "simulation",
+    "round_memory",
+    "coordinator_memory",
+    "device_memory",
+    "rounds",
+    "hostile",
+)
 
 
 def main() -> None:
-    results = {
-        "machine": platform.processor() or platform.machine(),
-        "aggregation": aggregation.run(),
-        "simulation": simulation.run(),
-    }
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("--only", action="append", choices=NAMES, help="may be repeated")
+    results: dict[str, object] = {"machine": platform.processor() or platform.machine()}
+    for name in parser.parse_args().only or NAMES:
+        # Imported one by one: what one of them loads must not count as memory of the next.
+        results[name] = import_module(f"tests.bench.{name}").run()
     folder = Path("runs/bench")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{datetime.now():%Y%m%d-%H%M%S}.json"
