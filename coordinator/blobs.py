@@ -48,6 +48,10 @@ class Blobs:
         self._lock = threading.Lock()
         self._fresh: dict[str, float] = {}
         self._held: Counter[str] = Counter()
+        self.naming = threading.Lock()
+        """Held by whoever removes what no row names, from looking to removing, and by whoever lets go of a blob that is
+        about to be named, from writing the row to letting go; also from storing a blob to holding it. Two runs may come
+        to the same bytes."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, digest: str) -> Path:
@@ -173,7 +177,7 @@ class Blobs:
                     path.unlink(missing_ok=True)
 
     def remove(self, digests: Collection[str]) -> None:
-        """Removes blobs that the caller knows nothing refers to; what is held stays."""
+        """Removes blobs that the caller knows nothing refers to; what is held stays. `naming` must be held."""
         for digest in digests:
             with self._lock:
                 if not self._held[digest]:

@@ -8,7 +8,6 @@ killed after, the next round begins.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -44,8 +43,7 @@ _RECORDED_BY_THE_DEVICE_API = ("update_accepted", "update_rejected")
 class LiveRun:
     """A run in the hands of the thread that calls it.
 
-    `pool` makes the worker processes; it is called at most once, and only if they are needed. `commits` is held from
-    storing a blob until a row names it, and while blobs are removed: two runs may come to the same bytes.
+    `pool` makes the worker processes; it is called at most once, and only if they are needed.
     """
 
     def __init__(
@@ -55,10 +53,8 @@ class LiveRun:
         folder: Path,
         monotonic: Callable[[], float],
         pool: Callable[[], WorkerPool],
-        commits: threading.Lock,
     ) -> None:
         self._services = services
-        self._commits = commits
         self._run = run
         self._folder = folder
         self._monotonic = monotonic
@@ -138,7 +134,7 @@ class LiveRun:
         strategy = planning.run_plan(experiment, prepared.trainable, 1).strategy
         state = strategy.init(params, prepared.trainable)
         prepared = replace(prepared, start=self._start_figures(params))
-        with self._commits:
+        with self._services.blobs.naming:
             digests = self._store(RunState(0, params, state))
             begun = services.database.write(
                 lambda connection: rows.begin(
@@ -220,7 +216,7 @@ class LiveRun:
     def _keep(self, state: RunState) -> RunState:
         """What the round came to, computed piece by piece as it is written to disk, and held there."""
         blobs = self._services.blobs
-        with self._commits:
+        with self._services.blobs.naming:
             kept = keep_in(blobs)(state)
             self._held.enter_context(blobs.held(*self._store(kept)))
         return kept
@@ -229,7 +225,7 @@ class LiveRun:
         self, state: RunState, record: RoundRecord, clients: Mapping[str, Mapping[str, Params]]
     ) -> None:
         line = engine.as_row(record) | self._evaluation()
-        with self._commits:
+        with self._services.blobs.naming:
             params, strategy = self._store(state)
             failpoints.reach("commit.blobs_stored")
             write = partial(self._write, number=state.round, params=params, strategy=strategy, line=line)

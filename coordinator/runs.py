@@ -31,6 +31,7 @@ from coordinator.errors import Refusal, UserError
 from coordinator.experiment import Experiment
 from coordinator.federated_evaluation import Devices
 from coordinator.fleets.deployments import Deployment
+from coordinator.fleets.device import sweep_uploads
 from coordinator.fleets.fleet import Stopped
 from coordinator.live_run import LiveRun
 from coordinator.services import Services
@@ -58,7 +59,6 @@ class RunService:
         self._fleet_of = fleet_of
         self._monotonic = monotonic
         self._lock = threading.Lock()
-        self._commits = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
         self._fleets: dict[str, Devices] = {}
 
@@ -66,6 +66,7 @@ class RunService:
         """Takes up every run that is queued or was under way, and clears away what no row needs any more."""
         services = self._services
         services.blobs.keep_only(services.database.read(rows.blobs_in_use))
+        sweep_uploads(services)
         for run in services.database.read(rows.live):
             self._carry(run)
 
@@ -187,7 +188,7 @@ class RunService:
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             pool = partial(_pool, stack, services, folder)
-            live = LiveRun(services, run, folder, self._monotonic, pool, self._commits)
+            live = LiveRun(services, run, folder, self._monotonic, pool)
             stack.callback(services.deployments.remove, run)
             if (known := live.known()) is not None:
                 services.deployments.add(known)
@@ -205,8 +206,9 @@ class RunService:
             raise Stopped
 
     def _clear(self, run: str) -> None:
-        """Removes what a run that has ended needs no more: its folder, and the blobs of the round it was in."""
+        """Removes what a run that has ended needs no more: its folder, and blobs and uploads of the round it was in."""
         services = self._services
+        sweep_uploads(services)
         shutil.rmtree(services.settings.home / "runs" / run, ignore_errors=True)
 
         def unneeded(connection: Connection) -> set[str]:
@@ -215,7 +217,7 @@ class RunService:
                 return set()
             return rows.blobs_of_round(connection, run, row.round + 1) - rows.blobs_in_use(connection)
 
-        with self._commits:
+        with services.blobs.naming:
             services.blobs.remove(services.database.read(unneeded))
 
     def _failed(self, run: str, error: str) -> None:

@@ -84,6 +84,12 @@ def accepted_count(connection: Connection, run: str, number: int) -> int:
     return int(connection.execute(count).scalar_one())
 
 
+def is_counted(connection: Connection, blob: str) -> bool:
+    """Whether any update is these bytes."""
+    found = select(updates.c.device).where(updates.c.blob == blob).limit(1)
+    return connection.execute(found).first() is not None
+
+
 def counted(connection: Connection, task: TaskRow) -> Taken:
     """What was accepted of an accepted train task."""
     row = connection.execute(

@@ -128,11 +128,7 @@ class _Upload:
     async def _append(self, request: Request, offset: int) -> None:
         """Streams the body into the part file, a block at a time. What came before a cut stays."""
         try:
-            async for at, block in _blocks(request, offset):
-                if at + len(block) > self._said.size_bytes:
-                    raise self._oversized()
-                await run_in_threadpool(self._transfer.write, at, block)
-                failpoints.reach("intake.part_written")
+            await self._write_blocks(request, offset)
         except FileNotFoundError:
             raise _over() from None
         except OSError as error:
@@ -144,6 +140,22 @@ class _Upload:
             if refusal.code == "oversized":
                 await run_in_threadpool(self._transfer.cut_back, offset)
             raise
+
+    async def _write_blocks(self, request: Request, offset: int) -> None:
+        """While a block is hashed and written, the next one is received and deciphered."""
+        writing: asyncio.Task[None] | None = None
+        try:
+            async for at, block in _blocks(request, offset):
+                if at + len(block) > self._said.size_bytes:
+                    raise self._oversized()
+                if writing is not None:
+                    await writing
+                    failpoints.reach("intake.part_written")
+                writing = asyncio.create_task(run_in_threadpool(self._transfer.write, at, block))
+        finally:
+            if writing is not None:
+                await writing
+                failpoints.reach("intake.part_written")
 
     async def _state(self) -> UploadState:
         size = self._transfer.size_bytes
@@ -223,12 +235,23 @@ class _Upload:
             answers.accept(connection, task, taken, now)
 
         blobs = self._services.blobs
-        with blobs.held(digest):
-            await run_in_threadpool(blobs.adopt, file, digest)
-            failpoints.reach("intake.blob_stored")
-            await self._write(work)
+        try:
+            with blobs.held(digest):
+                await run_in_threadpool(blobs.adopt, file, digest)
+                failpoints.reach("intake.blob_stored")
+                await self._write(work)
+        except Refusal:
+            await run_in_threadpool(self._drop, digest)
+            raise
         failpoints.reach("intake.committed")
         self._notify()
+
+    def _drop(self, digest: str) -> None:
+        """Removes the blob of a result that came too late, unless it counts."""
+        services = self._services
+        with services.blobs.naming:
+            if not services.database.read(lambda at: answers.is_counted(at, digest)):
+                services.blobs.remove([digest])
 
     def _keep_announcement(self, connection: Connection) -> UploadStart | None:
         """Writes down what is announced, and gives what was announced before."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import datetime, timedelta
 from time import monotonic
 from typing import TypeVar
@@ -23,6 +24,7 @@ from typing import TypeVar
 from sqlalchemy import Connection
 
 from coordinator import failpoints
+from coordinator.blobs import BlobInfo
 from coordinator.db import answers, participants, rounds
 from coordinator.db.rounds import Finished, RoundRow
 from coordinator.db.store import is_disk_full
@@ -63,6 +65,7 @@ class DeviceFleet:
         self._topic = f"run:{deployment.run}"
         self._stop = threading.Event()
         self._sent: dict[str, offers.Sent] = {}
+        self._held = ExitStack()
         self._number = 0
         self._tasks: dict[int, Task] = {}
 
@@ -102,9 +105,9 @@ class DeviceFleet:
             signals.wait("devices", seen, min(left, _LONGEST_WAIT_SECONDS))
 
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
-        blobs, apart = self._services.blobs, joined(streams)
-        stored = self._despite_full_disk(lambda: blobs.put_arrays(params))
-        extra = self._despite_full_disk(lambda: blobs.put_arrays(apart)) if streams else None
+        self._held.close()
+        stored = self._stored(params)
+        extra = self._stored(joined(streams)) if streams else None
         self._sent[stored.sha256] = offers.Sent(
             BlobRef(stored.sha256, stored.size_bytes),
             BlobRef(extra.sha256, extra.size_bytes) if extra is not None else None,
@@ -137,7 +140,9 @@ class DeviceFleet:
             rounds.open_round(connection, opened, model.base)
             rounds.add_tasks(connection, offers.train_rows(tasks, common, runtimes, now + self._lease))
 
-        self._write(work)
+        with self._services.blobs.naming:
+            self._write(work)
+            self._held.close()
         failpoints.reach("round.opened")
         self._notify(task.message.client for task in tasks)
 
@@ -165,7 +170,7 @@ class DeviceFleet:
         if tasks:
             positions = {task.position for task in tasks}
             self._end(tasks[0].message.round, "train", "cancelled", "round_closed", positions)
-        self._sweep_uploads()
+        sweep_uploads(self._services)
 
     def client_state(self, accepted: Sequence[str]) -> Mapping[str, Mapping[str, Params]]:
         """Nothing: devices keep their own, and renew it when they hear that their update was accepted."""
@@ -197,6 +202,18 @@ class DeviceFleet:
         self._notify(runtimes)
         self._await_evaluations(number, deadline_at)
         return self._services.database.read(lambda at: answers.evaluations_of(at, run, number))
+
+    def _stored(self, tensors: Tensors) -> BlobInfo:
+        """A blob that stays until tasks name it."""
+        blobs = self._services.blobs
+
+        def store() -> BlobInfo:
+            with blobs.naming:
+                info = blobs.put_arrays(tensors)
+                self._held.enter_context(blobs.held(info.sha256))
+                return info
+
+        return self._despite_full_disk(store)
 
     def _await_evaluations(self, number: int, deadline_at: datetime) -> None:
         run = self._deployment.run
@@ -314,12 +331,6 @@ class DeviceFleet:
                     raise
             self._stop.wait(_DISK_FULL_SECONDS)
 
-    def _sweep_uploads(self) -> None:
-        """Part files of tasks that nobody may answer any more go. What is there is looked up before what is live."""
-        part_files = self._services.part_files
-        known = part_files.known()
-        part_files.forget(known - self._services.database.read(rounds.live_ids))
-
     def _wait(self, seen: int, left: timedelta) -> None:
         seconds = min(max(left.total_seconds(), 0.01), _LONGEST_WAIT_SECONDS)
         self._services.signals.wait(self._topic, seen, seconds)
@@ -330,3 +341,9 @@ class DeviceFleet:
     def _require_running(self) -> None:
         if self._stop.is_set() or self._services.signals.closed:
             raise Stopped
+
+
+def sweep_uploads(services: Services) -> None:
+    """Removes part files of tasks that nobody may answer any more."""
+    known = services.part_files.known()  # before what is live is looked up: a task may come in between
+    services.part_files.forget(known - services.database.read(rounds.live_ids))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from sqlalchemy import func, select
 
-from coordinator.db import events
+from coordinator.db import events, rounds
 from coordinator.db.store import Database
 from coordinator.db.tables import tasks, updates
 from coordinator.device_api import uploads
@@ -356,6 +356,41 @@ def test_a_result_for_a_closed_round_is_refused(tmp_path: Path, database: Databa
         assert [each.task.message.client for each in told] == ["b"]
         opened.fleet.cancel([each for each in opened.tasks if each.message.client == "a"])
         assert opened.part_files() == []
+
+
+def test_of_a_result_whose_round_closes_while_it_is_stored_nothing_is_kept(
+    opened_on_each: OpenRound, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = opened_on_each
+    services = opened.world.services
+    device, task, payload = opened.leased("a")
+    adopt = services.blobs.adopt
+
+    def closed_meanwhile(file: Path, digest: str) -> None:
+        adopt(file, digest)
+        services.database.write(lambda at: rounds.close_round(at, "r", 1)).result()
+
+    monkeypatch.setattr(services.blobs, "adopt", closed_meanwhile)
+    with pytest.raises(Refused, match="round_closed"):
+        device.upload(task, payload)
+    assert (opened.update_blobs(), opened.part_files()) == (0, [])
+
+
+def test_what_a_round_will_send_is_not_removed_before_its_tasks_name_it(opened: OpenRound) -> None:
+    services = opened.world.services
+    fleet = DeviceFleet(services, opened.world.start_run("s"), patience_seconds=0)
+    model = fleet.model(PARAMS, {"control": {"w": PARAMS["w"]}})
+
+    def another_run_that_came_to_the_same_bytes_is_done_with_them() -> int:
+        folder = services.settings.home / "blobs"
+        with services.blobs.naming:
+            services.blobs.remove([path.name for path in folder.iterdir()])
+        return len(list(folder.iterdir()))
+
+    assert another_run_that_came_to_the_same_bytes_is_done_with_them() == 2
+    run_plan = RunPlan(7, 3, presets.get("fedavg"), LocalWork(4, 0.1, None, 1), ("w",), clients_per_round=2)
+    fleet.submit(plan.tasks_for(("a",), 1, model.base, run_plan), model, opened.terms)
+    assert another_run_that_came_to_the_same_bytes_is_done_with_them() == 0
 
 
 def test_after_the_deadline_nothing_is_taken_and_the_missing_are_silent(opened_on_each: OpenRound) -> None:
