@@ -92,6 +92,7 @@ class Federation(Section):
     over_select: Annotated[float, Field(ge=1, le=10)] = 1.0
     deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
     min_updates: Annotated[int, Field(ge=1)] = 1
+    max_examples: Annotated[int, Field(ge=1, le=2**53)] | None = None
 
 
 class Local(Section):

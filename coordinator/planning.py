@@ -27,6 +27,7 @@ def run_plan(experiment: Experiment, trainable: Sequence[str], clients_per_round
         over_select=federation.over_select,
         deadline_seconds=federation.deadline_seconds,
         min_updates=federation.min_updates,
+        max_examples=federation.max_examples,
     )
 
 

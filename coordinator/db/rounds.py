@@ -90,7 +90,7 @@ def find_round(connection: Connection, run: str, number: int) -> RoundRow | None
         state=row.state,
         wanted=row.wanted,
         population=row.population,
-        expected=Expected(shapes, row.expected["payload_limit_bytes"]),
+        expected=Expected(shapes, row.expected["payload_limit_bytes"], row.expected.get("max_examples")),
         started_at=row.started_at,
         deadline_at=row.deadline_at,
     )
@@ -101,6 +101,7 @@ def open_round(connection: Connection, opened: RoundRow, base: str) -> None:
     expected = {
         "shapes": {name: list(shape) for name, shape in opened.expected.shapes.items()},
         "payload_limit_bytes": opened.expected.payload_limit_bytes,
+        "max_examples": opened.expected.max_examples,
     }
     connection.execute(
         insert(rounds).values(

@@ -177,7 +177,7 @@ def _asked(run_plan: RunPlan, fleet: Fleet, number: int, model: Model, emit: Emi
 def _terms(run_plan: RunPlan, model: Model, population: int) -> Terms:
     trainable = picked({name: (model.params, name) for name in run_plan.trainable})
     return Terms(
-        expected=intake.expected_of(trainable, model.streams),
+        expected=intake.expected_of(trainable, model.streams, run_plan.max_examples),
         wanted=run_plan.clients_per_round,
         deadline_seconds=run_plan.deadline_seconds,
         population=population,

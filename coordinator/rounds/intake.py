@@ -31,6 +31,7 @@ Reason = Literal[
     "stale_base",
     "wrong_task",
     "no_examples",
+    "too_many_examples",
     "missing_tensor",
     "extra_tensor",
     "misnamed_tensor",
@@ -54,19 +55,25 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a result of this round must hold: tensor name -> shape, all float32, and its largest size."""
+    """What a result of this round must hold: tensor name -> shape, all float32, and its largest size.
+
+    `max_examples`: the most examples it may claim, and so its most weight in the mean; None: any.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
     payload_limit_bytes: int
+    max_examples: int | None = None
 
 
-def expected_of(trainable: Tensors, streams: Mapping[str, Tensors]) -> Expected:
+def expected_of(
+    trainable: Tensors, streams: Mapping[str, Tensors], max_examples: int | None = None
+) -> Expected:
     """The expectation for updates of `trainable` with the client rule's `streams`."""
     tensors = joined({DELTA: trainable, **streams})
     shapes = {name: shape_of(tensors, name) for name in tensors}
     size = sum(4 * math.prod(shape) for shape in shapes.values())
     names = sum(len(name) + 128 for name in tensors)
-    return Expected(shapes, size + names + _HEADROOM_BYTES)
+    return Expected(shapes, size + names + _HEADROOM_BYTES, max_examples)
 
 
 def check(payload: Payload, task: Task, expected: Expected) -> Update | Rejection:
@@ -85,7 +92,7 @@ def check(payload: Payload, task: Task, expected: Expected) -> Update | Rejectio
         said = result_header(header.values)
     except arrays.Malformed as error:
         return no("malformed", str(error))
-    refused = _wrong_task(said, task) or _wrong_tensors(header.tensors, expected)
+    refused = _wrong_task(said, task) or _too_many(said, expected) or _wrong_tensors(header.tensors, expected)
     if refused:
         return no(*refused)
     tensors = StoredArrays(payload, header)
@@ -160,6 +167,15 @@ def _wrong_task(said: ResultHeader, task: Task) -> tuple[Reason, str] | None:
             f"its training loss is {said.train_loss}; lower the learning rate or check the data",
         )
     return None
+
+
+def _too_many(said: ResultHeader, expected: Expected) -> tuple[Reason, str] | None:
+    if expected.max_examples is None or said.num_examples <= expected.max_examples:
+        return None
+    return (
+        "too_many_examples",
+        f"it says {said.num_examples} examples, this run takes at most {expected.max_examples} of a client",
+    )
 
 
 def _wrong_tensors(sent: Mapping[str, arrays.Slot], expected: Expected) -> tuple[Reason, str] | None:

@@ -38,6 +38,7 @@ class RunPlan:
         over_select: how many times as many clients are asked, >= 1.
         deadline_seconds: on the fleet's clock, from the start of the round.
         min_updates: quorum at the deadline; with fewer the round changes nothing.
+        max_examples: the most that one client may claim; None: any.
     """
 
     seed: int
@@ -49,6 +50,7 @@ class RunPlan:
     over_select: float = 1.0
     deadline_seconds: float = 600.0
     min_updates: int = 1
+    max_examples: int | None = None
 
 
 @dataclass(frozen=True)

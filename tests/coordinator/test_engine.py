@@ -159,6 +159,11 @@ def test_a_client_may_be_refused_first_and_accepted_later() -> None:
     assert runs.bits(last) == runs.bits(once)
 
 
+def test_a_client_that_claims_more_examples_than_the_plan_allows_is_left_out() -> None:
+    _, seen = runs.run(run_plan(rounds=1, max_examples=1), everyone(3))
+    assert seen.records[0].rejections == {"too_many_examples": 3}
+
+
 def test_rejections_are_counted_by_reason_and_told_in_words() -> None:
     fleet = fleet_of(faulty("nan"), faulty("nan"), faulty("wrong_shape"), faulty("no_examples"), honest(9.0))
     _, seen = runs.run(run_plan(rounds=1, clients_per_round=5), fleet)

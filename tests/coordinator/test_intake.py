@@ -27,7 +27,7 @@ from tests.support.payloads import entry, parsed, raw
 MODEL: Params = {"fc.bias": np.zeros(2, np.float32), "fc.weight": np.zeros((2, 3), np.float32)}
 TASK = task()
 HONEST = update(MODEL)
-EXPECTED = intake.expected_of(MODEL, {})
+EXPECTED = intake.expected_of(MODEL, {}, max_examples=1000)
 
 
 def check(payload: bytes, *, expected: Expected = EXPECTED) -> Any:
@@ -105,6 +105,11 @@ CASES: dict[str, tuple[bytes, Reason, str]] = {
         sent(num_steps=0),
         "no_examples",
         "it says 10 examples and 0 steps, at least 1 is expected",
+    ),
+    "more examples than the run lets anybody claim": (
+        sent(num_examples=1001),
+        "too_many_examples",
+        "it says 1001 examples, this run takes at most 1000 of a client",
     ),
     "a tensor short": (
         sent(tensors={"fc.bias": HONEST.delta["fc.bias"]}),
@@ -187,6 +192,7 @@ def test_the_first_thing_wrong_is_what_is_told() -> None:
         refused(sent(task_changes={"base": "c", "round": 1}, num_examples=0, tensors=names_too)),
         refused(sent(task_changes={"round": 1}, num_examples=0, tensors=names_too)),
         refused(sent(num_examples=0, tensors=names_too)),
+        refused(sent(num_examples=1001, tensors=names_too)),
         refused(sent(tensors=names_too)),
         refused(sent(tensors=dtype_too)),
         refused(sent(tensors=wrong_shape_and_nan)),
@@ -194,7 +200,7 @@ def test_the_first_thing_wrong_is_what_is_told() -> None:
     ]  # fmt: skip
     assert [reason for reason, _ in order] == [
         "oversized", "malformed", "stale_base", "wrong_task", "no_examples",
-        "misnamed_tensor", "wrong_dtype", "wrong_shape", "non_finite",
+        "too_many_examples", "misnamed_tensor", "wrong_dtype", "wrong_shape", "non_finite",
     ]  # fmt: skip
 
 

@@ -40,14 +40,23 @@ PARAMS: Params = {"frozen": np.ones(1, np.float32), "w": np.linspace(-1, 1, 60_0
 class OpenRound:
     """A round of run `r` with devices `a` and `b`, and what they would answer."""
 
-    def __init__(self, world: World, wanted: int = 2, devices: tuple[str, ...] = ("a", "b")) -> None:
+    def __init__(
+        self,
+        world: World,
+        wanted: int = 2,
+        devices: tuple[str, ...] = ("a", "b"),
+        max_examples: int | None = None,
+    ) -> None:
         self.world = world
         self.devices = {name: world.enrol(name) for name in devices}
         self.fleet = DeviceFleet(world.services, world.start_run("r"), patience_seconds=0)
         for device in self.devices.values():
             device.check_in()
         self.terms = Terms(
-            intake.expected_of({"w": PARAMS["w"]}, {}), wanted, deadline_seconds=600, population=2
+            intake.expected_of({"w": PARAMS["w"]}, {}, max_examples),
+            wanted,
+            deadline_seconds=600,
+            population=2,
         )
         self.submit(self.fleet)
 
@@ -374,6 +383,14 @@ def test_of_a_result_whose_round_closes_while_it_is_stored_nothing_is_kept(
     with pytest.raises(Refused, match="round_closed"):
         device.upload(task, payload)
     assert (opened.update_blobs(), opened.part_files()) == (0, [])
+
+
+def test_no_device_claims_more_examples_than_its_round_allows(tmp_path: Path, database: Database) -> None:
+    with serving(tmp_path, database) as world:
+        device, task, payload = OpenRound(world, max_examples=9).leased("a")
+        with pytest.raises(Refused) as refused:
+            device.upload(task, payload)
+        assert (refused.value.status, refused.value.code) == (422, "too_many_examples")
 
 
 def test_what_a_round_will_send_is_not_removed_before_its_tasks_name_it(opened: OpenRound) -> None:

@@ -59,6 +59,7 @@ def test_the_reference_shows_every_key_with_its_default() -> None:
     for key in OF_OTHERS:
         del document["data"][key]
     del document["model"]["init"]
+    del document["federation"]["max_examples"], document["simulation"]["names"]
     assert experiment.resolve(document, "docs/experiment.md") == experiment.resolve({}, "defaults")
 
 
