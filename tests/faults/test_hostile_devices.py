@@ -128,11 +128,9 @@ def _played(play: Any, device: RawDevice, target: Target) -> Answer | None:
 
 def _honest_is_in(made: Arena, run: str) -> None:
     """Waits for the honest result, so that whatever is stored from now on is of an attacker."""
-    stream = made.fleet.client.events(f"/events?run={run}")
-    with closing(stream):
-        for event in stream:
-            if event["event"] == "update_accepted":
-                return
+    for event in made.fleet.client.events(f"/events?run={run}"):
+        if event["event"] == "update_accepted":
+            return
 
 
 def _stored(made: Arena) -> list[Any]:

@@ -239,7 +239,10 @@ def test_a_body_names_nobody(gate: Gate) -> None:
     mine, theirs = gate.arena.enrol(2)
     said = wire.to_json(gate.arena.said(device_class="mine")) | {"device": theirs.id, "id": theirs.id}
     assert mine.post("/checkin", said).status == 200
-    seen = {each["id"]: each["last_seen_at"] for each in gate.arena.fleet.client.get("/devices?limit=1000")["devices"]}
+    seen = {
+        each["id"]: each["last_seen_at"]
+        for each in gate.arena.fleet.client.get("/devices?limit=1000")["devices"]
+    }
     assert seen[mine.id] is not None
     assert seen[theirs.id] is None
 

@@ -176,7 +176,8 @@ def readings(seed: int = 3, rows: int = 40) -> dict[str, Any]:
 
 def add_honest(arena: Arena, name: str = "honest") -> Daemon:
     """A daemon that does what it is asked, started."""
-    daemon = arena.fleet.add(name, honest_config(), readings(), group=HONEST_GROUP)
+    daemon = arena.fleet.add(name, honest_config(), group=HONEST_GROUP)
+    arena.fleet.give(name, readings())
     daemon.start()
     return daemon
 
