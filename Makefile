@@ -8,6 +8,8 @@ CONSTRAINED_STAMP := .venv-constrained/.installed
 # Several processes with several threads each fight over the cores; workers and tests have one thread.
 export OMP_NUM_THREADS ?= 1
 export TF_CPP_MIN_LOG_LEVEL ?= 3
+# Compiled once: the tests start hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
 SOURCES := coordinator edge_client strategies models tests fedloop.py _fedloop_command.py
 
 .PHONY: help setup constrained demo demo-fleet test check bench clean
