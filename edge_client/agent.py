@@ -11,7 +11,6 @@ be wrong by weeks.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import select
@@ -19,6 +18,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from edge_client.execute import Executor, heartbeat
 from edge_client.identity import Identity
 from edge_client.state import State
 from edge_client.steps import (
+    LONGEST_SLEEP_SECONDS,
     AskIn,
     Current,
     Deliver,
@@ -57,6 +58,7 @@ from edge_client.transport import (
     WrongClock,
 )
 from edge_client.wire.device import WIRE, CheckIn, CheckInAnswer, Decline, TaskOffer
+from edge_client.wire.strict import printable
 
 LOOK_SECONDS = 5.0
 """How often conditions are read again during training."""
@@ -64,12 +66,21 @@ LOOK_SECONDS = 5.0
 CLOCK_TOLERANCE_SECONDS = 300.0
 """Beyond this the coordinator's clock is believed instead of this machine's."""
 
+SOON_SECONDS, SOON_FOR_SECONDS = 5.0, 60.0
+"""A coordinator that counted on this device and went away is most likely being started again: for the first minute
+it is asked at least this often."""
+
 _RENEW_AGAIN_SECONDS = 3600.0
+_FINAL = ("revoked", "unknown_device")
 
 _HOLD_PAUSE_SECONDS = 0.02
 """Between two held check-ins: a coordinator that does not wait as asked is not to be asked in a tight loop."""
 
 Cause = Literal["ending", "paused", "unwanted", "ineligible", "opted_out", "deadline"]
+
+
+class Ending(BaseException):
+    """Raised by a signal handler in the midst of whatever the daemon does: it is safe to end anywhere."""
 
 
 class Wake:
@@ -80,7 +91,7 @@ class Wake:
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def set(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # so full of wakes that one more does not matter
+        with suppress(BlockingIOError):  # so full of wakes that one more does not matter
             os.write(self._write, b".")
 
     def wait(self, seconds: float) -> bool:
@@ -128,8 +139,9 @@ class Agent:
         self._poll: _Poll | None = None
         self._certificate_expired = False
         self._renew_not_before = 0.0
-        self._clock_error: float | None = None
+        self._heard_clock: tuple[float, float] | None = None
         self._hold = False
+        self._held_until: float | None = None
         self._checkin_at = 0.0
         self._retry_at = 0.0
         self._status = status.Writer(executor.config.state_dir, surroundings.wall)
@@ -139,17 +151,22 @@ class Agent:
         self._ending = True
         self._wake.set()
 
+    @property
+    def is_ending(self) -> bool:
+        return self._ending
+
     def run(self) -> None:
-        """Works until `end`.
+        """Works until `end`, or until a signal handler raises Ending.
 
         Raises:
             Stopped: it was revoked, or cannot go on for another reason a person must mend.
             UserMistake: it was never enrolled.
         """
-        self.begin()
         try:
-            while not self._ending:
-                self.tick()
+            self.begin()
+            with suppress(Ending):
+                while not self._ending:
+                    self.tick()
             self._tell("stopped", "ended")
         except Stopped as error:
             self._tell("stopped", str(error))
@@ -161,27 +178,26 @@ class Agent:
     def tick(self) -> None:
         """Does the next steps, up to the first that fails."""
         self._around.notify("WATCHDOG=1")
-        current, desired = self._look()
-        for step in next_steps(current, desired):
-            if self._ending:
-                return
-            try:
+        try:
+            for step in next_steps(*self._look()):
+                if self._ending:
+                    return
                 self._take(step)
-            except Cancelled:
-                return
-            except (Unreachable, ServerRefused, CertificateExpired) as error:
-                self._failed(error)
-                return
-            except (OSError, sqlite3.Error) as error:
-                self._failed(Unreachable(f"this device's disk: {error}"))
-                return
+        except Cancelled:
+            return
+        except (Unreachable, ServerRefused, CertificateExpired) as error:
+            self._failed(error)
+        except (OSError, sqlite3.Error) as error:
+            self._failed(Unreachable(f"this device's disk: {error}"))
+            # Looking may be what failed, so that the next tick would not sleep.
+            self._wake.wait(self._retry_at - self._around.now())
 
     def begin(self) -> None:
         self._identity = identity.load(self._do.config.state_dir)
         if self._identity is None:
             raise UserMistake("this device is not enrolled; run `fedloop-edge enroll URL TOKEN`")
         for lost in self._do.sweep():
-            self._do.ledger.outcome(lost.task, "lost on this device's disk", self._wall())
+            self._do.ledger.outcome(lost, "lost on this device's disk", self._wall())
         offer = self._do.state.task()
         self._held = Held(offer) if offer is not None else None
         self._connect()
@@ -241,7 +257,7 @@ class Agent:
     def _renew(self, expired: bool) -> None:
         """A date that nobody vouched for renews nothing: first the coordinator's clock is heard."""
         assert self._identity is not None
-        if self._clock_error is None and not expired:
+        if self._heard_clock is None and not expired:
             self._hear_clock()
             return
         self._tell("renewing", "asks for the next certificate")
@@ -250,10 +266,13 @@ class Agent:
         try:
             self._identity = identity.renew(state_dir, self._identity, expired=expired, proxy=proxy)
         except ServerRefused as refused:
-            if refused.code in ("revoked", "unknown_device") or (expired and not refused.passing):
+            # Any other refusal may come from somebody between, or pass: a fleet is not to lock itself out.
+            if refused.code in _FINAL:
                 raise Stopped(
                     f"the coordinator renews this device's certificate no more: {refused}"
                 ) from None
+            if expired:
+                raise
             self._put_off_renewal(str(refused))
             return
         except Unreachable as error:
@@ -284,11 +303,16 @@ class Agent:
         error = date - self._around.wall()
         if abs(error) > CLOCK_TOLERANCE_SECONDS:
             self._status.note(clock_words(-error))
-        self._clock_error = error
+        self._heard_clock = date, self._around.now()
 
     def _wall(self) -> float:
-        error = self._clock_error or 0.0
-        return self._around.wall() + (error if abs(error) > CLOCK_TOLERANCE_SECONDS else 0.0)
+        """The date: the coordinator's, carried on by the clock that never jumps, where this machine's differs much."""
+        own = self._around.wall()
+        if self._heard_clock is None:
+            return own
+        date, heard_at = self._heard_clock
+        told = date + self._around.now() - heard_at
+        return told if abs(told - own) > CLOCK_TOLERANCE_SECONDS else own
 
     def _connect(self) -> None:
         assert self._identity is not None
@@ -311,15 +335,12 @@ class Agent:
         if self._poll is None:
             self._poll = _Poll(self._do, self._linked(), self._message(wait_seconds), self._wake)
         # Woken without an answer: a person or a signal wants something. The answer is heeded when it comes.
-        self._wake.wait(wait_seconds + transport.SILENCE_SECONDS)
+        self._wake.wait(min(wait_seconds + transport.SILENCE_SECONDS, LONGEST_SLEEP_SECONDS))
 
     def _heed_poll(self) -> None:
         poll, self._poll = self._poll, None
         assert poll is not None
-        try:
-            self._heed(poll.answer())
-        except (Unreachable, ServerRefused, CertificateExpired) as error:
-            self._failed(error)
+        self._heed(poll.answer())
 
     def _heed(self, answered: tuple[CheckInAnswer, float | None]) -> None:
         answer, date = answered
@@ -327,7 +348,9 @@ class Agent:
         self._heard(date)
         self._hold = answer.hold and not self._desired().ineligible
         self._checkin_at = self._around.now() + (
-            _HOLD_PAUSE_SECONDS if self._hold else max(1.0, answer.next_seconds)
+            _HOLD_PAUSE_SECONDS
+            if self._hold
+            else min(max(1.0, answer.next_seconds), transport.LONGEST_WAIT_SECONDS)
         )
         if answer.stop and self._held is not None:
             self._do.give_back(None, self._held.offer, None)
@@ -364,6 +387,9 @@ class Agent:
                 raise
             self._refuse(offer, Decline("failed", f"its files are gone: {refused.words}"))
             raise Cancelled from None
+        except TrainingFailed as failure:
+            self._refuse(offer, failure.decline)
+            raise Cancelled from None
         except Unreachable:
             self._held = Held(offer)  # by the next time it may have been given to others
             raise
@@ -381,7 +407,7 @@ class Agent:
                 self._interrupted(offer, watch.cause, str(interrupted))
                 raise Cancelled from None
             except TrainingFailed as failure:
-                self._refuse(offer, failure.decline)
+                self._refuse(offer, failure.decline, failure.words)
                 raise Cancelled from None
             except OSError as error:
                 self._refuse(
@@ -430,8 +456,9 @@ class Agent:
     def surroundings(self) -> Surroundings:
         return self._around
 
-    def _refuse(self, offer: TaskOffer, decline: Decline) -> None:
-        self._status.note(f"{offer.run_name}, round {offer.round} not done: {decline.words}")
+    def _refuse(self, offer: TaskOffer, decline: Decline, words: str | None = None) -> None:
+        """`words`: for this device's owner, where they say more than the coordinator is told."""
+        self._status.note(f"{offer.run_name}, round {offer.round} not done: {words or decline.words}")
         state = self._held.state if self._held is not None else "unconfirmed"
         self._held = Held(offer, state, decline)
 
@@ -459,22 +486,34 @@ class Agent:
     def _succeeded(self) -> None:
         self._backoff.succeeded()
         self._retry_at = 0.0
+        self._held_until = None
         self._status.reached()
 
     def _failed(self, error: Exception) -> None:
         """Says when the coordinator is asked again, or that it makes no sense."""
         at_least = error.retry_after if isinstance(error, ServerRefused) else None
-        if isinstance(error, ServerRefused) and error.code in ("revoked", "unknown_device"):
+        if isinstance(error, ServerRefused) and error.code in _FINAL:
             raise Stopped(
                 f"the coordinator takes this device no more: {error.words} ({error.code})"
             ) from None
-        if isinstance(error, CertificateExpired) or getattr(error, "code", "") in ("expired", "not_yet_valid"):
+        if isinstance(error, CertificateExpired) or getattr(error, "code", "") in (
+            "expired",
+            "not_yet_valid",
+        ):
             self._certificate_expired = True
         elif getattr(error, "code", "") == "wire_version":
             at_least = 600.0
-        self._retry_at = self._around.now() + self._backoff.failed(at_least)
+        self._retry_at = self._around.now() + self._backoff.failed(at_least, at_most=self._soon())
         words = self._clock_diagnosis(error) if isinstance(error, WrongClock) else str(error)
         self._tell("unreachable", f"{words}; tries again in {self._retry_at - self._around.now():.0f} s")
+
+    def _soon(self) -> float | None:
+        """The longest wait while the coordinator is expected back, None otherwise."""
+        now = self._around.now()
+        if self._hold and self._held_until is None:
+            self._held_until = now
+        near = self._held_until is not None and now - self._held_until < SOON_FOR_SECONDS
+        return SOON_SECONDS if near else None
 
     def _clock_diagnosis(self, error: WrongClock) -> str:
         assert self._identity is not None
@@ -485,7 +524,7 @@ class Agent:
         return clock_words(-behind)
 
     def _tell(self, state: str, words: str, offer: TaskOffer | None = None) -> None:
-        self._around.notify(f"STATUS={state}: {words}")
+        self._around.notify(f"STATUS={state}: {printable(words)}")
         self._status.write(state, words, offer)
 
 

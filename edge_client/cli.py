@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from edge_client.config import EdgeConfig, Loaded, load
+from edge_client.config import FILE_VARIABLE, PREFIX, EdgeConfig, Loaded, load, usual_file
 from edge_client.errors import Stopped, UserMistake
 from edge_client.state import State, daemon_pid, lock
 from edge_client.transport import CertificateExpired, ServerRefused, Unreachable
@@ -36,6 +37,8 @@ config_app = typer.Typer(help="The configuration.", no_args_is_help=True, rich_m
 data_app = typer.Typer(help="The device's data sets.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
+
+_FULL_BYTES = 1_000_000
 
 AsJson = Annotated[bool, typer.Option("--json", help="For a script to read.")]
 Sure = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
@@ -55,6 +58,8 @@ def main() -> None:
         _fail(str(stopped), REFUSED_EXIT)
     except Unreachable as error:
         _fail(str(error), 1)
+    except sqlite3.Error as error:
+        _fail(f"the state folder's database: {error}; is its disk full? fedloop-edge doctor looks", 1)
     except OSError as error:
         _fail(str(error), 1)
 
@@ -143,7 +148,10 @@ def status(context: typer.Context, as_json: AsJson = False) -> None:
 
 @app.command()
 def doctor(context: typer.Context, as_json: AsJson = False) -> None:
-    """Looks for what keeps this device from working, and says how to mend it. Exit code 1 where something is not well."""
+    """Looks for what keeps this device from working, and says how to mend it.
+
+    Exit code 1 where something is not well. Example: fedloop-edge doctor
+    """
     from edge_client.doctor import examine
 
     checks = []
@@ -161,36 +169,43 @@ def doctor(context: typer.Context, as_json: AsJson = False) -> None:
 
 @app.command()
 def pause(context: typer.Context) -> None:
-    """Takes on no work until `resume`; what runs now is stopped and given back."""
+    """Takes on no work until `resume`; what runs now is stopped and given back. Example: fedloop-edge pause"""
     _set_paused(context, True)
     typer.echo("paused; `fedloop-edge resume` goes on")
 
 
 @app.command()
 def resume(context: typer.Context) -> None:
-    """Takes on work again."""
+    """Takes on work again. Example: fedloop-edge resume"""
     _set_paused(context, False)
     typer.echo("resumed")
 
 
 @app.command()
 def leave(context: typer.Context, sure: Sure = False) -> None:
-    """Ends this device's membership: tells the coordinator, then removes key, certificate and files of runs."""
+    """Ends this device's membership: tells the coordinator, then removes key, certificate and files of runs.
+
+    The ledger is kept. Example: fedloop-edge leave --yes
+    """
     from edge_client import identity
 
     config = _config(context)
     with _alone(config.state_dir):
-        who = identity.load(config.state_dir)
-        if who is None:
-            raise UserMistake("this device is not enrolled")
-        _confirm(sure, f"Leave {who.url} and remove this device's key?")
         try:
+            who = identity.load(config.state_dir)
+        except UserMistake as damaged:
+            typer.echo(f"{damaged}", err=True)
+            _confirm(sure, "Remove what is left of this device's identity?")
+            where = "the coordinator, which was not told"
+        else:
+            if who is None:
+                raise UserMistake("this device is not enrolled")
+            _confirm(sure, f"Leave {who.url} and remove this device's key?")
             _tell_leaving(config, who)
-        except (Unreachable, ServerRefused, CertificateExpired) as error:
-            typer.echo(f"the coordinator was not told ({error}); it may revoke {who.device}", err=True)
+            where = who.url
         _wipe_work(config)
         identity.wipe(config.state_dir)
-    typer.echo(f"left {who.url}; the ledger is kept: fedloop-edge ledger")
+    typer.echo(f"left {where}; the ledger is kept: fedloop-edge ledger")
 
 
 @app.command()
@@ -237,7 +252,10 @@ def opt_out(
 
 @app.command()
 def wipe(context: typer.Context, sure: Sure = False) -> None:
-    """Removes all files of runs, results that wait and the client rules' states; identity and ledger stay."""
+    """Removes all files of runs, results that wait and the client rules' states; identity and ledger stay.
+
+    Example: fedloop-edge wipe --yes
+    """
     config = _config(context)
     with _alone(config.state_dir):
         _confirm(sure, "Remove all files of runs, also results that were not delivered yet?")
@@ -258,14 +276,21 @@ def install_service(
     if user == system:
         raise UserMistake("give exactly one of --user and --system")
     scope: service.Scope = "user" if user else "system"
-    file, _ = context.obj
-    text = service.unit(scope, _config(context), file)
+    file, sets = context.obj
+    text = service.unit(scope, _config(context), file or usual_file(os.environ), sets)
+    for variable in sorted(each for each in os.environ if each.startswith(PREFIX) and each != FILE_VARIABLE):
+        typer.echo(f"note: {variable} is set here and not for the service; put it into its file", err=True)
     if only_print:
         typer.echo(text, nl=False)
         return
     path = service.install(scope, text)
     flag = "--user " if user else ""
     typer.echo(f"{path} installed; start it: systemctl {flag}enable --now fedloop-edge")
+    if system:
+        typer.echo(
+            "it runs as a user of its own: the data sets must be readable for it, by their mode or by "
+            "SupplementaryGroups= in `systemctl edit fedloop-edge`"
+        )
 
 
 @config_app.command("check")
@@ -287,15 +312,25 @@ def data_preview(
     name: Annotated[str | None, typer.Argument(help="Logical name; default: all.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Schema and row count of a configured data set, as a training would read it. Nothing leaves the device."""
+    """Schema and row count of a configured data set, as a training would read it. Nothing leaves the device.
+
+    Example: fedloop-edge data preview digits
+    """
     from edge_client import datasets
 
-    tables = _config(context).data
+    config = _config(context)
+    tables = config.data
+    if not tables:
+        raise UserMistake(
+            "no data set is configured; add a table [data.NAME] to the configuration (--config FILE): "
+            '[data.digits] with kind = "csv", path = "digits.csv" and label = "digit", for example'
+        )
     if name is not None and name not in tables:
         raise UserMistake(
             f"no data set {name!r} is configured; there are: {', '.join(sorted(tables)) or 'none'}"
         )
-    found = {each: datasets.preview(table) for each, table in tables.items() if name in (None, each)}
+    memory = config.limits.memory_bytes
+    found = {each: datasets.preview(table, memory) for each, table in tables.items() if name in (None, each)}
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     for each, view in found.items() if not as_json else ():
@@ -355,11 +390,14 @@ def _wake(config: EdgeConfig) -> None:
 
 
 def _tell_leaving(config: EdgeConfig, who: Any) -> None:
+    """It leaves all the same where nobody hears it."""
     from edge_client import transport
 
     link = transport.Link(who.url, transport.pinned(who.ca_pem, who.credentials), proxy=config.proxy)
     try:
         link.post("/leave", {})
+    except (Unreachable, ServerRefused, CertificateExpired) as error:
+        typer.echo(f"the coordinator was not told ({error}); it may revoke {who.device}", err=True)
     finally:
         link.close()
 
@@ -381,8 +419,12 @@ def _status_lines(document: dict[str, Any]) -> Iterator[str]:
     yield running + (", paused: fedloop-edge resume" if document["paused"] else "")
     if "state" in document:
         yield f"{document['state']}: {document['words']}"
+    if document["disk_free_bytes"] < _FULL_BYTES:
+        yield "the disk of the state folder is full: make room, then it goes on by itself"
+    if document["opted_out"]:
+        yield f"takes no part in: {', '.join(document['opted_out'])}"
     if document["results_waiting"]:
-        yield f"{document['results_waiting']} results wait to be delivered"
+        yield f"results that wait to be delivered: {document['results_waiting']}"
     for note in document.get("notes", ()):
         yield f"- {note}"
 

@@ -8,6 +8,7 @@
     deflate_uploads = false
     proxy = "http://proxy:3128"          # default: HTTPS_PROXY, with NO_PROXY
     outbox_bytes = 1_000_000_000         # most disk kept for results that wait to be delivered
+    download_bytes = 4_000_000_000       # most disk for models and artifacts
     [labels]
     site = "berlin"
     [limits]                             # of a training process
@@ -54,6 +55,7 @@ _PLAIN: dict[str, Any] = {
     "deflate_uploads": bool,
     "proxy": str,
     "outbox_bytes": int,
+    "download_bytes": int,
 }
 
 
@@ -73,6 +75,7 @@ class EdgeConfig:
     deflate_uploads: bool = False
     proxy: str = ""
     outbox_bytes: int = 1_000_000_000
+    download_bytes: int = 4_000_000_000
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def load(file: Path | None, environment: Mapping[str, str], sets: Sequence[str] 
     """
     wrong: list[str] = []
     given = {
-        **_from_file(file or _usual_file(environment), wrong),
+        **_from_file(file or usual_file(environment), wrong),
         **_from_environment(environment, wrong),
         **_from_flags(sets, wrong),
     }
@@ -113,7 +116,7 @@ def load(file: Path | None, environment: Mapping[str, str], sets: Sequence[str] 
     return Loaded(config, _origins(config, given))
 
 
-def _usual_file(environment: Mapping[str, str]) -> Path | None:
+def usual_file(environment: Mapping[str, str]) -> Path | None:
     """`FEDLOOP_EDGE_CONFIG`, else the person's own, else the machine's, where there is one."""
     if environment.get(FILE_VARIABLE):
         return Path(environment[FILE_VARIABLE])

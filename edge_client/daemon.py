@@ -1,6 +1,7 @@
 """The daemon as a process: its parts put together, its signals, its end.
 
-SIGTERM and SIGINT end it, exit code 0: the training process stops, the task stays in hand for a restart.
+SIGTERM and SIGINT end it at once, exit code 0, whatever it waits for: the training process stops, the task stays in
+hand for a restart. A SIGKILL would do no harm anywhere, so nothing needs to be waited for.
 SIGUSR1 and SIGHUP have it look again at once.
 """
 
@@ -14,7 +15,7 @@ from types import FrameType
 import sdnotify
 
 from edge_client import datasets, eligibility
-from edge_client.agent import Agent, Surroundings, Wake, message_of
+from edge_client.agent import Agent, Ending, Surroundings, Wake, message_of
 from edge_client.config import EdgeConfig
 from edge_client.execute import Executor
 from edge_client.ledger import Ledger
@@ -33,10 +34,13 @@ def run(config: EdgeConfig) -> None:
     """
     state = State(config.state_dir)
     wake = Wake()
-    agent = Agent(_executor(config, state), surroundings(config, sdnotify.SystemdNotifier().notify), wake)
+    around = surroundings(config, sdnotify.SystemdNotifier().notify, changed=wake.set)
+    agent = Agent(_executor(config, state), around, wake)
 
     def end(number: int, frame: FrameType | None) -> None:
-        agent.end()
+        if not agent.is_ending:
+            agent.end()
+            raise Ending
 
     def look(number: int, frame: FrameType | None) -> None:
         wake.set()
@@ -47,18 +51,24 @@ def run(config: EdgeConfig) -> None:
     signal.signal(signal.SIGHUP, look)
     try:
         agent.run()
+    except Ending:
+        pass  # before it began, or while it was ending for another reason
     finally:
         state.close()
 
 
-def surroundings(config: EdgeConfig, notify: Callable[[str], None]) -> Surroundings:
+def surroundings(
+    config: EdgeConfig, notify: Callable[[str], None], changed: Callable[[], None] = lambda: None
+) -> Surroundings:
     """What this machine has and senses."""
     found = installed_runtimes()
     return Surroundings(
         ineligible=lambda: eligibility.ineligible(
             config.conditions, eligibility.read_now(config.conditions, config.state_dir)
         ),
-        datasets=datasets.RowCounts(config.data, time.monotonic),
+        datasets=datasets.RowCounts(
+            config.data, time.monotonic, memory_bytes=config.limits.memory_bytes, changed=changed
+        ),
         runtimes={name: found[name] for name in config.runtimes if name in found},
         models=installed_models(),
         notify=notify,

@@ -1,7 +1,9 @@
 """Looking at the configured data sets, in a process of its own: readers of data are large, the daemon is small.
 
-python -m edge_client.datasets rows      < tables as JSON     {name: {"rows": 12} or {"problem": "…"}}
-python -m edge_client.datasets preview   < one table as JSON  {"schema": …, "rows": …}
+python -m edge_client.datasets rows BYTES     < tables as JSON     {name: {"rows": 12} or {"problem": "…"}}
+python -m edge_client.datasets preview BYTES  < one table as JSON  {"schema": …, "rows": …}
+
+BYTES of memory is all it may take, as a training that reads the same data.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -17,31 +20,65 @@ from typing import Any
 from edge_client import process
 from edge_client.connectors import DataConfig, DataProblem, open_data
 
-_SECONDS = 200.0  # less than the service's watchdog
+_SECONDS = 600.0
 RECOUNT_SECONDS = 3600.0
+PATIENCE_SECONDS = 10.0
+_PAUSE_SECONDS = 30.0
+"""Between two counts of data that changes all the time."""
 
 
 class RowCounts:
-    """Rows of each data set that can be read; counted again when its file changed, or after an hour."""
+    """Rows of each data set that can be read; counted again when its file changed, or after an hour.
 
-    def __init__(self, tables: Mapping[str, DataConfig], now: Callable[[], float]) -> None:
+    Counting is done beside: whoever asks waits for a little while and else gets what was counted before.
+    `changed` is called when later there is more to tell. For one thread.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, DataConfig],
+        now: Callable[[], float],
+        *,
+        memory_bytes: int = 0,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._tables = tables
         self._now = now
+        self._memory_bytes = memory_bytes
+        self._changed = changed
         self._counted_at = -RECOUNT_SECONDS
         self._seen: dict[str, Any] = {}
         self._rows: dict[str, int] = {}
+        self._counting: threading.Thread | None = None
 
     def __call__(self) -> Mapping[str, int]:
-        seen = {name: _stamp(table.path) for name, table in self._tables.items()}
-        if self._tables and (seen != self._seen or self._now() - self._counted_at >= RECOUNT_SECONDS):
-            self._rows = {name: found for name, found in look(self._tables).items() if isinstance(found, int)}
-            self._seen, self._counted_at = seen, self._now()
+        if self._counting is not None and not self._counting.is_alive():
+            self._counting = None
+        if self._counting is None and self._is_stale():
+            self._counted_at = self._now()
+            self._counting = threading.Thread(target=self._count, name="rows", daemon=True)
+            self._counting.start()
+            self._counting.join(PATIENCE_SECONDS)
         return self._rows
 
+    def _is_stale(self) -> bool:
+        seen = {name: _stamp(table.path) for name, table in self._tables.items()}
+        age = self._now() - self._counted_at
+        changed = seen != self._seen
+        self._seen = seen if age >= _PAUSE_SECONDS else self._seen
+        return bool(self._tables) and age >= (_PAUSE_SECONDS if changed else RECOUNT_SECONDS)
 
-def look(tables: Mapping[str, DataConfig]) -> dict[str, int | str]:
-    """Name -> training rows, or what is wrong with it."""
-    answer = _ask("rows", {name: _as_json(table) for name, table in tables.items()})
+    def _count(self) -> None:
+        found = look(self._tables, self._memory_bytes)
+        rows = {name: each for name, each in found.items() if isinstance(each, int)}
+        if rows != self._rows:
+            self._rows = rows
+            self._changed()
+
+
+def look(tables: Mapping[str, DataConfig], memory_bytes: int) -> dict[str, int | str]:
+    """Name -> training rows, or what is wrong with it. `memory_bytes`: most that reading may take; 0: any."""
+    answer = _ask("rows", {name: _as_json(table) for name, table in tables.items()}, memory_bytes)
     if "problem" in answer and not isinstance(answer["problem"], dict):
         return {name: str(answer["problem"]) for name in tables}
     return {
@@ -49,13 +86,13 @@ def look(tables: Mapping[str, DataConfig]) -> dict[str, int | str]:
     }
 
 
-def preview(table: DataConfig) -> dict[str, Any]:
+def preview(table: DataConfig, memory_bytes: int) -> dict[str, Any]:
     """Schema and first rows of a data set; `{"problem": …}` where it cannot be read."""
-    return _ask("preview", _as_json(table))
+    return _ask("preview", _as_json(table), memory_bytes)
 
 
-def _ask(what: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "edge_client.datasets", what]
+def _ask(what: str, document: Mapping[str, Any], memory_bytes: int) -> dict[str, Any]:
+    command = [sys.executable, "-P", "-m", "edge_client.datasets", what, str(memory_bytes)]
     try:
         done = subprocess.run(
             command,
@@ -71,6 +108,8 @@ def _ask(what: str, document: Mapping[str, Any]) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
+        if "MemoryError" in done.stderr or "bad_alloc" in done.stderr:
+            return {"problem": f"reading it needs more memory than limits.memory_bytes = {memory_bytes}"}
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         return {"problem": f"the reader of data failed: {last[0]}"}
     return answer
@@ -104,6 +143,8 @@ def _rows(document: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = {"rows": len(open_data(_from_json(table)).train())}
         except DataProblem as problem:
             found[name] = {"problem": str(problem)}
+        except MemoryError:
+            found[name] = {"problem": "reading it needs more memory than limits.memory_bytes"}
     return found
 
 
@@ -118,6 +159,8 @@ def _preview(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _main() -> None:
     process.die_with_parent()
+    process.step_back()
+    process.limit_memory(int(sys.argv[2]))
     out = process.own_stdout()
     document = json.load(sys.stdin)
     answer = _rows(document) if sys.argv[1] == "rows" else _preview(document)

@@ -17,6 +17,7 @@ from edge_client.train.resolve import installed_runtimes
 from edge_client.transport import CertificateExpired, Link, ServerRefused, Unreachable
 
 _LITTLE_DISK_BYTES = 500_000_000
+_RENEWED = "the daemon renews it by itself: fedloop-edge run"
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ def examine(config: EdgeConfig) -> Iterator[Check]:
     yield from _data(config)
     try:
         who = identity.load(config.state_dir)
-    except (OSError, ValueError, KeyError) as error:
-        yield Check("identity", False, f"cannot be read: {error}", "fedloop-edge leave, then enroll again")
+    except UserMistake as error:
+        yield Check("identity", False, str(error), "fedloop-edge leave, then enroll again")
         return
     if who is None:
         yield Check("identity", False, "not enrolled", "fedloop-edge enroll URL TOKEN")
@@ -86,7 +87,7 @@ def _data(config: EdgeConfig) -> Iterator[Check]:
             "data", False, "no data set is configured", "add a table [data.NAME] to the configuration"
         )
         return
-    for name, found in datasets.look(config.data).items():
+    for name, found in datasets.look(config.data, config.limits.memory_bytes).items():
         if isinstance(found, int):
             yield Check(f"data {name}", True, f"{found} rows")
         else:
@@ -97,23 +98,40 @@ def _coordinator(config: EdgeConfig, who: Identity) -> Iterator[Check]:
     link = Link(who.url, transport.pinned(who.ca_pem, who.credentials), proxy=config.proxy)
     try:
         date = link.date("/ca")
+        yield Check("coordinator", True, who.url)
+        yield _clock(date)
+        yield _membership(link, who, date)
     except CertificateExpired:
-        yield Check("certificate", False, "expired", "the daemon renews it by itself: fedloop-edge run")
-        return
+        yield Check("certificate", False, "expired", _RENEWED)
     except (Unreachable, ServerRefused) as error:
         yield Check("coordinator", False, str(error), "check the address, the network, the proxy")
         yield _clock(transport.unverified_date(who.url, config.proxy))
-        return
     finally:
         link.close()
-    yield Check("coordinator", True, who.url)
-    yield _clock(date)
+
+
+def _membership(link: Link, who: Identity, date: float | None) -> Check:
+    """Whether the coordinator takes this certificate: asked by a request that changes nothing there."""
+    try:
+        link.content(f"/blobs/{'0' * 64}")
+    except ServerRefused as refused:
+        if refused.code in ("revoked", "unknown_device"):
+            return Check("certificate", False, refused.words, "fedloop-edge leave, then enroll again")
+        if refused.code == "pending":
+            return Check("certificate", False, refused.words, "wait for it")
+        if refused.code in ("expired", "not_yet_valid"):
+            return Check("certificate", False, refused.words, _RENEWED)
+        if refused.code in ("no_certificate", "foreign_certificate"):
+            return Check(
+                "certificate",
+                False,
+                refused.words,
+                "something between takes the certificate away, or the coordinator was made anew",
+            )
+        if refused.passing:
+            raise
     left = who.not_after - (date if date is not None else time.time())
-    well = left > 0
-    words = f"valid for {left / 86_400:.0f} days more" if well else "expired"
-    yield Check(
-        "certificate", well, words, "" if well else "the daemon renews it by itself: fedloop-edge run"
-    )
+    return Check("certificate", True, f"taken, and valid for {left / 86_400:.0f} days more")
 
 
 def _clock(date: float | None) -> Check:

@@ -7,6 +7,7 @@ rule's state of a run in `rules/<run>`.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -21,8 +22,8 @@ from edge_client.config import EdgeConfig
 from edge_client.ledger import Ledger
 from edge_client.outbox import Outbox, OutboxFull, Waiting
 from edge_client.state import State
-from edge_client.train.process import Job, TrainingFailed
-from edge_client.transport import Link, ServerRefused, Unreachable, understood
+from edge_client.train.process import Done, Job, TrainingFailed
+from edge_client.transport import Link, ServerRefused, Unreachable, file_sha256, understood
 from edge_client.wire.device import (
     BlobRef,
     CheckIn,
@@ -31,7 +32,9 @@ from edge_client.wire.device import (
     EvaluationResult,
     TaskOffer,
     UploadStart,
+    to_json,
 )
+from edge_client.wire.strict import printable
 
 FORGET_BLOBS_SECONDS = 600.0
 """A run that gave no work for so long, while the coordinator holds this device for none, is over: its files go."""
@@ -53,6 +56,11 @@ _ABOUT_US = {
 }
 """Codes that say nothing about the task: it may be taken once they are mended."""
 
+_LONGEST_BEAT_SECONDS = 600.0
+_SPARE_BYTES = 4_000_000
+"""Disk that downloads leave for the daemon's own files."""
+
+_LARGEST = 2**53
 _LATE_SECONDS = 3600.0
 """A result that the coordinator cannot take so long after its round is over is given up."""
 
@@ -60,7 +68,7 @@ _LATE_SECONDS = 3600.0
 class Training(Protocol):
     """`edge_client.train.process.TrainingProcess`, or what a test puts in its place."""
 
-    def run(self, job: Job, keep_going: Callable[[], str | None]) -> object:
+    def run(self, job: Job, keep_going: Callable[[], str | None]) -> Done:
         """Raises Interrupted or TrainingFailed."""
 
     def close(self) -> None: ...
@@ -82,7 +90,7 @@ class Executor:
         answer = link.post("/checkin", message, wait_seconds=message.wait_seconds)
         parsed = understood(CheckInAnswer, answer)
         if parsed.task is not None:
-            _check_names(parsed.task)
+            parsed = replace(parsed, task=_sound(parsed.task))
         # Deflated uploads came with 1.2.
         self.deflate = self.config.deflate_uploads and parsed.wire not in ("1.0", "1.1")
         return parsed, answer.date
@@ -93,12 +101,23 @@ class Executor:
         self._clean_work(keep=offer.task)
 
     def fetch(self, link: Link, offer: TaskOffer, going: Callable[[], None]) -> None:
-        """Everything the task needs, from the coordinator or from before."""
+        """Everything the task needs, from the coordinator or from before.
+
+        Raises:
+            TrainingFailed: it is more than this device's disk holds, or may hold.
+        """
         folder = self._folder("blobs")
-        needed = [ref for ref in (offer.params, offer.streams, offer.artifact, offer.manifest) if ref]
+        needed = _needed(offer)
         self._drop_blobs(keep=self.state.blobs_in_use())
+        self._require_room(offer, needed, folder)
         for ref in needed:
-            link.download(ref, folder / ref.sha256, going=going)
+            try:
+                link.download(ref, folder / ref.sha256, going=going)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                (folder / f"{ref.sha256}.part").unlink(missing_ok=True)
+                raise TrainingFailed("limits", f"this device's disk: {error.strerror}") from None
 
     def work(
         self, offer: TaskOffer, keep_going: Callable[[], str | None], now: Callable[[], float]
@@ -114,13 +133,15 @@ class Executor:
         folder = self._folder("work") / offer.task
         folder.mkdir(exist_ok=True, mode=0o700)
         job = self._job(offer, folder)
-        self.training.run(job, keep_going)
+        done = self.training.run(job, keep_going)
         if offer.kind == "evaluate":
             self._complete_evaluation(offer, job.result)
         state_out = job.state_out if offer.kind == "train" else None
         deflate = self.deflate and offer.kind == "train"
         try:
-            _, gone = self.outbox.store(offer, job.result, state_out, deflate=deflate, now=now())
+            _, gone = self.outbox.store(
+                offer, job.result, state_out, treated=done.treated, deflate=deflate, now=now()
+            )
         except OutboxFull as error:
             raise TrainingFailed("limits", str(error)) from None
         shutil.rmtree(folder, ignore_errors=True)
@@ -141,10 +162,10 @@ class Executor:
             late = now() > waiting.closes_at + _LATE_SECONDS
             if refused.code in _ABOUT_US or (refused.passing and not late):
                 raise
-            self.ledger.outcome(waiting.task, f"refused: {refused.words} ({refused.code})", now())
+            self.ledger.outcome(waiting, f"refused: {refused.words} ({refused.code})", now())
             self.outbox.drop(waiting)
             return f"dropped: {refused.words} ({refused.code})"
-        self.ledger.outcome(waiting.task, "delivered", now())
+        self.ledger.outcome(waiting, "delivered", now())
         self.outbox.accepted(waiting, self._rule_state(waiting.run))
         return "delivered"
 
@@ -175,8 +196,14 @@ class Executor:
         self._drop_blobs(keep=self.state.blobs_in_use())
 
     def sweep(self) -> list[Waiting]:
-        """After a start: whatever a crash left half done goes; results that were lost on disk."""
+        """After a start: whatever a crash left half done goes; results that were lost on disk.
+
+        Downloads are not made durable, which would cost each round: after a power cut one may be there in name only.
+        """
         lost = self.outbox.sweep()
+        for path in self._folder("blobs").iterdir():
+            if path.suffix != ".part" and file_sha256(path) != path.name:
+                path.unlink()
         offer = self.state.task()
         self._clean_work(keep=offer.task if offer is not None else None)
         return lost
@@ -241,6 +268,24 @@ class Executor:
         folder.mkdir(exist_ok=True, mode=0o700)
         return folder
 
+    def _require_room(self, offer: TaskOffer, needed: list[BlobRef], folder: Path) -> None:
+        """Sizes are the coordinator's word; they are weighed before the first byte is asked for."""
+        wanted, most = sum(ref.size_bytes for ref in needed), self.config.download_bytes
+        if wanted > most:
+            raise TrainingFailed(
+                "limits", f"its files take {wanted} bytes, this device's download_bytes is {most}"
+            )
+        if wanted + sum(path.stat().st_size for path in folder.iterdir()) > most:
+            self._drop_blobs(keep={ref.sha256 for ref in needed})
+        have = sum(_size(folder / name) for ref in needed for name in (ref.sha256, f"{ref.sha256}.part"))
+        result = offer.params.size_bytes if offer.kind == "train" else 0
+        free, short = shutil.disk_usage(folder).free, wanted - have + result + _SPARE_BYTES
+        if short > free:
+            raise TrainingFailed(
+                "limits",
+                f"its files and its result take {short} bytes more, this device's disk has {free} free",
+            )
+
     def _drop_blobs(self, keep: set[str]) -> None:
         for path in self._folder("blobs").iterdir():
             if path.name.removesuffix(".part") not in keep:
@@ -288,18 +333,37 @@ class Heartbeat:
 
 @contextmanager
 def heartbeat(link: Link, message: CheckIn, lease_seconds: float) -> Iterator[Heartbeat]:
-    beats = Heartbeat(link, message, max(0.05, lease_seconds / 3))
+    beats = Heartbeat(link, message, min(max(0.05, lease_seconds / 3), _LONGEST_BEAT_SECONDS))
     try:
         yield beats
     finally:
         beats.close()
 
 
-def _check_names(offer: TaskOffer) -> None:
-    """They become names of files here."""
+def _needed(offer: TaskOffer) -> list[BlobRef]:
+    return [ref for ref in (offer.params, offer.streams, offer.artifact, offer.manifest) if ref is not None]
+
+
+def _sound(offer: TaskOffer) -> TaskOffer:
+    """The offer, whose ids become names of files here, whose numbers are stored, whose words are shown."""
     for word in (offer.task, offer.run):
         if not _NAME.fullmatch(word):
             raise Unreachable(f"the coordinator offers a task with the id {word[:40]!r}, which is none")
-    for ref in (offer.params, offer.streams, offer.artifact, offer.manifest):
-        if ref is not None and not (_SHA256.fullmatch(ref.sha256) and ref.size_bytes >= 0):
-            raise Unreachable(f"the coordinator offers a blob {ref.sha256[:40]!r}, which is no SHA-256")
+    for ref in _needed(offer):
+        if not (_SHA256.fullmatch(ref.sha256) and 0 <= ref.size_bytes <= _LARGEST):
+            raise Unreachable(
+                f"the coordinator offers a blob {ref.sha256[:40]!r} of {ref.size_bytes:.3g} bytes, which is none"
+            )
+    if not (0 <= offer.round <= _LARGEST and offer.lease_seconds > 0):
+        raise Unreachable(
+            f"the coordinator offers a task of round {offer.round:.3g} with a lease of {offer.lease_seconds:g} s"
+        )
+    try:
+        to_json(offer)
+    except RecursionError:
+        raise Unreachable("the coordinator offers a task that is nested too deep") from None
+    return replace(offer, run_name=printable(offer.run_name, 200))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

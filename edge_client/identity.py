@@ -129,11 +129,26 @@ def renew(state_dir: Path, identity: Identity, *, expired: bool, proxy: str = ""
 
 
 def load(state_dir: Path) -> Identity | None:
-    """The identity in `state_dir`, or None before enrolment."""
-    folder = state_dir / "identity"
-    if not folder.exists():
-        return None
-    folder = folder.resolve()
+    """The identity in `state_dir`, or None before enrolment.
+
+    Raises:
+        UserMistake: there is one, and it is damaged.
+    """
+    link = state_dir / "identity"
+    while link.exists():
+        folder = link.resolve()
+        try:
+            return _read(folder)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if link.resolve() == folder:
+                raise UserMistake(
+                    f"the identity in {folder} cannot be read: {error}; `fedloop-edge leave` removes it, then enroll again"
+                ) from None
+            # A daemon renewed it under our eyes: the next one is whole.
+    return None
+
+
+def _read(folder: Path) -> Identity:
     server = json.loads((folder / "server.json").read_text("utf-8"))
     certificate = x509.load_pem_x509_certificate((folder / "certificate.pem").read_bytes())
     return Identity(
@@ -149,9 +164,16 @@ def load(state_dir: Path) -> Identity | None:
 
 
 def wipe(state_dir: Path) -> None:
-    """Forgets key, certificate and coordinator."""
+    """Forgets key, certificate and coordinator.
+
+    All of it in one rename: a key that a crash left behind would enrol again as the device that left.
+    """
+    gone = state_dir / "identities.gone"
+    shutil.rmtree(gone, ignore_errors=True)
+    if (state_dir / "identities").exists():
+        (state_dir / "identities").rename(gone)
     (state_dir / "identity").unlink(missing_ok=True)
-    shutil.rmtree(state_dir / "identities", ignore_errors=True)
+    shutil.rmtree(gone, ignore_errors=True)
     sync_folder(state_dir)
 
 

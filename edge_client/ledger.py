@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from edge_client.errors import UserMistake
+from edge_client.files import make_durably
 from edge_client.outbox import Waiting, inflated
 from edge_client.state import State
 from edge_client.wire.device import CheckIn, EnrolRequest
 
 PAYLOAD_BYTES = 256 * 1024 * 1024
+MOST_PAYLOADS = 4096
 
 _NOTHING_DONE = "nothing clipped, nothing noised"
 
@@ -63,7 +66,10 @@ class Ledger:
         self._folder.mkdir(exist_ok=True, mode=0o700)
 
     def leaving(self, waiting: Waiting, payload: Path, now: float) -> None:
-        """Writes that this result is about to leave. Again for a further attempt: it is one entry."""
+        """Writes that these bytes are about to leave. Again for a further attempt: it is one entry.
+
+        Other bytes for the same task, which a coordinator may ask for, are another.
+        """
         values = (
             now,
             waiting.task,
@@ -74,23 +80,22 @@ class Ledger:
             waiting.size_bytes,
             waiting.sha256,
             waiting.encoding,
-            _NOTHING_DONE,
+            waiting.treated or _NOTHING_DONE,
         )
         columns = "at, task, run, run_name, round, kind, size_bytes, sha256, encoding, treated"
         with self._state.change() as write:
-            done = write.execute(
+            write.execute(
                 f"INSERT OR IGNORE INTO ledger ({columns}) VALUES ({', '.join('?' * len(values))})", values
             )
-        if done.rowcount:
-            self._keep(waiting, payload)
+        self._keep(waiting, payload)
 
-    def outcome(self, task: str, outcome: str, now: float) -> None:
+    def outcome(self, waiting: Waiting, outcome: str, now: float) -> None:
         """Adds what became of a result that was sent, once."""
         with self._state.change() as write:
             write.execute(
-                "INSERT INTO ledger_outcomes SELECT id, ?, ? FROM ledger WHERE task = ? AND NOT EXISTS "
+                "INSERT INTO ledger_outcomes SELECT id, ?, ? FROM ledger WHERE task = ? AND sha256 = ? AND NOT EXISTS "
                 "(SELECT 1 FROM ledger_outcomes WHERE entry = ledger.id AND outcome = ?)",
-                (now, outcome, task, outcome),
+                (now, outcome, waiting.task, waiting.sha256, outcome),
             )
 
     def entries(self) -> list[Entry]:
@@ -132,23 +137,27 @@ class Ledger:
         return self._folder / sha256
 
     def _keep(self, waiting: Waiting, payload: Path) -> None:
-        """A second name for the same bytes where the file system has such, and room made for it."""
-        if waiting.size_bytes > self._payload_bytes:
-            return
-        path = self._path(waiting.sha256)
-        if not path.exists():
-            try:
-                os.link(payload, path)
-            except OSError:
-                shutil.copyfile(payload, path)
-        self._make_room()
+        """A second name for the same bytes where the file system has such, and room made for it.
 
-    def _make_room(self) -> None:
-        newest_first = [self._path(entry.sha256) for entry in reversed(self.entries()) if entry.payload_kept]
+        Without room for a copy the entry stands alone: the result was made to be delivered.
+        """
+        path = self._path(waiting.sha256)
+        if waiting.size_bytes > self._payload_bytes or path.exists():
+            return
+        try:
+            os.link(payload, path)
+        except OSError:
+            with suppress(OSError):
+                make_durably(path, lambda temporary: shutil.copyfile(payload, temporary), mode=0o600)
+        self._make_room(path)
+
+    def _make_room(self, newest: Path) -> None:
+        """By the files themselves, not by the entries, of which there are ever more."""
+        kept = sorted(self._folder.iterdir(), key=lambda path: (path != newest, -path.stat().st_mtime_ns))
         size = 0
-        for path in dict.fromkeys(newest_first):
+        for number, path in enumerate(kept):
             size += path.stat().st_size
-            if size > self._payload_bytes:
+            if size > self._payload_bytes or number >= MOST_PAYLOADS:
                 path.unlink()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,10 @@ class OutboxFull(ValueError):
 
 @dataclass(frozen=True)
 class Waiting:
-    """A result in the outbox. Sizes in bytes, times in seconds since 1970; `sha256` of the encoded bytes."""
+    """A result in the outbox. Sizes in bytes, times in seconds since 1970; `sha256` of the encoded bytes.
+
+    `treated`: what was done to it to protect the data, such as clipping or noise, in words; empty: nothing.
+    """
 
     task: str
     run: str
@@ -41,6 +44,7 @@ class Waiting:
     encoding: Encoding
     stored_at: float
     closes_at: float
+    treated: str = ""
 
 
 class Outbox:
@@ -53,7 +57,14 @@ class Outbox:
         self.folder.mkdir(exist_ok=True, mode=0o700)
 
     def store(
-        self, offer: TaskOffer, result: Path, state_out: Path | None, *, deflate: bool, now: float
+        self,
+        offer: TaskOffer,
+        result: Path,
+        state_out: Path | None,
+        *,
+        treated: Sequence[str] = (),
+        deflate: bool,
+        now: float,
     ) -> tuple[Waiting, list[Waiting]]:
         """Takes the result over; once this returns it survives. Also what had to go to make room for it.
 
@@ -68,7 +79,11 @@ class Outbox:
         if decoded > self._most_bytes:
             raise OutboxFull(f"a result of {decoded} bytes does not fit the outbox of {self._most_bytes}")
         if deflate:
-            _deflate(result, path)
+            try:
+                _deflate(result, path)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
             result.unlink()
         else:
             _sync(result)
@@ -89,6 +104,7 @@ class Outbox:
             encoding="deflate" if deflate else "identity",
             stored_at=now,
             closes_at=now + offer.deadline_seconds,
+            treated=", ".join(treated),
         )
         with self._state.change() as write:
             names = ", ".join(f":{name}" for name in vars(waiting))

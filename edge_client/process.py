@@ -10,15 +10,23 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TextIO
 
 PARENT_VARIABLE = "FEDLOOP_PARENT_PID"
 """Environment variable in which a parent tells its workers its own process id."""
+
+UNTOUCHED_BYTES = 256 * 1024 * 1024
+"""Private memory that libraries reserve without using it, allowed beyond a limit."""
+
+_NICE = 10
+_FIRST_TO_GO = "500"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -55,6 +63,33 @@ def die_with_parent() -> None:
     parent = os.environ.get(PARENT_VARIABLE, "")
     if parent.isdecimal() and os.getppid() != int(parent):
         os._exit(1)
+
+
+def step_back() -> None:
+    """Low priority, no core dumps, and the first to be killed when the machine has no memory left."""
+    os.nice(_NICE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO)
+
+
+def limit_memory(limit_bytes: int) -> None:
+    """Has the kernel refuse more memory than that; 0: as much as there is.
+
+    RLIMIT_DATA, not RLIMIT_AS: frameworks reserve many gigabytes of address space that they never touch, which
+    RLIMIT_AS would count and RLIMIT_DATA, which counts private writable memory, does not. That is still more than
+    what is resident, so `UNTOUCHED_BYTES` are left above.
+    """
+    soften(resource.RLIMIT_DATA, limit_bytes + UNTOUCHED_BYTES if limit_bytes else 0)
+
+
+def soften(which: int, value: int) -> None:
+    """Sets a soft limit; 0: as high as is allowed."""
+    hard = resource.getrlimit(which)[1]
+    wanted = value or resource.RLIM_INFINITY
+    if hard != resource.RLIM_INFINITY:
+        wanted = hard if wanted == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(which, (wanted, hard))
 
 
 def bound(command: Sequence[str]) -> list[str]:

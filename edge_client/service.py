@@ -7,8 +7,10 @@ read-only but for its state folder, and is restarted unless a person must act fi
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +37,7 @@ StartLimitIntervalSec=0
 Type=notify
 NotifyAccess=main
 ExecStart={command}
-Environment=FEDLOOP_EDGE_STATE_DIR={state_dir}
+Environment={state_variable}
 Environment=PYTHONDONTWRITEBYTECODE=1
 WatchdogSec=300
 Restart=always
@@ -97,11 +99,11 @@ WantedBy=default.target
 _DAEMON_BYTES = 256 * 1024 * 1024
 
 
-def unit(scope: Scope, config: EdgeConfig, config_file: Path | None) -> str:
-    """The unit's text.
+def unit(scope: Scope, config: EdgeConfig, config_file: Path | None, sets: Sequence[str] = ()) -> str:
+    """The unit's text. `config_file` and `sets` are what `config` was made from, and the daemon is started with.
 
     Raises:
-        UserMistake: the machine's service cannot keep its state in the configured place.
+        UserMistake: the machine's service cannot keep its state, or read its configuration, in the configured place.
     """
     state_dir = config.state_dir
     if scope == "system" and state_dir.parent != Path("/var/lib"):
@@ -109,11 +111,17 @@ def unit(scope: Scope, config: EdgeConfig, config_file: Path | None) -> str:
             f"state_dir is {state_dir}; the machine's service keeps its state in a folder right in /var/lib, which "
             'systemd makes for its user: leave it out, or set state_dir = "/var/lib/NAME"'
         )
+    if scope == "system" and config_file is not None and _is_at_home(config_file.absolute()):
+        raise UserMistake(
+            f"the configuration is {config_file}, in a person's home; the machine's service runs as a user of its own: "
+            "move it, for instance to /etc/fedloop/edge.toml, and name it by --config"
+        )
     text = _COMMON + (_SYSTEM if scope == "system" else _USER)
     return text.format(
         flag="--user " if scope == "user" else "",
-        command=_command(config_file),
-        state_dir=state_dir,
+        command=_command(config_file, sets),
+        state_variable=_quoted(f"FEDLOOP_EDGE_STATE_DIR={state_dir}"),
+        state_dir=_quoted(str(state_dir)),
         state_name=state_dir.name,
         refused=REFUSED_EXIT,
         cpu_percent=100 * (os.cpu_count() or 1),
@@ -155,14 +163,20 @@ def _folder(scope: Scope) -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
 
 
-def _command(config_file: Path | None) -> str:
+def _is_at_home(file: Path) -> bool:
+    return Path.home() != Path("/") and file.is_relative_to(Path.home())
+
+
+def _command(config_file: Path | None, sets: Sequence[str]) -> str:
     words = [str(Path(sys.executable).with_name("fedloop-edge"))]
     if config_file is not None:
         words += ["--config", str(config_file.absolute())]
-    return " ".join(_quoted(word) for word in [*words, "run"])
+    for each in sets:
+        words += ["--set", each]
+    return " ".join(_quoted(word).replace("$", "$$") for word in [*words, "run"])
 
 
 def _quoted(word: str) -> str:
-    """A word as systemd reads it: specifiers doubled, blanks within quotes."""
+    """A word as systemd reads it: specifiers doubled, anything but plain characters within quotes."""
     escaped = word.replace("%", "%%").replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"' if " " in word else escaped
+    return escaped if re.fullmatch(r"[\w@%+=:,./-]+", word) else f'"{escaped}"'

@@ -23,7 +23,7 @@ from typing import IO
 
 from edge_client.errors import UserMistake
 from edge_client.wire.device import TaskOffer, to_json
-from edge_client.wire.strict import parse_message
+from edge_client.wire.strict import Unfit, parse_message
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS flags (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -34,12 +34,12 @@ CREATE TABLE IF NOT EXISTS run_blobs (run TEXT, sha256 TEXT, PRIMARY KEY (run, s
 CREATE TABLE IF NOT EXISTS outbox (
     task TEXT PRIMARY KEY, run TEXT NOT NULL, run_name TEXT NOT NULL, round INTEGER NOT NULL,
     kind TEXT NOT NULL, size_bytes INTEGER NOT NULL, sha256 TEXT NOT NULL, decoded_bytes INTEGER NOT NULL,
-    encoding TEXT NOT NULL, stored_at REAL NOT NULL, closes_at REAL NOT NULL
+    encoding TEXT NOT NULL, stored_at REAL NOT NULL, closes_at REAL NOT NULL, treated TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS ledger (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, task TEXT NOT NULL UNIQUE, run TEXT NOT NULL,
+    id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, task TEXT NOT NULL, run TEXT NOT NULL,
     run_name TEXT NOT NULL, round INTEGER NOT NULL, kind TEXT NOT NULL, size_bytes INTEGER NOT NULL,
-    sha256 TEXT NOT NULL, encoding TEXT NOT NULL, treated TEXT NOT NULL
+    sha256 TEXT NOT NULL, encoding TEXT NOT NULL, treated TEXT NOT NULL, UNIQUE (task, sha256)
 );
 CREATE TABLE IF NOT EXISTS ledger_outcomes (
     entry INTEGER NOT NULL REFERENCES ledger (id), at REAL NOT NULL, outcome TEXT NOT NULL
@@ -96,9 +96,12 @@ class State:
                 write.execute("DELETE FROM opted_out WHERE run = ?", (run,))
 
     def task(self) -> TaskOffer | None:
-        """The task in hand."""
+        """The task in hand; None as well where software of another version wrote it in another form."""
         row = self.connection.execute("SELECT offer FROM task").fetchone()
-        return parse_message(TaskOffer, json.loads(row["offer"]), "task") if row is not None else None
+        try:
+            return parse_message(TaskOffer, json.loads(row["offer"]), "task") if row is not None else None
+        except Unfit:
+            return None
 
     def hold(self, offer: TaskOffer, now: float) -> None:
         """Remembers a task as the one in hand, and its run as in use."""

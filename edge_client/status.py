@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,8 +68,12 @@ class Writer:
             notes=tuple(self._notes),
         )
         temporary = self._path.with_name(f".status.{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(self._now)), "utf-8")
-        temporary.replace(self._path)
+        try:
+            temporary.write_text(json.dumps(asdict(self._now)), "utf-8")
+            temporary.replace(self._path)
+        except OSError:  # a full disk: the daemon goes on, and `read` says what is the matter
+            with suppress(OSError):
+                temporary.unlink()
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -84,7 +90,10 @@ def read(folder: Path) -> dict[str, Any]:
     finally:
         state.close()
     path = folder / "status.json"
-    last = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    try:
+        last = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):  # none yet, or half of one from before a power cut
+        last = {}
     return {
         "enrolled": who is not None,
         "device": who.device if who else None,
@@ -96,5 +105,6 @@ def read(folder: Path) -> dict[str, Any]:
         "paused": paused,
         "results_waiting": waiting,
         "opted_out": list(opted_out),
+        "disk_free_bytes": shutil.disk_usage(folder).free,
         **last,
     }

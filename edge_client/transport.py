@@ -19,23 +19,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
 import urllib3
 
 from edge_client.wire.device import PREFIX, BlobRef, UploadStart, UploadState, to_json
-from edge_client.wire.strict import Unfit, parse_message
+from edge_client.wire.strict import Unfit, loads, parse_message, printable
 
 T = TypeVar("T")
 
-PIECE_BYTES = 8 * 1024 * 1024
+PIECE_BYTES = 32 * 1024 * 1024
+"""Of a result, in one request; read and sent in small blocks."""
+
 CONNECT_SECONDS = 15.0
 SILENCE_SECONDS = 60.0
 """Longest silence within a request, beyond what it was told to wait for."""
 
-_ANSWER_LIMIT = 16 * 1024 * 1024
+LONGEST_WAIT_SECONDS = 3600.0
+"""However long a coordinator tells a device to stay away, it asks again after this."""
+
+_ANSWER_LIMIT = 1024 * 1024
 _CHUNK_BYTES = 1024 * 1024
+_BLOCK_BYTES = 256 * 1024
 _NOT_YET_VALID, _EXPIRED = 9, 10  # X509_V_ERR_…, openssl/x509_vfy.h
 
 
@@ -131,9 +137,10 @@ class Link:
         if path.exists():
             return
         partial = path.with_name(path.name + ".part")
+        came = None
         if not partial.exists() or partial.stat().st_size != blob.size_bytes:
-            self._fetch(blob, partial, going)
-        if partial.stat().st_size != blob.size_bytes or _file_sha256(partial, going) != blob.sha256:
+            came = self._fetch(blob, partial, going)
+        if partial.stat().st_size != blob.size_bytes or (came or file_sha256(partial, going)) != blob.sha256:
             partial.unlink()
             raise Unreachable(
                 f"what came for blob {blob.sha256[:12]} is not what its hash says; fetched anew"
@@ -152,16 +159,15 @@ class Link:
         state = self._state(self.post(f"/tasks/{task}/upload", start))
         with payload.open("rb") as file:
             while not state.accepted:
-                going()
                 if not 0 <= state.offset < start.size_bytes:
                     raise Unreachable(
                         f"the coordinator holds {state.offset} of {start.size_bytes} bytes, accepts not"
                     )
-                file.seek(state.offset)
-                state = self._piece(task, state.offset, file.read(PIECE_BYTES))
+                piece = Piece(file, state.offset, min(PIECE_BYTES, start.size_bytes - state.offset), going)
+                state = self._piece(task, state.offset, piece)
         return state
 
-    def _piece(self, task: str, offset: int, piece: bytes) -> UploadState:
+    def _piece(self, task: str, offset: int, piece: Piece) -> UploadState:
         path = f"/tasks/{task}/upload?offset={offset}"
         try:
             after = self._state(self._json("PUT", path, piece, SILENCE_SECONDS))
@@ -177,11 +183,13 @@ class Link:
     def _state(self, answer: Answer) -> UploadState:
         return understood(UploadState, answer)
 
-    def _fetch(self, blob: BlobRef, partial: Path, going: Callable[[], None]) -> None:
+    def _fetch(self, blob: BlobRef, partial: Path, going: Callable[[], None]) -> str | None:
+        """Adds what is missing. The SHA-256 of the file where all of it came now, else None."""
         have = partial.stat().st_size if partial.exists() else 0
         if have > blob.size_bytes:
             partial.unlink()
             have = 0
+        digest = hashlib.sha256()
         headers = {"Range": f"bytes={have}-"} if have else {}
         response = self._request("GET", f"/blobs/{blob.sha256}", None, SILENCE_SECONDS, headers)
         try:
@@ -195,22 +203,24 @@ class Link:
                     if size > blob.size_bytes:
                         break  # no hash can fit any more; the caller finds out
                     file.write(chunk)
+                    digest.update(chunk)
         finally:
             # Unread bytes of a broken-off answer must not be taken for the next one.
             response.close() if response.length_remaining else response.release_conn()
+        return digest.hexdigest() if response.status == 200 else None
 
-    def _json(self, method: str, path: str, body: bytes | None, seconds: float) -> Answer:
+    def _json(self, method: str, path: str, body: bytes | Piece | None, seconds: float) -> Answer:
         content, date = self._whole(method, path, body, seconds)
         try:
-            document = json.loads(content)
-        except ValueError:
+            document = loads(content, "answer")
+        except Unfit:
             document = None
         if not isinstance(document, dict):
             raise Unreachable(f"{self.url}{PREFIX}{path} answered with something that is not a JSON object")
         return Answer(document, date)
 
     def _whole(
-        self, method: str, path: str, body: bytes | None, seconds: float
+        self, method: str, path: str, body: bytes | Piece | None, seconds: float
     ) -> tuple[bytes, float | None]:
         response = self._request(method, path, body, seconds)
         try:
@@ -225,17 +235,18 @@ class Link:
         self,
         method: str,
         path: str,
-        body: bytes | None,
+        body: bytes | Piece | None,
         seconds: float,
         headers: Mapping[str, str] | None = None,
     ) -> urllib3.BaseHTTPResponse:
         kind = "application/octet-stream" if method == "PUT" else "application/json"
+        sized = {"Content-Length": str(body.size_bytes)} if isinstance(body, Piece) else {}
         try:
             return self._pool.request(
                 method,
                 self.url + PREFIX + path,
-                body=body,
-                headers={"Content-Type": kind, "Accept-Encoding": "identity", **(headers or {})},
+                body=body,  # type: ignore[arg-type]  # whatever has read() is sent so
+                headers={"Content-Type": kind, "Accept-Encoding": "identity", **sized, **(headers or {})},
                 timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=seconds),
                 preload_content=False,
                 redirect=False,
@@ -245,11 +256,29 @@ class Link:
             raise _failure(error, self.url) from None
 
 
+class Piece:
+    """A part of a file as the body of a request: read while it is sent. `going` is called between blocks."""
+
+    def __init__(self, file: BinaryIO, offset: int, size_bytes: int, going: Callable[[], None]) -> None:
+        file.seek(offset)
+        self.size_bytes = size_bytes
+        self._file = file
+        self._left = size_bytes
+        self._going = going
+
+    def read(self, size: int = -1) -> bytes:
+        self._going()
+        block = self._file.read(self._left if size < 0 else min(size, self._left))
+        self._left -= len(block)
+        return block
+
+
 class Backoff:
     """How long to wait after the n-th failure in a row: anything up to min(longest, first · 2ⁿ), full jitter.
 
     Full jitter spreads devices that failed together better than any other scheme (Brooker 2015). What the
-    coordinator asks for counts as the least.
+    coordinator asks for counts as the least. While the caller expects it back soon it gives a lower bound on top,
+    `at_most`, and the waits do not grow beyond.
     """
 
     def __init__(
@@ -263,10 +292,11 @@ class Backoff:
     def succeeded(self) -> None:
         self._failures = 0
 
-    def failed(self, at_least: float | None = None) -> float:
+    def failed(self, at_least: float | None = None, *, at_most: float | None = None) -> float:
         """Seconds to wait now."""
-        ceiling = min(self._longest, self._first * 2 ** min(self._failures, 30))
-        self._failures += 1
+        longest = self._longest if at_most is None else min(at_most, self._longest)
+        ceiling = min(longest, self._first * 2**self._failures)
+        self._failures += ceiling < longest
         return (at_least or 0.0) + self._rng.uniform(0.0, ceiling)
 
 
@@ -328,8 +358,8 @@ def _unverified(url: str, proxy: str) -> Iterator[Link]:
 def _pool(url: str, context: ssl.SSLContext, proxy: str) -> urllib3.PoolManager:
     address = proxy or _proxy_for(url)
     if address:
-        return urllib3.ProxyManager(address, ssl_context=context, maxsize=3)
-    return urllib3.PoolManager(ssl_context=context, maxsize=3)
+        return urllib3.ProxyManager(address, ssl_context=context, maxsize=3, blocksize=_BLOCK_BYTES)
+    return urllib3.PoolManager(ssl_context=context, maxsize=3, blocksize=_BLOCK_BYTES)
 
 
 def _proxy_for(url: str) -> str:
@@ -365,16 +395,18 @@ def _chunks(response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
 def _refusal(response: urllib3.BaseHTTPResponse, content: bytes) -> Exception:
     """A refusal in the coordinator's own words; of another kind it comes from somebody between."""
     try:
-        details = dict(json.loads(content)["error"])
-        code, words = str(details.pop("code")), str(details.pop("message"))
+        document: Any = loads(content, "refusal")
+        details = dict(document["error"])
+        code, words = printable(str(details.pop("code")), 60), printable(str(details.pop("message")))
     except (ValueError, KeyError, TypeError):
-        code, words, details = "unknown", f"HTTP {response.status} {response.reason or ''}".strip(), {}
+        reason = printable(response.reason or "", 100)
+        code, words, details = "unknown", f"HTTP {response.status} {reason}".strip(), {}
     return ServerRefused(response.status, code, words, details, _seconds(response.headers.get("Retry-After")))
 
 
 def _seconds(text: str | None) -> float | None:
     try:
-        return min(max(0.0, float(text)), 86_400.0) if text else None
+        return min(max(0.0, float(text)), LONGEST_WAIT_SECONDS) if text else None
     except ValueError:
         return None
 
@@ -382,7 +414,7 @@ def _seconds(text: str | None) -> float | None:
 def _date(text: str | None) -> float | None:
     try:
         return parsedate_to_datetime(text).timestamp() if text else None
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
@@ -419,7 +451,8 @@ def _words(error: BaseException) -> str:
     return text.rpartition(": ")[2] if "HTTPSConnection" in text else text or type(error).__name__
 
 
-def _file_sha256(path: Path, going: Callable[[], None]) -> str:
+def file_sha256(path: Path, going: Callable[[], None] = lambda: None) -> str:
+    """Lower-case hex digest, `going` called between the pieces."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):

@@ -11,6 +11,7 @@ the trained params afterwards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,6 +39,10 @@ class Outcome:
 
     extras: dict[str, Params]
     client_state: dict[str, Params]
+
+
+class UnknownRule(ValueError):
+    """A task names a client rule, or an option of one, that is not known here."""
 
 
 class ClientRule(Protocol):
@@ -165,16 +170,21 @@ def from_options(options: Mapping[str, str | float]) -> ClientRule:
     """The rule a task message names.
 
     Raises:
-        ValueError: the name is none of ours; the device's software may be older than the coordinator's.
+        UnknownRule: the name is none of ours; the device's software may be older than the coordinator's.
     """
     match options.get("name"):
         case "plain":
             return PlainSGD()
         case "proximal":
-            return Proximal(mu=float(options["mu"]))
+            mu = options.get("mu")
+            if isinstance(mu, bool) or not isinstance(mu, int | float) or not 0 <= mu < math.inf:
+                raise UnknownRule(
+                    f"client rule 'proximal' comes with mu = {mu!r:.40}, expected a number, 0 or more"
+                )
+            return Proximal(mu=float(mu))
         case "control_variates":
             return ControlVariates()
         case other:
-            raise ValueError(
-                f"client rule {other!r} is unknown here; known: plain, proximal, control_variates"
+            raise UnknownRule(
+                f"client rule {other!r:.60} is unknown here; known: plain, proximal, control_variates"
             )

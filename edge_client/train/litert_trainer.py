@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.train import golden
-from edge_client.train.trainer import PADDING, Examples
+from edge_client.train.trainer import PADDING, BatchTooLarge, Examples
 from edge_client.wire.manifest import Manifest, ManifestError, require_file
 from strategies.client_rules import Correction
 from strategies.params import Params, Tensors
@@ -67,7 +67,7 @@ class LiteRTRuntime:
         """As the protocol says; `seed` is not needed, because an artifact has no randomness.
 
         Raises:
-            ValueError: a batch has more rows than the artifact takes.
+            BatchTooLarge: a batch has more rows than the artifact takes.
         """
         frozen = {name: _float32(params[name]) for name in self._bound if name not in self.trainable}
         start = {name: _float32(params[name]) for name in self.trainable}
@@ -117,7 +117,7 @@ class LiteRTRuntime:
         """The rows, and more of `filling` up to the artifact's batch size."""
         missing = self._manifest.batch_size - len(values)
         if missing < 0:
-            raise ValueError(
+            raise BatchTooLarge(
                 f"a batch of {len(values)} rows does not fit this artifact, made for {self._manifest.batch_size}; "
                 "set local.batch_size to at most that, or export the model for larger batches"
             )

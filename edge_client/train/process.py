@@ -62,16 +62,20 @@ class Interrupted(Exception):
 
 
 class TrainingFailed(Exception):
-    """The job cannot be done; `code` and `words` are what to decline the task with."""
+    """The job cannot be done. `words` are for the device's owner, `decline` is for the coordinator.
 
-    def __init__(self, code: Code, words: str) -> None:
+    They differ where the words may quote data or paths (`told` stands in for them), which are not to leave the device.
+    """
+
+    def __init__(self, code: Code, words: str, told: str | None = None) -> None:
         super().__init__(words)
         self.code: Code = code
         self.words = words
+        self._told = told
 
     @property
     def decline(self) -> Decline:
-        return Decline(self.code, self.words)
+        return Decline(self.code, self._told or self.words)
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class Job:
         tflite, manifest: for LiteRT.
         message: of a train job the `TaskMessage` as JSON; of an evaluate job empty.
         state_in: what the client rule kept in its last round, if it did.
-        state_out: where it leaves what it keeps after this one; written for train jobs only.
+        state_out: where it leaves what it keeps after this one; written for train jobs whose rule keeps something.
         result: where the result goes: of a train job what is to be uploaded, of an evaluate job JSON with
             `rows`, `labels`, `correct` and `loss_sum`.
     """
@@ -120,11 +124,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """What a job took. `peak_memory_bytes`: of the child since it started."""
+    """What a job took. `peak_memory_bytes`: of the child since it started.
+
+    `treated`: what was done to the result to protect the data, in words; empty: nothing.
+    """
 
     rows: int
     seconds: float
     peak_memory_bytes: int
+    treated: tuple[str, ...] = ()
 
 
 class TrainingProcess:
@@ -162,8 +170,8 @@ class TrainingProcess:
             self.close()
             raise
         if "code" in answer:
-            raise TrainingFailed(answer["code"], answer["words"])
-        return Done(answer["rows"], answer["seconds"], answer["peak_memory_bytes"])
+            raise TrainingFailed(answer["code"], answer["words"], answer["told"])
+        return Done(answer["rows"], answer["seconds"], answer["peak_memory_bytes"], tuple(answer["treated"]))
 
     def close(self) -> None:
         """Ends the child, if there is one, within seconds. It can be started again by `run`."""
@@ -179,9 +187,9 @@ class TrainingProcess:
         self.close()
         self._child = child = _Child(self._log, self._limits, job.runtime)
         if not child.take(job):
-            words = child.last_words()
+            words, told = child.last_words(), "the training process does not start"
             self.close()
-            raise TrainingFailed("failed", f"the training process does not start: {words}")
+            raise TrainingFailed("failed", f"{told}: {words}", told)
         return child
 
     def _answer(self, child: _Child, keep_going: Callable[[], str | None]) -> dict[str, Any]:
@@ -297,7 +305,8 @@ class _Child:
         if any(word in said for word in ("bad_alloc", "annot allocate memory", "MemoryError")):
             return TrainingFailed("limits", memory_words(limits))
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        return TrainingFailed("failed", f"the training process ended with {how}: {self.last_words()}")
+        told = f"the training process ended with {how}"
+        return TrainingFailed("failed", f"{told}: {self.last_words()}", told)
 
     def _said(self) -> str:
         with suppress(OSError), self._log.open("rb") as log:

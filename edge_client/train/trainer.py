@@ -31,6 +31,10 @@ class NoExamples(ValueError):
     """A client was asked to train on no data."""
 
 
+class BatchTooLarge(ValueError):
+    """The task asks for larger batches than this build of the model takes."""
+
+
 @dataclass(frozen=True)
 class Examples:
     """Local data. `x`: [N, …] float32 or int32. `y`: int32 class indices, [N] or [N, T] for sequences."""

@@ -6,14 +6,13 @@ It runs with the lowest rights that training needs: one thread, low priority, fi
 of memory, no core dumps. It needs no network and only reads local data. When the socket closes, whatever it is
 doing, it ends at once: a thread of its own watches.
 
-**Memory** is limited by RLIMIT_DATA, not RLIMIT_AS: frameworks reserve many gigabytes of address space that they
-never touch, which RLIMIT_AS would count and RLIMIT_DATA, which counts private writable memory, does not. That is
-still more than what is resident, so the kernel's limit leaves `UNTOUCHED_BYTES` above the owner's; what is really
+**Memory** is limited by the kernel (`process.limit_memory`) with some room above the owner's limit; what is really
 resident is watched by the parent.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import queue
@@ -29,19 +28,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_client.process import die_with_parent
+from edge_client.process import die_with_parent, limit_memory, soften, step_back
 
 if TYPE_CHECKING:
     # Imported for the first job, once its memory is limited and it is known to be taken.
     from edge_client.train.process import Job
     from edge_client.train.trainer import Runtime, Trainer
 
-UNTOUCHED_BYTES = 256 * 1024 * 1024
-"""Private memory that libraries reserve without using it, allowed beyond the limit."""
-
-_NICE = 10
-_FIRST_TO_GO = "500"
 _READ_BYTES = 65_536
+
+_UNREADABLE = "its data cannot be read as the device's configuration describes it; on the device: fedloop-edge data preview"
 
 Answer = dict[str, Any]
 
@@ -51,7 +47,7 @@ def main() -> None:
     # Ctrl-C and a service manager's stop reach the whole process group; the parent decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _step_back()
+    step_back()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         serve(channel)
 
@@ -84,7 +80,7 @@ class Worker:
         try:
             return self._work(document)
         except MemoryError:
-            return _failure("limits", _memory_words(document))
+            return _failure("limits", _memory_words(document), None)
         except Exception as error:
             return _explained(error, document)
 
@@ -108,6 +104,7 @@ class Worker:
             "rows": len(data),
             "seconds": time.monotonic() - begun,
             "peak_memory_bytes": _peak_bytes(),
+            "treated": [],  # no client rule clips or noises yet; what does will say so here
         }
 
     def _runtime(self, job: Job) -> Runtime:
@@ -123,18 +120,20 @@ class Worker:
 
 
 def _train(job: Job, trainer: Trainer, data: Any) -> None:
-    from edge_client.files import make_durably, write_durably
+    from edge_client.files import make_durably
     from edge_client.wire import arrays
     from edge_client.wire.messages import TaskMessage, write_result
     from strategies.state import joined, parted
 
     message = TaskMessage.from_json(job.message)
-    streams = parted(arrays.decode(job.streams.read_bytes())) if job.streams is not None else {}
-    kept = parted(arrays.decode(job.state_in.read_bytes())) if job.state_in is not None else {}
+    streams = parted(arrays.read(job.streams)) if job.streams is not None else {}
+    kept = parted(arrays.read(job.state_in)) if job.state_in is not None else {}
     # Read piece by piece, and the update computed as it is written: a large model is in memory as little as can be.
     params = arrays.StoredArrays(arrays.FilePayload(job.params))
     local = trainer.train(params, message.train_task(streams), data, kept)
-    write_durably(job.state_out, arrays.encode(joined(local.client_state)), mode=0o600)
+    if local.client_state:
+        state = joined(local.client_state)
+        make_durably(job.state_out, lambda path: arrays.write(path, state), mode=0o600)
     make_durably(job.result, lambda path: write_result(path, message, local.update), mode=0o600)
 
 
@@ -145,7 +144,7 @@ def _evaluate(job: Job, trainer: Trainer, data: Any) -> None:
 
     if not len(data):
         raise NoExamples("no rows are held out for evaluation; see the option `held_out` of the data set")
-    found = trainer.evaluate(arrays.decode(job.params.read_bytes()), data)
+    found = trainer.evaluate(arrays.read(job.params), data)
     sums = {
         "rows": len(data),
         "labels": int(found.labels.sum()),
@@ -174,55 +173,51 @@ def _job(document: Mapping[str, Any]) -> Job:
 
 
 def _explained(error: Exception, document: Mapping[str, Any]) -> Answer:
-    """The error as a `Decline` says it; the traceback of what is not plainly somebody's input goes to the log."""
+    """The error as a `Decline` says it; the traceback of what is not plainly somebody's input goes to the log.
+
+    Words that may quote a row, a path or what foreign code saw in them stay on the device.
+    """
     from edge_client.connectors import DataProblem
     from edge_client.train.resolve import CannotRun
-    from edge_client.train.trainer import NoExamples
+    from edge_client.train.trainer import BatchTooLarge, NoExamples
 
     if isinstance(error, CannotRun):
-        return _failure(error.code, error.words)
-    if isinstance(error, DataProblem | NoExamples):
-        return _failure("no_data", str(error))
+        return _failure(error.code, error.words, None)
+    if isinstance(error, BatchTooLarge):
+        return _failure("bad_artifact", str(error), None)
+    if isinstance(error, NoExamples):
+        return _failure("no_data", str(error), None)
+    if isinstance(error, DataProblem):
+        return _failure("no_data", str(error), _UNREADABLE)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return _failure("limits", f"this device's disk: {error.strerror}", None)
     with suppress(OSError):  # the log lies on a disk that may be full
         traceback.print_exc()
     if any(words in str(error) for words in ("can't allocate memory", "annot allocate memory", "OOM when")):
-        return _failure("limits", _memory_words(document))
-    ours = type(error).__module__.startswith(("edge_client.", "strategies."))
-    return _failure("failed", str(error) if ours else f"{type(error).__name__}: {error}")
+        return _failure("limits", _memory_words(document), None)
+    if type(error).__module__.startswith(("edge_client.", "strategies.")):
+        return _failure("failed", str(error), None)
+    kind = type(error).__name__
+    return _failure(
+        "failed", f"{kind}: {error}", f"{kind} in the training process; the device's log has more"
+    )
 
 
-def _failure(code: str, words: str) -> Answer:
-    return {"code": code, "words": words[:1000]}
+def _failure(code: str, words: str, told: str | None) -> Answer:
+    return {"code": code, "words": words[:1000], "told": told}
 
 
 def _memory_words(document: Mapping[str, Any]) -> str:
     return f"it needs more memory than limits.memory_bytes = {document['limits']['memory_bytes']}"
 
 
-def _step_back() -> None:
-    """Low priority, no core dumps, and the first to be killed when the machine has no memory left."""
-    os.nice(_NICE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO)
-
-
 def _limit(limits: Mapping[str, Any]) -> None:
     """Soft limits for the coming job. CPU time is counted from now; at its end the kernel sends SIGXCPU."""
-    memory = limits["memory_bytes"]
-    _soften(resource.RLIMIT_DATA, memory + UNTOUCHED_BYTES if memory else 0)
+    limit_memory(limits["memory_bytes"])
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu = limits["cpu_seconds"]
     # The kernel counts whole seconds: never less than was asked for.
-    _soften(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + cpu) + 1 if cpu else 0)
-
-
-def _soften(which: int, value: int) -> None:
-    hard = resource.getrlimit(which)[1]
-    wanted = value or resource.RLIM_INFINITY
-    if hard != resource.RLIM_INFINITY:
-        wanted = hard if wanted == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(which, (wanted, hard))
+    soften(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + cpu) + 1 if cpu else 0)
 
 
 def _peak_bytes() -> int:

@@ -252,6 +252,16 @@ def decode(payload: bytes) -> Params:
         raise Malformed(str(error)) from None
 
 
+def read(path: Path) -> Params:
+    """The arrays of a file in memory, once: read one by one, where `decode` needs the whole file beside them.
+
+    Raises:
+        Malformed: it is no safetensors file.
+    """
+    stored = StoredArrays(FilePayload(path))
+    return {name: stored[name] for name in stored}
+
+
 def sha256(payload: bytes) -> str:
     """Lower-case hex digest."""
     return hashlib.sha256(payload).hexdigest()

@@ -86,6 +86,16 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def printable(text: str, most: int = 500) -> str:
+    """The text for a person to read, on one line, cut at `most` characters.
+
+    What another machine says ends up on terminals and in messages to the service manager, where a control
+    character or a new line would be a command.
+    """
+    cut = text if len(text) <= most else text[: most - 1] + "…"
+    return "".join(letter if letter.isprintable() else " " for letter in cut)
+
+
 def _dataclass(kind: type, value: object, place: str, newer: bool) -> Any:
     document = _object(value, place)
     known = {field.name: field for field in fields(kind)}

@@ -108,7 +108,7 @@ def test_the_ledger_is_only_added_to(state: State, tmp_path: Path) -> None:
     (waiting,) = outbox.waiting()
     for _ in range(3):
         ledger.leaving(waiting, outbox.path("one"), now=5.0)
-        ledger.outcome("one", "delivered", now=6.0)
+        ledger.outcome(waiting, "delivered", now=6.0)
     (entry,) = ledger.entries()
     assert (entry.at, entry.size_bytes, entry.sha256, entry.outcome) == (5.0, 10, waiting.sha256, "delivered")
     with pytest.raises(Exception, match="only added to"):

@@ -80,7 +80,7 @@ def test_a_train_job_leaves_the_bytes_to_upload(
 
     assert work.result.read_bytes() == here(work)
     assert done.rows == len(open_data(work.data).train())
-    assert arrays.decode(work.state_out.read_bytes()) == {}
+    assert not work.state_out.exists()  # plain SGD keeps nothing
     assert done.peak_memory_bytes < 100_000_000  # a daemon of 50 MB beside it stays below 150 MB
 
 

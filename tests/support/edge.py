@@ -16,7 +16,7 @@ from edge_client.execute import Executor
 from edge_client.ledger import Ledger
 from edge_client.outbox import Outbox
 from edge_client.state import State
-from edge_client.train.process import Interrupted, Job, TrainingFailed
+from edge_client.train.process import Done, Interrupted, Job, TrainingFailed
 from edge_client.wire import arrays
 from tests.support.fake_coordinator import FakeCoordinator
 
@@ -31,9 +31,10 @@ class FakeTraining:
     busy: Callable[[], bool] = lambda: False
     failure: TrainingFailed | None = None
     size: int = 1000
+    treated: tuple[str, ...] = ()
     closed: bool = False
 
-    def run(self, job: Job, keep_going: Callable[[], str | None]) -> object:
+    def run(self, job: Job, keep_going: Callable[[], str | None]) -> Done:
         self.jobs.append(job)
         while True:
             if reason := keep_going():
@@ -44,11 +45,11 @@ class FakeTraining:
             raise self.failure
         if job.kind == "evaluate":
             job.result.write_text('{"rows": 5, "labels": 5, "correct": 4, "loss_sum": 1.5}')
-            return None
+            return Done(rows=5, seconds=0.1, peak_memory_bytes=1)
         rng = np.random.default_rng(len(self.jobs))
         job.result.write_bytes(arrays.encode({"delta/w": rng.standard_normal(self.size, np.float32)}))
         job.state_out.write_bytes(f"state {len(self.jobs)}".encode())
-        return None
+        return Done(rows=12, seconds=0.1, peak_memory_bytes=1, treated=self.treated)
 
     def close(self) -> None:
         self.closed = True

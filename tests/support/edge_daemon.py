@@ -21,7 +21,7 @@ class SlowTraining(FakeTraining):
 
 
 class Rows:
-    def __init__(self, tables: Mapping[str, Any], now: Any) -> None:
+    def __init__(self, tables: Mapping[str, Any], *_: Any, **__: Any) -> None:
         self._rows = dict.fromkeys(tables, 12)
 
     def __call__(self) -> Mapping[str, int]:
