@@ -19,7 +19,6 @@ import pytest
 from sqlalchemy import select
 
 from coordinator import failpoints
-from coordinator.db.store import Database
 from coordinator.db.tables import events, updates
 from coordinator.demo_fleet import device_config, shares
 from coordinator.experiment import Experiment, resolve
@@ -28,6 +27,7 @@ from edge_client.ledger import Ledger
 from edge_client.state import State
 from tests.support import databases
 from tests.support.cli import CACHE
+from tests.support.stored import rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -194,11 +194,3 @@ def count_of_events(url: str) -> int:
 
 def events_of(url: str, run: str) -> list[str]:
     return [row.event for row in rows(url, select(events.c.event).where(events.c.run == run))]
-
-
-def rows(url: str, query: Any) -> list[Any]:
-    database = Database(url)
-    try:
-        return database.read(lambda connection: list(connection.execute(query)))
-    finally:
-        database.close()

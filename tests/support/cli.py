@@ -1,14 +1,13 @@
 """The `fedloop` command as a user runs it: real processes, their exit codes, and what they leave behind.
 
-Every process of a run inherits one environment variable of its own, so that none can hide, whatever
-session or parent it has. LiteRT conversions are kept between test runs, in one folder for all tests.
+Every process of a run bears a mark of its own (`tests.support.processes`). LiteRT conversions are kept between
+test runs, in one folder for all tests.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -20,11 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from tests.support.processes import HANGS_SECONDS, Marked, pidfd, pids, read_proc
+
 FEDLOOP = Path(sys.executable).parent / "fedloop"
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "conversions"
-HANGS_SECONDS = 300
-"""A command or a condition that takes longer is broken; nothing waits for as long as this otherwise."""
-
 _MARK = "FEDLOOP_TEST_RUN"
 _PROC = Path("/proc")
 _SHARED_MEMORY = Path("/dev/shm")
@@ -79,12 +77,12 @@ class Started:
     """A running command, leader of a process group of its own."""
 
     process: subprocess.Popen[bytes]
-    mark: str
+    marked: Marked
     _errors: IO[bytes]
 
     def reaches(self, condition: Callable[[], bool]) -> bool:
         """Waits for a condition; False when the command ended before it held."""
-        with _pidfd(self.process.pid) as ended:
+        with pidfd(self.process.pid) as ended:
             while not condition():
                 if ended.poll(2):
                     return False
@@ -109,30 +107,15 @@ class Started:
 
     def alive(self) -> list[str]:
         """Command lines of all living processes of this run, the command's own among them."""
-        return [words for _, words in self._living()]
+        return self.marked.alive()
 
     def pids_of(self, words: str) -> list[int]:
         """Its living processes with `words` in their command lines, the oldest first."""
-        return sorted(pid for pid, line in self._living() if words in line)
+        return self.marked.pids_of(words)
 
     def all_gone(self) -> bool:
         """Waits until no process of this run is left; False where one stays for good."""
-        for pid, _ in self._living():
-            try:
-                with _pidfd(pid) as ended:
-                    if not ended.poll(HANGS_SECONDS * 1000):
-                        return False
-            except ProcessLookupError:
-                continue
-        return not self._living()
-
-    def _living(self) -> list[tuple[int, str]]:
-        # What has ended but was not yet waited for has an empty environment here.
-        return [
-            (pid, _read(_PROC / str(pid) / "cmdline").replace("\0", " "))
-            for pid in _pids()
-            if f"{_MARK}={self.mark}\0" in _read(_PROC / str(pid) / "environ")
-        ]
+        return self.marked.all_gone()
 
 
 @contextmanager
@@ -140,18 +123,18 @@ def started(
     *args: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> Iterator[Started]:
     """A `fedloop` command in the background; whatever of it still runs at the end is killed."""
-    mark = uuid.uuid4().hex
+    marked = Marked(_MARK, uuid.uuid4().hex)
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             [FEDLOOP, *args],
             cwd=cwd,
-            env=_environment(env) | {_MARK: mark},
+            env=_environment(env) | marked.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
             start_new_session=True,
         )
-        run = Started(process, mark, errors)
+        run = Started(process, marked, errors)
         try:
             yield run
         finally:
@@ -176,8 +159,8 @@ def _shared_memory() -> set[str]:
 def _held() -> set[str]:
     """Names in /dev/shm that a living process has open or mapped."""
     held = set()
-    for pid in _pids():
-        for line in _read(_PROC / str(pid) / "maps").splitlines():
+    for pid in pids():
+        for line in read_proc(pid, "maps").splitlines():
             held.add(line.rpartition("/dev/shm/")[2].partition("/")[0])
         try:
             targets = [str(path.readlink()) for path in (_PROC / str(pid) / "fd").iterdir()]
@@ -190,26 +173,3 @@ def _held() -> set[str]:
 def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
     ours = {"FEDLOOP_CACHE_DIR": str(CACHE), "OMP_NUM_THREADS": "1"}
     return {**os.environ, **ours, **(extra or {})}
-
-
-@contextmanager
-def _pidfd(pid: int) -> Iterator[select.poll]:
-    """A poll object that reports when the process has ended. Raises ProcessLookupError where there is none."""
-    handle = os.pidfd_open(pid)
-    try:
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        yield poll
-    finally:
-        os.close(handle)
-
-
-def _pids() -> list[int]:
-    return [int(path.name) for path in _PROC.iterdir() if path.name.isdecimal()]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8", "replace")
-    except OSError:
-        return ""  # it ended meanwhile, or is another user's

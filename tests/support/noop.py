@@ -55,11 +55,11 @@ def add_device(fleet: LocalFleet, name: str, *, url: str | None = None, **config
     return fleet.add(name, mine, rows(), url=url)
 
 
-def rows() -> dict[str, npt.NDArray[Any]]:
+def rows(count: int = ROWS) -> dict[str, npt.NDArray[Any]]:
     rng = np.random.default_rng(0)
     return {
-        "x": rng.normal(size=(ROWS, INPUTS)).astype(np.float32),
-        "y": np.arange(ROWS, dtype=np.int64) % CLASSES,
+        "x": rng.standard_normal((count, INPUTS), np.float32),
+        "y": np.arange(count, dtype=np.int64) % CLASSES,
     }
 
 

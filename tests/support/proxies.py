@@ -88,6 +88,7 @@ class Line(_Listener):
     Attributes:
         bytes_up, bytes_down: passed on so far, to the target and back.
         accepted: connections so far.
+        is_stalled: it holds bytes back, see `stall_after`.
     """
 
     def __init__(self, target: Address, *, delay_seconds: float = 0.0) -> None:
@@ -95,6 +96,8 @@ class Line(_Listener):
         self._delay_seconds = delay_seconds
         self._cut_at: int | None = None
         self._is_dead = False
+        self._stalls = False
+        self.is_stalled = False
         self.bytes_up = 0
         self.bytes_down = 0
         self.accepted = 0
@@ -114,12 +117,20 @@ class Line(_Listener):
         """Lets so many more bytes through to the target, then breaks, and stays broken until `mend`."""
         self._cut_at = self.bytes_up + bytes_up
 
+    def stall_after(self, bytes_up: int) -> None:
+        """Lets so many more bytes through to the target, then holds back all that comes, until `mend`."""
+        self._stalls = True
+        self.cut_after(bytes_up)
+
     def cut(self) -> None:
         """Breaks at once."""
         self._do(self._break())
 
     def mend(self) -> None:
-        self._cut_at, self._is_dead = None, False
+        """Everything passes again. What was held back never arrives."""
+        if self.is_stalled:
+            self.cut()
+        self._cut_at, self._is_dead, self._stalls, self.is_stalled = None, False, False, False
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
@@ -170,6 +181,9 @@ class Line(_Listener):
             writer.write(passed)
             await writer.drain()
             if len(passed) < len(chunk):
+                if self._stalls:
+                    self.is_stalled = True
+                    await asyncio.Event().wait()  # until its connections are ended
                 await self._break()
                 raise ConnectionAbortedError
 
