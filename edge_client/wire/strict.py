@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -99,7 +100,7 @@ def printable(text: str, most: int = 500) -> str:
 def _dataclass(kind: type, value: object, place: str, newer: bool) -> Any:
     document = _object(value, place)
     known = {field.name: field for field in fields(kind)}
-    kinds = get_type_hints(kind)
+    kinds = _kinds_of(kind)
     unknown = [key for key in document if key not in known]
     if unknown and not newer:
         raise Unfit(f"{place} has an unknown key {shown(unknown[0])}; known: {', '.join(known)}")
@@ -113,6 +114,12 @@ def _dataclass(kind: type, value: object, place: str, newer: bool) -> Any:
             if key in known
         }
     )
+
+
+@cache
+def _kinds_of(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's fields; working them out takes many times as long as reading a message."""
+    return get_type_hints(kind)
 
 
 def _object(value: object, place: str) -> dict[str, Any]:
