@@ -12,6 +12,8 @@ from functools import cached_property
 
 from coordinator.blobs import Blobs
 from coordinator.db.store import Database
+from coordinator.device_api.limits import Limits
+from coordinator.device_api.ticks import Ticks
 from coordinator.fleets.deployments import Deployments
 from coordinator.fleets.pacing import Pacing
 from coordinator.part_files import PartFiles
@@ -38,6 +40,8 @@ class Services:
     clock: Clock = utc_now
     deployments: Deployments = field(default_factory=Deployments)
     pacing: Pacing = field(default_factory=Pacing)
+    limits: Limits = field(default_factory=Limits)
+    ticks: Ticks = field(default_factory=Ticks)
 
     @cached_property
     def part_files(self) -> PartFiles:

@@ -162,16 +162,14 @@ def lease(connection: Connection, task: str, until: datetime) -> None:
 
 def wait_longer(connection: Connection, device: str, until: datetime) -> None:
     """Waiting tasks of a device that is alive but busy stay waiting."""
-    connection.execute(
-        update(tasks).where(tasks.c.device == device, tasks.c.state == "waiting").values(leased_until=until)
-    )
+    waiting = and_(tasks.c.device == device, tasks.c.state == "waiting", tasks.c.leased_until < until)
+    connection.execute(update(tasks).where(waiting).values(leased_until=until))
 
 
 def renew_all(connection: Connection, run: str, number: int, kind: TaskKind, until: datetime) -> None:
     """Live tasks of a round keep their leases: while the coordinator was away nobody could renew them."""
-    connection.execute(
-        update(tasks).where(of_round(run, number, kind), tasks.c.state.in_(LIVE)).values(leased_until=until)
-    )
+    early = and_(of_round(run, number, kind), tasks.c.state.in_(LIVE), tasks.c.leased_until < until)
+    connection.execute(update(tasks).where(early).values(leased_until=until))
 
 
 def finish(

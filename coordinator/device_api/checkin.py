@@ -43,11 +43,15 @@ router = APIRouter()
 
 @dataclass(frozen=True)
 class _Found:
-    """What the rows have for a device: a task to start, or that the one it works on is not wanted."""
+    """What the rows have for a device: a task to start, or that the one it works on is not wanted.
+
+    `declined`: runs whose tasks ended, because the device's owner opted out of them.
+    """
 
     offer: TaskOffer | None = None
     stop: bool = False
     worth_holding: bool = False
+    declined: tuple[str, ...] = ()
 
 
 @router.post("/checkin")
@@ -65,12 +69,14 @@ async def check_in(
     seen = services.signals.seen(topic)
     due_seconds = max(hold_seconds, pace)
     found = await _written(services, lambda at: _record(at, services, caller, said, due_seconds))
-    services.signals.notify("devices", "events")
+    services.signals.notify("devices")
+    _tell(services, caller, said, found)
     if not found.worth_holding:
         return to_json(CheckInAnswer(wire, 0.0 if found.stop else pace, found.offer, found.stop))
-    with services.pacing.room(services.settings.held) as held:
+    with services.pacing.room(services.settings.held, caller.id) as held:
         if held and await _arrives(request, services, topic, seen, hold_seconds):
             found = await _written(services, lambda at: _look(at, services, caller, said))
+            _tell(services, caller, said, found)
     again = 0.0 if held and hold_seconds > 0 else pace
     return to_json(CheckInAnswer(wire, again, found.offer, found.stop, hold=held and found.worth_holding))
 
@@ -114,13 +120,30 @@ def _look(connection: Connection, services: Services, caller: Caller, said: Chec
             return _Found(stop=True)
         rounds.lease(connection, held.id, until)
         return _Found(worth_holding=True)
+    declined: list[str] = []
     for task in live:
         if task.run in said.opted_out:
             answers.decline(connection, task, "opted_out", "its owner opted out of this run", now)
+            declined.append(task.run)
         elif _is_open(task) and not said.ineligible and matching.knows(said, task.kind):
             rounds.lease(connection, task.id, until)
-            return _Found(offers.offer_now(task.offer, now))
-    return _Found(worth_holding=_in_pool(connection, services, caller.id, now))
+            return _Found(offers.offer_now(task.offer, now), declined=tuple(declined))
+    return _Found(worth_holding=_in_pool(connection, services, caller.id, now), declined=tuple(declined))
+
+
+def _tell(services: Services, caller: Caller, said: CheckIn, found: _Found) -> None:
+    """Wakes the runs that lost a task, and logs the device where it stands otherwise than before."""
+    if found.declined:
+        services.signals.notify("events", *(f"run:{run}" for run in found.declined))
+    if found.stop:
+        state, task = "stopped", said.working_on
+    elif found.offer is not None:
+        state, task = "given_task", found.offer.task
+    elif said.working_on is not None:
+        state, task = "working", said.working_on
+    else:
+        state, task = ("ineligible" if said.ineligible else "held" if found.worth_holding else "idle"), None
+    services.ticks.tell(caller.id, state, task=task, ineligible=list(said.ineligible))
 
 
 def _is_open(task: TaskRow) -> bool:

@@ -10,6 +10,7 @@ State is looked up for every request, so a revocation acts on the next one.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 from typing import Annotated
@@ -37,12 +38,14 @@ class Caller:
     group: str
 
 
-async def calling_device(request: Request, services: Annotated[Services, Depends(services_of)]) -> Caller:
-    """The device that makes this request.
+async def calling_device(
+    request: Request, services: Annotated[Services, Depends(services_of)]
+) -> AsyncIterator[Caller]:
+    """The device that makes this request, which counts among its requests until it is answered.
 
     Raises:
         Refusal: 401 `no_certificate`, `foreign_certificate`, `expired`, `not_yet_valid`; 403 `revoked`,
-            `unknown_device`, `pending`.
+            `unknown_device`, `pending`; 429 `too_many_requests`.
     """
     certificate = _shown(request, services.settings.trusted_proxies)
     if certificate is None:
@@ -51,8 +54,9 @@ async def calling_device(request: Request, services: Annotated[Services, Depends
         )
     # OpenSSL took any chain up to our CA; a device's certificate is signed by the CA itself.
     device = services.authority.verify(certificate, services.clock())
-    row = admit(await run_in_threadpool(services.database.read, lambda at: devices.find(at, device)))
-    return Caller(row.id, row.name, row.device_group)
+    with services.limits.request(device):
+        row = admit(await run_in_threadpool(services.database.read, lambda at: devices.find(at, device)))
+        yield Caller(row.id, row.name, row.device_group)
 
 
 def _shown(request: Request, trusted: tuple[str, ...]) -> x509.Certificate | None:
@@ -64,7 +68,7 @@ def _shown(request: Request, trusted: tuple[str, ...]) -> x509.Certificate | Non
         if forwarded and forwarded[0]:
             return _parsed(unquote(forwarded[0]))
     der: bytes | None = state.get("peer_certificate")
-    return None if der is None else x509.load_der_x509_certificate(der)
+    return None if der is None else _parsed_der(der)
 
 
 def _is_trusted(address: str, trusted: tuple[str, ...]) -> bool:
@@ -73,6 +77,13 @@ def _is_trusted(address: str, trusted: tuple[str, ...]) -> bool:
     peer = ip_address(address.partition("%")[0])
     mapped = getattr(peer, "ipv4_mapped", None)
     return any((mapped or peer) in ip_network(each, strict=False) for each in trusted)
+
+
+def _parsed_der(der: bytes) -> x509.Certificate:
+    try:
+        return x509.load_der_x509_certificate(der)
+    except Exception as error:  # a CA of one's own may have signed what only OpenSSL takes
+        raise Refusal(401, "foreign_certificate", "this certificate cannot be read") from error
 
 
 def _parsed(pem: str) -> x509.Certificate:

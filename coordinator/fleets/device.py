@@ -31,12 +31,14 @@ from coordinator.db.store import is_disk_full
 from coordinator.fleets import matching, offers
 from coordinator.fleets.deployments import Deployment
 from coordinator.fleets.fleet import Answer, Model, Reopened, Silence, Stopped, Terms
+from coordinator.fleets.matching import Candidate
+from coordinator.fleets.offers import Asked
 from coordinator.rounds import intake
 from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
 from coordinator.services import Services
 from edge_client.wire import arrays
-from edge_client.wire.device import BlobRef, EvaluationResult, RuntimeName, TaskKind
+from edge_client.wire.device import BlobRef, EvaluationResult, TaskKind
 from edge_client.wire.messages import TaskMessage
 from strategies.params import Params, Tensors
 from strategies.state import joined
@@ -136,9 +138,9 @@ class DeviceFleet:
                 rounds.renew_all(connection, opened.run, opened.number, "train", now + self._lease)
                 return
             common = self._common(opened.deadline_at, model, terms.expected.payload_limit_bytes)
-            runtimes = self._runtimes(connection, [task.message.client for task in tasks])
+            asked = self._asked(connection, [task.message.client for task in tasks], now)
             rounds.open_round(connection, opened, model.base)
-            rounds.add_tasks(connection, offers.train_rows(tasks, common, runtimes, now + self._lease))
+            rounds.add_tasks(connection, offers.train_rows(tasks, common, asked))
 
         with self._services.blobs.naming:
             self._write(work)
@@ -187,19 +189,18 @@ class DeviceFleet:
         self._require_running()
         now = self._services.clock()
         deadline_at = now + timedelta(seconds=seconds)
-        runtimes = self._able("evaluate")
+        able = self._able("evaluate")
         run = self._deployment.run
 
         def work(connection: Connection) -> None:
-            asked = rounds.asked(connection, run, number, "evaluate")
-            devices = sorted(runtimes.keys() - asked)
+            before = rounds.asked(connection, run, number, "evaluate")
+            devices = sorted(able.keys() - before)
             common = self._common(deadline_at, model, _EVALUATION_LIMIT_BYTES, number)
-            rows = offers.evaluate_rows(devices, common, runtimes, now + self._lease, first=len(asked))
-            rounds.add_tasks(connection, rows)
+            rounds.add_tasks(connection, offers.evaluate_rows(devices, common, able, first=len(before)))
             rounds.renew_all(connection, run, number, "evaluate", now + self._lease)
 
         self._write(work)
-        self._notify(runtimes)
+        self._notify(able)
         self._await_evaluations(number, deadline_at)
         return self._services.database.read(lambda at: answers.evaluations_of(at, run, number))
 
@@ -230,26 +231,31 @@ class DeviceFleet:
             else:
                 self._wait(seen, min(until, deadline_at) - now)
 
-    def _able(self, kind: TaskKind) -> dict[str, RuntimeName]:
-        """Devices that may get a task of this run now, and the runtime each would use."""
+    def _able(self, kind: TaskKind) -> dict[str, Asked]:
+        """Devices that may get a task of this run now."""
         now = self._services.clock()
-        found: dict[str, RuntimeName] = {}
+        found: dict[str, Asked] = {}
         for device in self._services.database.read(lambda at: participants.candidates(at, now)):
             if device.report is None or matching.why_not(device, self._deployment, now, kind):
                 continue
             runtime = matching.runtime_for(device.report, self._deployment)
             if runtime is not None:
-                found[device.id] = runtime
+                found[device.id] = Asked(runtime, self._fetch_until(device, now))
         return found
 
-    def _runtimes(self, connection: Connection, devices: Sequence[str]) -> dict[str, RuntimeName]:
+    def _asked(self, connection: Connection, devices: Sequence[str], now: datetime) -> dict[str, Asked]:
         """By device; one that changed its mind since it was chosen is asked all the same, and declines."""
-        chosen: dict[str, RuntimeName] = {}
+        chosen: dict[str, Asked] = {}
         for device in devices:
             found = participants.candidate(connection, device)
             runtime = found and found.report and matching.runtime_for(found.report, self._deployment)
-            chosen[device] = runtime or self._deployment.runtimes[0]
+            until = self._fetch_until(found, now) if found else now + self._lease
+            chosen[device] = Asked(runtime or self._deployment.runtimes[0], until)
         return chosen
+
+    def _fetch_until(self, device: Candidate, now: datetime) -> datetime:
+        """A device that was told to come back later than a lease lasts is not given up before it comes."""
+        return max(now + self._lease, (device.expected_at or now) + matching.OVERDUE)
 
     def _common(
         self, deadline_at: datetime, model: Model, limit_bytes: int, number: int | None = None

@@ -41,34 +41,35 @@ class Round:
     result_limit_bytes: int
 
 
-def train_rows(
-    tasks: Sequence[Task], common: Round, runtimes: Mapping[str, RuntimeName], fetch_until: datetime
-) -> list[dict[str, Any]]:
-    """Rows for the tasks of a cohort. `runtimes`: by device."""
+@dataclass(frozen=True)
+class Asked:
+    """How a device is asked: the runtime it would use, and until when it may come for its task."""
+
+    runtime: RuntimeName
+    fetch_until: datetime
+
+
+def train_rows(tasks: Sequence[Task], common: Round, asked: Mapping[str, Asked]) -> list[dict[str, Any]]:
+    """Rows for the tasks of a cohort. `asked`: by device."""
     return [
         _row(
             "train",
             task.position,
             task.message.client,
-            runtimes[task.message.client],
+            asked[task.message.client],
             task.message.to_json(),
             common,
-            fetch_until,
         )
         for task in tasks
     ]
 
 
 def evaluate_rows(
-    devices: Sequence[str],
-    common: Round,
-    runtimes: Mapping[str, RuntimeName],
-    fetch_until: datetime,
-    first: int,
+    devices: Sequence[str], common: Round, asked: Mapping[str, Asked], first: int
 ) -> list[dict[str, Any]]:
     """Rows that ask these devices to evaluate the round's model, from position `first` on."""
     return [
-        _row("evaluate", position, device, runtimes[device], {}, common, fetch_until)
+        _row("evaluate", position, device, asked[device], {}, common)
         for position, device in enumerate(devices, first)
     ]
 
@@ -83,12 +84,12 @@ def _row(
     kind: TaskKind,
     position: int,
     device: str,
-    runtime: RuntimeName,
+    asked: Asked,
     message: Mapping[str, Any],
     common: Round,
-    fetch_until: datetime,
 ) -> dict[str, Any]:
     run = common.deployment
+    runtime = asked.runtime
     for_litert = runtime == "litert"
     task = str(uuid.uuid4())
     offer = TaskOffer(
@@ -119,5 +120,5 @@ def _row(
         "runtime": runtime,
         "state": "waiting",
         "offer": to_json(offer) | {DEADLINE: common.deadline_at.isoformat()},
-        "leased_until": fetch_until,
+        "leased_until": asked.fetch_until,
     }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from coordinator.fleets import matching, pacing
+from coordinator.fleets import matching
 from coordinator.fleets.deployments import Deployment, Selection
 from coordinator.fleets.matching import Candidate
 from edge_client.wire.device import BlobRef
@@ -96,19 +95,3 @@ def test_the_runtime_is_the_first_allowed_one_that_the_device_can_use() -> None:
     assert matching.runtime_for(both, replace(RUN, runtimes=("torch", "litert"))) == "torch"
     assert matching.runtime_for(both, replace(RUN, artifact=None)) == "torch"
     assert matching.runtime_for(replace(both, models=()), replace(RUN, runtimes=("torch",))) is None
-
-
-def test_pacing_keeps_the_rate_of_a_large_fleet_and_a_floor_for_a_small_one() -> None:
-    rng = random.Random(1)
-    large = [pacing.next_seconds(10_000, 100.0, rng) for _ in range(10_000)]
-    assert 10_000 / (sum(large) / len(large)) == pytest.approx(100, rel=0.02)  # check-ins a second
-    assert len({round(each, 3) for each in large}) > 5_000  # not in step
-    assert min(pacing.next_seconds(3, 100.0, rng) for _ in range(100)) >= 0.75 * pacing.LEAST_SECONDS
-    assert max(pacing.next_seconds(10**8, 100.0, rng) for _ in range(100)) == pacing.MOST_SECONDS
-
-
-def test_there_is_room_for_so_many_long_polls() -> None:
-    held = pacing.Pacing()
-    with held.room(1) as first, held.room(1) as second:
-        assert (first, second, held.held) == (True, False, 1)
-    assert held.held == 0
