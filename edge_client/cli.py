@@ -19,11 +19,15 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 from edge_client.config import FILE_VARIABLE, PREFIX, EdgeConfig, Loaded, load, usual_file
 from edge_client.errors import Stopped, UserMistake
 from edge_client.state import State, daemon_pid, lock
 from edge_client.transport import CertificateExpired, ServerRefused, Unreachable
+
+# Plain help: with rich installed typer escapes brackets for it although it does not print by it.
+typer.core.HAS_RICH = False
 
 app = typer.Typer(
     name="fedloop-edge",
@@ -81,18 +85,17 @@ def _options(
 @app.command()
 def enroll(
     context: typer.Context,
-    url: Annotated[
-        str, typer.Argument(help="The coordinator's device address, such as https://fed.example:8443.")
-    ],
-    token: Annotated[
-        str, typer.Argument(help="As `fedloop device token` printed it; - reads it from standard input.")
-    ],
+    url: str,
+    token: str,
     name: Annotated[str | None, typer.Option(help="For people; default: the configured name.")] = None,
     serial: Annotated[
         str | None, typer.Option(help="Of this machine, where the token admits listed machines only.")
     ] = None,
 ) -> None:
     """Makes this device known to a coordinator. May be repeated after an interruption.
+
+    URL is the coordinator's device address. TOKEN is as `fedloop device token` printed it there; - reads it from
+    standard input.
 
     Example: fedloop-edge enroll https://fed.example:8443 fl1.…
     """
@@ -213,8 +216,10 @@ def ledger(
     context: typer.Context,
     as_json: AsJson = False,
     show: Annotated[int | None, typer.Option(help="Entry whose payload to look at.")] = None,
-    explain: Annotated[bool, typer.Option(help="What else the coordinator learns, key by key.")] = False,
-    wipe: Annotated[bool, typer.Option(help="Forget all of it.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="What else the coordinator learns, key by key.")
+    ] = False,
+    wipe: Annotated[bool, typer.Option("--wipe", help="Forget all of it.")] = False,
     sure: Sure = False,
 ) -> None:
     """Everything that ever left this device. Example: fedloop-edge ledger --show 3"""
@@ -239,10 +244,13 @@ def ledger(
 @app.command("opt-out")
 def opt_out(
     context: typer.Context,
-    run_name: Annotated[str, typer.Argument(metavar="RUN", help="Name or id of a run.")],
-    undo: Annotated[bool, typer.Option(help="Take part again.")] = False,
+    run_name: Annotated[str, typer.Argument(metavar="RUN")],
+    undo: Annotated[bool, typer.Option("--undo", help="Take part again.")] = False,
 ) -> None:
-    """Takes no part in a run from now on. Example: fedloop-edge opt-out digits"""
+    """Takes no part in a run from now on; results of it that wait are thrown away.
+
+    RUN is the name or the id of a run. Example: fedloop-edge opt-out digits
+    """
     config = _config(context)
     with _state(config) as state:
         state.set_opted_out(run_name, not undo)
@@ -309,11 +317,12 @@ def config_check(context: typer.Context, as_json: AsJson = False) -> None:
 @data_app.command("preview")
 def data_preview(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="Logical name; default: all.")] = None,
+    name: Annotated[str | None, typer.Argument()] = None,
     as_json: AsJson = False,
 ) -> None:
     """Schema and row count of a configured data set, as a training would read it. Nothing leaves the device.
 
+    NAME is what experiments call it; without one all are read.
     Example: fedloop-edge data preview digits
     """
     from edge_client import datasets
@@ -397,7 +406,7 @@ def _tell_leaving(config: EdgeConfig, who: Any) -> None:
     try:
         link.post("/leave", {})
     except (Unreachable, ServerRefused, CertificateExpired) as error:
-        typer.echo(f"the coordinator was not told ({error}); it may revoke {who.device}", err=True)
+        typer.echo(f"the coordinator was not told: {error}", err=True)
     finally:
         link.close()
 

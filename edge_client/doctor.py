@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from edge_client import datasets, identity, transport
@@ -30,8 +30,11 @@ class Check:
     mend: str = ""
 
 
-def examine(config: EdgeConfig) -> Iterator[Check]:
-    """The checks, each made when it is asked for; later ones that rest on a failed one are left out."""
+def examine(config: EdgeConfig, wall: Callable[[], float] = time.time) -> Iterator[Check]:
+    """The checks, each made when it is asked for; later ones that rest on a failed one are left out.
+
+    `wall`: this machine's clock, seconds since 1970.
+    """
     yield (folder := _state_folder(config))
     if not folder.well:
         return
@@ -46,7 +49,7 @@ def examine(config: EdgeConfig) -> Iterator[Check]:
     if who is None:
         yield Check("identity", False, "not enrolled", "fedloop-edge enroll URL TOKEN")
         return
-    yield from _coordinator(config, who)
+    yield from _coordinator(config, who, wall)
 
 
 def _state_folder(config: EdgeConfig) -> Check:
@@ -94,23 +97,23 @@ def _data(config: EdgeConfig) -> Iterator[Check]:
             yield Check(f"data {name}", False, found, f"correct [data.{name}] in the configuration")
 
 
-def _coordinator(config: EdgeConfig, who: Identity) -> Iterator[Check]:
+def _coordinator(config: EdgeConfig, who: Identity, wall: Callable[[], float]) -> Iterator[Check]:
     link = Link(who.url, transport.pinned(who.ca_pem, who.credentials), proxy=config.proxy)
     try:
         date = link.date("/ca")
         yield Check("coordinator", True, who.url)
-        yield _clock(date)
-        yield _membership(link, who, date)
+        yield _clock(date, wall())
+        yield _membership(link, who, date if date is not None else wall())
     except CertificateExpired:
         yield Check("certificate", False, "expired", _RENEWED)
     except (Unreachable, ServerRefused) as error:
         yield Check("coordinator", False, str(error), "check the address, the network, the proxy")
-        yield _clock(transport.unverified_date(who.url, config.proxy))
+        yield _clock(transport.unverified_date(who.url, config.proxy), wall())
     finally:
         link.close()
 
 
-def _membership(link: Link, who: Identity, date: float | None) -> Check:
+def _membership(link: Link, who: Identity, date: float) -> Check:
     """Whether the coordinator takes this certificate: asked by a request that changes nothing there."""
     try:
         link.content(f"/blobs/{'0' * 64}")
@@ -130,12 +133,12 @@ def _membership(link: Link, who: Identity, date: float | None) -> Check:
             )
         if refused.passing:
             raise
-    left = who.not_after - (date if date is not None else time.time())
+    left = who.not_after - date
     return Check("certificate", True, f"taken, and valid for {left / 86_400:.0f} days more")
 
 
-def _clock(date: float | None) -> Check:
-    ahead = time.time() - date if date is not None else 0.0
+def _clock(date: float | None, own: float) -> Check:
+    ahead = own - date if date is not None else 0.0
     if abs(ahead) > CLOCK_TOLERANCE_SECONDS:
         return Check("clock", False, clock_words(ahead), "set it, for instance: timedatectl set-ntp true")
     return Check(

@@ -28,7 +28,6 @@ _COMMON = """\
 # Made by `fedloop-edge install-service`; changes of your own belong into `systemctl {flag}edit fedloop-edge`.
 [Unit]
 Description=Fedloop edge client
-Documentation=https://fedloop.example/docs
 After=network-online.target
 Wants=network-online.target
 StartLimitIntervalSec=0
