@@ -17,8 +17,8 @@ import pytest
 from edge_client.ledger import Ledger
 from edge_client.outbox import Outbox
 from edge_client.state import State
-from tests.support.connect_proxy import connect_proxy
 from tests.support.fake_coordinator import FakeCoordinator
+from tests.support.proxies import ConnectProxy
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -176,21 +176,21 @@ def test_a_revoked_daemon_ends_with_its_own_exit_code(coordinator: FakeCoordinat
 def test_everything_goes_through_the_proxy_of_the_environment(
     coordinator: FakeCoordinator, tmp_path: Path
 ) -> None:
-    with connect_proxy() as proxy:
+    with ConnectProxy() as proxy:
         env = {"HTTPS_PROXY": proxy.url, "NO_PROXY": "", "no_proxy": ""}
         enrolled(coordinator, tmp_path, **env)
         offer = coordinator.offer()
-        before = len(proxy.asked)
+        before = len(proxy.requests)
         with running(tmp_path, **env):
             coordinator.wait_for(lambda: offer.task in coordinator.accepted)
-        assert before > 0 and len(proxy.asked) > before
-        assert set(proxy.asked) == {coordinator.url.removeprefix("https://")}
+        assert before > 0 and len(proxy.requests) > before
+        assert set(proxy.requests) == {f"CONNECT {coordinator.url.removeprefix('https://')} HTTP/1.1"}
 
 
 def test_no_proxy_names_hosts_that_are_reached_directly(coordinator: FakeCoordinator, tmp_path: Path) -> None:
-    with connect_proxy() as proxy:
+    with ConnectProxy() as proxy:
         enrolled(coordinator, tmp_path, HTTPS_PROXY=proxy.url, NO_PROXY="localhost")
-        assert proxy.asked == []
+        assert proxy.requests == []
 
 
 def test_leaving_tells_the_coordinator_and_removes_the_key(
