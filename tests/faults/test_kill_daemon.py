@@ -20,6 +20,7 @@ import pytest
 from sqlalchemy import select, update
 
 from coordinator.db.tables import rounds, updates
+from coordinator.device_api.uploads import BLOCK_BYTES
 from coordinator.local_fleet import LocalFleet, local_fleet
 from coordinator.operator_client import OperatorClient
 from edge_client import status
@@ -103,7 +104,7 @@ class Trio:
 
     def _is_sending(self) -> bool:
         assert self.fleet.devices[SENDS].is_running(), self.fleet.devices[SENDS].tail()
-        return self.line.is_stalled and self.held_bytes() >= MODEL_BYTES // 2 - OTHER_BYTES
+        return self.line.is_stalled and self.held_bytes() >= MODEL_BYTES // 2 - BLOCK_BYTES - OTHER_BYTES
 
     def _code(self, name: str) -> str:
         """Where the coordinator says that the device stands in the newest run."""

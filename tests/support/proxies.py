@@ -98,6 +98,7 @@ class Line(_Listener):
         self._is_dead = False
         self._stalls = False
         self.is_stalled = False
+        self._given_up = asyncio.Event()
         self.bytes_up = 0
         self.bytes_down = 0
         self.accepted = 0
@@ -129,7 +130,8 @@ class Line(_Listener):
     def mend(self) -> None:
         """Everything passes again. What was held back never arrives."""
         if self.is_stalled:
-            self.cut()
+            self._do(self._break())
+            self._loop.call_soon_threadsafe(self._given_up.set)
         self._cut_at, self._is_dead, self._stalls, self.is_stalled = None, False, False, False
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -182,8 +184,7 @@ class Line(_Listener):
             await writer.drain()
             if len(passed) < len(chunk):
                 if self._stalls:
-                    self.is_stalled = True
-                    await asyncio.Event().wait()  # until its connections are ended
+                    await self._stall()
                 await self._break()
                 raise ConnectionAbortedError
 
@@ -196,6 +197,13 @@ class Line(_Listener):
     def _came_down(self, chunk: bytes) -> bytes:
         self.bytes_down += len(chunk)
         return chunk
+
+    async def _stall(self) -> None:
+        """Both ends keep their connection, until `mend`."""
+        self._given_up.clear()
+        self.is_stalled = True
+        await self._given_up.wait()
+        raise ConnectionAbortedError
 
     async def _break(self) -> None:
         self._is_dead = True
