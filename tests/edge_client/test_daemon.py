@@ -184,7 +184,7 @@ def test_everything_goes_through_the_proxy_of_the_environment(
         with running(tmp_path, **env):
             coordinator.wait_for(lambda: offer.task in coordinator.accepted)
         assert before > 0 and len(proxy.requests) > before
-        assert set(proxy.requests) == {f"CONNECT {coordinator.url.removeprefix('https://')} HTTP/1.1"}
+        assert {line.split()[1] for line in proxy.requests} == {coordinator.url.removeprefix("https://")}
 
 
 def test_no_proxy_names_hosts_that_are_reached_directly(coordinator: FakeCoordinator, tmp_path: Path) -> None:
