@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.console import Console
@@ -77,6 +78,35 @@ def token(
     )
     typer.echo(f"fedloop-edge enroll {made['url']} {made['token']}")
     typer.echo(f"good for {how_many}, until {_moment(made['expires_at'])}", err=True)
+
+
+@app.command("tokens", epilog="Example: fedloop device tokens")
+def list_tokens(coordinator: Coordinator = None, as_json: Json = False) -> None:
+    """List the tokens that still admit devices; their text was told once and is not kept."""
+    found = connect(coordinator).get("/tokens")
+    if as_json:
+        _print_json(found)
+    elif not found:
+        typer.echo("no tokens; make one: fedloop device token")
+    for each in () if as_json else found:
+        who = "any listed machine" if each["listed_serials_only"] else f"group {_plain(each['group'])}"
+        uses = f"{each['uses_left']} more device{'s' * (each['uses_left'] != 1)}"
+        ends = _moment(each["expires_at"])
+        typer.echo(f"{each['id']}  {who}, {uses}, until {ends}{', with approval' * each['needs_approval']}")
+
+
+@app.command(epilog="Example: fedloop device withdraw 0b9f2c1e-…")
+def withdraw(
+    token: Annotated[str, typer.Argument(metavar="TOKEN-ID", help="As `fedloop device tokens` shows it.")],
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """End a token now; devices that enrolled with it stay."""
+    ended = connect(coordinator).post(f"/tokens/{quote(token, safe='')}/withdraw")
+    if as_json:
+        _print_json(ended)
+    else:
+        typer.echo(f"token {ended['id']} admits nobody any more")
 
 
 @app.command("import", epilog="Example: fedloop device import serials.txt --group line-3")

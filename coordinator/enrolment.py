@@ -15,7 +15,7 @@ import hashlib
 import hmac
 import secrets
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 from cryptography import x509
@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from sqlalchemy import Connection
 
 from coordinator import pki
-from coordinator.db import devices, tokens
+from coordinator.db import devices, rounds, tokens
 from coordinator.db.devices import DeviceRow
 from coordinator.db.events import record
 from coordinator.db.tokens import TokenRow
@@ -79,6 +79,21 @@ def make_token(connection: Connection, authority: Authority, terms: TokenTerms, 
     tokens.add(connection, row)
     record(connection, now, "token_made", token=row.id, group=row.device_group, uses=terms.uses)
     return NewToken(row, f"{TOKEN_FORM}.{authority.ca_sha256}.{secret}")
+
+
+def withdraw_token(connection: Connection, token: str, now: datetime) -> TokenRow:
+    """Ends a token now; devices that enrolled with it stay.
+
+    Raises:
+        Refusal: 404 `not_found`.
+    """
+    row = tokens.by_id(connection, token) if token.isprintable() else None
+    if row is None:
+        raise Refusal(404, "not_found", f"there is no token {token[:40]!r}; see them: fedloop device tokens")
+    if now < row.expires_at:
+        tokens.end(connection, row.id, now)
+        record(connection, now, "token_withdrawn", token=row.id, group=row.device_group)
+    return replace(row, expires_at=min(row.expires_at, now))
 
 
 def enrol(
@@ -167,7 +182,7 @@ def approve(connection: Connection, authority: Authority, device: str, now: date
 
 
 def revoke(connection: Connection, device: str, now: datetime) -> DeviceRow:
-    """Shuts a device out, from its next request on and for good.
+    """Shuts a device out, from its next request on and for good; nothing waits for it any more.
 
     Raises:
         Refusal: 404 `not_found`.
@@ -175,6 +190,7 @@ def revoke(connection: Connection, device: str, now: datetime) -> DeviceRow:
     row = known_device(connection, device)
     if row.state != "revoked":
         devices.change_state(connection, row.id, "revoked")
+        rounds.give_up(connection, row.id, now, "revoked", "it was revoked")
         record(connection, now, "device_revoked", device=row.id)
     return known_device(connection, device)
 
@@ -182,6 +198,7 @@ def revoke(connection: Connection, device: str, now: datetime) -> DeviceRow:
 def leave(connection: Connection, device: str, now: datetime) -> None:
     """The device's own wish to take part no longer."""
     devices.change_state(connection, device, "left")
+    rounds.give_up(connection, device, now, "left", "it left the federation")
     record(connection, now, "device_left", device=device)
 
 

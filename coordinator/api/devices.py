@@ -84,7 +84,8 @@ def revoke_device(device: str, services: Serving) -> Device:
 
 def _changed(services: Services, device: str, work: Callable[[Connection], DeviceRow]) -> Device:
     row = services.database.write(work).result()
-    services.signals.notify(f"device:{device}", "devices", "events")
+    live = (f"run:{deployment.run}" for deployment in services.deployments.active())
+    services.signals.notify(f"device:{device}", "devices", "events", *live)
     return _told(row)
 
 

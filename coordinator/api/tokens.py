@@ -5,13 +5,14 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 
 from coordinator import enrolment
 from coordinator.api.deps import services_of
 from coordinator.db import tokens
+from coordinator.db.tokens import TokenRow
 from coordinator.enrolment import NewToken, TokenTerms, plain_text
 from coordinator.services import Services
 
@@ -47,6 +48,18 @@ class MadeToken(BaseModel):
     url: str = Field(description="What devices connect to.")
     group: str
     uses: int
+    expires_at: datetime
+
+
+class Token(BaseModel):
+    """A token that was made before. Its text is not kept."""
+
+    id: str
+    group: str
+    uses_left: int
+    needs_approval: bool
+    listed_serials_only: bool
+    created_at: datetime
     expires_at: datetime
 
 
@@ -87,6 +100,33 @@ def make_token(request: TokenRequest, services: Serving) -> MadeToken:
         group=made.row.device_group,
         uses=made.row.uses_left,
         expires_at=made.row.expires_at,
+    )
+
+
+@router.get("/tokens")
+def list_tokens(services: Serving, limit: Annotated[int, Query(ge=1, le=1000)] = 1000) -> list[Token]:
+    """Tokens that still admit devices, those that end first before the others."""
+    found = services.database.read(lambda at: tokens.usable(at, services.clock(), limit))
+    return [_told(row) for row in found]
+
+
+@router.post("/tokens/{token}/withdraw")
+def withdraw_token(token: str, services: Serving) -> Token:
+    """Ends a token now. Devices that enrolled with it stay."""
+    row = services.database.write(lambda at: enrolment.withdraw_token(at, token, services.clock())).result()
+    services.signals.notify("events")
+    return _told(row)
+
+
+def _told(row: TokenRow) -> Token:
+    return Token(
+        id=row.id,
+        group=row.device_group,
+        uses_left=row.uses_left,
+        needs_approval=row.needs_approval,
+        listed_serials_only=row.listed_serials_only,
+        created_at=row.created_at,
+        expires_at=row.expires_at,
     )
 
 

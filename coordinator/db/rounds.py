@@ -225,6 +225,17 @@ def expire(connection: Connection, run: str, number: int, kind: TaskKind, now: d
     return [row.device for row in expired]
 
 
+def give_up(connection: Connection, device: str, now: datetime, reason: str, words: str) -> list[str]:
+    """Ends the live tasks of a device that will not answer any more, and gives their runs."""
+    runs_of_it: list[str] = []
+    for task in live_tasks(connection, device):
+        finish(connection, task.id, "expired", now, reason, words)
+        told: dict[str, Any] = {"round": task.round, "task": task.id, "kind": task.kind, "words": words}
+        events.record(connection, now, "task_expired", run=task.run, device=device, **told)
+        runs_of_it.append(task.run)
+    return runs_of_it
+
+
 def next_expiry(connection: Connection, run: str, number: int, kind: TaskKind) -> datetime | None:
     """When the next lease of the round runs out; None where no task is live."""
     query = select(tasks.c.leased_until).where(of_round(run, number, kind), tasks.c.state.in_(LIVE))

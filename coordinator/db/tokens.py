@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
+from typing import Any
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
 
 from coordinator.db.tables import serials, tokens
 
@@ -39,9 +40,23 @@ def add(connection: Connection, token: TokenRow) -> None:
 
 
 def find(connection: Connection, secret_sha256: str) -> TokenRow | None:
-    columns = [tokens.c[field.name] for field in fields(TokenRow)]
-    row = connection.execute(select(*columns).where(tokens.c.secret_sha256 == secret_sha256)).one_or_none()
-    return None if row is None else TokenRow(*row)
+    return _one(connection, tokens.c.secret_sha256 == secret_sha256)
+
+
+def by_id(connection: Connection, token: str) -> TokenRow | None:
+    return _one(connection, tokens.c.id == token)
+
+
+def usable(connection: Connection, now: datetime, limit: int) -> list[TokenRow]:
+    """Tokens that still admit somebody, those that end first before the others."""
+    wanted = select(*_COLUMNS).where(tokens.c.expires_at > now, tokens.c.uses_left > 0)
+    found = connection.execute(wanted.order_by(tokens.c.expires_at, tokens.c.id).limit(limit))
+    return [TokenRow(*row) for row in found]
+
+
+def end(connection: Connection, token: str, now: datetime) -> None:
+    """From now on it admits nobody."""
+    connection.execute(update(tokens).where(tokens.c.id == token).values(expires_at=now))
 
 
 def use(connection: Connection, token: str) -> bool:
@@ -83,3 +98,11 @@ def use_serial(connection: Connection, number: str, device: str) -> bool:
         .values(device=device)
     )
     return taken.rowcount == 1
+
+
+_COLUMNS: Sequence[ColumnElement[Any]] = [tokens.c[field.name] for field in fields(TokenRow)]
+
+
+def _one(connection: Connection, which: ColumnElement[bool]) -> TokenRow | None:
+    row = connection.execute(select(*_COLUMNS).where(which)).one_or_none()
+    return None if row is None else TokenRow(*row)

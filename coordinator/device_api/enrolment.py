@@ -54,7 +54,9 @@ async def renew(request: Request, services: Serving) -> Mapping[str, Any]:
 @router.post("/leave")
 async def leave(caller: Annotated[Caller, Depends(calling_device)], services: Serving) -> Mapping[str, Any]:
     await _written(services, lambda at: enrolment.leave(at, caller.id, services.clock()))
-    services.signals.notify(f"device:{caller.id}")
+    live = (f"run:{deployment.run}" for deployment in services.deployments.active())
+    services.signals.notify(f"device:{caller.id}", *live)
+    services.ticks.forget(caller.id)
     return {}
 
 

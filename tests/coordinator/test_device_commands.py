@@ -90,6 +90,25 @@ def test_a_token_for_many_or_for_approval(fedloop: Any, coordinator: Door, tmp_p
     assert coordinator.enrol(device, made["token"]).json()["certificate"] != ""
 
 
+def test_a_token_is_listed_until_it_is_withdrawn_and_then_admits_nobody(
+    fedloop: Any, coordinator: Door, tmp_path: Path
+) -> None:
+    made = json.loads(fedloop("token", "--uses", "3", "--group", "ward", "--json").stdout)
+    first = Device(tmp_path, "before")
+    assert coordinator.enrol(first, made["token"]).status_code == 200
+    (line,) = [each for each in fedloop("tokens").stdout.splitlines() if made["id"] in each]
+    assert line == f"{made['id']}  group ward, 2 more devices, until 2026-11-20 12:15 UTC"
+    assert made["token"].rpartition(".")[2] not in fedloop("tokens", "--json").stdout
+    assert "admits nobody any more" in fedloop("withdraw", made["id"]).stdout
+    fedloop("withdraw", made["id"])
+    refused = coordinator.enrol(Device(tmp_path, "after"), made["token"])
+    assert refused.json()["error"]["code"] == "token_expired"
+    assert made["id"] not in fedloop("tokens").stdout
+    assert coordinator.enrol(first, made["token"]).status_code == 200  # who is in asks again as before
+    with pytest.raises(UserError, match="fedloop device tokens"):
+        fedloop("withdraw", "nobody")
+
+
 @pytest.mark.parametrize("ttl", ["", "15", "m", "-1m", "15 parsecs", "1e9d"])
 def test_a_time_that_is_none_is_told(fedloop: Any, ttl: str) -> None:
     with pytest.raises(UserError, match="--ttl"):

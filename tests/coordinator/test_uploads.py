@@ -11,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from sqlalchemy import func, select
 
+from coordinator import enrolment
 from coordinator.db import events, rounds
 from coordinator.db.store import Database
 from coordinator.db.tables import tasks, updates
@@ -391,6 +393,32 @@ def test_no_device_claims_more_examples_than_its_round_allows(tmp_path: Path, da
         with pytest.raises(Refused) as refused:
             device.upload(task, payload)
         assert (refused.value.status, refused.value.code) == (422, "too_many_examples")
+
+
+@pytest.mark.parametrize("end", [enrolment.revoke, enrolment.leave])
+def test_a_round_does_not_wait_for_a_device_that_was_shut_out_or_left(
+    opened_on_each: OpenRound, end: Any
+) -> None:
+    opened = opened_on_each
+    device, task, payload = opened.leased("a")
+    device.upload(task, payload)
+    opened.leased("b")
+    services = opened.world.services
+    services.database.write(lambda at: end(at, "b", services.clock())).result()
+    told = list(opened.fleet.results())
+    assert [(type(each), each.task.message.client) for each in told] == [(Answer, "a"), (Silence, "b")]
+    assert told[1].seconds == 0
+
+
+def test_text_that_the_database_has_no_place_for_is_refused(opened_on_each: OpenRound) -> None:
+    _, task, _ = opened_on_each.leased("a")
+    answer = httpx.post(
+        f"{opened_on_each.world.url}/device/v1/tasks/{task[:-1]}%00/decline",
+        headers={"x-device": "a"},
+        json={"code": "memory", "words": ""},
+    )
+    assert answer.status_code in (404, 422)  # SQLite has room for it, and no such task
+    assert answer.json()["error"]["code"] in ("not_found", "malformed")
 
 
 def test_what_a_round_will_send_is_not_removed_before_its_tasks_name_it(opened: OpenRound) -> None:
