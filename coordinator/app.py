@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -101,6 +102,7 @@ def _answer_errors(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(DataError, _cannot_be_stored)
 
 
 def problem(status: int, code: str, message: str, **details: Any) -> JSONResponse:
@@ -134,6 +136,11 @@ async def _http(request: Request, error: Exception) -> Response:
     answer = problem(error.status_code, code, message[:500])
     answer.headers.update(error.headers or {})
     return answer
+
+
+async def _cannot_be_stored(request: Request, error: Exception) -> Response:
+    """A value that passed all checks and that the database has no place for, such as text with a NUL."""
+    return problem(422, "malformed", "the request holds text or a number that cannot be stored")
 
 
 async def _gone(request: Request, error: Exception) -> Response:

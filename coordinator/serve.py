@@ -16,6 +16,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -54,6 +55,7 @@ _KEEP_ALIVE_SECONDS = 30
 _GRACE_SECONDS = 3
 """For answers under way when the process is told to stop."""
 _DAY_SECONDS = 86_400.0
+_OPEN_FILES = 65_536
 
 Announce = Callable[[dict[str, Any]], None]
 """Hears once where the coordinator is to be found."""
@@ -65,6 +67,7 @@ def serve(settings: Settings, announce: Announce) -> None:
     Raises:
         UserError: the home, a port, the database or the CA cannot be had.
     """
+    _raise_open_files()
     with ExitStack() as stack:
         stack.enter_context(_home(settings.home))
         operator = stack.enter_context(_bound("--operator", settings.operator_host, settings.operator_port))
@@ -95,9 +98,13 @@ async def _until_told(
         loop.add_signal_handler(number, stop.set)
     serving = [asyncio.create_task(server.serve(sockets=[server.socket])) for server in servers]
     beside = [asyncio.create_task(_certificate(services, context)), asyncio.create_task(_watchdog())]
-    for server in servers:
-        await server.is_up.wait()
-    ready()
+    for server, task in zip(servers, serving, strict=True):
+        task.add_done_callback(lambda ended: stop.set())  # one that fails ends the other, and is told below
+        await asyncio.wait(
+            [asyncio.ensure_future(server.is_up.wait()), task], return_when=asyncio.FIRST_COMPLETED
+        )
+    if not stop.is_set():
+        ready()
     await stop.wait()
     sdnotify.SystemdNotifier().notify("STOPPING=1")
     services.signals.close()
@@ -158,6 +165,14 @@ def _common() -> dict[str, Any]:
 
 def _fleet_of(services: Services, deployment: Deployment, patience_seconds: float) -> DeviceFleet:
     return DeviceFleet(services, deployment, patience_seconds=patience_seconds)
+
+
+def _raise_open_files() -> None:
+    """A held poll is an open file: a thousand of them and what else there is do not fit the usual 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextmanager

@@ -10,13 +10,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 HEADER_SECONDS = 20.0
 """From the opening of a connection, or the first byte of a further request, to the end of the headers."""
 STALL_SECONDS = 60.0
-"""Without a byte of a body that is due."""
+"""Without a byte of a body that is due, or of an answer that is taken."""
 
 
 class Impatient(HttpToolsProtocol):
     """uvicorn's protocol, which itself limits idle connections only."""
 
     _patience: asyncio.TimerHandle | None = None
+    _reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -24,6 +25,7 @@ class Impatient(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_for(None)
+        self._stop_watching()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -41,6 +43,30 @@ class Impatient(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._wait_for(None)
         super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        self._stop_watching()
+        super().resume_writing()
+
+    def _watch(self) -> None:
+        """Looks in a while whether the other end took any of what waits for it."""
+        waiting = self.transport.get_write_buffer_size()
+        self._reading = self.loop.call_later(STALL_SECONDS, self._look, waiting)
+
+    def _look(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() < before:
+            self._watch()
+        else:
+            self.transport.abort()  # to close would wait for the rest to be taken
+
+    def _stop_watching(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
     def _wait_for(self, seconds: float | None) -> None:
         if self._patience is not None:

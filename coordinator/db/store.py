@@ -203,11 +203,12 @@ def open_engine(url: str) -> Engine:
     """
     parsed = _parsed(url)
     if parsed.get_backend_name() == "postgresql":
-        return create_engine(parsed, pool_pre_ping=True, max_overflow=_CONNECTIONS - 5)
+        return create_engine(parsed, pool_pre_ping=True, max_overflow=_CONNECTIONS - 5, hide_parameters=True)
     engine = create_engine(
         parsed,
         connect_args={"timeout": PATIENCE_SECONDS, "check_same_thread": False},
         max_overflow=_CONNECTIONS - 5,
+        hide_parameters=True,  # errors are logged, values are not
     )
 
     @event.listens_for(engine, "connect")
