@@ -155,6 +155,11 @@ class Agent:
     def is_ending(self) -> bool:
         return self._ending
 
+    @property
+    def retry_at(self) -> float:
+        """When the coordinator is asked again after a failure; 0: there was none."""
+        return self._retry_at
+
     def run(self) -> None:
         """Works until `end`, or until a signal handler raises Ending.
 
