@@ -122,7 +122,7 @@ def _look(connection: Connection, services: Services, caller: Caller, said: Chec
         return _Found(worth_holding=True)
     declined: list[str] = []
     for task in live:
-        if task.run in said.opted_out:
+        if matching.is_out(said, task.run, task.offer["run_name"]):
             answers.decline(connection, task, "opted_out", "its owner opted out of this run", now)
             declined.append(task.run)
         elif _is_open(task) and not said.ineligible and matching.knows(said, task.kind):

@@ -131,6 +131,11 @@ def knows(report: CheckIn, kind: TaskKind) -> bool:
     return agreed is not None and agreed >= KIND_SINCE[kind]
 
 
+def is_out(report: CheckIn, run: str, run_name: str) -> bool:
+    """Whether the device's owner wants no part in this run, by its id or its name, as the device understands both."""
+    return run in report.opted_out or run_name in report.opted_out
+
+
 _STANDING = {
     "pending": Reason("pending", "its enrolment waits for approval: `fedloop device approve`"),
     "revoked": Reason("revoked", "it was revoked"),
@@ -151,7 +156,7 @@ def _wire(report: CheckIn, kind: TaskKind) -> Reason | None:
 def _unwilling(report: CheckIn, deployment: Deployment) -> Iterator[Reason]:
     if report.ineligible:
         yield Reason("ineligible", f"ineligible: {'; '.join(report.ineligible)}")
-    if deployment.run in report.opted_out:
+    if is_out(report, deployment.run, deployment.run_name):
         yield Reason("opted_out", "its owner opted out of this run")
 
 

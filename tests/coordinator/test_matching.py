@@ -57,6 +57,7 @@ def test_a_device_that_has_all_that_a_run_wants_matches() -> None:
         (replace(GOOD, expected_at=START - timedelta(hours=2)), "not_seen", "overdue"),
         (reported(ineligible=("on battery", "too hot")), "ineligible", "on battery; too hot"),
         (reported(opted_out=("r",)), "opted_out", "opted out"),
+        (reported(opted_out=("run r",)), "opted_out", "opted out"),
         (reported(wire="2.0"), "wire_version", "speaks wire 2.0"),
         (replace(GOOD, group="field"), "group", "in group 'field', the run wants lab"),
         (reported(device_class="server"), "device_class", "wants gateway"),
