@@ -1,89 +1,90 @@
-"""Memory of a small device: the daemon with all it imports, and the training process on digits.
+"""Memory of a small device in a real run: `fedloop-edge` beside its coordinator, training `cnn` in LiteRT on digits.
 
-The daemon is measured as an interpreter that has imported every module of the daemon and done nothing yet; what
-an open connection and a state file add is some megabytes.
+The daemon is looked at while it waits for work over an open connection, and then, with every process below it, while
+the run goes on. A process of the tree counts with what is resident, shared pages twice if need be.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+import psutil
 
-from edge_client.connectors import DataConfig
-from edge_client.train.process import Job, Limits, TrainingProcess
-from edge_client.wire import arrays
-from edge_client.wire.device import ModelRef
-from edge_client.wire.messages import TaskMessage
-from models import datasets, zoo
-from models.export.request import ExportRequest, export
-from tests.support.artifacts import ROOT, cache_dir
-from tests.support.local_data import first_params
+from coordinator.local_fleet import Daemon, LocalFleet, local_fleet
+from models import datasets
 
-BATCH = 16
 DAEMON_BYTES = 90_000_000
 TOGETHER_BYTES = 150_000_000
 
-# More than one daemon imports: the modules of all commands.
-_DAEMON = """
-import importlib, pkgutil
-import edge_client, edge_client.train.process, edge_client.train.resolve
-for module in pkgutil.iter_modules(edge_client.__path__, "edge_client."):
-    if not module.ispkg:
-        importlib.import_module(module.name)
-print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmRSS:")][0])
-"""
+_LOOK_SECONDS = 0.01
+_SETTLED_SECONDS = 5.0
+_RUN_SECONDS = 240.0
+_EXPERIMENT: dict[str, Any] = {
+    "name": "device-memory",
+    "data": {"dataset": "digits"},
+    "model": {"name": "cnn"},
+    "federation": {"clients": 1, "clients_per_round": 1, "rounds": 3, "runtimes": {"litert": 1.0}},
+    "local": {"epochs": 2, "batch_size": 16, "lr": 0.05},
+}
 
 
 def run() -> dict[str, int]:
-    """Resident bytes: of the idle daemon, of the training process at its peak, and of both together."""
-    daemon, training = daemon_bytes(), training_bytes()
-    print(f"daemon, imported and idle: {daemon / 1e6:.0f} MB (limit {DAEMON_BYTES / 1e6:.0f})")
-    print(f"training process, cnn on digits, peak: {training / 1e6:.0f} MB")
-    print(f"together: {(daemon + training) / 1e6:.0f} MB (limit {TOGETHER_BYTES / 1e6:.0f})")
-    return {"daemon": daemon, "training_peak": training, "together": daemon + training}
-
-
-def daemon_bytes() -> int:
-    done = subprocess.run([sys.executable, "-P", "-c", _DAEMON], capture_output=True, text=True, check=True)
-    return int(done.stdout) * 1024
-
-
-def training_bytes() -> int:
-    """Peak of a training process over an epoch of all of digits and an evaluation, in LiteRT."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = _job(Path(folder))
-        with TrainingProcess(Path(folder) / "log", Limits(TOGETHER_BYTES, 600, 600)) as training:
-            training.run(job, lambda: None)
-            evaluation = Job(**{**vars(job), "kind": "evaluate", "message": {}})
-            return training.run(evaluation, lambda: None).peak_memory_bytes
-
-
-def _job(folder: Path) -> Job:
-    dataset = datasets.load("digits", seed=0)
-    np.savez(folder / "data.npz", x=dataset.x, y=dataset.y)
-    model = ModelRef("cnn", {}, dataset.input_shape, dataset.classes, "float32", "classification")
-    request = ExportRequest(model.name, {}, model.input_shape, model.classes, batch_size=BATCH)
-    found = export(request, cache_dir(), code_folder=ROOT)
-    spec = zoo.get(model.name, input_shape=model.input_shape, classes=model.classes)
-    (folder / "params").write_bytes(arrays.encode(first_params(spec)))
-    return Job(
-        kind="train",
-        runtime="litert",
-        params=folder / "params",
-        streams=None,
-        tflite=found.tflite,
-        manifest=found.manifest,
-        model=model,
-        message=TaskMessage(1, "device", "0" * 64, 0, BATCH, 0.05, 1, None, {"name": "plain"}).to_json(),
-        data=DataConfig("numpy", folder / "data.npz"),
-        state_in=None,
-        state_out=folder / "state",
-        result=folder / "result",
+    """Resident bytes: of the idle daemon, and the most of daemon and training together."""
+    with tempfile.TemporaryDirectory() as folder, local_fleet(Path(folder)) as fleet:
+        daemon = _device(fleet)
+        daemon.start()
+        _until_checked_in(fleet)
+        time.sleep(_SETTLED_SECONDS)  # data counted, connection open, nothing to do
+        idle = tree_bytes(daemon.pid)
+        together = _peak_of_a_run(fleet, daemon)
+        fleet.stop()
+    print(f"daemon, idle with an open connection: {idle / 1e6:.0f} MB (limit {DAEMON_BYTES / 1e6:.0f})")
+    print(
+        f"daemon and training of cnn in LiteRT, peak: {together / 1e6:.0f} MB (limit {TOGETHER_BYTES / 1e6:.0f})"
     )
+    return {"daemon_idle": idle, "together_peak": together}
+
+
+def tree_bytes(pid: int) -> int:
+    """Resident memory of a process and all below it."""
+    found = psutil.Process(pid)
+    total = 0
+    for process in (found, *found.children(recursive=True)):
+        try:
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue  # ended while it was looked at
+    return total
+
+
+def _device(fleet: LocalFleet) -> Daemon:
+    digits = datasets.load("digits", seed=0)
+    data = {"digits": {"kind": "numpy", "path": "data.npz"}}
+    return fleet.add("meter", {"runtimes": ["litert"], "data": data}, {"x": digits.x, "y": digits.y})
+
+
+def _until_checked_in(fleet: LocalFleet) -> None:
+    end = time.monotonic() + _RUN_SECONDS
+    while not all(each["last_seen_at"] for each in fleet.client.get("/devices")["devices"]):
+        assert time.monotonic() < end, "the device does not check in"
+        time.sleep(0.1)
+
+
+def _peak_of_a_run(fleet: LocalFleet, daemon: Daemon) -> int:
+    run = fleet.client.post("/runs", {"experiment": _EXPERIMENT})["id"]
+    peak, asked_at, end = 0, 0.0, time.monotonic() + _RUN_SECONDS
+    while True:
+        peak = max(peak, tree_bytes(daemon.pid))
+        now = time.monotonic()
+        if now - asked_at > 1.0:
+            asked_at, state = now, fleet.client.get(f"/runs/{run}")["state"]
+            if state == "finished":
+                return peak
+            assert state in ("queued", "running") and now < end, fleet.coordinator.tail()
+        time.sleep(_LOOK_SECONDS)
 
 
 if __name__ == "__main__":
