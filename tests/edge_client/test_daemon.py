@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ import pytest
 from edge_client.ledger import Ledger
 from edge_client.outbox import Outbox
 from edge_client.state import State
+from edge_client.transport import SILENCE_SECONDS
+from tests.support import fake_coordinator
 from tests.support.fake_coordinator import FakeCoordinator
 from tests.support.proxies import ConnectProxy
 
@@ -154,6 +157,29 @@ def test_an_idle_daemon_is_woken_from_a_held_check_in(coordinator: FakeCoordinat
         coordinator.wait_for(lambda: any(m.wait_seconds > 0 for _, m in coordinator.checkins))
         process.terminate()
         assert process.wait(SECONDS) == 0
+
+
+@pytest.mark.parametrize("what", ["_check_in", "_blob", "_task"])
+def test_a_coordinator_that_hangs_keeps_no_daemon_from_ending(
+    coordinator: FakeCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hangs(*_: object) -> None:
+        reached.set()
+        go_on.wait(SECONDS)
+        raise AssertionError("nobody waits for this any more")
+
+    enrolled(coordinator, tmp_path)
+    coordinator.offer()
+    monkeypatch.setattr(fake_coordinator._Handler, what, hangs)
+    try:
+        with running(tmp_path) as process:
+            assert reached.wait(SECONDS)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(SILENCE_SECONDS / 3) == 0
+    finally:
+        go_on.set()
 
 
 def test_one_daemon_to_a_state_folder(coordinator: FakeCoordinator, tmp_path: Path) -> None:

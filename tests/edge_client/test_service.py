@@ -58,6 +58,24 @@ def test_the_machines_state_lies_where_systemd_makes_it(tmp_path: Path) -> None:
     assert str(tmp_path) in service.unit("user", loaded, None)
 
 
+def test_the_unit_keeps_the_flags_and_odd_paths(tmp_path: Path) -> None:
+    state = tmp_path / "a state 100%"
+    sets = [f"state_dir={state}", 'labels.site=ber"lin $HOME']
+    loaded = config.load(None, {}, sets).config
+    text = service.unit("user", loaded, None, sets)
+    assert f'Environment="FEDLOOP_EDGE_STATE_DIR={tmp_path}/a state 100%%"' in text
+    assert '--set "labels.site=ber\\"lin $$HOME" run' in text
+
+
+def test_a_configuration_in_a_persons_home_is_none_of_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    loaded = config.load(None, {}, ["state_dir=/var/lib/fedloop-edge"]).config
+    with pytest.raises(UserMistake, match=r"/etc/fedloop/edge\.toml"):
+        service.unit("system", loaded, tmp_path / "edge.toml")
+
+
 def test_the_unit_says_what_the_daemon_needs(tmp_path: Path) -> None:
     text = unit("system", tmp_path).read_text()
     for words in (

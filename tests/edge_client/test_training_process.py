@@ -227,7 +227,38 @@ def test_data_that_does_not_fit_the_model_is_told_in_words(
     assert "examples of shape [64], the model 'cnn' takes [8, 8]; see the option `shape`" in answers[0].words
     assert "has a label 9, the model 'cnn' has 3 classes" in answers[1].words
     assert "gone.npz: no such file" in answers[2].words
+    assert "gone.npz" not in answers[2].decline.words and "data preview" in answers[2].decline.words
     assert "no rows are held out for evaluation" in answers[3].words
+
+
+def test_an_artifact_for_smaller_batches_than_the_tasks_is_declined(
+    tmp_path: Path, start: Callable[..., TrainingProcess]
+) -> None:
+    work, training = job(tmp_path), start()
+    _, manifest = exported(MODEL)
+    batch = 2 * manifest.batch_size
+    many = tmp_path / "many.npz"
+    np.savez(many, x=np.zeros((3 * batch, 8, 8), np.float32), y=np.zeros(3 * batch, np.int32))
+
+    answer = refused(
+        training,
+        replace(work, message={**work.message, "batch_size": batch}, data=DataConfig("numpy", many)),
+    )
+
+    assert answer.code == "bad_artifact"
+    assert (
+        f"a batch of {batch} rows does not fit this artifact, made for {manifest.batch_size}" in answer.words
+    )
+
+
+@pytest.mark.parametrize("mu", [None, "0.1", True, -1.0, float("nan"), float("inf")])
+def test_an_option_of_a_client_rule_that_makes_no_sense_is_told(
+    tmp_path: Path, start: Callable[..., TrainingProcess], mu: object
+) -> None:
+    answer = refused(start(), job(tmp_path, message=message({"name": "proximal", "mu": mu})))
+
+    assert answer.code == "failed"
+    assert "client rule 'proximal' comes with mu = " in answer.decline.words
 
 
 @pytest.mark.parametrize("name", ["unheard-of", "os:system", "models.zoo.cnn:spec"])
@@ -301,6 +332,9 @@ class TestLimits:
 
         assert crashed.code == "failed" and "ended with SIGABRT" in crashed.words
         assert "RuntimeError: as told" in failed.words
+        # What foreign code says may quote what it read.
+        assert "as told" not in failed.decline.words
+        assert crashed.decline.words == "the training process ended with SIGABRT"
         training.run(job(tmp_path, data=naughty("behave")), go_on)
 
 
