@@ -23,6 +23,7 @@ from rich.markup import escape
 from coordinator import device_commands, fleet_commands, ownership
 from coordinator import doctor as checks
 from coordinator.errors import RunInterrupted, UserError
+from coordinator.fleet_commands import ExperimentFile, Sets
 
 app = typer.Typer(
     help="Federated learning from the datacenter to the device and back.",
@@ -51,18 +52,8 @@ Json = Annotated[
     epilog="Example: fedloop simulate my.toml --set local.lr=0.1 --set 'model.hidden=[64]' --out runs/mine"
 )
 def simulate(
-    experiment: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Experiment file (TOML); without one, the defaults: digits.", metavar="[EXPERIMENT.toml]"
-        ),
-    ] = None,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="key=value, a TOML value or else a string; may be repeated.", metavar="KEY=VALUE"
-        ),
-    ] = None,
+    experiment: ExperimentFile = None,
+    sets: Sets = None,
     out: Out = None,
     resume: Annotated[
         Path | None,

@@ -368,10 +368,6 @@ def _check_proof(shown: x509.Certificate, csr: x509.CertificateSigningRequest, p
         ) from None
 
 
-def _is_valid(certificate: x509.Certificate, now: datetime) -> bool:
-    return certificate.not_valid_before_utc <= now < certificate.not_valid_after_utc
-
-
 def _certified(connection: Connection, device: str, certificate: x509.Certificate) -> Enrolled:
     devices.add_certificate(connection, device, certificate)
     return _answer(device, certificate)

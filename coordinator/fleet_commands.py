@@ -12,6 +12,19 @@ from rich.console import Console
 from coordinator.errors import UserError
 from coordinator.operator_client import Coordinator
 
+ExperimentFile = Annotated[
+    Path | None,
+    typer.Argument(
+        help="Experiment file (TOML); without one, the defaults: digits.", metavar="[EXPERIMENT.toml]"
+    ),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="key=value, a TOML value or else a string; may be repeated.", metavar="KEY=VALUE"
+    ),
+]
+
 
 def serve(
     home: Annotated[
@@ -70,6 +83,23 @@ def serve(
     certificate_days: Annotated[
         str | None, typer.Option(metavar="DAYS", help="Lifetime of a device's certificate. Default: 30")
     ] = None,
+    lease_seconds: Annotated[
+        str | None,
+        typer.Option(
+            envvar="FEDLOOP_LEASE_SECONDS",
+            show_envvar=True,
+            metavar="SECONDS",
+            help="Silence of a device after which its task is given up. Default: 120",
+        ),
+    ] = None,
+    checkins_per_second: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="What the check-ins of all devices are spread to. Default: 100"),
+    ] = None,
+    held: Annotated[
+        str | None,
+        typer.Option(metavar="COUNT", help="Most devices that wait for a task in a long poll. Default: 1000"),
+    ] = None,
     data_dir: Annotated[
         Path | None,
         typer.Option(envvar="FEDLOOP_DATA_DIR", show_envvar=True, help="Folder that holds the data files."),
@@ -100,6 +130,9 @@ def serve(
         trusted_proxy=trusted_proxy,
         approve=approve,
         certificate_days=certificate_days,
+        lease_seconds=lease_seconds,
+        checkins_per_second=checkins_per_second,
+        held=held,
         data_dir=data_dir,
         log_format=log_format,
         insecure_operator=insecure_operator,
@@ -112,18 +145,8 @@ def serve(
 
 
 def run(
-    experiment: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Experiment file (TOML); without one, the defaults: digits.", metavar="[EXPERIMENT.toml]"
-        ),
-    ] = None,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="key=value, a TOML value or else a string; may be repeated.", metavar="KEY=VALUE"
-        ),
-    ] = None,
+    experiment: ExperimentFile = None,
+    sets: Sets = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Folder for the results; new or empty. Default: runs/<name>-<time>."),

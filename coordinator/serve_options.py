@@ -31,6 +31,9 @@ class Options(BaseModel):
     trusted_proxy: list[str] = []
     approve: bool = False
     certificate_days: Annotated[float, Field(ge=1 / 24, le=3650, allow_inf_nan=False)] = 30.0
+    lease_seconds: Annotated[float, Field(ge=5, le=86_400, allow_inf_nan=False)] = 120.0
+    checkins_per_second: Annotated[float, Field(ge=0.1, le=10_000, allow_inf_nan=False)] = 100.0
+    held: Annotated[int, Field(ge=0, le=50_000)] = 1000
     data_dir: Path | None = None
     log_format: Literal["auto", "text", "json"] = "auto"
     insecure_operator: bool = False
@@ -115,6 +118,9 @@ def read_settings(**given: Any) -> Settings:
         trusted_proxies=tuple(options.trusted_proxy),
         needs_approval=options.approve,
         certificate_days=options.certificate_days,
+        lease_seconds=options.lease_seconds,
+        checkins_per_second=options.checkins_per_second,
+        held=options.held,
         data_dir=options.data_dir,
     )
 

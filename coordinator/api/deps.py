@@ -31,8 +31,12 @@ def services_of(request: Request) -> Services:
     return services
 
 
+Serving = Annotated[Services, Depends(services_of)]
+"""The type of a route's argument that gets the services."""
+
+
 def admin(
-    services: Annotated[Services, Depends(services_of)],
+    services: Serving,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> None:
     """Lets the admin pass.

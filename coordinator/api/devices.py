@@ -6,17 +6,15 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 
 from coordinator import enrolment
-from coordinator.api.deps import services_of
+from coordinator.api.deps import Serving
 from coordinator.db import devices
 from coordinator.db.devices import DeviceRow, State
 from coordinator.services import Services
-
-Serving = Annotated[Services, Depends(services_of)]
 
 _NO_NUL = "^[^\\x00]*$"  # PostgreSQL has no text with it
 

@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Query
+from fastapi import APIRouter, Header, Query
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from sqlalchemy import Connection, Row, func, select
 
-from coordinator.api.deps import services_of
+from coordinator.api.deps import Serving
 from coordinator.db import events, tables
-from coordinator.services import Services
 
 router = APIRouter(tags=["events"])
 
@@ -22,7 +21,7 @@ _LOOK_AGAIN_SECONDS = 60.0
 
 @router.get("/events", response_class=EventSourceResponse)
 async def stream_events(
-    services: Annotated[Services, Depends(services_of)],
+    services: Serving,
     run: Annotated[str | None, Query(description="Only events of this run.")] = None,
     after: Annotated[
         int | None, Query(ge=0, description="Begin after this event; 0: with the first.")

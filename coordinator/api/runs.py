@@ -13,15 +13,13 @@ from sqlalchemy import Connection, Row
 
 from coordinator import experiment as experiments
 from coordinator import run_report
-from coordinator.api.deps import services_of
+from coordinator.api.deps import Serving
 from coordinator.db import runs as rows
 from coordinator.errors import Refusal
 from coordinator.runs import RunService
 from coordinator.services import Services
 
 router = APIRouter(tags=["runs"])
-
-_Services = Annotated[Services, Depends(services_of)]
 
 
 class RunRequest(BaseModel):
@@ -53,9 +51,7 @@ def runs_of(request: Request) -> RunService:
 
 
 @router.post("/runs", status_code=201)
-def create_run(
-    asked: RunRequest, service: Annotated[RunService, Depends(runs_of)], services: _Services
-) -> Run:
+def create_run(asked: RunRequest, service: Annotated[RunService, Depends(runs_of)], services: Serving) -> Run:
     """Starts a federated training on the fleet."""
     given = asked.experiment
     document = experiments.parsed(given, "experiment") if isinstance(given, str) else given
@@ -64,7 +60,7 @@ def create_run(
 
 @router.get("/runs")
 def list_runs(
-    services: _Services,
+    services: Serving,
     state: str | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> list[Run]:
@@ -73,20 +69,20 @@ def list_runs(
 
 
 @router.get("/runs/{run}")
-def get_run(run: str, services: _Services) -> Run:
+def get_run(run: str, services: Serving) -> Run:
     """One run."""
     return _shown(_found(services, run))
 
 
 @router.get("/runs/{run}/rounds")
-def list_rounds(run: str, services: _Services) -> list[dict[str, Any]]:
+def list_rounds(run: str, services: Serving) -> list[dict[str, Any]]:
     """The committed rounds, each a line of the report."""
     _found(services, run)
     return services.database.read(partial(rows.records, run=run))
 
 
 @router.get("/runs/{run}/report")
-def get_report(run: str, services: _Services) -> dict[str, Any]:
+def get_report(run: str, services: Serving) -> dict[str, Any]:
     """What the run has come to so far: the document that a simulation leaves as `report.json`."""
 
     def read(connection: Connection) -> dict[str, Any]:
@@ -99,7 +95,7 @@ def get_report(run: str, services: _Services) -> dict[str, Any]:
 
 
 @router.get("/runs/{run}/model", response_class=FileResponse)
-def get_model(run: str, services: _Services) -> FileResponse:
+def get_model(run: str, services: Serving) -> FileResponse:
     """The params as of the last committed round, a safetensors file."""
     found = _found(services, run)
     if found.params is None:
@@ -110,7 +106,7 @@ def get_model(run: str, services: _Services) -> FileResponse:
 
 
 @router.post("/runs/{run}/cancel")
-def cancel_run(run: str, service: Annotated[RunService, Depends(runs_of)], services: _Services) -> Run:
+def cancel_run(run: str, service: Annotated[RunService, Depends(runs_of)], services: Serving) -> Run:
     """Ends a run now; committed rounds stay."""
     service.cancel(run)
     return _shown(_found(services, run))

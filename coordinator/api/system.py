@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from datetime import datetime
 from importlib import metadata
-from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from fastapi.security import HTTPAuthorizationCredentials
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from sqlalchemy import Connection, Table, func, select
 
-from coordinator.api.deps import admin, services_of
+from coordinator.api.deps import Serving, admin
 from coordinator.db import tables
 from coordinator.services import Services
 
@@ -35,7 +34,7 @@ class System(BaseModel):
 
 
 @router.get("/system")
-def system(request: Request, services: Annotated[Services, Depends(services_of)]) -> System:
+def system(request: Request, services: Serving) -> System:
     """Version, uptime, and how many devices and runs there are in each state."""
     started = request.app.state.started_at
     devices, runs = services.database.read(_counted)
@@ -50,14 +49,14 @@ def system(request: Request, services: Annotated[Services, Depends(services_of)]
 
 
 @open_router.get("/healthz", include_in_schema=False)
-def healthz(services: Annotated[Services, Depends(services_of)]) -> dict[str, str]:
+def healthz(services: Serving) -> dict[str, str]:
     """Says that the process serves and its database answers; nothing else, to anybody."""
     services.database.read(lambda connection: connection.execute(select(1)).scalar_one())
     return {"status": "ok"}
 
 
 @open_router.get("/metrics", include_in_schema=False)
-def metrics(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
+def metrics(request: Request, services: Serving) -> Response:
     """For Prometheus. From this machine without a token, from elsewhere with it."""
     if request.client is None or request.client.host not in _LOOPBACK:
         _require_token(request, services)

@@ -5,18 +5,15 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 
 from coordinator import enrolment
-from coordinator.api.deps import services_of
+from coordinator.api.deps import Serving
 from coordinator.db import tokens
 from coordinator.db.tokens import TokenRow
 from coordinator.enrolment import NewToken, TokenTerms, plain_text
-from coordinator.services import Services
-
-Serving = Annotated[Services, Depends(services_of)]
 
 MANY = 1_000_000
 _YEAR_SECONDS = 366 * 86400

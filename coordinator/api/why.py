@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 from pydantic import BaseModel
 from sqlalchemy import Connection
 
-from coordinator.api.deps import services_of
+from coordinator.api.deps import Serving
 from coordinator.db import participants, rounds, standing
 from coordinator.db.rounds import TaskRow
 from coordinator.db.standing import LastRound, RunRow
+from coordinator.db.tables import LIVE_RUNS
 from coordinator.errors import Refusal
 from coordinator.fleets import matching
 from coordinator.fleets.deployments import Deployment
@@ -60,7 +61,7 @@ class Why(BaseModel):
 @router.get("/devices/{device}/why")
 def device_why(
     device: str,
-    services: Annotated[Services, Depends(services_of)],
+    services: Serving,
     run: Annotated[str | None, Query(description="Only this run.")] = None,
 ) -> Why:
     """Why this device takes part, or does not."""
@@ -108,7 +109,7 @@ def _history(
     run: RunRow, latest: LastRound | None, task: TaskRow | None, *, kept_out: bool
 ) -> Iterator[tuple[str, str]]:
     """What became of the device in this run, the latest first."""
-    live = run.state in standing.LIVE_RUNS
+    live = run.state in LIVE_RUNS
     if latest is None:
         if live and not kept_out:
             yield (

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, and_, func, insert, select, update
 
 from coordinator.db import events
-from coordinator.db.tables import rounds, runs, tasks, updates, uploads
+from coordinator.db.tables import LIVE_RUNS, rounds, runs, tasks, updates, uploads
 from coordinator.rounds.intake import Expected
 from edge_client.wire.device import TaskKind
 
@@ -295,7 +295,7 @@ def blobs_in_use(connection: Connection) -> set[str]:
         select(updates.c.blob)
         .join(rounds, and_(rounds.c.run == updates.c.run, rounds.c.number == updates.c.round))
         .join(runs, runs.c.id == rounds.c.run)
-        .where(rounds.c.state != "committed", runs.c.state.in_(("queued", "running")))
+        .where(rounds.c.state != "committed", runs.c.state.in_(LIVE_RUNS))
     )
     return used | set(connection.execute(waiting).scalars())
 

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Row, and_, func, insert, select, update
 from coordinator.db import events, rounds
 from coordinator.db import tables as t
 
-LIVE = ("queued", "running")
+LIVE = t.LIVE_RUNS
 
 
 def create(

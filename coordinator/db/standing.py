@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, func, select
 
 from coordinator.db.rounds import of_round
-from coordinator.db.tables import rounds, runs, tasks
+from coordinator.db.tables import LIVE_RUNS, rounds, runs, tasks
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,3 @@ def runs_to_tell_of(connection: Connection, finished_runs: int, only: str | None
     live = connection.execute(newest.where(runs.c.state.in_(LIVE_RUNS)))
     over = connection.execute(newest.where(runs.c.state.not_in(LIVE_RUNS)).limit(finished_runs))
     return [RunRow(**row._mapping) for row in (*live, *over)]
-
-
-LIVE_RUNS = ("queued", "running")

@@ -50,6 +50,9 @@ metadata = MetaData(
     }
 )
 
+LIVE_RUNS = ("queued", "running")
+"""States of a run that is not over."""
+
 _ROW_ID = BigInteger().with_variant(Integer, "sqlite")
 
 tokens = Table(

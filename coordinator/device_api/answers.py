@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from sqlalchemy import Connection
 
-from coordinator.api.deps import services_of
+from coordinator.api.deps import Serving
 from coordinator.db import answers
 from coordinator.device_api.bodies import message_of
-from coordinator.device_api.identity import Caller, calling_device
+from coordinator.device_api.identity import Calling
 from coordinator.device_api.tasks import own_task, require_wanted
 from coordinator.errors import Refusal
-from coordinator.services import Services
 from edge_client.wire.device import Decline, EvaluationResult, to_json
 from edge_client.wire.messages import LARGEST_COUNT
 
@@ -29,8 +28,8 @@ router = APIRouter()
 async def evaluation(
     task: str,
     request: Request,
-    caller: Annotated[Caller, Depends(calling_device)],
-    services: Annotated[Services, Depends(services_of)],
+    caller: Calling,
+    services: Serving,
 ) -> Mapping[str, Any]:
     """Sent again, it is answered so again, and counts once."""
     said = await message_of(EvaluationResult, request)
@@ -60,8 +59,8 @@ async def evaluation(
 async def decline(
     task: str,
     request: Request,
-    caller: Annotated[Caller, Depends(calling_device)],
-    services: Annotated[Services, Depends(services_of)],
+    caller: Calling,
+    services: Serving,
 ) -> Mapping[str, Any]:
     """Sent again, or for a task that is over anyway, it is no matter."""
     said = await message_of(Decline, request)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse
 from sqlalchemy import Connection
 
-from coordinator.api.deps import services_of
+from coordinator.api.deps import Serving
 from coordinator.db import rounds
-from coordinator.device_api.identity import Caller, calling_device
+from coordinator.device_api.identity import Calling
 from coordinator.errors import Refusal
-from coordinator.services import Services
 
 router = APIRouter()
 
@@ -29,8 +27,8 @@ class _BlobResponse(FileResponse):
 async def fetch_blob(
     sha256: str,
     request: Request,
-    caller: Annotated[Caller, Depends(calling_device)],
-    services: Annotated[Services, Depends(services_of)],
+    caller: Calling,
+    services: Serving,
 ) -> FileResponse:
     granted = await run_in_threadpool(services.database.read, lambda at: _is_granted(at, caller.id, sha256))
     if not granted:

@@ -11,17 +11,17 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from sqlalchemy import Connection
 
-from coordinator.api.deps import services_of
+from coordinator.api.deps import Serving
 from coordinator.db import answers, participants, rounds
 from coordinator.db.rounds import TaskRow
 from coordinator.device_api.bodies import message_of
-from coordinator.device_api.identity import Caller, calling_device
+from coordinator.device_api.identity import Caller, Calling
 from coordinator.errors import Refusal
 from coordinator.fleets import matching, offers
 from coordinator.services import Services
@@ -57,8 +57,8 @@ class _Found:
 @router.post("/checkin")
 async def check_in(
     request: Request,
-    caller: Annotated[Caller, Depends(calling_device)],
-    services: Annotated[Services, Depends(services_of)],
+    caller: Calling,
+    services: Serving,
 ) -> Mapping[str, Any]:
     said = await message_of(CheckIn, request)
     wire = _agreed(said.wire)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from sqlalchemy import Connection
 
 from coordinator import enrolment
-from coordinator.api.deps import services_of
+from coordinator.api.deps import Serving
 from coordinator.device_api.bodies import message_of
-from coordinator.device_api.identity import Caller, calling_device
+from coordinator.device_api.identity import Calling
 from coordinator.services import Services
 from edge_client.wire.device import EnrolRequest, RenewRequest, to_json
 
 T = TypeVar("T")
-Serving = Annotated[Services, Depends(services_of)]
 
 router = APIRouter()
 
@@ -52,7 +51,7 @@ async def renew(request: Request, services: Serving) -> Mapping[str, Any]:
 
 
 @router.post("/leave")
-async def leave(caller: Annotated[Caller, Depends(calling_device)], services: Serving) -> Mapping[str, Any]:
+async def leave(caller: Calling, services: Serving) -> Mapping[str, Any]:
     await _written(services, lambda at: enrolment.leave(at, caller.id, services.clock()))
     live = (f"run:{deployment.run}" for deployment in services.deployments.active())
     services.signals.notify(f"device:{caller.id}", *live)

@@ -20,11 +20,10 @@ from cryptography import x509
 from fastapi import Depends, Request
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator.api.deps import services_of
+from coordinator.api.deps import Serving
 from coordinator.db import devices
 from coordinator.enrolment import admit
 from coordinator.errors import Refusal
-from coordinator.services import Services
 
 FORWARDED = "x-client-cert"
 
@@ -38,9 +37,7 @@ class Caller:
     group: str
 
 
-async def calling_device(
-    request: Request, services: Annotated[Services, Depends(services_of)]
-) -> AsyncIterator[Caller]:
+async def calling_device(request: Request, services: Serving) -> AsyncIterator[Caller]:
     """The device that makes this request, which counts among its requests until it is answered.
 
     Raises:
@@ -57,6 +54,10 @@ async def calling_device(
     with services.limits.request(device):
         row = admit(await run_in_threadpool(services.database.read, lambda at: devices.find(at, device)))
         yield Caller(row.id, row.name, row.device_group)
+
+
+Calling = Annotated[Caller, Depends(calling_device)]
+"""The type of a route's argument that gets the calling device."""
 
 
 def _shown(request: Request, trusted: tuple[str, ...]) -> x509.Certificate | None:

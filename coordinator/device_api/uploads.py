@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import anyio.to_thread
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from starlette.requests import ClientDisconnect
 
 from coordinator import failpoints
-from coordinator.api.deps import services_of
+from coordinator.api.deps import Serving
 from coordinator.db import answers, rounds
 from coordinator.db.answers import Taken
 from coordinator.db.rounds import TaskRow
 from coordinator.db.store import is_disk_full
 from coordinator.device_api.bodies import message_of
-from coordinator.device_api.identity import Caller, calling_device
+from coordinator.device_api.identity import Caller, Calling
 from coordinator.device_api.tasks import own_task, require_wanted
 from coordinator.errors import Refusal
 from coordinator.part_files import BadEncoding, Transfer
@@ -57,8 +57,8 @@ router = APIRouter()
 async def start_upload(
     task: str,
     request: Request,
-    caller: Annotated[Caller, Depends(calling_device)],
-    services: Annotated[Services, Depends(services_of)],
+    caller: Calling,
+    services: Serving,
 ) -> Mapping[str, Any]:
     """Safe to repeat: answers how far the upload came, and finishes one that is all there."""
     said = await message_of(UploadStart, request)
@@ -78,8 +78,8 @@ async def upload_piece(
     task: str,
     offset: Annotated[int, Query(ge=0, le=2**53)],
     request: Request,
-    caller: Annotated[Caller, Depends(calling_device)],
-    services: Annotated[Services, Depends(services_of)],
+    caller: Calling,
+    services: Serving,
 ) -> Mapping[str, Any]:
     """The body are the bytes from `offset` on, as many as fit the sender."""
     asked = await _own(services, caller, task)

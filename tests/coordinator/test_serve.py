@@ -96,9 +96,11 @@ def test_every_bad_option_is_told_at_once(tmp_path: Path) -> None:
     bad = run_cli(
         *("serve", "--home", tmp_path / "home", "--operator", "8080", "--device-url", "http://x"),
         *("--certificate-days", "none", "--ca-cert", tmp_path / "ca.pem"),
+        *("--lease-seconds", "0", "--checkins-per-second", "nan", "--held", "-1"),
     )
     assert bad.returncode == 2
-    for option in ("--operator", "--device-url", "--certificate-days", "--ca-cert"):
+    options = ("--operator", "--device-url", "--certificate-days", "--ca-cert")
+    for option in (*options, "--lease-seconds", "--checkins-per-second", "--held"):
         assert option in bad.stderr
     assert not (tmp_path / "home").exists()
 
