@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,9 @@ from typing import IO
 from edge_client.errors import UserMistake
 from edge_client.wire.device import TaskOffer, to_json
 from edge_client.wire.strict import Unfit, parse_message
+
+LOOKED_AT_SECONDS = 0.5
+"""More than a look at the lock takes."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS flags (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -160,15 +164,27 @@ def lock(folder: Path) -> IO[str] | None:
     """Holds the state folder for this process; None where another daemon does. Ends with the process, however."""
     make_private(folder)
     file = (folder / "lock").open("a+", encoding="ascii")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _locked(file):
         file.close()
         return None
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
     return file
+
+
+def _locked(file: IO[str]) -> bool:
+    """Tried for a while: a command that only looks whether a daemon runs holds the lock for a moment."""
+    end = time.monotonic() + LOOKED_AT_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        else:
+            return True
 
 
 def daemon_pid(folder: Path) -> int | None:
