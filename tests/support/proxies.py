@@ -130,8 +130,7 @@ class Line(_Listener):
     def mend(self) -> None:
         """Everything passes again. What was held back never arrives."""
         if self.is_stalled:
-            self._do(self._break())
-            self._loop.call_soon_threadsafe(self._given_up.set)
+            self._do(self._give_up())
         self._cut_at, self._is_dead, self._stalls, self.is_stalled = None, False, False, False
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -204,6 +203,13 @@ class Line(_Listener):
         self.is_stalled = True
         await self._given_up.wait()
         raise ConnectionAbortedError
+
+    async def _give_up(self) -> None:
+        """Ends what is stalled, on both sides."""
+        await self._break()
+        self._given_up.set()
+        while self._connections:
+            await asyncio.sleep(0.01)
 
     async def _break(self) -> None:
         self._is_dead = True
