@@ -19,7 +19,7 @@ def test_a_daemon_starts_while_others_look_whether_one_runs(tmp_path: Path) -> N
     looking = threading.Thread(target=look)
     looking.start()
     try:
-        for _ in range(100):
+        for _ in range(1000):
             file = lock(tmp_path)
             assert file is not None
             file.close()
