@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from coordinator.errors import Refusal
 
 AT_A_TIME = 8
-PER_SECOND = 100.0
-AT_ONCE = 2000.0
+PER_SECOND = 200.0
+AT_ONCE = 5000.0
 """Requests that a device may have saved up by being silent."""
 
 
