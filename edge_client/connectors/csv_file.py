@@ -11,12 +11,11 @@ from typing import Any, TextIO
 from edge_client.connectors.connector import Connector, DataConfig, DataProblem
 from edge_client.connectors.options import (
     TableOptions,
-    beside,
     read_only_problem,
     read_options,
     require_path,
 )
-from edge_client.connectors.rows import Rows, RowsConnector, joined
+from edge_client.connectors.rows import Rows, RowsConnector, all_rows
 from edge_client.connectors.table import Record, Table, read_rows
 
 _DELIMITERS = (",", ";", "\t")
@@ -35,14 +34,9 @@ def open_connector(config: DataConfig) -> Connector:
     if options.delimiter is not None and len(options.delimiter) != 1:
         raise DataProblem(f"csv data: option delimiter is {options.delimiter!r}, expected one character")
 
-    def read() -> Rows:
-        rows = _rows(path, options)
-        if options.test_path is None:
-            return rows
-        other = beside(path, options.test_path)
-        return joined(rows, _rows(other, options), str(other))
-
-    return RowsConnector(options, read)
+    return RowsConnector(
+        options, lambda: all_rows(path, options.test_path, lambda each: _rows(each, options))
+    )
 
 
 def _rows(path: Path, options: CsvOptions) -> Rows:

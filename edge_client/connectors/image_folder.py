@@ -17,12 +17,11 @@ import numpy.typing as npt
 from edge_client.connectors.connector import Connector, DataConfig, DataProblem
 from edge_client.connectors.options import (
     Options,
-    beside,
     read_only_problem,
     read_options,
     require_path,
 )
-from edge_client.connectors.rows import Rows, RowsConnector, class_index, joined
+from edge_client.connectors.rows import Rows, RowsConnector, all_rows, class_index
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -47,15 +46,9 @@ def open_connector(config: DataConfig) -> Connector:
         )
     if options.dtype == "int32":
         raise DataProblem("images: option dtype is int32, pixels are float32")
-    return RowsConnector(options, lambda: _all_rows(path, options))
-
-
-def _all_rows(path: Path, options: Options) -> Rows:
-    rows = _rows(path, options)
-    if options.test_path is None:
-        return rows
-    other = beside(path, options.test_path)
-    return joined(rows, _rows(other, options), str(other))
+    return RowsConnector(
+        options, lambda: all_rows(path, options.test_path, lambda each: _rows(each, options))
+    )
 
 
 def _rows(path: Path, options: Options) -> Rows:

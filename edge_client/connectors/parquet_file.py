@@ -9,12 +9,11 @@ from typing import Any
 from edge_client.connectors.connector import Connector, DataConfig, DataProblem
 from edge_client.connectors.options import (
     TableOptions,
-    beside,
     read_only_problem,
     read_options,
     require_path,
 )
-from edge_client.connectors.rows import Rows, RowsConnector, joined
+from edge_client.connectors.rows import Rows, RowsConnector, all_rows
 from edge_client.connectors.table import BLOCK_ROWS, Record, Table, read_rows
 
 
@@ -30,14 +29,9 @@ def open_connector(config: DataConfig) -> Connector:
     except ModuleNotFoundError:
         raise DataProblem("parquet data needs pyarrow on this device: pip install 'fedloop[data]'") from None
 
-    def read() -> Rows:
-        rows = _rows(path, options)
-        if options.test_path is None:
-            return rows
-        other = beside(path, options.test_path)
-        return joined(rows, _rows(other, options), str(other))
-
-    return RowsConnector(options, read)
+    return RowsConnector(
+        options, lambda: all_rows(path, options.test_path, lambda each: _rows(each, options))
+    )
 
 
 def _rows(path: Path, options: TableOptions) -> Rows:

@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_client.connectors.connector import DataProblem, Preview
-from edge_client.connectors.options import HELD_OUT, Options
+from edge_client.connectors.options import HELD_OUT, Options, beside
 from edge_client.train.trainer import PADDING, Examples
 
 
@@ -157,6 +158,15 @@ def shaped(x: npt.NDArray[Any], shape: Sequence[int], place: str) -> npt.NDArray
 
 def scaled(x: npt.NDArray[Any], factor: float | None) -> npt.NDArray[Any]:
     return x if factor is None else (x * np.float32(factor)).astype(np.float32, copy=False)
+
+
+def all_rows(path: Path, test_path: str | None, read: Callable[[Path], Rows]) -> Rows:
+    """The rows that `read` finds at `path`, and for evaluation those of the option `test_path`, where there is one."""
+    rows = read(path)
+    if test_path is None:
+        return rows
+    other = beside(path, test_path)
+    return joined(rows, read(other), str(other))
 
 
 def joined(train: Rows, test: Rows, place: str) -> Rows:
