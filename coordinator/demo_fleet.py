@@ -36,6 +36,7 @@ _EXPERIMENT: dict[str, Any] = {
         "runtimes": {"litert": 0.5, "torch": 0.25, "tensorflow": 0.25},
     },
     "local": {"epochs": 5, "batch_size": 16, "lr": 0.05},
+    "devices": {"evaluate_every": 1},
 }
 
 

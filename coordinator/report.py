@@ -142,18 +142,15 @@ def draw_curves(
     left.plot([0, *numbers], curve(tested, "test_loss"), label="test", color="#1f6feb")
     _dress(left, "loss (cross-entropy)", numbers)
     left.set_ylim(bottom=0)
-    low = curve(rounds, "client_accuracy_min")
-    high = curve(rounds, "client_accuracy_max")
-    right.fill_between(
-        numbers, low, high, color="#1f6feb", alpha=0.15, lw=0, label="clients, minimum to maximum"
-    )
-    right.plot(
-        numbers,
-        curve(rounds, "client_accuracy_median"),
-        color="#1f6feb",
-        ls=":",
-        label="clients, median",
-    )
+    of_clients = [row for row in rounds if row["client_accuracy_median"] is not None]
+    if of_clients:
+        scored = [row["round"] for row in of_clients]
+        low, high = curve(of_clients, "client_accuracy_min"), curve(of_clients, "client_accuracy_max")
+        right.fill_between(
+            scored, low, high, color="#1f6feb", alpha=0.15, lw=0, label="clients, minimum to maximum"
+        )
+        middle = curve(of_clients, "client_accuracy_median")
+        right.plot(scored, middle, color="#1f6feb", ls=":", label="clients, median")
     right.plot([0, *numbers], curve(tested, "test_accuracy"), color="#1f6feb", label="all test rows")
     _dress(right, "test accuracy", numbers)
     right.set_ylim(0, 1.01)
