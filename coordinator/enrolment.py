@@ -36,6 +36,8 @@ from edge_client.wire.device import Enrolled, EnrolRequest, RenewRequest
 
 TOKEN_FORM = "fl1"
 TEXT_LIMIT = 200
+RENEWALS_A_DAY = 10
+"""Certificates that one device gets in a day: room for lost answers, none for filling the table."""
 """Characters of a name, a group, a serial number."""
 
 _ASK_AGAIN_SECONDS = 30.0
@@ -136,7 +138,7 @@ def renew(
 
     Raises:
         Refusal: 401 `foreign_certificate`, `expired`, `not_yet_valid`; 403 `bad_proof`, `revoked`, `unknown_device`;
-            422 `bad_csr`, `malformed`.
+            422 `bad_csr`, `malformed`; 429 `too_many_requests`.
     """
     grace = timedelta(days=settings.renew_after_expiry_days)
     shown = _certificate(request.certificate)
@@ -155,6 +157,8 @@ def renew(
     ):
         return _answer(device.id, latest)
     devices.drop_certificates(connection, device.id, now - grace)
+    if devices.certificates_since(connection, device.id, now - timedelta(days=1)) >= RENEWALS_A_DAY:
+        raise Refusal(429, "too_many_requests", f"{RENEWALS_A_DAY} certificates in a day are enough")
     record(connection, now, "device_renewed", device=device.id)
     return _certified(connection, device.id, authority.issue_device(csr, device.id, now))
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from cryptography import x509
-from sqlalchemy import ColumnElement, Connection, delete, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, delete, func, insert, or_, select, update
 
 from coordinator import pki
 from coordinator.db.tables import certificates, devices
@@ -94,6 +94,14 @@ def add_certificate(connection: Connection, device: str, certificate: x509.Certi
         )
     )
     connection.execute(update(devices).where(devices.c.id == device).values(certificate_until=until))
+
+
+def certificates_since(connection: Connection, device: str, begun_after: datetime) -> int:
+    """How many certificates the device was given since then."""
+    counted = select(func.count()).where(
+        certificates.c.device == device, certificates.c.not_before > begun_after
+    )
+    return int(connection.execute(counted).scalar_one())
 
 
 def drop_certificates(connection: Connection, device: str, ended_before: datetime) -> None:

@@ -256,6 +256,17 @@ def test_renewal_gives_a_certificate_for_the_next_key(coordinator: Door, device:
     assert coordinator.services.authority.verify(old, coordinator.clock()) == device.id
 
 
+def test_a_device_gets_so_many_certificates_in_a_day(coordinator: Door, device: Device) -> None:
+    enrol(coordinator, coordinator.token(), device)
+    with pytest.raises(Refusal, match="in a day are enough") as refused:
+        for _ in range(enrolment.RENEWALS_A_DAY):
+            renew(coordinator, device, ec.generate_private_key(ec.SECP256R1()))
+    assert (refused.value.status, refused.value.code) == (429, "too_many_requests")
+    assert count(coordinator, tables.certificates) == enrolment.RENEWALS_A_DAY
+    coordinator.clock.pass_days(2)
+    renew(coordinator, device, ec.generate_private_key(ec.SECP256R1()))
+
+
 def test_a_lost_renewal_is_answered_again(coordinator: Door, device: Device) -> None:
     enrol(coordinator, coordinator.token(), device)
     key = ec.generate_private_key(ec.SECP256R1())
