@@ -39,7 +39,9 @@ def endless(job: jobs.Job) -> jobs.Job:
 
 
 def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    """Workers of jobs. Other tests of this process may have left a database server running, which stays."""
+    below = psutil.Process().children(recursive=True)
+    return [each for each in below if any(word.startswith("models.") for word in each.cmdline())]
 
 
 def survivors(processes: list[psutil.Process]) -> list[psutil.Process]:
