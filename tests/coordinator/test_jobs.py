@@ -41,7 +41,15 @@ def endless(job: jobs.Job) -> jobs.Job:
 def children() -> list[psutil.Process]:
     """Workers of jobs. Other tests of this process may have left a database server running, which stays."""
     below = psutil.Process().children(recursive=True)
-    return [each for each in below if any(word.startswith("models.") for word in each.cmdline())]
+    return [each for each in below if any(word.startswith("models.") for word in words_of(each))]
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; nothing of one that has ended."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 def survivors(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -120,7 +128,7 @@ def test_a_killed_worker_is_a_failed_job(job: jobs.Job, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_rank_is_a_failed_job(job: jobs.Job, tmp_path: Path) -> None:
     def kill_a_rank(line: Mapping[str, Any]) -> None:
-        next(child for child in children() if "models.pretrain.ddp" in child.cmdline()).kill()
+        next(child for child in children() if "models.pretrain.ddp" in words_of(child)).kill()
 
     with pytest.raises(jobs.JobFailed, match="pretrain failed"):
         jobs.run(replace(endless(job), processes=2), tmp_path, kill_a_rank)
