@@ -16,8 +16,9 @@ from tests.support.proxies import Line
 pytestmark = pytest.mark.slow
 
 MODEL_BYTES = 20_000_000
-OTHER_BYTES = 200_000
-"""More than all that is sent besides the result: handshakes, check-ins, the frames of TLS."""
+OTHER_BYTES = 1_000_000
+"""More than all that is sent besides the result: handshakes, check-ins for minutes, the frames of TLS, and what a
+line that breaks takes with it."""
 
 
 @pytest.mark.parametrize("percent", [10, 50, 90])
