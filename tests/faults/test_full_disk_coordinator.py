@@ -42,6 +42,7 @@ def test_a_full_disk_refuses_results_until_there_is_room(fleet: LocalFleet, left
     run = noop.start(fleet, noop.experiment(MODEL_BYTES, rounds=2, steps=300))
     offer = raw.task(noop.checkin(wait_seconds=20))
     task, payload = offer["task"], _result(raw, offer)
+    _until(lambda: _leased(fleet) == 2, "the daemon has its task before there is no room to lease one")
     filler = fleet.home / "filler"
     fill(filler, leave_bytes=left_bytes)
 
@@ -69,6 +70,12 @@ def _result(raw: RawDevice, offer: dict[str, Any]) -> bytes:
     params = arrays.decode(raw.get(f"/blobs/{offer['params']['sha256']}").body)
     task = TaskMessage.from_json(offer["message"])
     return encode_result(task, Update({name: 0 * value for name, value in params.items()}, 1, 1, 0.0))
+
+
+def _leased(fleet: LocalFleet) -> int:
+    with closing(sqlite3.connect(fleet.home / "fedloop.db")) as database:
+        (count,) = database.execute("SELECT count(*) FROM tasks WHERE state = 'leased'").fetchone()
+        return int(count)
 
 
 def _updates(fleet: LocalFleet) -> int:
