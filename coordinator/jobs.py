@@ -51,11 +51,12 @@ class Job:
         model: `name`, `input_shape`, `classes` and, where they differ from the defaults, `options`,
             `input_dtype`, `task`. Of a distillation: the student.
         arrays: `x_train`, `y_train`, `x_test`, `y_test`; a distillation may have `x_extra`, unlabelled.
-        options: of the stage: `models.pretrain.loop.Options`, `models.compress.distil.Options` or
+        options: of the stage: `models.pretrain.optimizers.Options`, `models.compress.distil.Options` or
             `models.compress.quantize.Options`.
         params: what to quantize.
         teacher: model and params to distil from.
-        processes: ranks of a pretraining.
+        processes: of a pretraining.
+        plan: of a pretraining, keys of `models.pretrain.plan.ParallelPlan`; without one all is dp.
     """
 
     stage: Stage
@@ -66,6 +67,7 @@ class Job:
     params: Path | None = None
     teacher: tuple[Mapping[str, Any], Path] | None = None
     processes: int = 1
+    plan: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run(job: Job, folder: Path, on_progress: OnProgress = lambda line: None) -> dict[str, Any]:
@@ -114,6 +116,8 @@ def _written(job: Job, folder: Path) -> Path:
         "seed": job.seed,
         "options": dict(job.options),
     }
+    if job.plan:
+        settings["plan"] = dict(job.plan)
     if job.params is not None:
         settings["params"] = str(job.params.absolute())
     if job.teacher is not None:
@@ -131,7 +135,7 @@ def _command(job: Job, path: Path) -> list[str]:
         case "pretrain" if job.processes > 1:
             return [*python, "models.pretrain.launch", str(job.processes), str(path)]
         case "pretrain":
-            return [*python, "models.pretrain.ddp", str(path)]
+            return [*python, "models.pretrain.worker", str(path)]
         case stage:
             return [*python, f"models.compress.{stage}", str(path)]
 

@@ -10,24 +10,24 @@ their own (`params`, `teacher`). A wrong value is a JobError that names the file
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_client.files import write_durably
+from models import options
 from models.labels import PADDING
 
 if TYPE_CHECKING:
     from models.zoo import ModelSpec
 
 Options = TypeVar("Options")
+T = TypeVar("T")
 
 
 class JobError(ValueError):
@@ -60,7 +60,8 @@ class Job:
         from models import zoo
 
         where = keys or ("model",)
-        described = _only(self.value(*where), tuple(_MODEL_KEYS), f"{self.path}: {'.'.join(where)}")
+        name = f"{self.path}: {'.'.join(where)}"
+        described = _fine(lambda: options.only(self.value(*where), tuple(_MODEL_KEYS), name))
         for key, (default, fits, expected) in _MODEL_KEYS.items():
             value = described.get(key, default)
             if not fits(value):
@@ -91,15 +92,7 @@ class Job:
 
     def options(self, kind: type[Options]) -> Options:
         """`options` as the dataclass `kind`, whose defaults fill what is not given."""
-        given = self.settings.get("options", {})
-        fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        known = _only(given, tuple(fields), f"{self.path}: options")
-        hints = typing.get_type_hints(kind)
-        for name, value in known.items():
-            problem = _problem(value, hints[name], fields[name].metadata)
-            if problem:
-                raise JobError(f"{self.path}: options.{name} is {value!r}, expected {problem}")
-        return kind(**known)
+        return _fine(lambda: options.read(kind, self.settings.get("options", {}), f"{self.path}: options"))
 
     def rows(self, name: str, spec: ModelSpec) -> npt.NDArray[Any]:
         """Examples `<arrays>/<name>.npy`, [N, *input_shape], N >= 1, in the model's input dtype."""
@@ -185,31 +178,14 @@ def read(path: Path) -> Job:
     return Job(path.absolute(), settings)
 
 
-def bounded(default: float, least: float, most: float) -> Any:
-    """A dataclass field with a default and an inclusive range that `Job.options` checks."""
-    return dataclasses.field(default=default, metadata={"least": least, "most": most})
-
-
 def write_result(folder: Path, result: Mapping[str, Any]) -> None:
     """`result.json` in `folder`, replaced in one step."""
     write_durably(folder / "result.json", (json.dumps(result, indent=2) + "\n").encode())
 
 
-def _only(value: object, known: tuple[str, ...], where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise JobError(f"{where} is {value!r}, expected an object")
-    unknown = sorted(set(value) - set(known))
-    if unknown:
-        raise JobError(f"{where} has the unknown key {unknown[0]!r}; known: {', '.join(known)}")
-    return value
-
-
-def _problem(value: object, hint: Any, bounds: Mapping[str, Any]) -> str:
-    """What was expected instead of `value`, or nothing if it is fine."""
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        return "" if value in choices else "one of " + ", ".join(map(repr, choices))
-    noun = "a whole number" if hint is int else "a number"
-    expected = f"{noun} from {bounds['least']} to {bounds['most']}"
-    numeric = isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
-    return "" if numeric and bounds["least"] <= value <= bounds["most"] else expected
+def _fine(read: Callable[[], T]) -> T:
+    """What `read` gives, its complaint about an option as ours about the job file."""
+    try:
+        return read()
+    except options.OptionError as error:
+        raise JobError(str(error)) from None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,15 @@ from torch.nn import functional as F
 
 from edge_client import process
 from models import job as jobs
-from models.job import bounded
 from models.labels import PADDING
-from models.pretrain import checkpoint, loop
+from models.options import bounded
+from models.pretrain import evaluation, params
 from models.pretrain.batches import global_batches, shifted
 from models.zoo.spec import Loss, masked_cross_entropy
 
 CPU = torch.device("cpu")
+
+OnEpoch = Callable[[int, float], None]
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def distil(
     rng: np.random.Generator,
     *,
     loss: Loss = masked_cross_entropy,
-    on_epoch: loop.OnEpoch = lambda epoch, loss: None,
+    on_epoch: OnEpoch = lambda epoch, loss: None,
 ) -> Distilled:
     """Trains a copy of `student` on what `teacher` says about `x` and on `y`; neither module is changed.
 
@@ -132,7 +135,7 @@ def run(path: Path, report: process.Report) -> None:
     spec, teacher_spec, options = job.spec(), job.spec("teacher", "model"), job.options(Options)
     x, x_test = job.rows("x_train", spec), job.rows("x_test", spec)
     y, y_test = job.labels("y_train", spec, x), job.labels("y_test", spec, x_test)
-    loop.require_images(x, options.shift, path)
+    evaluation.require_images(x, options.shift, path)
     if (teacher_spec.input_shape, teacher_spec.classes) != (spec.input_shape, spec.classes):
         raise jobs.JobError(
             f"{path}: the teacher takes {teacher_spec.input_shape} to {teacher_spec.classes} classes, "
@@ -143,7 +146,7 @@ def run(path: Path, report: process.Report) -> None:
         x = np.concatenate([x, extra])
         y = np.concatenate([y, np.full((len(extra), *y.shape[1:]), PADDING, np.int32)])
     teacher = teacher_spec.build(job.seed)
-    checkpoint.load(teacher, job.file("teacher.params", job.value("teacher", "params")))
+    params.load(teacher, job.file("teacher.params", job.value("teacher", "params")))
 
     report(stage="distil", epoch=0, epochs=options.epochs)
     distilled = distil(
@@ -156,9 +159,9 @@ def run(path: Path, report: process.Report) -> None:
         loss=spec.loss,
         on_epoch=lambda epoch, loss: report(stage="distil", epoch=epoch, epochs=options.epochs, loss=loss),
     )
-    figures = loop.evaluate(distilled.student, spec, x_test, y_test, CPU)
-    taught = loop.evaluate(teacher, teacher_spec, x_test, y_test, CPU)
-    saved = checkpoint.save(distilled.student, job.out / "model.safetensors")
+    figures = evaluation.evaluate(distilled.student, spec, x_test, y_test, CPU)
+    taught = evaluation.evaluate(teacher, teacher_spec, x_test, y_test, CPU)
+    saved = params.save(distilled.student, job.out / "model.safetensors")
     about = {
         "teacher_accuracy": taught["test_accuracy"],
         "teacher_parameters": sum(parameter.numel() for parameter in teacher.parameters()),

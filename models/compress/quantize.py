@@ -29,8 +29,8 @@ from torch import nn
 from edge_client import process
 from edge_client.train.trainer import score
 from models import job as jobs
-from models.job import bounded
-from models.pretrain import checkpoint, loop
+from models.options import bounded
+from models.pretrain import evaluation, params
 from models.zoo import ModelSpec
 
 SIGNATURE = "infer"
@@ -85,7 +85,7 @@ def run(path: Path, report: process.Report) -> None:
     x, x_test = job.rows("x_train", spec), job.rows("x_test", spec)
     y_test = job.labels("y_test", spec, x_test)
     module = spec.build(job.seed)
-    checkpoint.load(module, job.file("params", job.value("params")))
+    params.load(module, job.file("params", job.value("params")))
     module.eval()
 
     files = {kind: job.out / f".model_{kind}.tflite.{os.getpid()}" for kind in ("fp32", "int8")}
@@ -96,7 +96,7 @@ def run(path: Path, report: process.Report) -> None:
         quantize(files["fp32"], x[: options.calibration_rows], files["int8"])
         report(stage="quantize", step="verify")
         fp32, int8 = (measure(files[kind], x_test, y_test) for kind in ("fp32", "int8"))
-        expected = loop.logits_of(module, x_test, torch.device("cpu")).numpy()
+        expected = evaluation.logits_of(module, x_test, torch.device("cpu")).numpy()
         error = require_same_logits(fp32.logits, expected)
         kinds = require_integers(files["int8"])
         require_accuracy(fp32.accuracy, int8.accuracy, options.max_accuracy_drop)

@@ -1,21 +1,136 @@
-"""Which rows make up a global batch, and which of them one rank computes.
+"""Which rows make up a global batch, and which of them one process computes.
 
-Every rank draws the same global batches from the same seed and takes its share of each, so that the
-number of ranks changes who computes a gradient and not which gradient is computed.
+A batch is a function of seed and step alone, so that every process draws the same one, any number of processes
+shares it, and a training goes on at any step without having seen those before. The number of processes changes
+who computes a gradient, and not which gradient is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from models.labels import PADDING
 
 Indices = npt.NDArray[np.int64]
+Rows = tuple[npt.NDArray[Any], npt.NDArray[np.int32]]
+
+
+class Source(Protocol):
+    """A training set: examples by number."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def read(self, rows: Indices) -> Rows:
+        """Inputs [B, …] and labels, int32 [B] or [B, T], of `rows`, in that order."""
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """A source that is two arrays, in memory or mapped from files."""
+
+    x: npt.NDArray[Any]
+    y: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def read(self, rows: Indices) -> Rows:
+        return self.x[rows], self.y[rows]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One process's share of a global batch.
+
+    Attributes:
+        x, y: inputs and labels; labels that do not count are `PADDING`.
+        counted: labels that count in the whole global batch, at least 1: losses are sums divided by it.
+    """
+
+    x: torch.Tensor
+    y: torch.Tensor
+    counted: int
+
+    def pieces(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """At most `number` micro-batches, as even as can be."""
+        return list(zip(self.x.tensor_split(number), self.y.tensor_split(number), strict=True))
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process takes of every global batch.
+
+    Attributes:
+        rows: of the batch, one number for every dp rank: how much of it each takes, relative to the others.
+        place: this process among them.
+        length_place, length_shares: which of how many parts of every sequence.
+        pad_to: rows every global batch is filled up to with labels that do not count; 0: left as it is.
+    """
+
+    rows: tuple[int, ...] = (1,)
+    place: int = 0
+    length_place: int = 0
+    length_shares: int = 1
+    pad_to: int = 0
+
+    def of(self, count: int) -> slice:
+        """This process's rows of `count`. Shares differ by less than a row from what `rows` asks for."""
+        ends = np.floor(np.cumsum([0, *self.rows]) / sum(self.rows) * count + 0.5).astype(int)
+        return slice(int(ends[self.place]), int(ends[self.place + 1]))
+
+
+class Batches:
+    """The global batches of a training: an epoch is a permutation of all examples, the last batch what is left.
+
+    Args:
+        shift: images are moved by up to this many pixels, anew in every epoch.
+    """
+
+    def __init__(self, source: Source, batch_size: int, seed: int, share: Share, shift: int = 0) -> None:
+        self.source, self.batch_size, self.seed, self.share, self.shift = (
+            source,
+            batch_size,
+            seed,
+            share,
+            shift,
+        )
+        self.steps_per_epoch = -(-len(source) // batch_size)
+        self._order: tuple[int, Indices] = (-1, np.empty(0, np.int64))
+
+    def rows(self, step: int) -> Indices:
+        """Numbers of the examples in the global batch of `step`, counted from 0."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if self._order[0] != epoch:
+            rng = np.random.default_rng([self.seed, epoch])
+            self._order = (epoch, rng.permutation(len(self.source)))
+        return self._order[1][place * self.batch_size : (place + 1) * self.batch_size]
+
+    def __getitem__(self, step: int) -> Batch:
+        """This process's share of the global batch of `step`. A share without a row is one that does not count."""
+        x, y = self.source.read(self.rows(step))
+        if self.shift:
+            x = shifted(x, self.shift, np.random.default_rng([self.seed, step, 1]))
+        if self.share.pad_to > len(x):
+            x, y = _padded(x, y, self.share.pad_to)
+        counted = max(1, int((y != PADDING).sum()))
+        mine = self.share.of(len(x))
+        x, y = (x[mine], y[mine]) if mine.start < mine.stop else (x[:1], np.full_like(y[:1], PADDING))
+        if self.share.length_shares > 1:
+            part = x.shape[1] // self.share.length_shares
+            along = slice(self.share.length_place * part, (self.share.length_place + 1) * part)
+            x, y = x[:, along], y[:, along]
+        return Batch(
+            torch.from_numpy(np.ascontiguousarray(x)),
+            torch.from_numpy(np.ascontiguousarray(y)).long(),
+            counted,
+        )
 
 
 def global_batches(num_examples: int, batch_size: int, rng: np.random.Generator) -> Iterator[Indices]:
@@ -25,34 +140,21 @@ def global_batches(num_examples: int, batch_size: int, rng: np.random.Generator)
         yield order[start : start + batch_size]
 
 
-@dataclass(frozen=True)
-class Share:
-    """What one of `world_size` ranks takes of every global batch."""
-
-    rank: int = 0
-    world_size: int = 1
-
-    def rows(self, batch: int) -> slice:
-        """Every `world_size`-th row of a batch of `batch` rows; the first row where nothing would be left.
-
-        Such a rank still has to take part in the gradient exchange. Its row's `weight` is 0.
-        """
-        return slice(self.rank, None, self.world_size) if self.rank < batch else slice(0, 1)
-
-    def weight(self, y: npt.NDArray[np.int32]) -> float:
-        """This rank's part of the labels that count in the global batch `y`, so that a loss that is a mean
-        over the rank's own labels, times this, adds up over ranks to the mean over the global batch."""
-        mine = int((y[self.rows(len(y))] != PADDING).sum()) if self.rank < len(y) else 0
-        return mine / max(1, int((y != PADDING).sum()))
-
-
 def shifted(x: npt.NDArray[Any], pixels: int, rng: np.random.Generator) -> npt.NDArray[Any]:
     """Images [B, (C,) H, W], each moved by up to `pixels` up or down and left or right, zeros coming in."""
     if not pixels:
         return x
     height, width = x.shape[-2:]
-    padding = [(0, 0)] * (x.ndim - 2) + [(pixels, pixels)] * 2
+    padding: Sequence[tuple[int, int]] = [(0, 0)] * (x.ndim - 2) + [(pixels, pixels)] * 2
     places = np.lib.stride_tricks.sliding_window_view(np.pad(x, padding), (height, width), axis=(-2, -1))
     down, right = rng.integers(0, 2 * pixels + 1, size=(2, len(x)))
     # [B, (C,) 2p+1, 2p+1, H, W]: one place chosen per image
     return np.ascontiguousarray(places[np.arange(len(x)), ..., down, right, :, :])
+
+
+def _padded(x: npt.NDArray[Any], y: npt.NDArray[np.int32], rows: int) -> Rows:
+    more = rows - len(x)
+    return (
+        np.concatenate([x, np.repeat(x[:1], more, axis=0)]),
+        np.concatenate([y, np.full((more, *y.shape[1:]), PADDING, np.int32)]),
+    )

@@ -1,7 +1,7 @@
 """`python -P -m models.pretrain.launch RANKS JOB.json`: torchrun on this machine, in a tree that dies together.
 
 torchrun's agent runs inside this process, which dies with its parent; the ranks die with the agent. Across
-machines use `torchrun … --no-python python -P -m models.pretrain.ddp JOB.json` with your own rendezvous.
+machines use `torchrun … --no-python python -P -m models.pretrain.worker JOB.json` with your own rendezvous.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
             "--local-addr=127.0.0.1",
             "--no-python",
             # -P, so that a models.py in the working directory is not taken for our package
-            *(sys.executable, "-P", "-m", "models.pretrain.ddp", job),
+            *(sys.executable, "-P", "-m", "models.pretrain.worker", job),
         ]
     )
 

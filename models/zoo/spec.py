@@ -11,10 +11,20 @@ from torch import nn
 from torch.nn import functional as F
 
 from models.labels import PADDING
+from models.zoo.layout import Layout
 
 TaskKind = Literal["classification", "next_token"]
 InputDtype = Literal["float32", "int32"]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def masked_cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over the labels that are not `PADDING`. `logits`: [B, (T,) C], `y`: int [B, (T)].
+
+    Written with a compared one-hot, because gather and `one_hot` do not convert to LiteRT builtins.
+    """
+    one_hot = (y.unsqueeze(-1) == torch.arange(logits.shape[-1], device=logits.device)).to(logits.dtype)
+    return -(one_hot * F.log_softmax(logits, -1)).sum() / one_hot.sum()
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class ModelSpec:
         tensorflow_twin: makes the same architecture in TensorFlow (see `models.zoo.tensorflow_twins`).
         options: as given, for the record.
         vocab: how many token ids an int32 input may hold, 0 to vocab - 1; None: as many as classes.
+        layout: how the module may be spread over processes; None: only whole.
     """
 
     name: str
@@ -40,10 +51,11 @@ class ModelSpec:
     classes: int
     input_dtype: InputDtype = "float32"
     task: TaskKind = "classification"
-    loss: Loss = field(default=lambda logits, y: masked_cross_entropy(logits, y))
+    loss: Loss = masked_cross_entropy
     tensorflow_twin: Callable[[], Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     vocab: int | None = None
+    layout: Layout | None = None
 
     @property
     def tokens(self) -> int:
@@ -72,15 +84,6 @@ class ModelSpec:
             "loss": float(self.loss(logits, y)),
             "accuracy": float(correct.sum() / counted.sum().clamp(min=1)),
         }
-
-
-def masked_cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy over the labels that are not `PADDING`. `logits`: [B, (T,) C], `y`: int [B, (T)].
-
-    Written with a compared one-hot, because gather and `one_hot` do not convert to LiteRT builtins.
-    """
-    one_hot = (y.unsqueeze(-1) == torch.arange(logits.shape[-1], device=logits.device)).to(logits.dtype)
-    return -(one_hot * F.log_softmax(logits, -1)).sum() / one_hot.sum()
 
 
 def _size(shape: tuple[int, ...]) -> int:

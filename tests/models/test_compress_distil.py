@@ -15,7 +15,7 @@ from torch import nn
 from models import zoo
 from models.compress.distil import Options, distil, distillation_loss
 from models.labels import PADDING
-from models.pretrain import checkpoint
+from models.pretrain import params
 from models.zoo.spec import masked_cross_entropy
 
 OPTIONS = Options(epochs=1, temperature=3.0, alpha=0.7)
@@ -94,10 +94,10 @@ def test_a_student_learns_from_what_the_teacher_says_about_unlabelled_rows(world
 
 
 def test_distilling_changes_neither_module_and_repeats_bit_for_bit(world: dict[str, Any]) -> None:
-    def params(module: nn.Module) -> dict[str, np.ndarray]:
-        return checkpoint.params_of(module)
+    def tensors(module: nn.Module) -> dict[str, np.ndarray]:
+        return params.params_of(module)
 
-    given = [params(world["teacher"]), params(world["student"])]
+    given = [tensors(world["teacher"]), tensors(world["student"])]
     state = torch.random.get_rng_state()
     options = Options(epochs=3)
     results = [
@@ -105,10 +105,10 @@ def test_distilling_changes_neither_module_and_repeats_bit_for_bit(world: dict[s
         for _ in range(2)
     ]
     assert results[0].losses == results[1].losses
-    first, second = (params(result.student) for result in results)
+    first, second = (tensors(result.student) for result in results)
     assert all(np.array_equal(first[name], second[name]) for name in first)
     for before, module in zip(given, (world["teacher"], world["student"]), strict=True):
-        assert all(np.array_equal(before[name], value) for name, value in params(module).items())
+        assert all(np.array_equal(before[name], value) for name, value in tensors(module).items())
     assert torch.equal(state, torch.random.get_rng_state())
 
 

@@ -16,8 +16,9 @@ from coordinator import jobs
 from models import zoo
 from models.compress import quantize
 from models.compress.quantize import ExportRefused
-from models.pretrain import checkpoint, loop
-from models.pretrain.batches import Share
+from models.pretrain import evaluation, params
+from models.pretrain.optimizers import Options
+from tests.support.training import trained
 
 CPU = torch.device("cpu")
 MODEL = {"name": "cnn", "input_shape": [8, 8], "classes": 10}
@@ -38,22 +39,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     x, y = (digits.images / 16).astype(np.float32), digits.target.astype(np.int32)
     arrays = {"x_train": x[:300], "y_train": y[:300], "x_test": x[-300:], "y_test": y[-300:]}
     spec = zoo.get("cnn", input_shape=(8, 8), classes=10)
-    module = spec.build(0)
-    rng = np.random.default_rng(0)
-    options = loop.Options(epochs=20, lr=2e-3)
-    loop.train(
-        module,
-        spec.loss,
-        x[:300],
-        y[:300],
-        options,
-        rng,
-        share=Share(),
-        device=CPU,
-        on_epoch=lambda epoch, loss: None,
-    )
+    module, _ = trained(spec, x[:300], y[:300], Options(epochs=20, lr=2e-3))
     folder = tmp_path_factory.mktemp("quantize")
-    checkpoint.save(module, folder / "student.safetensors")
+    params.save(module, folder / "student.safetensors")
     job = jobs.Job("quantize", MODEL, arrays, params=folder / "student.safetensors")
     return Exported(job, folder, jobs.run(job, folder))
 
@@ -62,10 +50,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 def test_float32_gives_torchs_logits(exported: Exported) -> None:
     spec = zoo.get("cnn", input_shape=(8, 8), classes=10)
     module = spec.build(1)
-    checkpoint.load(module, exported.folder / "student.safetensors")
+    params.load(module, exported.folder / "student.safetensors")
     x, y = exported.job.arrays["x_test"], exported.job.arrays["y_test"]
     measured = quantize.measure(exported.folder / "model_fp32.tflite", x, y)
-    expected = loop.logits_of(module, x, CPU).numpy()
+    expected = evaluation.logits_of(module, x, CPU).numpy()
     np.testing.assert_allclose(measured.logits, expected, atol=1e-4 * np.abs(expected).max())
     assert exported.result["fp32"]["accuracy"] == pytest.approx(
         float((expected.argmax(1) == y).mean()), abs=1 / len(y)
@@ -105,9 +93,9 @@ def test_a_text_models_embedding_table_becomes_int8_too(tmp_path: Path) -> None:
         "options": {"layers": 1},
     }
     spec = zoo.get("textcls", input_shape=(8,), classes=3, layers=1)
-    checkpoint.save(spec.build(0), tmp_path / "model.safetensors")
+    params.save(spec.build(0), tmp_path / "model.safetensors")
     x = np.random.default_rng(0).integers(1, 50, size=(30, 8)).astype(np.int32)
-    y = loop.logits_of(spec.build(0), x, CPU).argmax(1).int().numpy()
+    y = evaluation.logits_of(spec.build(0), x, CPU).argmax(1).int().numpy()
     arrays = {"x_train": x, "x_test": x, "y_test": y}
     job = jobs.Job(
         "quantize", model, arrays, {"max_accuracy_drop": 0.2}, params=tmp_path / "model.safetensors"

@@ -12,7 +12,7 @@ import pytest
 from models import job as jobs
 from models.compress import quantize
 from models.job import JobError
-from models.pretrain import loop
+from models.pretrain import optimizers
 
 MODEL = {"name": "logreg", "input_shape": [4], "classes": 3}
 
@@ -32,17 +32,17 @@ def job_of(folder: Path, **settings: Any) -> jobs.Job:
         ({"lr": "fast"}, r"options.lr is 'fast', expected a number"),
         ({"lr": float("nan")}, r"options.lr is nan"),
         ({"optimizer": "adagrad"}, r"options.optimizer is 'adagrad', expected one of 'adamw', 'sgd'"),
-        ({"epoch": 3}, r"unknown key 'epoch'; known: epochs"),
+        ({"epoch": 3}, r"unknown key 'epoch', did you mean 'epochs'\?; known: epochs"),
         ([], r"options is \[\], expected an object"),
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, options: Any, message: str) -> None:
     with pytest.raises(JobError, match=message):
-        job_of(tmp_path, options=options).options(loop.Options)
+        job_of(tmp_path, options=options).options(optimizers.Options)
 
 
 def test_options_not_given_have_their_defaults(tmp_path: Path) -> None:
-    assert job_of(tmp_path, options={"lr": 1}).options(loop.Options) == loop.Options(lr=1)
+    assert job_of(tmp_path, options={"lr": 1}).options(optimizers.Options) == optimizers.Options(lr=1)
     assert job_of(tmp_path).options(quantize.Options) == quantize.Options()
 
 

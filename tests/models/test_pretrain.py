@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -16,44 +16,40 @@ from edge_client.wire import arrays
 from models import zoo
 from models.job import JobError
 from models.labels import PADDING
-from models.pretrain import checkpoint, loop
-from models.pretrain.batches import Share, global_batches, shifted
+from models.pretrain import evaluation, params
+from models.pretrain.batches import Arrays, Batches, Share, global_batches, shifted
+from models.pretrain.optimizers import Options
+from tests.support.training import trained
 
 CPU = torch.device("cpu")
 
 
-@given(batch=st.integers(1, 40), ranks=st.integers(1, 9))
-def test_shares_of_a_batch_are_disjoint_and_complete(batch: int, ranks: int) -> None:
-    y = np.zeros(batch, np.int32)
-    shares = [Share(rank, ranks) for rank in range(ranks)]
-    taken = [np.arange(batch)[share.rows(batch)] for share in shares if share.weight(y)]
-    assert sorted(np.concatenate(taken)) == list(range(batch))
-    assert sum(share.weight(y) for share in shares) == pytest.approx(1)
-    assert all(len(np.arange(batch)[share.rows(batch)]) for share in shares)
+@given(
+    batch=st.integers(1, 40),
+    rows=st.lists(st.integers(1, 5), min_size=1, max_size=9),
+    pad=st.sampled_from([0, 48]),
+)
+def test_shares_of_a_batch_are_disjoint_and_complete(batch: int, rows: list[int], pad: int) -> None:
+    """Also where shares differ, and where there are more processes than rows: such a share has no label that counts."""
+    x = np.arange(batch, dtype=np.float32)[:, None]
+    source = Arrays(x, np.arange(batch, dtype=np.int32))
+    shares = [
+        Batches(source, batch, 0, Share(tuple(rows), place, pad_to=pad))[0] for place in range(len(rows))
+    ]
+    taken = [y for share in shares for y in share.y.tolist() if y != PADDING]
+    assert sorted(taken) == list(range(batch))
+    assert {share.counted for share in shares} == {batch}
+    assert all(len(share.x) for share in shares)
 
 
-@settings(max_examples=30, deadline=None)
-@given(batch=st.integers(1, 13), ranks=st.integers(1, 5), seed=st.integers(0, 10**6))
-def test_gradients_averaged_over_ranks_are_those_of_the_global_batch(
-    batch: int, ranks: int, seed: int
-) -> None:
-    """What DistributedDataParallel computes, by hand: also for uneven shares and labels that do not count."""
-    rng = np.random.default_rng(seed)
-    spec = zoo.get("logreg", input_shape=(4,), classes=3)
-    x = rng.normal(size=(batch, 4)).astype(np.float32)
-    y = rng.integers(PADDING, 3, size=batch).astype(np.int32)
-    y[0] = 0
-
-    def gradient(share: Share, ranks: int) -> np.ndarray:
-        module = spec.build(0)
-        rows, weight = share.rows(batch), share.weight(y)
-        logits = module(torch.from_numpy(x[rows]))
-        loss = spec.loss(logits, torch.from_numpy(y[rows])) * weight if weight else logits.sum() * 0
-        (found,) = torch.autograd.grad(loss * ranks, [module.get_parameter("fc.weight")])
-        return found.numpy()
-
-    averaged = np.mean([gradient(Share(rank, ranks), ranks) for rank in range(ranks)], axis=0)
-    np.testing.assert_allclose(averaged, gradient(Share(), 1), atol=1e-6)
+def test_a_batch_depends_on_seed_and_step_alone() -> None:
+    source = Arrays(np.arange(10, dtype=np.float32)[:, None], np.arange(10, dtype=np.int32))
+    through = Batches(source, 4, 7, Share())
+    seen = [through.rows(step).tolist() for step in range(9)]
+    assert Batches(source, 4, 7, Share()).rows(7).tolist() == seen[7]
+    assert sorted(row for rows in seen[:3] for row in rows) == list(range(10))
+    assert seen[:3] != seen[3:6]
+    assert Batches(source, 4, 8, Share()).rows(0).tolist() != seen[0]
 
 
 @given(examples=st.integers(1, 50), size=st.integers(1, 20), seed=st.integers(0, 100))
@@ -88,7 +84,7 @@ def test_shifts_reach_every_place_and_zero_leaves_images_alone() -> None:
 
 def test_shifting_what_is_no_image_is_refused() -> None:
     with pytest.raises(JobError, match=r"options.shift is 1.*\(4,\) are no images"):
-        loop.require_images(np.zeros((3, 4), np.float32), 1, "job.json")
+        evaluation.require_images(np.zeros((3, 4), np.float32), 1, "job.json")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -96,58 +92,40 @@ def test_training_lowers_the_loss_and_repeats_bit_for_bit(
     optimizer: str, blobs: tuple[np.ndarray, np.ndarray]
 ) -> None:
     spec = zoo.get("mlp", input_shape=(4,), classes=3, hidden=[8])
-    options = loop.Options(epochs=20, batch_size=16, lr=0.02, optimizer=optimizer)  # type: ignore[arg-type]
-    seen: list[tuple[int, float]] = []
-
-    def trained() -> tuple[list[float], dict[str, np.ndarray]]:
-        module = spec.build(3)
-        rng = np.random.default_rng(3)
-        losses = loop.train(
-            module,
-            spec.loss,
-            *blobs,
-            options,
-            rng,
-            share=Share(),
-            device=CPU,
-            on_epoch=lambda epoch, loss: seen.append((epoch, loss)),
-        )
-        return losses, checkpoint.params_of(module)
-
-    losses, params = trained()
-    again, same = trained()
+    options = Options(epochs=20, batch_size=16, lr=0.02, optimizer=optimizer)  # type: ignore[arg-type]
+    module, losses = trained(spec, *blobs, options, seed=3)
+    same, again = trained(spec, *blobs, options, seed=3)
     assert losses == again
-    assert all(np.array_equal(params[name], same[name]) for name in params)
+    expected = params.params_of(same)
+    assert all(np.array_equal(value, expected[name]) for name, value in params.params_of(module).items())
     assert len(losses) == 20 * 4
     assert losses[-1] < losses[0] / 2
-    assert [epoch for epoch, _ in seen[:20]] == list(range(1, 21))
-    assert seen[0][1] == pytest.approx(np.mean(losses[:4]))
 
 
 def test_a_checkpoint_is_what_devices_call_params(tmp_path: Path) -> None:
     """Same tensors, same bytes, as the wire's own encoding of what the torch trainer reads."""
     module = zoo.get("resnet8", input_shape=(8, 8), classes=10, norm="batch").build(0)
-    about = checkpoint.save(module, tmp_path / "model.safetensors")
+    about = params.save(module, tmp_path / "model.safetensors")
     content = (tmp_path / "model.safetensors").read_bytes()
     assert content == arrays.encode(torch_trainer.read(module))
     assert about["bytes"] == len(content)
-    assert any("running_mean" in name for name in checkpoint.params_of(module))
+    assert any("running_mean" in name for name in params.params_of(module))
 
 
 def test_loading_a_checkpoint_restores_it_and_another_models_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     spec = zoo.get("mlp", input_shape=(4,), classes=3, hidden=[8])
     module, other = spec.build(0), spec.build(1)
-    checkpoint.save(module, path)
-    checkpoint.load(other, path)
+    params.save(module, path)
+    params.load(other, path)
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
     with pytest.raises(JobError, match=r"'fc.weight' is \(3, 8\), the model has \(3, 9\)"):
-        checkpoint.load(zoo.get("mlp", input_shape=(4,), classes=3, hidden=[9]).build(0), path)
+        params.load(zoo.get("mlp", input_shape=(4,), classes=3, hidden=[9]).build(0), path)
     with pytest.raises(JobError, match=r"'hidden.1.bias' is missing"):
-        checkpoint.load(zoo.get("mlp", input_shape=(4,), classes=3, hidden=[8, 8]).build(0), path)
+        params.load(zoo.get("mlp", input_shape=(4,), classes=3, hidden=[8, 8]).build(0), path)
     path.write_bytes(b"nonsense")
     with pytest.raises(JobError, match=r"not a readable \.safetensors"):
-        checkpoint.load(other, path)
+        params.load(other, path)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +145,7 @@ def test_a_tied_tensor_is_saved_once_under_its_first_name(tmp_path: Path) -> Non
         return module
 
     saved, other = tied(), tied()
-    checkpoint.save(saved, tmp_path / "model.safetensors")
-    assert sorted(checkpoint.params_of(saved)) == ["0.bias", "0.weight", "1.bias"]
-    checkpoint.load(other, tmp_path / "model.safetensors")
+    params.save(saved, tmp_path / "model.safetensors")
+    assert sorted(params.params_of(saved)) == ["0.bias", "0.weight", "1.bias"]
+    params.load(other, tmp_path / "model.safetensors")
     assert torch.equal(other[1].weight, saved[0].weight)

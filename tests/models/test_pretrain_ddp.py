@@ -81,9 +81,9 @@ def test_two_processes_that_do_not_exchange_gradients_differ(
     script = tmp_path / "unsynchronised.py"
     script.write_text(
         "from edge_client import process\n"
-        "from models.pretrain import ddp\n"
-        "ddp._synchronised = lambda module, share: module\n"
-        "process.serve(ddp.pretrain)\n"
+        "from models.pretrain import sharding, worker\n"
+        "sharding.DistributedDataParallel = lambda module, process_group: module\n"
+        "process.serve(worker.pretrain)\n"
     )
     python = [sys.executable, "-P"]
     torchrun = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]

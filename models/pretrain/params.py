@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from edge_client.files import write_durably
 from models.job import JobError
+from models.pretrain.parallelize import whole_name
+from models.pretrain.world import World
+from models.zoo import ModelSpec
 
 Params = Mapping[str, npt.NDArray[Any]]
 
@@ -26,6 +31,42 @@ def params_of(module: nn.Module) -> dict[str, npt.NDArray[np.float32]]:
         name: np.array(tensor.detach().to("cpu", torch.float32).contiguous().numpy())
         for name, tensor in sorted(_float_tensors(module).items())
     }
+
+
+def gather(parts: Sequence[nn.Module], spec: ModelSpec, world: World) -> nn.Module | None:
+    """The whole model, in process 0; None in the others, which must call this too.
+
+    Holds the whole model in memory there. Buffers are those of process 0's place in the data axis.
+    """
+    mine = {
+        whole_name(name): tensor
+        for part in parts
+        for name, tensor in part.state_dict(keep_vars=True).items()
+        if tensor.is_floating_point()
+    }
+    whole = spec.build(0) if world.rank == 0 else None
+    staged = world.size("pp") > 1
+    for name, tensor in _float_tensors(spec.build(0)).items():
+        found = mine.get(name)
+        full = None
+        if found is not None:
+            full = found.detach()
+            full = full.full_tensor() if isinstance(full, DTensor) else full
+        full = _from_stage(full, tensor, world) if staged else full
+        if whole is not None and full is not None:
+            with torch.no_grad():
+                _float_tensors(whole)[name].copy_(full.cpu())
+    return whole
+
+
+def _from_stage(mine: torch.Tensor | None, like: torch.Tensor, world: World) -> torch.Tensor:
+    """A tensor that one stage has, on all stages."""
+    group = world.group("pp")
+    owner = torch.tensor(world.place("pp") if mine is not None else -1, device=world.device)
+    dist.all_reduce(owner, dist.ReduceOp.MAX, group=group)
+    full = mine.contiguous() if mine is not None else torch.empty_like(like, device=world.device)
+    dist.broadcast(full, group=group, group_src=int(owner))
+    return full
 
 
 def save(module: nn.Module, path: Path) -> dict[str, Any]:

@@ -1,0 +1,72 @@
+"""Options as dataclasses: fields with ranges, read from a table with one clear error for the first wrong value.
+
+Standard library only: jobs and the datacenter's bare machines read their options with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+Options = TypeVar("Options")
+
+
+class OptionError(ValueError):
+    """An option is unknown or has a value it cannot have; the message says which and what was expected."""
+
+
+def bounded(default: float, least: float, most: float) -> Any:
+    """A dataclass field with a default and an inclusive range that `read` checks."""
+    return dataclasses.field(default=default, metadata={"least": least, "most": most})
+
+
+def read(kind: type[Options], given: object, where: str) -> Options:
+    """The table `given` as the dataclass `kind`, whose defaults fill what is not there.
+
+    Fields are int and float from `bounded`, bool, str, and Literal.
+
+    Raises:
+        OptionError: `where` begins its message.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    known = only(given, tuple(fields), where)
+    hints = typing.get_type_hints(kind)
+    for name, value in known.items():
+        problem = _problem(value, hints[name], fields[name].metadata)
+        if problem:
+            raise OptionError(f"{where}.{name} is {value!r}, expected {problem}")
+    return kind(**known)
+
+
+def only(value: object, known: tuple[str, ...], where: str) -> dict[str, Any]:
+    """`value` if it is a table of `known` keys.
+
+    Raises:
+        OptionError: another key, with the nearest known one, or no table at all.
+    """
+    if not isinstance(value, dict):
+        raise OptionError(f"{where} is {value!r}, expected an object")
+    unknown = sorted(set(value) - set(known))
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f", did you mean {close[0]!r}?" if close else ""
+        raise OptionError(f"{where} has the unknown key {unknown[0]!r}{hint}; known: {', '.join(known)}")
+    return value
+
+
+def _problem(value: object, hint: Any, bounds: Mapping[str, Any]) -> str:
+    """What was expected instead of `value`, or nothing if it is fine."""
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        return "" if value in choices else "one of " + ", ".join(map(repr, choices))
+    if hint is bool:
+        return "" if isinstance(value, bool) else "true or false"
+    if hint is str:
+        return "" if isinstance(value, str) else "text"
+    noun = "a whole number" if hint is int else "a number"
+    expected = f"{noun} from {bounds['least']} to {bounds['most']}"
+    numeric = isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
+    return "" if numeric and bounds["least"] <= value <= bounds["most"] else expected

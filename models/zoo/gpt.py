@@ -1,0 +1,172 @@
+"""A causal transformer in the manner of GPT-2: learned positions, pre-norm blocks, GELU (Radford 2019).
+
+For pretraining in the datacenter. Its embedding is a lookup and its attention torch's fused one, which devices
+cannot train; `charlm` is the student to distil it into.
+
+Shapes: B rows, T tokens, D width, H heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from models.zoo.layout import Layout
+from models.zoo.spec import ModelSpec
+from models.zoo.transformer import require_divisible, sequence_length
+
+INITIAL_DEVIATION = 0.02
+
+
+class GPT(nn.Module):
+    """x [B, T] token ids -> logits [B, T, vocab]; position t sees tokens 0 to t only."""
+
+    def __init__(self, length: int, vocab: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.embedding = Embedding(vocab, length, width)
+        self.layers = nn.ModuleDict({str(index): Block(width, heads) for index in range(layers)})
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        nn.init.normal_(self.head.weight, std=INITIAL_DEVIATION)
+        for (
+            block
+        ) in self.layers.values():  # section 2.3: residual paths add up, so their last layers start smaller
+            for last in ("attention.out.weight", "mlp.down.weight"):
+                nn.init.normal_(block.get_parameter(last), std=INITIAL_DEVIATION * (2 * layers) ** -0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(x)
+        for block in self.layers.values():
+            h = block(h)
+        logits: torch.Tensor = self.head(self.norm(h))
+        return logits
+
+
+class Embedding(nn.Module):
+    """Token ids [B, T] -> [B, T, D]: a row for the token plus a row for its position.
+
+    Attributes:
+        offset: position of the first token, for whoever shows this module only a part of a sequence.
+    """
+
+    def __init__(self, vocab: int, length: int, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocab, width)
+        self.position = nn.Embedding(length, width)
+        self.offset = 0
+        for table in (self.token, self.position):
+            nn.init.normal_(table.weight, std=INITIAL_DEVIATION)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(self.offset, self.offset + x.shape[1], device=x.device)
+        h: torch.Tensor = self.token(x) + self.position(places)
+        return h
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward network, each around a shortcut and after a LayerNorm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = SelfAttention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = MLP(width)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        h = h + self.attention(self.norm1(h))
+        answer: torch.Tensor = h + self.mlp(self.norm2(h))
+        return answer
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention on [B, T, D]; heads are counted from the projections, which may be split by head."""
+
+    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.query, self.key, self.value, self.out = (linear(width, width) for _ in range(4))
+        self.core = FusedAttention(causal)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, T, _ = x.shape
+        query, key, value = (
+            projection(x).view(B, T, -1, self.head_width).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        answer: torch.Tensor = self.out(self.core(query, key, value).transpose(1, 2).reshape(B, T, -1))
+        return answer
+
+
+class FusedAttention(nn.Module):
+    """Query, key and value [B, H, T, D/H] -> [B, H, T, D/H]."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+
+
+class MLP(nn.Module):
+    """[B, T, D] -> [B, T, D] through 4 · D features."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = linear(width, 4 * width)
+        self.down = linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return answer
+
+
+def linear(features_in: int, features_out: int) -> nn.Linear:
+    """A linear layer with small normal weights and no bias, as large transformers have it."""
+    layer = nn.Linear(features_in, features_out, bias=False)
+    nn.init.normal_(layer.weight, std=INITIAL_DEVIATION)
+    return layer
+
+
+def layout(length: int, width: int, heads: int) -> Layout:
+    return Layout(
+        order=("embedding", "layers.*", "norm", "head"),
+        columns=(
+            *(f"layers.*.attention.{name}" for name in ("query", "key", "value")),
+            "layers.*.mlp.up",
+        ),
+        rows=("layers.*.attention.out", "layers.*.mlp.down"),
+        vocabulary="embedding.token",
+        head="head",
+        norms=("layers.*.norm1", "layers.*.norm2", "norm"),
+        attention=("layers.*.attention.core",),
+        heads=heads,
+        width=width,
+        hidden=4 * width,
+        length=length,
+    )
+
+
+def spec(
+    input_shape: tuple[int, ...], classes: int, width: int = 128, layers: int = 4, heads: int = 4
+) -> ModelSpec:
+    """`input_shape` is (T,); `classes` is the vocabulary, of the input as of the labels.
+
+    Raises:
+        ValueError: not token sequences, or a width that `heads` does not divide.
+    """
+    length = sequence_length(input_shape)
+    require_divisible(width, heads)
+    return ModelSpec(
+        "gpt",
+        lambda: GPT(length, classes, width, layers, heads),
+        input_shape,
+        classes,
+        input_dtype="int32",
+        task="next_token",
+        options={"width": width, "layers": layers, "heads": heads},
+        vocab=classes,
+        layout=layout(length, width, heads),
+    )

@@ -1,0 +1,77 @@
+"""Layout: how a model may be taken apart, said by whoever wrote it, for whoever spreads it over processes.
+
+The model itself knows nothing of that. Paths are those of `named_modules`; `*` stands for one component.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things are in a module.
+
+    Attributes:
+        order: modules whose composition is the forward pass: each takes what the one before it gave. `*` stands for
+            all children in turn, which are the layers a pipeline splits between.
+        columns: linear layers whose outputs may be split, by head or feature, what follows working on its own share.
+        rows: linear layers whose inputs may be split; their outputs are partial sums.
+        vocabulary: the embedding, whose rows may be split.
+        head: the last linear layer, whose outputs are the classes.
+        norms: normalisations over features, which may see a part of the sequence only.
+        attention: what takes (query, key, value), [B, H, T, D] each, to [B, H, T, D], whose heads may be split.
+        experts: what takes (x [N, D] sorted by expert, counts [E]) to [N, D], with one row of every parameter an expert.
+        heads, width, hidden, length: sizes, as in `models.pretrain.plan.Sizes`.
+        experts_count: experts of one layer.
+    """
+
+    order: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    vocabulary: str = ""
+    head: str = ""
+    norms: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    heads: int = 0
+    width: int = 0
+    hidden: int = 0
+    length: int = 0
+    experts_count: int = 0
+
+    @property
+    def layers(self) -> str:
+        """Path of the container of layers, or nothing."""
+        return next((path.removesuffix(".*") for path in self.order if path.endswith(".*")), "")
+
+    def layer_names(self, module: nn.Module) -> list[str]:
+        """Paths of the layers of `module`, in order."""
+        container = self.layers
+        return (
+            [f"{container}.{name}" for name, _ in module.get_submodule(container).named_children()]
+            if container
+            else []
+        )
+
+    def sequence(self, module: nn.Module) -> list[str]:
+        """`order` of `module` with every layer named."""
+        return [
+            name
+            for path in self.order
+            for name in (self.layer_names(module) if path.endswith(".*") else [path])
+        ]
+
+
+def matching(module: nn.Module, patterns: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
+    """Submodules of `module` whose path one of `patterns` describes."""
+    expressions = [
+        re.compile(r"[^.]+".join(map(re.escape, pattern.split("*")))) for pattern in patterns if pattern
+    ]
+    for name, found in module.named_modules():
+        if any(expression.fullmatch(name) for expression in expressions):
+            yield name, found
