@@ -45,6 +45,12 @@ class TransformerOptions(Options):
     heads: Annotated[int, Field(ge=1, le=64)] = 4
 
 
+class GPTOptions(Options):
+    width: Annotated[int, Field(ge=4, le=65536)] = 128
+    layers: Annotated[int, Field(ge=1, le=1024)] = 4
+    heads: Annotated[int, Field(ge=1, le=1024)] = 4
+
+
 class TextOptions(TransformerOptions):
     vocab: Annotated[int, Field(ge=2, le=65536)] = 2048
 
@@ -80,5 +86,6 @@ MODELS: dict[str, Entry] = {
             "charlm", "causal transformer over characters", TransformerOptions, _NO_TWIN, "token sequences"
         ),
         Entry("textcls", "transformer text classifier", TextOptions, _NO_TWIN, "tokens"),
+        Entry("gpt", "causal transformer for the datacenter", GPTOptions, ("torch",), "token sequences"),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -12,6 +13,8 @@ from models import user_code
 from models.zoo.spec import InputDtype, ModelSpec, TaskKind
 
 GROUP = "fedloop.models"
+PRETRAINED = ("gpt",)
+"""Modules here that are models for the datacenter alone, found without an installation's metadata."""
 
 
 class ModelNotFound(ValueError):
@@ -58,9 +61,12 @@ def get(
 
 
 def _installed(name: str) -> Any:
-    known = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name in known:
-        return known[name].load()
+    if name in PRETRAINED:
+        return importlib.import_module(f"models.zoo.{name}").spec
+    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name in installed:
+        return installed[name].load()
+    known = {*installed, *PRETRAINED}
     close = difflib.get_close_matches(name, known, n=1)
     hint = f", did you mean {close[0]!r}?" if close else ""
     raise ModelNotFound(
