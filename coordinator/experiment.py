@@ -6,7 +6,6 @@ The result is complete: each key has its value, so writing it down (`to_toml`) r
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
@@ -17,6 +16,7 @@ import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.errors import UserError
+from coordinator.sections import described, nearest, wrong
 from models import catalog
 from models.datasets import DataError, parse_partition, sources
 from strategies import presets
@@ -223,11 +223,11 @@ def resolve(document: Mapping[str, Any], source: str, fleet: FleetKind = "simula
     try:
         experiment = Experiment.model_validate(document)
     except ValidationError as error:
-        raise _wrong(source, [_described(item, document) for item in error.errors()]) from None
+        raise wrong(source, [described(item, Experiment) for item in error.errors()]) from None
     experiment = _with_defaults(experiment)
     problems = list(_problems(experiment, fleet))
     if problems:
-        raise _wrong(source, problems)
+        raise wrong(source, problems)
     return experiment
 
 
@@ -372,7 +372,7 @@ def _model_problems(experiment: Experiment) -> Iterable[str]:
         # A user's own, or one from the entry-point group: resolved in a worker, which may import their framework.
         if ":" not in name and name not in _installed_models():
             yield (
-                f"model.name = {name!r} is unknown{_nearest(name, catalog.MODELS)}; known: "
+                f"model.name = {name!r} is unknown{nearest(name, catalog.MODELS)}; known: "
                 f"{', '.join(catalog.MODELS)}; your own is given as package.module:build"
             )
         return
@@ -383,7 +383,7 @@ def _model_problems(experiment: Experiment) -> Iterable[str]:
             key = ".".join(str(part) for part in item["loc"])
             if item["type"] == "extra_forbidden":
                 known = list(entry.options.model_fields)
-                yield f"model.{key} is not an option of {name}{_nearest(key, known)}; its options: {', '.join(known) or 'none'}"
+                yield f"model.{key} is not an option of {name}{nearest(key, known)}; its options: {', '.join(known) or 'none'}"
             else:
                 yield f"model.{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
     vocab = model.options.get("vocab")
@@ -421,46 +421,3 @@ def _apply(document: dict[str, Any], setting: str) -> None:
             raise UserError(f"--set {setting!r}: {table} is a value, not a table")
         document = inner
     document[last] = value
-
-
-def _described(item: Any, document: Mapping[str, Any]) -> str:
-    """One pydantic error in our words: the key, the value, what was expected."""
-    where = [str(part) for part in item["loc"] if part != "[key]"]
-    key = ".".join(where)
-    if item["type"] == "extra_forbidden":
-        known = _known_keys(where[:-1])
-        return f"{key} is not a known key{_nearest(where[-1], known)}; known here: {', '.join(known)}"
-    if item["type"] in ("model_type", "dict_type"):
-        return f"{key} = {item['input']!r}: expected a table, [{key}] with keys of its own"
-    message = item["msg"]
-    if item["type"] == "literal_error" and item["loc"][-1] == "[key]":
-        return (
-            f"{key} is not allowed{_nearest(where[-1], _quoted(message))}; {message[0].lower()}{message[1:]}"
-        )
-    return f"{key} = {item['input']!r}: {message[0].lower()}{message[1:]}"
-
-
-def _quoted(message: str) -> list[str]:
-    return [part for index, part in enumerate(message.split("'")) if index % 2]
-
-
-def _known_keys(tables: list[str]) -> list[str]:
-    section: type[BaseModel] = Experiment
-    for table in tables:
-        annotation = section.model_fields[table].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        section = annotation
-    return list(section.model_fields)
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else ""
-
-
-def _wrong(source: str, problems: list[str]) -> UserError:
-    if len(problems) == 1:
-        return UserError(f"{source}: {problems[0]}")
-    return UserError(
-        f"{source}: {len(problems)} problems\n" + "\n".join(f"  - {problem}" for problem in problems)
-    )
