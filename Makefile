@@ -51,7 +51,7 @@ test: setup constrained ## everything, with coverage; what CI runs
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n 2 --dist loadfile --durations 15 --cov --cov-report=term
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15 --cov --cov-report=term
 
 bench: setup ## benchmarks: ratios measured interleaved, JSON under runs/bench
 	$(BIN)/python -m tests.bench
