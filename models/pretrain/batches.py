@@ -21,14 +21,38 @@ Indices = npt.NDArray[np.int64]
 Rows = tuple[npt.NDArray[Any], npt.NDArray[np.int32]]
 
 
+@dataclass(frozen=True)
+class Chance:
+    """Random numbers for some rows of a global batch: those they would get if all of its rows were read.
+
+    So that what happens to a row depends on the seed, the step and its place, and not on who reads it.
+
+    Attributes:
+        rng: of this batch.
+        rows: of the whole global batch.
+        places: of the rows that are read.
+    """
+
+    rng: np.random.Generator
+    rows: int
+    places: Indices
+
+    def uniform(self, *shape: int) -> npt.NDArray[np.float64]:
+        """Numbers in [0, 1), [len(places), *shape]. Holds those of the whole batch."""
+        return self.rng.random((self.rows, *shape))[self.places]
+
+
 class Source(Protocol):
     """A training set: examples by number."""
 
     def __len__(self) -> int:
         """How many there are."""
 
-    def read(self, rows: Indices) -> Rows:
-        """Inputs [B, …] and labels, int32 [B] or [B, T], of `rows`, in that order."""
+    def read(self, rows: Indices, chance: Chance) -> Rows:
+        """Inputs [B, …] and labels, int32 [B] or [B, T], of `rows`, in that order; what is random comes from `chance`."""
+
+    def counted(self, rows: Indices) -> int:
+        """How many of their labels count, without reading more than that takes."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +65,30 @@ class Arrays:
     def __len__(self) -> int:
         return len(self.x)
 
-    def read(self, rows: Indices) -> Rows:
-        return self.x[rows], self.y[rows]
+    def read(self, rows: Indices, chance: Chance | None = None) -> Rows:
+        return np.asarray(self.x[rows]), np.asarray(self.y[rows])
+
+    def counted(self, rows: Indices) -> int:
+        return int((self.y[rows] != PADDING).sum())
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """Images of another source, each moved by up to `pixels` up or down and left or right, anew in every epoch."""
+
+    source: Source
+    pixels: int
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, rows: Indices, chance: Chance) -> Rows:
+        x, y = self.source.read(rows, chance)
+        down, right = places_of(chance.uniform(2), 2 * self.pixels + 1).T
+        return moved(x, self.pixels, down, right), y
+
+    def counted(self, rows: Indices) -> int:
+        return self.source.counted(rows)
 
 
 @dataclass(frozen=True)
@@ -94,13 +140,8 @@ class Batches:
     """
 
     def __init__(self, source: Source, batch_size: int, seed: int, share: Share, shift: int = 0) -> None:
-        self.source, self.batch_size, self.seed, self.share, self.shift = (
-            source,
-            batch_size,
-            seed,
-            share,
-            shift,
-        )
+        self.source: Source = Shifted(source, shift) if shift else source
+        self.batch_size, self.seed, self.share = batch_size, seed, share
         self.steps_per_epoch = -(-len(source) // batch_size)
         self._order: tuple[int, Indices] = (-1, np.empty(0, np.int64))
 
@@ -113,15 +154,20 @@ class Batches:
         return self._order[1][place * self.batch_size : (place + 1) * self.batch_size]
 
     def __getitem__(self, step: int) -> Batch:
-        """This process's share of the global batch of `step`. A share without a row is one that does not count."""
-        x, y = self.source.read(self.rows(step))
-        if self.shift:
-            x = shifted(x, self.shift, np.random.default_rng([self.seed, step, 1]))
-        if self.share.pad_to > len(x):
-            x, y = _padded(x, y, self.share.pad_to)
-        counted = max(1, int((y != PADDING).sum()))
-        mine = self.share.of(len(x))
-        x, y = (x[mine], y[mine]) if mine.start < mine.stop else (x[:1], np.full_like(y[:1], PADDING))
+        """This process's share of the global batch of `step`, the only rows read. A share without a row is one that
+        does not count."""
+        rows = self.rows(step)
+        places = np.arange(max(len(rows), self.share.pad_to))
+        places = places[self.share.of(len(places))]
+        if not len(places):
+            places = np.array([len(rows)])
+        filling = places >= len(rows)
+        places = np.where(filling, 0, places)
+        chance = Chance(np.random.default_rng([self.seed, step, 1]), len(rows), places)
+        x, y = self.source.read(rows[places], chance)
+        if filling.any():
+            y = y.copy()
+            y[filling] = PADDING
         if self.share.length_shares > 1:
             part = x.shape[1] // self.share.length_shares
             along = slice(self.share.length_place * part, (self.share.length_place + 1) * part)
@@ -129,7 +175,7 @@ class Batches:
         return Batch(
             torch.from_numpy(np.ascontiguousarray(x)),
             torch.from_numpy(np.ascontiguousarray(y)).long(),
-            counted,
+            max(1, self.source.counted(rows)),
         )
 
 
@@ -144,17 +190,19 @@ def shifted(x: npt.NDArray[Any], pixels: int, rng: np.random.Generator) -> npt.N
     """Images [B, (C,) H, W], each moved by up to `pixels` up or down and left or right, zeros coming in."""
     if not pixels:
         return x
+    down, right = rng.integers(0, 2 * pixels + 1, size=(2, len(x)))
+    return moved(x, pixels, down, right)
+
+
+def moved(x: npt.NDArray[Any], pixels: int, down: Indices, right: Indices) -> npt.NDArray[Any]:
+    """Images [B, (C,) H, W] as windows of themselves in a frame of `pixels` zeros, at `down` and `right`, [B] each."""
     height, width = x.shape[-2:]
     padding: Sequence[tuple[int, int]] = [(0, 0)] * (x.ndim - 2) + [(pixels, pixels)] * 2
-    places = np.lib.stride_tricks.sliding_window_view(np.pad(x, padding), (height, width), axis=(-2, -1))
-    down, right = rng.integers(0, 2 * pixels + 1, size=(2, len(x)))
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(x, padding), (height, width), axis=(-2, -1))
     # [B, (C,) 2p+1, 2p+1, H, W]: one place chosen per image
-    return np.ascontiguousarray(places[np.arange(len(x)), ..., down, right, :, :])
+    return np.ascontiguousarray(windows[np.arange(len(x)), ..., down, right, :, :])
 
 
-def _padded(x: npt.NDArray[Any], y: npt.NDArray[np.int32], rows: int) -> Rows:
-    more = rows - len(x)
-    return (
-        np.concatenate([x, np.repeat(x[:1], more, axis=0)]),
-        np.concatenate([y, np.full((more, *y.shape[1:]), PADDING, np.int32)]),
-    )
+def places_of(uniform: npt.NDArray[np.float64], count: int) -> Indices:
+    """Whole numbers below `count` from numbers in [0, 1)."""
+    return (uniform * count).astype(np.int64)
