@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from models.labels import PADDING
@@ -20,6 +21,7 @@ def objective_of(spec: ModelSpec) -> Objective:
 
     def summed(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         counted = (y != PADDING).sum()
+        logits = _whole(logits)
         # without a counted label the mean is 0 / 0; times 0 it would still be NaN
         return spec.loss(logits, y) * counted if counted else logits.sum() * 0
 
@@ -28,4 +30,11 @@ def objective_of(spec: ModelSpec) -> Objective:
 
 def summed_cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Cross-entropy in float32, summed over labels that are not `PADDING`."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), ignore_index=PADDING, reduction="sum")
+    return _whole(
+        F.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), ignore_index=PADDING, reduction="sum")
+    )
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` unsplit: logits, and what is computed of them, may be split by class."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,17 +1,26 @@
-"""Tensor parallelism: matrices split by attention head and feature (Shoeybi 2019), by DTensor.
+"""Tensor parallelism: matrices split by attention head and feature, embedding and head by vocabulary (Shoeybi 2019),
+by DTensor.
 
-With `sequence`, what lies between the matrices is split by sequence instead of repeated (Korthikanti 2022); with
-`loss_parallel` logits stay split by class, and so does their cross-entropy.
+With `sequence`, what lies between the matrices is split by sequence instead of repeated (Korthikanti 2022): from the
+embedding to the head a process keeps [B, T/tp, D], and modules that hold split matrices gather [B, T, D] at their
+entrance. With `loss_parallel` logits stay split by class, and so does their cross-entropy.
+
+A vocabulary that tp does not divide is split unevenly: the first processes have a row more.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleOutput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -19,17 +28,68 @@ from models.pretrain.plan import ParallelPlan
 from models.pretrain.world import World
 from models.zoo.layout import Layout, matching
 
+SEQUENCE = Shard(1)
+"""Of [B, T, D]."""
+
 
 def split(module: nn.Module, layout: Layout, plan: ParallelPlan, world: World) -> None:
-    """Splits the matrices of `module` in place."""
+    """Splits the matrices of `module`, a whole model or a stage of one, in place."""
+    mesh = world.axis("tp")
+    between: Placement = SEQUENCE if plan.sequence else Replicate()
     styles: dict[str, ParallelStyle] = {}
-    for name, _ in matching(module, layout.columns):
-        styles[name] = ColwiseParallel()
-    for name, _ in matching(module, layout.rows):
-        styles[name] = RowwiseParallel()
-    if plan.loss_parallel:
-        for name, _ in matching(module, (layout.head,)):
-            styles[name] = ColwiseParallel(
-                input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False
-            )
-    parallelize_module(module, world.axis("tp"), styles)
+
+    def give(style: ParallelStyle, *patterns: str) -> None:
+        styles.update((name, style) for name, _ in matching(module, patterns))
+
+    give(ColwiseParallel(), *layout.columns)
+    give(RowwiseParallel(output_layouts=between), *layout.rows)
+    give(RowwiseParallel(input_layouts=Replicate()), layout.vocabulary)
+    if plan.sequence:
+        give(SequenceParallel(use_local_output=True), *layout.norms)
+        # positions are added to whole sequences, so that the embedding need not know of the split
+        give(
+            PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=SEQUENCE), layout.order[0]
+        )
+        for name in _whole_sequences(layout):
+            for _, found in matching(module, (name,)):
+                _gather_input(found, mesh)
+    give(
+        ColwiseParallel(
+            input_layouts=between if _head_sees_parts(layout) else Replicate(),
+            output_layouts=Shard(-1) if plan.loss_parallel else Replicate(),
+            use_local_output=not plan.loss_parallel,
+        ),
+        layout.head,
+    )
+    parallelize_module(module, mesh, styles)
+
+
+def _whole_sequences(layout: Layout) -> list[str]:
+    """Paths of what must see whole sequences: what holds split matrices, and what comes after the layers, up to the
+    head, and is no norm."""
+    holders = {name.rpartition(".")[0] for name in layout.columns}
+    return sorted(holders) + _after_layers(layout)[:1]
+
+
+def _head_sees_parts(layout: Layout) -> bool:
+    return not _after_layers(layout)
+
+
+def _after_layers(layout: Layout) -> list[str]:
+    """What follows the layers and is neither a norm nor the head."""
+    layers = [place for place, path in enumerate(layout.order) if path.endswith(".*")]
+    return [
+        path
+        for path in layout.order[max(layers, default=0) + 1 :]
+        if path not in (*layout.norms, layout.head)
+    ]
+
+
+def _gather_input(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Has `module` see the whole sequences of its first input [B, T/tp, D]; its gradient is scattered again."""
+
+    def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        part = DTensor.from_local(inputs[0], mesh, (SEQUENCE,), run_check=False)
+        return (part.redistribute(placements=(Replicate(),)), *inputs[1:])
+
+    module.register_forward_pre_hook(gather)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +31,57 @@ def curve(plan: str, model: dict[str, Any] | None = None, **options: Any) -> lis
             training.train_step()
             losses += training.losses()
         return losses
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training to compare.
+
+    Attributes:
+        model: options of the model; `experts` makes it one with experts.
+        options: of training.
+        broken: a function that takes a collective away, `package.module:function` of a context manager.
+    """
+
+    plan: str
+    model: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    broken: str = ""
+
+
+def curves(cases: Sequence[Case]) -> list[list[float]]:
+    """Losses of several trainings by the same processes, one after the other.
+
+    Raises:
+        Exception: whatever the first that fails raises, with its plan as a note.
+    """
+    found = []
+    with world.join(plans.parse(cases[0].plan)) as first:
+        for case in cases:
+            try:
+                found.append(_curve(case, world.arrange(plans.parse(case.plan), first.device)))
+            except Exception as error:
+                error.add_note(f"plan {case.plan}, model {case.model}")
+                raise
+    return found
+
+
+def _curve(case: Case, here: world.World) -> list[float]:
+    with _broken(case.broken):
+        training = trainer.build(small_gpt(**case.model), tokens(), settings(**case.options), here, seed=5)
+        losses: list[float] = []
+        for _ in range(training.steps):
+            training.train_step()
+            losses += training.losses()
+        return losses
+
+
+def _broken(name: str) -> AbstractContextManager[None]:
+    if not name:
+        return nullcontext()
+    module, _, function = name.partition(":")
+    taken_away: AbstractContextManager[None] = getattr(importlib.import_module(module), function)()
+    return taken_away
 
 
 def settings(**options: Any) -> Options:
