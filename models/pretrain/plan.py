@@ -24,6 +24,7 @@ Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16"]
 Exchange = Literal["fp32", "fp16", "bf16", "powersgd", "onebit"]
+Outer = Literal["average", "nesterov"]
 Offload = Literal["none", "cpu", "disk"]
 
 MOST = 65536
@@ -55,6 +56,13 @@ class ParallelPlan:
         recompute: which activations are computed again in the backward pass rather than kept (Chen 2016).
         precision: of the matrix products; params and optimizer stay float32.
         exchange: how gradients are coded between dp ranks.
+        exchange_warmup: per cent of the steps in which powersgd and onebit code nothing yet.
+        exchange_rank: of powersgd's matrices.
+        rows: of every batch, one number for each dp rank, relative to the others; empty: equal shares.
+        rebalance: shares follow the ranks' speeds, measured anew every so many steps; 0: never.
+        sync_every: steps that every dp rank takes alone before params are averaged; 0: gradients are, in every step.
+        outer: what becomes of that average: the new params (Stich 2019), or the gradient of an outer optimizer
+            (Douillard 2023, DiLoCo).
         offload: where params, gradients and optimizer state rest between uses, with zero=3.
         compile: torch.compile for every block.
     """
@@ -75,6 +83,12 @@ class ParallelPlan:
     recompute: Recompute = "none"
     precision: Precision = "fp32"
     exchange: Exchange = "fp32"
+    exchange_warmup: int = bounded(15, 0, 100)
+    exchange_rank: int = bounded(4, 1, 1024)
+    rows: tuple[int, ...] = ()
+    rebalance: int = bounded(0, 0, 1_000_000)
+    sync_every: int = bounded(0, 0, 1_000_000)
+    outer: Outer = "average"
     offload: Offload = "none"
     compile: bool = False
 
@@ -265,6 +279,29 @@ def _problems(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> list[str]:
             plan.zero <= 1 and tp == pp == cp == ep == 1,
             f"exchange={plan.exchange} goes with dp alone and zero of 0 or 1",
         )
+        unless(
+            plan.exchange != "onebit" or plan.zero == 0,
+            "onebit goes with zero=0: every process keeps all momenta",
+        )
+    if plan.rows:
+        unless(len(plan.rows) == dp, f"rows names {len(plan.rows)} shares, there are dp={dp} ranks")
+        unless(pp == 1, "stages need equal pieces: rows goes with pp=1")
+    if plan.rebalance:
+        unless(dp > 1, "rebalance needs dp of 2 or more")
+        unless(
+            plan.zero <= 1 and tp == pp == cp == ep == 1,
+            "rebalance goes with dp alone and zero of 0 or 1, where a rank's own speed can be told",
+        )
+    if plan.sync_every:
+        unless(
+            plan.zero == 0 and cp == ep == 1 and plan.exchange == "fp32",
+            "sync_every goes with zero=0, cp=1, ep=1 and exchange=fp32",
+        )
+        unless(
+            not plan.rows and not plan.rebalance,
+            "sync_every averages ranks alike and goes with equal shares: no rows, no rebalance",
+        )
+    unless(plan.outer == "average" or plan.sync_every > 0, f"outer={plan.outer} needs sync_every")
     unless(plan.offload == "none" or plan.zero == 3, f"offload={plan.offload} needs zero=3")
     unless(
         batch_size >= dp * plan.pieces,
@@ -298,7 +335,7 @@ def _value(key: str, value: Any, hint: Any, bounds: Mapping[str, Any]) -> Any:
     parts = value.strip("[]").replace("+", " ").split() if isinstance(value, str) else value
     numbers = [_whole(part) for part in parts] if isinstance(parts, list | tuple) else [None]
     if any(number is None or number < 1 for number in numbers):
-        raise PlanError(f"plan: {key} is {value!r}, expected layer counts such as 2+3+3")
+        raise PlanError(f"plan: {key} is {value!r}, expected counts such as 2+3+3")
     return tuple(numbers)
 
 
