@@ -41,6 +41,19 @@ def read(kind: type[Options], given: object, where: str) -> Options:
     return kind(**known)
 
 
+def problems(kind: type[Any], given: Mapping[str, Any], where: str) -> list[str]:
+    """All that `read` would say of the keys and values of `given`, one sentence each."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    found = []
+    for name, value in given.items():
+        if name not in fields:
+            found.append(_unknown(name, tuple(fields), where))
+        elif problem := _problem(value, hints[name], fields[name].metadata):
+            found.append(f"{where}.{name} is {value!r}, expected {problem}")
+    return found
+
+
 def only(value: object, known: tuple[str, ...], where: str) -> dict[str, Any]:
     """`value` if it is a table of `known` keys.
 
@@ -51,10 +64,14 @@ def only(value: object, known: tuple[str, ...], where: str) -> dict[str, Any]:
         raise OptionError(f"{where} is {value!r}, expected an object")
     unknown = sorted(set(value) - set(known))
     if unknown:
-        close = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f", did you mean {close[0]!r}?" if close else ""
-        raise OptionError(f"{where} has the unknown key {unknown[0]!r}{hint}; known: {', '.join(known)}")
+        raise OptionError(_unknown(unknown[0], known, where))
     return value
+
+
+def _unknown(key: str, known: tuple[str, ...], where: str) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else ""
+    return f"{where} has the unknown key {key!r}{hint}; known: {', '.join(known)}"
 
 
 def _problem(value: object, hint: Any, bounds: Mapping[str, Any]) -> str:
