@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 Options = TypeVar("Options")
 T = TypeVar("T")
 
+_CHECKED = 4096
+"""Rows looked at together."""
+
 
 class JobError(ValueError):
     """The job file, or a file it names, is wrong; the message says where and what was expected."""
@@ -94,15 +97,32 @@ class Job:
         """`options` as the dataclass `kind`, whose defaults fill what is not given."""
         return _fine(lambda: options.read(kind, self.settings.get("options", {}), f"{self.path}: options"))
 
-    def rows(self, name: str, spec: ModelSpec) -> npt.NDArray[Any]:
-        """Examples `<arrays>/<name>.npy`, [N, *input_shape], N >= 1, in the model's input dtype."""
-        array = self._array(name)
+    def table(self, key: str, kind: type[Options]) -> Options | None:
+        """The table `key` as the dataclass `kind`, or None where there is none."""
+        if key not in self.settings:
+            return None
+        return _fine(lambda: options.read(kind, self.settings[key], f"{self.path}: {key}"))
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.settings.get(key, default)
+        if not isinstance(value, bool):
+            raise JobError(f"{self.path}: {key} is {value!r}, expected true or false")
+        return value
+
+    def rows(self, name: str, spec: ModelSpec, *, mapped: bool = False) -> npt.NDArray[Any]:
+        """Examples `<arrays>/<name>.npy`, [N, *input_shape], N >= 1, in the model's input dtype.
+
+        `mapped`: read-only, and in memory only where it is read, if the file has that dtype already.
+        """
+        array = self._array(name, mapped)
         if array.shape[1:] != spec.input_shape or not len(array):
             raise JobError(
                 f"{self._array_path(name)} is {array.shape}, expected (rows, {', '.join(map(str, spec.input_shape))}) "
                 f"with at least one row, for model {spec.name!r}"
             )
-        if spec.input_dtype == "float32" and not np.isfinite(array).all():
+        if spec.input_dtype == "float32" and not all(
+            np.isfinite(array[start : start + _CHECKED]).all() for start in range(0, len(array), _CHECKED)
+        ):
             raise JobError(f"{self._array_path(name)} holds NaN or infinite values")
         return np.ascontiguousarray(array, dtype=spec.input_dtype)
 
@@ -127,10 +147,10 @@ class Job:
     def _array_path(self, name: str) -> Path:
         return self.file("arrays", self.value("arrays")) / f"{name}.npy"
 
-    def _array(self, name: str) -> npt.NDArray[Any]:
+    def _array(self, name: str, mapped: bool = False) -> npt.NDArray[Any]:
         path = self._array_path(name)
         try:
-            array: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+            array: npt.NDArray[Any] = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
         except FileNotFoundError:
             raise JobError(f"{path} does not exist; {self.path} names its folder as `arrays`") from None
         except (ValueError, EOFError, OSError) as error:

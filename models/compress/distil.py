@@ -29,7 +29,7 @@ from models import job as jobs
 from models.labels import PADDING
 from models.options import bounded
 from models.pretrain import evaluation, params
-from models.pretrain.batches import global_batches, shifted
+from models.pretrain.batches import Arrays, global_batches, shifted
 from models.zoo.spec import Loss, masked_cross_entropy
 
 CPU = torch.device("cpu")
@@ -135,7 +135,8 @@ def run(path: Path, report: process.Report) -> None:
     spec, teacher_spec, options = job.spec(), job.spec("teacher", "model"), job.options(Options)
     x, x_test = job.rows("x_train", spec), job.rows("x_test", spec)
     y, y_test = job.labels("y_train", spec, x), job.labels("y_test", spec, x_test)
-    evaluation.require_images(x, options.shift, path)
+    if options.shift:
+        evaluation.require_images(x, f"options.shift is {options.shift}", path)
     if (teacher_spec.input_shape, teacher_spec.classes) != (spec.input_shape, spec.classes):
         raise jobs.JobError(
             f"{path}: the teacher takes {teacher_spec.input_shape} to {teacher_spec.classes} classes, "
@@ -159,8 +160,8 @@ def run(path: Path, report: process.Report) -> None:
         loss=spec.loss,
         on_epoch=lambda epoch, loss: report(stage="distil", epoch=epoch, epochs=options.epochs, loss=loss),
     )
-    figures = evaluation.evaluate(distilled.student, spec, x_test, y_test, CPU)
-    taught = evaluation.evaluate(teacher, teacher_spec, x_test, y_test, CPU)
+    figures = evaluation.evaluate(distilled.student, spec, Arrays(x_test, y_test), CPU)
+    taught = evaluation.evaluate(teacher, teacher_spec, Arrays(x_test, y_test), CPU)
     saved = params.save(distilled.student, job.out / "model.safetensors")
     about = {
         "teacher_accuracy": taught["test_accuracy"],

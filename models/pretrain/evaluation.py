@@ -10,18 +10,32 @@ import torch
 from torch import nn
 
 from models.job import JobError
+from models.labels import PADDING
+from models.pretrain.batches import Chance, Source
+from models.pretrain.objective import objective_of
 from models.zoo import ModelSpec
 
 ROWS = 256
 
 
-def evaluate(
-    module: nn.Module, spec: ModelSpec, x: npt.NDArray[Any], y: npt.NDArray[np.int32], device: torch.device
-) -> dict[str, float]:
-    """`test_loss` and `test_accuracy` on all rows."""
-    logits = logits_of(module, x, device)
-    metrics = spec.metrics(logits, torch.from_numpy(y))
-    return {"test_loss": metrics["loss"], "test_accuracy": metrics["accuracy"]}
+def evaluate(module: nn.Module, spec: ModelSpec, source: Source, device: torch.device) -> dict[str, float]:
+    """`test_loss` and `test_accuracy` over all labels that count; the module is left in evaluation mode.
+
+    Holds the logits of `ROWS` rows. Whatever is random in the source is the same in every evaluation.
+    """
+    module.eval()
+    objective = objective_of(spec)
+    loss, hits, counted = 0.0, 0, 0
+    with torch.inference_mode():
+        for start in range(0, len(source), ROWS):
+            rows = np.arange(start, min(start + ROWS, len(source)))
+            x, y = source.read(rows, Chance(np.random.default_rng([start]), len(rows), rows - start))
+            labels = torch.from_numpy(np.ascontiguousarray(y)).long().to(device)
+            logits = module(torch.from_numpy(np.ascontiguousarray(x)).to(device))
+            loss += float(objective(logits, labels))
+            hits += int(((logits.argmax(-1) == labels) & (labels != PADDING)).sum())
+            counted += int((labels != PADDING).sum())
+    return {"test_loss": loss / max(1, counted), "test_accuracy": hits / max(1, counted)}
 
 
 def logits_of(module: nn.Module, x: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -36,13 +50,11 @@ def logits_of(module: nn.Module, x: npt.NDArray[Any], device: torch.device) -> t
         )
 
 
-def require_images(x: npt.NDArray[Any], shift: int, where: object) -> None:
-    """Checks that shifting makes sense for `x`.
+def require_images(x: npt.NDArray[Any], wish: str, where: object) -> None:
+    """Checks that what is wished for makes sense for `x`.
 
     Raises:
         JobError: the examples are no images of float32 pixels.
     """
-    if shift and (x.ndim not in (3, 4) or x.dtype != np.float32):
-        raise JobError(
-            f"{where}: options.shift is {shift}, but examples of shape {x.shape[1:]} are no images; use 0"
-        )
+    if x.ndim not in (3, 4) or x.dtype != np.float32:
+        raise JobError(f"{where}: {wish}, but examples of shape {x.shape[1:]} are no images")

@@ -1,8 +1,8 @@
 """One process of a pretraining: `python -P -m models.pretrain.worker JOB.json`, alone or under torchrun.
 
 The job file (see `models.job`) has `plan`, a table of `models.pretrain.plan.ParallelPlan`, whose dp fills up with
-the processes there are; options are `models.pretrain.optimizers.Options`, arrays `x_train`, `y_train`, `x_test`,
-`y_test`. Process 0 reports progress and writes `model.safetensors` and `result.json`.
+the processes there are; options are `models.pretrain.optimizers.Options`, data as in `models.pretrain.sources`,
+params to begin with as in `models.pretrain.initial`. Process 0 reports progress and writes `model.safetensors` and `result.json`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import torch
 
 from edge_client import process
 from models import job as jobs
-from models.pretrain import evaluation, params, trainer, world
+from models.pretrain import evaluation, initial, params, prefetch, sources, trainer, world
 from models.pretrain import plan as plans
-from models.pretrain.batches import Arrays
 from models.pretrain.optimizers import Options
 
 REPORTS = 200
@@ -33,12 +32,13 @@ def pretrain(path: Path, report: process.Report) -> None:
     job = jobs.read(path)
     spec, options = job.spec(), job.options(Options)
     plan = plan_of(job, int(os.environ.get("WORLD_SIZE", 1)))
-    x, x_test = job.rows("x_train", spec), job.rows("x_test", spec)
-    y, y_test = job.labels("y_train", spec, x), job.labels("y_test", spec, x_test)
-    evaluation.require_images(x, options.shift, path)
+    data = sources.of(job, spec, options.shift)
+    spec = initial.starting(job, spec)
 
     with world.join(plan) as here:
-        training = trainer.build(spec, Arrays(x, y), options, here, job.seed)
+        training = trainer.build(spec, data.train, options, here, job.seed)
+        loader = prefetch.of(job, training.batches, here.device)
+        training.batches = loader
         first = here.rank == 0
         epochs = -(-training.steps // training.batches.steps_per_epoch)
 
@@ -53,6 +53,7 @@ def pretrain(path: Path, report: process.Report) -> None:
                     loss=sum(progress.losses) / len(progress.losses),
                     lr=progress.rate,
                     seconds=progress.seconds,
+                    stall_share=loader.stall_share(progress.seconds),
                 )
 
         if first:
@@ -60,7 +61,7 @@ def pretrain(path: Path, report: process.Report) -> None:
         losses = trainer.train(training, on_progress, max(1, training.steps // REPORTS))
         whole = params.gather(training.parallel.parts, spec, here)
         if whole is not None:
-            figures = evaluation.evaluate(whole.to(here.device), spec, x_test, y_test, here.device)
+            figures = evaluation.evaluate(whole.to(here.device), spec, data.test, here.device)
             saved = params.save(whole, job.out / "model.safetensors")
             about: dict[str, Any] = {
                 "world_size": here.processes,
@@ -68,8 +69,9 @@ def pretrain(path: Path, report: process.Report) -> None:
                 "backend": here.backend,
                 "plan": str(plan),
                 "seconds": time.perf_counter() - started,
+                "stall_seconds": loader.waited_seconds,
             }
-            jobs.write_result(job.out, {**figures, **saved, **about, "losses": losses})
+            jobs.write_result(job.out, {**figures, **saved, **about, **data.about, "losses": losses})
 
 
 def plan_of(job: jobs.Job, processes: int) -> plans.ParallelPlan:

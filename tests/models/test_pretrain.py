@@ -84,7 +84,7 @@ def test_shifts_reach_every_place_and_zero_leaves_images_alone() -> None:
 
 def test_shifting_what_is_no_image_is_refused() -> None:
     with pytest.raises(JobError, match=r"options.shift is 1.*\(4,\) are no images"):
-        evaluation.require_images(np.zeros((3, 4), np.float32), 1, "job.json")
+        evaluation.require_images(np.zeros((3, 4), np.float32), "options.shift is 1", "job.json")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

@@ -1,0 +1,112 @@
+"""Training that begins with the params of an earlier one: a job's `init`.
+
+    "init": {"params": "model.safetensors", "head": "new"}
+
+With a `same` head, which is the default, every tensor must fit; with a `new` one all but the model's last module,
+which keeps its fresh weights: for other classes, or another task (Devlin 2019, section 3.2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.numpy
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from models import options
+from models.job import Job, JobError
+from models.zoo import ModelSpec
+
+HEADS = ("same", "new")
+_LISTED = 8
+
+
+def starting(job: Job, spec: ModelSpec) -> ModelSpec:
+    """`spec`, whose fresh modules have the params that the job's `init` names, where it does.
+
+    Raises:
+        JobError: the file cannot be read, or its tensors do not fit; lists those that do not.
+    """
+    if "init" not in job.settings:
+        return spec
+    where = f"{job.path}: init"
+    try:
+        given = options.only(job.settings["init"], ("params", "head"), where)
+    except options.OptionError as error:
+        raise JobError(str(error)) from None
+    head = given.get("head", "same")
+    if head not in HEADS:
+        raise JobError(f"{where}.head is {head!r}, expected one of {', '.join(HEADS)}")
+    path = job.file("init.params", job.value("init", "params"))
+    try:
+        tensors = safetensors.numpy.load(path.read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise JobError(f"{path} is not a readable .safetensors file: {error}") from error
+    problems = misfits(tensors, spec, new_head=head == "new")
+    if problems:
+        more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
+        advice = "" if head == "new" else '; `head = "new"` leaves the last module out'
+        raise JobError(
+            f"{path} does not fit model {spec.name!r}: {'; '.join(problems[:_LISTED])}{more}{advice}"
+        )
+
+    def module() -> nn.Module:
+        built = spec.module()
+        fill(built, tensors, _head(built, spec) if head == "new" else "")
+        return built
+
+    return dataclasses.replace(spec, module=module)
+
+
+def misfits(tensors: Mapping[str, npt.NDArray[Any]], spec: ModelSpec, *, new_head: bool) -> list[str]:
+    """What of `tensors` and of the model's has no counterpart of the same shape, one phrase each."""
+    with torch.device("meta"):
+        built = spec.module()
+    head = _head(built, spec) if new_head else ""
+    expected = _float_tensors(built)
+    found = []
+    for name in sorted(set(tensors) | set(expected)):
+        if _within(name, head):
+            continue
+        if name not in tensors:
+            found.append(f"{name} is missing")
+        elif name not in expected:
+            found.append(f"{name} is not one of the model's")
+        elif tensors[name].shape != tuple(expected[name].shape):
+            found.append(f"{name} is {tensors[name].shape}, the model has {tuple(expected[name].shape)}")
+    return found
+
+
+def fill(module: nn.Module, tensors: Mapping[str, npt.NDArray[Any]], head: str = "") -> None:
+    """Copies `tensors` into `module`, but for what is within `head`."""
+    with torch.no_grad():
+        for name, tensor in _float_tensors(module).items():
+            if not _within(name, head):
+                tensor.copy_(torch.from_numpy(np.ascontiguousarray(tensors[name], dtype=np.float32)))
+
+
+def _float_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a file of params holds: parameters, a tied one under its first name, and float buffers that are kept."""
+    kept = {*dict(module.named_parameters()), *dict(module.named_buffers())}
+    return {
+        name: tensor
+        for name, tensor in module.state_dict(keep_vars=True).items()
+        if name in kept and tensor.is_floating_point()
+    }
+
+
+def _head(module: nn.Module, spec: ModelSpec) -> str:
+    """Path of the last module: of the layout's order, or among the children."""
+    if spec.layout is not None and spec.layout.order:
+        return spec.layout.order[-1]
+    return [name for name, _ in module.named_children()][-1]
+
+
+def _within(name: str, head: str) -> bool:
+    return bool(head) and name.startswith(f"{head}.")

@@ -1,0 +1,115 @@
+"""What a job trains on and what it is tested on, from its job file.
+
+Arrays `x_train`, `y_train`, `x_test`, `y_test`, mapped into memory; or files of tokens:
+
+    "tokens": {"train": "tokens_train.npy", "test": "tokens_test.npy"}
+
+`"objective": "masked"` hides tokens and has the model find them, for which no labels are needed. `"images"` is a table
+of `models.pretrain.images.Augmentation`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from models import options
+from models.job import Job, JobError
+from models.pretrain import images, tokens
+from models.pretrain.batches import Arrays, Source
+from models.pretrain.evaluation import require_images
+from models.zoo import ModelSpec
+
+OBJECTIVES = ("labels", "masked")
+
+
+@dataclass(frozen=True)
+class Data:
+    """A training set and a test set.
+
+    Attributes:
+        about: what was found out of them that whoever uses the model has to know, for the result.
+    """
+
+    train: Source
+    test: Source
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def of(job: Job, spec: ModelSpec, shift: int = 0) -> Data:
+    """The data of `job`, fit for the model; `shift` is the option of that name, for which examples must be images.
+
+    Raises:
+        JobError: a file is missing, or holds what the model cannot take; names the file and what was expected.
+    """
+    masked = objective(job, spec) == "masked"
+    if "tokens" in job.settings:
+        if "images" in job.settings:
+            raise JobError(f"{job.path}: has both tokens and images, expected one of them")
+        if shift:
+            raise JobError(f"{job.path}: options.shift is {shift}, but tokens are no images; use 0")
+        return _hidden(_tokens(job, spec, masked), spec, masked)
+    data = _arrays(job, spec, masked, shift)
+    return _hidden(_images(job, data) if "images" in job.settings else data, spec, masked)
+
+
+def objective(job: Job, spec: ModelSpec) -> str:
+    """`labels`, or `masked` where the job says so and the model can."""
+    given = job.settings.get("objective", "labels")
+    if given not in OBJECTIVES:
+        raise JobError(f"{job.path}: objective is {given!r}, expected one of {', '.join(OBJECTIVES)}")
+    if given == "masked" and (spec.task != "next_token" or spec.tokens != spec.classes + 1):
+        raise JobError(
+            f"{job.path}: objective is 'masked', but model {spec.name!r} has no mask token and a label for every "
+            'token; use "bert" with options {"objective": "masked"}'
+        )
+    return str(given)
+
+
+def _hidden(data: Data, spec: ModelSpec, masked: bool) -> Data:
+    if not masked:
+        return data
+    return Data(
+        tokens.Masked(data.train, spec.classes), tokens.Masked(data.test, spec.classes), about=data.about
+    )
+
+
+def _tokens(job: Job, spec: ModelSpec, masked: bool) -> Data:
+    where = f"{job.path}: tokens"
+    try:
+        options.only(job.settings["tokens"], ("train", "test"), where)
+    except options.OptionError as error:
+        raise JobError(str(error)) from None
+    if spec.task != "next_token":
+        raise JobError(f"{where} is given, but model {spec.name!r} does not predict tokens")
+    ordinary = spec.classes if masked else min(spec.tokens, spec.classes)
+    train, test = (
+        tokens.mapped(job.file(f"tokens.{part}", job.value("tokens", part)), spec.input_shape[0], ordinary)
+        for part in ("train", "test")
+    )
+    return Data(train, test)
+
+
+def _arrays(job: Job, spec: ModelSpec, masked: bool, shift: int) -> Data:
+    def part(name: str) -> Arrays:
+        x = job.rows(f"x_{name}", spec, mapped=True)
+        if shift:
+            require_images(x, f"options.shift is {shift}", job.path)
+        # what is hidden is its own label, so a text without labels will do
+        return Arrays(x, np.zeros(len(x), np.int32) if masked else job.labels(f"y_{name}", spec, x))
+
+    return Data(part("train"), part("test"))
+
+
+def _images(job: Job, data: Data) -> Data:
+    how = job.table("images", images.Augmentation) or images.Augmentation()
+    train, test, about = data.train, data.test, data.about
+    assert isinstance(train, Arrays)
+    require_images(train.x, "images is given", job.path)
+    if how.normalise:
+        scale = images.scale_of(train.x)
+        train, test = images.Scaled(train, scale), images.Scaled(test, scale)
+        about = {"normalised": {"mean": scale.mean.tolist(), "deviation": scale.deviation.tolist()}}
+    return Data(images.augmented(train, how), test, about)

@@ -1,0 +1,120 @@
+"""Training on tokens that lie one after the other in a file: windows of them, with what is to be predicted.
+
+    next    every token is labelled with the one that follows it (Radford 2018, equation 1)
+    masked  15 of 100 tokens are hidden and are the only ones labelled (Devlin 2019, section 3.1)
+
+The file is a `.npy` array of one dimension, mapped into memory, so that a process holds the windows it reads and
+a text may be larger than its memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from models.job import JobError
+from models.labels import PADDING
+from models.pretrain.batches import Chance, Indices, Rows, Source, places_of
+
+PAD = 0
+"""The token that fills up a short text. It is never hidden and never a label of a hidden token."""
+
+MASKED_SHARE = 0.15
+HIDDEN, REPLACED = 0.8, 0.1
+"""Of the chosen tokens so many become the mask, so many another token; the rest stay as they are."""
+
+_CHECKED = 1 << 22
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of `length` tokens that do not overlap, each labelled with the same moved on by one.
+
+    Attributes:
+        tokens: [N], mapped or in memory; what is left at the end, less than a window and a token, is not read.
+    """
+
+    tokens: npt.NDArray[Any]
+    length: int
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.length
+
+    def read(self, rows: Indices, chance: Chance | None = None) -> Rows:
+        along = rows[:, None] * self.length + np.arange(self.length + 1)
+        read = np.asarray(self.tokens[along], np.int32)
+        return read[:, :-1], read[:, 1:]
+
+    def counted(self, rows: Indices) -> int:
+        return len(rows) * self.length
+
+
+@dataclass(frozen=True)
+class Masked:
+    """The inputs of another source with some tokens hidden; labels are what was there, and only there.
+
+    Attributes:
+        ordinary: tokens are 0 to `ordinary` - 1; the mask is the next.
+    """
+
+    source: Source
+    ordinary: int
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, rows: Indices, chance: Chance) -> Rows:
+        x, _ = self.source.read(rows, chance)
+        real = x != PAD
+        order = np.argsort(np.where(real, chance.uniform(x.shape[1]), 2.0), axis=1)
+        rank = np.empty_like(order)
+        np.put_along_axis(rank, order, np.arange(x.shape[1])[None], axis=1)
+        chosen = rank < _chosen(real)[:, None]
+        what = chance.uniform(x.shape[1])
+        other = PAD + 1 + places_of(chance.uniform(x.shape[1]), self.ordinary - PAD - 1)
+        seen = np.where(what < HIDDEN, self.ordinary, np.where(what < HIDDEN + REPLACED, other, x))
+        return np.where(chosen, seen, x).astype(np.int32), np.where(chosen, x, PADDING).astype(np.int32)
+
+    def counted(self, rows: Indices) -> int:
+        x, _ = self.source.read(rows, Chance(np.random.default_rng(0), len(rows), np.arange(len(rows))))
+        return int(_chosen(x != PAD).sum())
+
+
+def _chosen(real: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """How many tokens of every row [B, T] are hidden: the rounded share, one at least where there is any."""
+    tokens = real.sum(axis=1)
+    chosen: npt.NDArray[np.int64] = np.rint(tokens * MASKED_SHARE).astype(np.int64)
+    fewest: npt.NDArray[np.int64] = np.minimum(tokens, np.maximum(1, chosen))
+    return fewest
+
+
+def mapped(path: Path, length: int, vocab: int) -> Windows:
+    """The windows of a file of tokens below `vocab`. Reads the file once, a few megabytes at a time.
+
+    Raises:
+        JobError: no such file, another kind of array, a token outside the vocabulary, or not one window of `length`.
+    """
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise JobError(f"{path} does not exist; the job names it under `tokens`") from None
+    except (ValueError, EOFError, OSError) as error:
+        raise JobError(f"{path} is not a readable .npy file without pickled objects: {error}") from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise JobError(f"{path} is {tokens.dtype} {tokens.shape}, expected whole numbers of shape (tokens,)")
+    if len(tokens) <= length:
+        raise JobError(
+            f"{path} has {len(tokens):,} tokens, expected more than the {length:,} of one example: "
+            "a longer text, or a model for shorter sequences"
+        )
+    for start in range(0, len(tokens), _CHECKED):
+        part = tokens[start : start + _CHECKED]
+        if part.min() < 0 or part.max() >= vocab:
+            raise JobError(
+                f"{path} has tokens from {part.min()} to {part.max()}, expected 0 to {vocab - 1}: the model's vocabulary"
+            )
+    return Windows(tokens, length)
