@@ -51,6 +51,11 @@ class GPTOptions(Options):
     heads: Annotated[int, Field(ge=1, le=1024)] = 4
 
 
+class MixtureOptions(GPTOptions):
+    experts: Annotated[int, Field(ge=1, le=1024)] = 8
+    chosen: Annotated[int, Field(ge=1, le=64)] = 1
+
+
 class TextOptions(TransformerOptions):
     vocab: Annotated[int, Field(ge=2, le=65536)] = 2048
 
@@ -87,5 +92,12 @@ MODELS: dict[str, Entry] = {
         ),
         Entry("textcls", "transformer text classifier", TextOptions, _NO_TWIN, "tokens"),
         Entry("gpt", "causal transformer for the datacenter", GPTOptions, ("torch",), "token sequences"),
+        Entry(
+            "moe",
+            "causal transformer with mixtures of experts, for the datacenter",
+            MixtureOptions,
+            ("torch",),
+            "token sequences",
+        ),
     )
 }

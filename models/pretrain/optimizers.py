@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,30 +15,51 @@ from models.pretrain.world import World
 
 def build(parts: Iterable[nn.Module], options: Options) -> list[torch.optim.Optimizer]:
     """One optimizer a part."""
-    return [_of([p for p in part.parameters() if p.requires_grad], options) for part in parts]
+    return [over([p for p in part.parameters() if p.requires_grad], options) for part in parts]
 
 
 def clip(parts: Iterable[nn.Module], largest: float, world: World) -> torch.Tensor:
-    """Scales gradients so that the norm of the whole model's is at most `largest`; gives what it was."""
+    """Scales gradients so that the norm of the whole model's is at most `largest`; gives what it was.
+
+    `torch.nn.utils.clip_grad_norm_` refuses gradients of which some are split, or not all over the same processes.
+    """
     gradients = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
-    alike: dict[object, list[torch.Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        alike[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
-    squares = torch.zeros((), device=world.device)
-    for group in alike.values():
-        norm = torch.nn.utils.get_total_norm(group)
-        squares += (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    squares = _squares(gradients, local, world.device)
     if world.size("pp") > 1:
         dist.all_reduce(squares, group=world.group("pp"))
     norm = squares.sqrt()
-    scale = (largest / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        local.mul_(scale)
+    torch._foreach_mul_(local, (largest / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
-def _of(parameters: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+def _squares(
+    gradients: Sequence[torch.Tensor], local: Sequence[torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """Sum of all squares of `gradients`, of which this process has `local`: what is split over the same processes is
+    added up among them, in one exchange; what is repeated counts once."""
+    alike: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for gradient, mine in zip(gradients, local, strict=True):
+        alike.setdefault(_split_over(gradient), []).append(mine)
+    total = torch.zeros((), device=device)
+    for groups, tensors in alike.items():
+        norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
+        squares = torch.stack(norms).square().sum()
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total += squares
+    return total
+
+
+def _split_over(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    if not isinstance(gradient, DTensor):
+        return ()
+    axes = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
+    return tuple(gradient.device_mesh.get_group(axis) for axis in axes)
+
+
+def over(parameters: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    """The optimizer that `options` name, of these params; there may be none."""
     mixed = len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1
     if options.optimizer == "sgd":
         return torch.optim.SGD(

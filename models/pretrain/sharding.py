@@ -1,9 +1,11 @@
 """Data parallelism: how processes that compute different rows come to the same params.
 
 zero=0  every process has all; gradients are summed: by DistributedDataParallel, overlapped with the backward pass,
-        where a process has the whole model, by `GradientSum` after it otherwise
+        where a process has the whole model, by `sum_gradients` after it otherwise
+zero=1  the same, and each steps a part of the params (`models.pretrain.zero1`)
 zero=2  gradients and optimizer state are shared out, params gathered once a step (FSDP2)
-zero=3  params too, gathered layer by layer (FSDP2)
+zero=3  params too, gathered layer by layer (FSDP2); they may rest in host memory or on disk (`offload`)
+sync_every  nothing is exchanged here: params are, every so many steps (`models.pretrain.local_updates`)
 
 Losses are sums divided by the labels of the whole global batch, so gradients have to be summed. Torch averages them
 (gloo has no scaled sum that would let it do otherwise), so losses are multiplied by the size of the data axis first.
@@ -17,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from models.pretrain import experts, tensor
 from models.pretrain.world import World
 from models.zoo.layout import Layout
 
@@ -30,52 +33,69 @@ BUCKET_BYTES = 25 * 1024 * 1024
 def share_out(module: nn.Module, layout: Layout | None, world: World) -> nn.Module:
     """`module` so that the processes of the data axis train it together."""
     plan = world.plan
-    if world.size("data") == 1 and plan.precision == "fp32":
+    if world.size("data") == 1 and plan.precision == "fp32" and plan.offload == "none":
         return module
     if plan.zero >= 2:
         return _fully_sharded(module, layout, world)
     if replicated(world):
-        return DistributedDataParallel(module, process_group=world.group("data"))
+        return DistributedDataParallel(
+            module, process_group=world.group("data"), bucket_cap_mb=BUCKET_BYTES / 2**20
+        )
     return module
 
 
 def averages(world: World) -> bool:
-    """Whether torch averages the gradients, so that losses must be multiplied to make it a sum."""
-    return world.size("data") > 1 and (world.plan.zero >= 2 or replicated(world))
+    """Whether torch averages the gradients, or somebody the params, so that losses must be multiplied to make it a
+    sum."""
+    return world.size("data") > 1 and (
+        world.plan.zero >= 2 or world.plan.sync_every > 0 or replicated(world)
+    )
 
 
 def replicated(world: World) -> bool:
     """Whether DistributedDataParallel does it all."""
     plan = world.plan
-    return world.size("data") > 1 and plan.zero < 2 and plan.tp == plan.pp == plan.ep == 1
+    alone = plan.tp == plan.pp == plan.ep == 1
+    return world.size("data") > 1 and plan.zero < 2 and alone and not plan.sync_every
 
 
 def sum_gradients(parts: Iterable[nn.Module], world: World) -> None:
-    """Sums gradients over the data axis, in buckets, where nothing did that during the backward pass."""
+    """Sums gradients over the data axis, in buckets, where nothing did that during the backward pass.
+
+    Those of experts that a process keeps, over the processes that keep the same: the others' tokens came to them.
+    """
+    parts = list(parts)
+    tensor.settle(parts)
     if world.size("data") == 1 or averages(world):
         return
-    group, bucket, size = world.group("data"), [], 0
-    for part in parts:
-        for parameter in part.parameters():
-            if parameter.grad is None:
-                continue
-            gradient = parameter.grad
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            bucket.append(local)
-            size += local.numel() * local.element_size()
-            if size >= BUCKET_BYTES:
-                _sum(bucket, group)
-                bucket, size = [], 0
+    gradients = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
+    kept = [gradient for gradient in gradients if experts.spread(gradient)]
+    everywhere = [gradient for gradient in gradients if not experts.spread(gradient)]
+    _sum_in_buckets(everywhere, world.group("data"))
+    for axis in ("replicate", "cp"):
+        if kept and world.size(axis) > 1:
+            _sum_in_buckets(kept, world.group(axis))
+
+
+def _sum_in_buckets(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    bucket, size = [], 0
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        bucket.append(local)
+        size += local.numel() * local.element_size()
+        if size >= BUCKET_BYTES:
+            _sum(bucket, group)
+            bucket, size = [], 0
     _sum(bucket, group)
 
 
 def _sum(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     if tensors:
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        flat = torch.cat([each.reshape(-1) for each in tensors])
         dist.all_reduce(flat, group=group)
-        sums = torch.split(flat, [tensor.numel() for tensor in tensors])
-        for tensor, summed in zip(tensors, sums, strict=True):
-            tensor.copy_(summed.view_as(tensor))
+        sums = torch.split(flat, [each.numel() for each in tensors])
+        for each, summed in zip(tensors, sums, strict=True):
+            each.copy_(summed.view_as(each))
 
 
 def _fully_sharded(module: nn.Module, layout: Layout | None, world: World) -> nn.Module:
@@ -87,6 +107,9 @@ def _fully_sharded(module: nn.Module, layout: Layout | None, world: World) -> nn
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if plan.precision == "bf16" else None, reduce_dtype=torch.float32
         ),
+        "offload_policy": OffloadPolicy()
+        if plan.offload == "none"
+        else CPUOffloadPolicy(pin_memory=world.device.type == "cuda" and plan.offload == "cpu"),
     }
     layers = layout.layer_names(module) if layout is not None and layout.layers else []
     for name in layers:

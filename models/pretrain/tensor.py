@@ -10,6 +10,7 @@ A vocabulary that tp does not divide is split unevenly: the first processes have
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -50,12 +51,18 @@ def split(module: nn.Module, layout: Layout, plan: ParallelPlan, world: World) -
         give(
             PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=SEQUENCE), layout.order[0]
         )
-        for name in _whole_sequences(layout):
-            for _, found in matching(module, (name,)):
-                _gather_input(found, mesh)
+        for _, found in matching(module, (*_holders(layout.columns), *_after_layers(layout)[:1])):
+            _gather_input(found, mesh)
+        # routers and experts are whole, so that they have to see whole sequences too
+        for _, found in matching(module, _holders(layout.experts)):
+            _gather_input(found, mesh, local=True)
+        give(
+            PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=SEQUENCE),
+            *_holders(layout.experts),
+        )
     give(
         ColwiseParallel(
-            input_layouts=between if _head_sees_parts(layout) else Replicate(),
+            input_layouts=Replicate() if _after_layers(layout) else between,
             output_layouts=Shard(-1) if plan.loss_parallel else Replicate(),
             use_local_output=not plan.loss_parallel,
         ),
@@ -64,15 +71,19 @@ def split(module: nn.Module, layout: Layout, plan: ParallelPlan, world: World) -
     parallelize_module(module, mesh, styles)
 
 
-def _whole_sequences(layout: Layout) -> list[str]:
-    """Paths of what must see whole sequences: what holds split matrices, and what comes after the layers, up to the
-    head, and is no norm."""
-    holders = {name.rpartition(".")[0] for name in layout.columns}
-    return sorted(holders) + _after_layers(layout)[:1]
+def settle(parts: Iterable[nn.Module]) -> None:
+    """Gives gradients the split of their params: those of norms that saw a part of the sequence are added up, those of
+    a table of which a process has some rows lose the others."""
+    for part in parts:
+        for parameter in part.parameters():
+            gradient = parameter.grad
+            if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def _head_sees_parts(layout: Layout) -> bool:
-    return not _after_layers(layout)
+def _holders(patterns: Iterable[str]) -> tuple[str, ...]:
+    """Paths of the modules that have those of `patterns` as children."""
+    return tuple(sorted({pattern.rpartition(".")[0] for pattern in patterns}))
 
 
 def _after_layers(layout: Layout) -> list[str]:
@@ -85,11 +96,16 @@ def _after_layers(layout: Layout) -> list[str]:
     ]
 
 
-def _gather_input(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Has `module` see the whole sequences of its first input [B, T/tp, D]; its gradient is scattered again."""
+def _gather_input(module: nn.Module, mesh: DeviceMesh, local: bool = False) -> None:
+    """Has `module` see the whole sequences of its first input [B, T/tp, D]; its gradient is scattered again.
+
+    Args:
+        local: as a plain tensor, because its params are.
+    """
 
     def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         part = DTensor.from_local(inputs[0], mesh, (SEQUENCE,), run_check=False)
-        return (part.redistribute(placements=(Replicate(),)), *inputs[1:])
+        whole = part.redistribute(placements=(Replicate(),))
+        return (whole.to_local() if local else whole, *inputs[1:])
 
     module.register_forward_pre_hook(gather)

@@ -14,7 +14,7 @@ from models.pretrain import plan as plans
 from models.pretrain import trainer, world
 from models.pretrain.batches import Arrays
 from models.pretrain.optimizers import Options
-from models.zoo import ModelSpec, gpt
+from models.zoo import ModelSpec, gpt, moe
 
 STEPS = 6
 BATCH = 8
@@ -89,7 +89,12 @@ def settings(**options: Any) -> Options:
     return Options(**{"steps": STEPS, "batch_size": BATCH, "lr": 1e-2, "eps": 1e-6, **options})
 
 
-def small_gpt(vocab: int = VOCAB, width: int = 32, layers: int = 4, heads: int = 4) -> ModelSpec:
+def small_gpt(
+    vocab: int = VOCAB, width: int = 32, layers: int = 4, heads: int = 4, experts: int = 0, chosen: int = 1
+) -> ModelSpec:
+    """With `experts`, mixtures of them take the place of its feed-forward networks."""
+    if experts:
+        return moe.spec((LENGTH,), vocab, width, layers, heads, experts, chosen)
     return gpt.spec((LENGTH,), vocab, width=width, layers=layers, heads=heads)
 
 
