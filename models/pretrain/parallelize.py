@@ -24,7 +24,10 @@ from models.zoo.layout import Layout
 
 
 class Stage(nn.Module):
-    """Some of a model's modules in their order, under the names they have in the whole model."""
+    """Some of a model's modules in their order, under the names they have in the whole model.
+
+    What one gives, a tensor or a tuple of them, the next takes; between processes a tuple travels as its tensors.
+    """
 
     def __init__(self, whole: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -32,7 +35,8 @@ class Stage(nn.Module):
         for name in names:
             _put(self, name, whole.get_submodule(name))
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        x: Any = inputs if len(inputs) > 1 else inputs[0]
         for name in self.names:
             x = self.get_submodule(name)(x)
         return x

@@ -1,5 +1,5 @@
 """One forward and backward pass over a process's share of a batch, in micro-batches: through one module, or through
-the stages of a pipeline.
+the stages of a pipeline (`models.pretrain.timetable` says in which order, and what that costs).
 """
 
 from __future__ import annotations
@@ -11,14 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,17 +19,13 @@ from models.pretrain import sharding
 from models.pretrain.batches import Batch
 from models.pretrain.objective import Objective
 from models.pretrain.parallelize import Parallel
+from models.pretrain.timetable import SEVERAL_STAGES
 from models.pretrain.world import World
 
 Pass = Callable[[Batch], torch.Tensor]
 """Adds a batch's gradients to the parts' and gives this process's share of the global batch's mean loss."""
 
 _ONE_STAGE = {"naive": ScheduleGPipe, "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_SEVERAL_STAGES = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-}
 
 
 def build(parallel: Parallel, objective: Objective, world: World) -> Pass:
@@ -74,14 +63,14 @@ def _pipelined(parallel: Parallel, objective: Objective, world: World) -> Pass:
     def loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return objective(logits, y) / counted * scale
 
-    stages: list[Any] = [
-        PipelineStage(part, number, plan.virtual_stages, world.device, group=world.group("pp"))
-        for part, number in zip(parallel.parts, parallel.numbers, strict=True)
+    stages = [
+        _stage(part, number, world) for part, number in zip(parallel.parts, parallel.numbers, strict=True)
     ]
-    options: dict[str, Any] = {"n_microbatches": plan.pieces, "loss_fn": loss, "scale_grads": False}
+    turns = plan.pieces if plan.schedule == "naive" else 1
+    options: dict[str, Any] = {"n_microbatches": plan.pieces // turns, "loss_fn": loss, "scale_grads": False}
     schedule = (
-        _SEVERAL_STAGES[plan.schedule](stages, **options)
-        if plan.schedule in _SEVERAL_STAGES
+        SEVERAL_STAGES[plan.schedule](stages, **options)
+        if plan.schedule in SEVERAL_STAGES
         else _ONE_STAGE[plan.schedule](stages[0], **options)
     )
     first, last = 0 in parallel.numbers, plan.virtual_stages - 1 in parallel.numbers
@@ -89,16 +78,41 @@ def _pipelined(parallel: Parallel, objective: Objective, world: World) -> Pass:
     def run(batch: Batch) -> torch.Tensor:
         nonlocal counted
         counted = batch.counted
-        losses: list[torch.Tensor] = []
-        inputs = (batch.x.to(world.device, non_blocking=True),) if first else ()
-        targets: dict[str, Any] = (
-            {"target": batch.y.to(world.device, non_blocking=True), "losses": losses} if last else {}
-        )
-        with _split_loss(plan.loss_parallel), _precision(world):
-            schedule.step(*inputs, **targets)
-        return torch.stack(losses).detach().sum() / scale if losses else torch.zeros((), device=world.device)
+        total = torch.zeros((), device=world.device)
+        for x, y in batch.pieces(turns):
+            losses: list[torch.Tensor] = []
+            inputs = (x.to(world.device, non_blocking=True),) if first else ()
+            targets: dict[str, Any] = (
+                {"target": y.to(world.device, non_blocking=True), "losses": losses} if last else {}
+            )
+            with _split_loss(plan.loss_parallel), _precision(world):
+                # nobody needs the logits of all micro-batches, which would outlive them
+                schedule.step(*inputs, **targets, return_outputs=False)
+            total += sum(each.detach() for each in losses) / scale
+        return total
 
     return run
+
+
+class Hosted(nn.Module):
+    """A stage on a processor of its own kind: what comes and goes is in the host's memory, where gloo can send it."""
+
+    def __init__(self, stage: nn.Module, device: torch.device, last: bool) -> None:
+        super().__init__()
+        self.stage, self.device, self.last = stage, device, last
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        answer = self.stage(*(part.to(self.device) for part in inputs))
+        if self.last:  # the loss is computed where the logits are
+            return answer
+        return tuple(part.cpu() for part in answer) if isinstance(answer, tuple) else answer.cpu()
+
+
+def _stage(part: nn.Module, number: int, world: World) -> PipelineStage:
+    plan, device = world.plan, world.device
+    if plan.devices:
+        part, device = Hosted(part, device, number == plan.virtual_stages - 1), torch.device("cpu")
+    return PipelineStage(part, number, plan.virtual_stages, device, group=world.group("pp"))
 
 
 def _exchanging(module: nn.Module, now: bool) -> AbstractContextManager[None]:

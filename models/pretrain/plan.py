@@ -26,6 +26,7 @@ Precision = Literal["fp32", "bf16"]
 Exchange = Literal["fp32", "fp16", "bf16", "powersgd", "onebit"]
 Outer = Literal["average", "nesterov"]
 Offload = Literal["none", "cpu", "disk"]
+Device = Literal["cpu", "cuda"]
 
 MOST = 65536
 
@@ -53,6 +54,7 @@ class ParallelPlan:
             stages; 0: 1 without stages, 2 · pp with them.
         stages: per rank, for the schedules that interleave.
         split: layers of every stage, from the first; empty: as even as can be.
+        devices: kind of processor of every place along pp, cpu or cuda; empty: all alike.
         recompute: which activations are computed again in the backward pass rather than kept (Chen 2016).
         precision: of the matrix products; params and optimizer stay float32.
         exchange: how gradients are coded between dp ranks.
@@ -80,6 +82,7 @@ class ParallelPlan:
     microbatches: int = bounded(0, 0, MOST)
     stages: int = bounded(1, 1, 64)
     split: tuple[int, ...] = ()
+    devices: tuple[Device, ...] = ()
     recompute: Recompute = "none"
     precision: Precision = "fp32"
     exchange: Exchange = "fp32"
@@ -256,18 +259,20 @@ def _problems(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> list[str]:
                 f"split adds up to {sum(plan.split)}, there are {sizes.layers} layers",
             )
             unless(min(plan.split) > 0, "split leaves a stage without a layer")
-        if plan.schedule in ("interleaved", "zero-bubble"):
-            unless(
-                plan.pieces % pp == 0,
-                f"{plan.schedule} needs microbatches={plan.pieces} divisible by pp={pp}",
-            )
-        unless(
-            plan.schedule != "zbv" or plan.stages in (1, 2),
-            "zbv has exactly two stages a rank: stages=2 or none",
-        )
+        found += _schedule_problems(plan)
         unless(plan.zero in (0, 2, 3), "zero=1 goes with pp=1; use zero=2")
+        if plan.devices:
+            unless(
+                len(plan.devices) == pp, f"devices names {len(plan.devices)} places along pp, there are {pp}"
+            )
+            unless(
+                plan.zero == 0 and tp == cp == ep == 1,
+                "devices goes with pp and dp alone and zero=0: what else moves between them cannot leave a GPU",
+            )
     else:
-        unless(not plan.split, "split needs pp of 2 or more")
+        for key in ("split", "devices"):
+            unless(not getattr(plan, key), f"{key} needs pp of 2 or more")
+        unless(plan.stages == 1, "stages needs pp of 2 or more")
     if plan.zero == 1:
         unless(tp == 1, "zero=1 goes with tp=1; use zero=2")
     if plan.shards:
@@ -315,6 +320,46 @@ def _problems(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> list[str]:
     return found
 
 
+def _schedule_problems(plan: ParallelPlan) -> list[str]:
+    """What the schedules themselves ask for, which torch would say once everything has started, or not at all."""
+    pp, pieces, schedule = plan.pp, plan.pieces, plan.schedule
+    apart = schedule in ("zero-bubble", "zbv")
+    rounds = max(1, pieces // pp)
+    asked = [
+        (
+            schedule != "1f1b" or pieces >= pp,
+            f"1f1b needs microbatches={pieces} to be at least pp={pp}; gpipe does not",
+        ),
+        (
+            schedule not in ("interleaved", "zero-bubble") or pieces % rounds == 0,
+            f"{schedule} runs microbatches={pieces} in {rounds} rounds of pp={pp} or more, which must be equal: "
+            f"{pieces // pp * pp} would do",
+        ),
+        (
+            schedule != "zbv" or plan.stages in (1, 2),
+            "zbv has exactly two stages a rank: stages=2 or none",
+        ),
+        (
+            plan.stages == 1 or apart or schedule == "interleaved",
+            f"{schedule} has one stage a rank: stages={plan.stages} needs interleaved or zero-bubble",
+        ),
+        (
+            not apart or plan.zero < 3,
+            f"{schedule} computes gradients of weights after those of the inputs, when zero=3 has let go of the "
+            "params: use zero=2",
+        ),
+        (
+            not apart or plan.recompute != "selective",
+            f"{schedule} goes through a block twice, selective recomputation can do it once: use recompute=full",
+        ),
+        (
+            not apart or not plan.compile,
+            f"{schedule} needs the gradients of inputs and weights apart, compile fuses them",
+        ),
+    ]
+    return [reason for fine, reason in asked if not fine]
+
+
 def _value(key: str, value: Any, hint: Any, bounds: Mapping[str, Any]) -> Any:
     if get_origin(hint) is Literal:
         if value in get_args(hint):
@@ -333,6 +378,12 @@ def _value(key: str, value: Any, hint: Any, bounds: Mapping[str, Any]) -> Any:
             )
         return number
     parts = value.strip("[]").replace("+", " ").split() if isinstance(value, str) else value
+    if key == "devices":
+        if not isinstance(parts, list | tuple) or not set(parts) <= set(get_args(Device)):
+            raise PlanError(
+                f"plan: devices is {value!r}, expected one of cpu and cuda a stage, such as cpu+cuda"
+            )
+        return tuple(parts)
     numbers = [_whole(part) for part in parts] if isinstance(parts, list | tuple) else [None]
     if any(number is None or number < 1 for number in numbers):
         raise PlanError(f"plan: {key} is {value!r}, expected counts such as 2+3+3")

@@ -1,9 +1,10 @@
 """The processes that train together: joined through torch.distributed, arranged along the axes of a plan.
 
-NCCL where every process of a host has a GPU of its own, else gloo on the CPU. A process that nobody launched is a
-world of one. Axes are `pp`, `replicate`, `shard`, `cp`, `tp` (see `models.pretrain.plan`), of size 1 where unused;
-`dp` is replicate and shard together, `data` is dp and cp together: the ranks whose gradients add up; `kept` is shard
-and cp together: those that keep params between them.
+NCCL where every process of a host has a GPU of its own, else gloo on the CPU. With `devices` in the plan every stage
+computes on what it names and gloo carries what goes between them, through the host's memory. A process that nobody
+launched is a world of one. Axes are `pp`, `replicate`, `shard`, `cp`, `tp` (see `models.pretrain.plan`), of size 1
+where unused; `dp` is replicate and shard together, `data` is dp and cp together: the ranks whose gradients add up;
+`kept` is shard and cp together: those that keep params between them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from models.pretrain.plan import ParallelPlan
+from models.pretrain.plan import ParallelPlan, PlanError
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 _JOINED = {"dp": ("replicate", "shard"), "data": ("replicate", "shard", "cp"), "kept": ("shard", "cp")}
@@ -76,8 +77,8 @@ def join(plan: ParallelPlan, timeout: timedelta = timedelta(minutes=10)) -> Iter
         RuntimeError: there are others than the plan needs; whoever launches checks that before.
     """
     alone = "WORLD_SIZE" not in os.environ
-    device = own_device()
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    device = own_device(plan)
+    backend = "nccl" if device.type == "cuda" and not plan.devices else "gloo"
     if alone:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
@@ -95,17 +96,32 @@ def arrange(plan: ParallelPlan, device: torch.device) -> World:
             f"plan {plan} needs {plan.processes} processes, {dist.get_world_size()} were launched"
         )
     extents = (plan.pp, plan.replicate, plan.shard, plan.cp, plan.tp)
-    mesh = init_device_mesh(device.type, extents, mesh_dim_names=AXES)
+    mesh = init_device_mesh("cpu" if plan.devices else device.type, extents, mesh_dim_names=AXES)
     joined = {name: mesh[axes]._flatten(name) for name, axes in _JOINED.items()}
     return World(plan, mesh, joined, device)
 
 
-def own_device() -> torch.device:
-    """The GPU of this process's number on its host, where there are enough; the CPU otherwise."""
+def own_device(plan: ParallelPlan) -> torch.device:
+    """What this process computes on: the kind of processor that the plan names for its stage; else the GPU of its
+    number on its host, where there are enough, or the CPU.
+
+    Raises:
+        PlanError: the plan names a GPU, and there is none.
+    """
     rank, ranks = (
         int(os.environ.get(f"LOCAL_{key}", default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1))
     )
-    if not torch.cuda.is_available() or torch.cuda.device_count() < ranks:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = gpus >= max(1, ranks)
+    if plan.devices:
+        place = int(os.environ.get("RANK", 0)) * plan.pp // plan.processes
+        wanted = "cuda" in plan.devices[place : place + 1]
+        if wanted and not gpus:
+            raise PlanError(
+                f"plan: devices={'+'.join(plan.devices)} puts place {place} along pp on cuda, its host has no GPU"
+            )
+    if not wanted:
         return torch.device("cpu")
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+    device = torch.device("cuda", rank % gpus)
+    torch.cuda.set_device(device)
+    return device
