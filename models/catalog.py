@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Runtime = Literal["litert", "torch", "tensorflow"]
 Width = Annotated[int, Field(ge=1, le=65536)]
+Dropout = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Options(BaseModel):
@@ -45,10 +46,43 @@ class TransformerOptions(Options):
     heads: Annotated[int, Field(ge=1, le=64)] = 4
 
 
-class GPTOptions(Options):
+class LargeOptions(Options):
     width: Annotated[int, Field(ge=4, le=65536)] = 128
     layers: Annotated[int, Field(ge=1, le=1024)] = 4
     heads: Annotated[int, Field(ge=1, le=1024)] = 4
+
+
+class GPTOptions(LargeOptions):
+    dropout: Dropout = 0.0
+    tie: bool = False
+
+
+class MoEOptions(LargeOptions):
+    experts: Annotated[int, Field(ge=1, le=65536)] = 8
+    chosen: Annotated[int, Field(ge=1, le=65536)] = 1
+
+
+class BERTOptions(LargeOptions):
+    vocab: Annotated[int, Field(ge=2, le=16777216)] = 2048
+    dropout: Dropout = 0.0
+    objective: Literal["classify", "masked"] = "classify"
+
+
+class LSTMOptions(Options):
+    width: Width = 128
+    layers: Annotated[int, Field(ge=1, le=1024)] = 2
+    dropout: Dropout = 0.0
+
+
+class ResNetOptions(Options):
+    blocks: Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1, max_length=8)] = [
+        2,
+        2,
+        2,
+        2,
+    ]
+    width: Annotated[int, Field(ge=4, le=4096, multiple_of=4)] = 64
+    norm: Literal["group", "batch"] = "group"
 
 
 class MixtureOptions(GPTOptions):
@@ -79,6 +113,7 @@ class Entry:
 
 _ALL: tuple[Runtime, ...] = ("litert", "torch", "tensorflow")
 _NO_TWIN: tuple[Runtime, ...] = ("litert", "torch")
+_TORCH: tuple[Runtime, ...] = ("torch",)
 
 MODELS: dict[str, Entry] = {
     entry.name: entry
@@ -91,7 +126,11 @@ MODELS: dict[str, Entry] = {
             "charlm", "causal transformer over characters", TransformerOptions, _NO_TWIN, "token sequences"
         ),
         Entry("textcls", "transformer text classifier", TextOptions, _NO_TWIN, "tokens"),
-        Entry("gpt", "causal transformer for the datacenter", GPTOptions, ("torch",), "token sequences"),
+        Entry("gpt", "causal transformer for the datacenter", GPTOptions, _TORCH, "token sequences"),
+        Entry("moe", "causal transformer with mixtures of experts", MoEOptions, _TORCH, "token sequences"),
+        Entry("bert", "bidirectional transformer encoder", BERTOptions, _TORCH, "tokens"),
+        Entry("lstm", "language model of LSTM layers", LSTMOptions, _TORCH, "token sequences"),
+        Entry("resnet", "deep residual network", ResNetOptions, _TORCH, "images"),
         Entry(
             "moe",
             "causal transformer with mixtures of experts, for the datacenter",

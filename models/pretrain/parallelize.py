@@ -71,6 +71,7 @@ def sizes_of(spec: ModelSpec) -> Sizes:
         length=layout.length,
         experts=layout.experts_count,
         tensor=bool(layout.columns),
+        tied=layout.tied,
     )
 
 

@@ -155,9 +155,10 @@ class Sizes:
         heads: attention heads.
         width, hidden: features between blocks, and inside a block's feed-forward part.
         vocab: rows of the embedding and columns of the head.
-        length: tokens of one sequence.
+        length: tokens of one sequence; 0 where sequences cannot be split.
         experts: of one layer.
         tensor: whether it says how its matrices split.
+        tied: whether its first and last modules share a param.
     """
 
     layers: int = 0
@@ -168,6 +169,7 @@ class Sizes:
     length: int = 0
     experts: int = 0
     tensor: bool = False
+    tied: bool = False
 
 
 def parse(text: str, base: Mapping[str, Any] | None = None) -> ParallelPlan:
@@ -248,6 +250,7 @@ def _problems(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> list[str]:
         unless(tp == 1, "ep goes with tp=1")
     if pp > 1:
         virtual = plan.virtual_stages
+        unless(not sizes.tied, "stages cannot share a param as this model's do (its option tie)")
         unless(sizes.layers >= virtual, f"{virtual} stages need as many layers, the model has {sizes.layers}")
         if plan.split:
             unless(

@@ -22,18 +22,25 @@ INITIAL_DEVIATION = 0.02
 class GPT(nn.Module):
     """x [B, T] token ids -> logits [B, T, vocab]; position t sees tokens 0 to t only."""
 
-    def __init__(self, length: int, vocab: int, width: int, layers: int, heads: int) -> None:
+    def __init__(
+        self,
+        length: int,
+        vocab: int,
+        width: int,
+        layers: int,
+        heads: int,
+        dropout: float = 0.0,
+        tie: bool = False,
+    ) -> None:
         super().__init__()
-        self.embedding = Embedding(vocab, length, width)
-        self.layers = nn.ModuleDict({str(index): Block(width, heads) for index in range(layers)})
+        self.embedding = Embedding(vocab, length, width, dropout)
+        self.layers = nn.ModuleDict({str(index): Block(width, heads, dropout) for index in range(layers)})
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocab, bias=False)
-        nn.init.normal_(self.head.weight, std=INITIAL_DEVIATION)
-        for (
-            block
-        ) in self.layers.values():  # section 2.3: residual paths add up, so their last layers start smaller
-            for last in ("attention.out.weight", "mlp.down.weight"):
-                nn.init.normal_(block.get_parameter(last), std=INITIAL_DEVIATION * (2 * layers) ** -0.5)
+        self.head = linear(width, vocab)
+        if tie:
+            self.head.weight = self.embedding.token.weight
+        for block in self.layers.values():
+            start_small(block, layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.embedding(x)
@@ -44,39 +51,45 @@ class GPT(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token ids [B, T] -> [B, T, D]: a row for the token plus a row for its position.
+    """Token ids [B, T] -> [B, T, D]: a row for the token plus a row for its position, then dropout.
 
     Attributes:
         offset: position of the first token, for whoever shows this module only a part of a sequence.
     """
 
-    def __init__(self, vocab: int, length: int, width: int) -> None:
+    def __init__(self, vocab: int, length: int, width: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.token = nn.Embedding(vocab, width)
         self.position = nn.Embedding(length, width)
+        self.dropout = nn.Dropout(dropout)
         self.offset = 0
         for table in (self.token, self.position):
             nn.init.normal_(table.weight, std=INITIAL_DEVIATION)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = torch.arange(self.offset, self.offset + x.shape[1], device=x.device)
-        h: torch.Tensor = self.token(x) + self.position(places)
+        h: torch.Tensor = self.dropout(self.token(x) + self.position(places))
         return h
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward network, each around a shortcut and after a LayerNorm."""
+    """Attention, then a feed-forward network, each around a shortcut, after a LayerNorm and before dropout.
 
-    def __init__(self, width: int, heads: int) -> None:
+    Dropout is on what ranks that share matrices all have, and never inside the heads, so that with equal random
+    numbers they drop the same.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
         self.attention = SelfAttention(width, heads)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = MLP(width)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        h = h + self.attention(self.norm1(h))
-        answer: torch.Tensor = h + self.mlp(self.norm2(h))
+        h = h + self.dropout(self.attention(self.norm1(h)))
+        answer: torch.Tensor = h + self.dropout(self.mlp(self.norm2(h)))
         return answer
 
 
@@ -130,9 +143,24 @@ def linear(features_in: int, features_out: int) -> nn.Linear:
     return layer
 
 
-def layout(length: int, width: int, heads: int) -> Layout:
+def start_small(block: nn.Module, layers: int) -> None:
+    """Radford 2019, section 2.3: residual paths of all layers add up, so their last matrices start smaller."""
+    for last in ("attention.out.weight", "mlp.down.weight"):
+        nn.init.normal_(block.get_parameter(last), std=INITIAL_DEVIATION * (2 * layers) ** -0.5)
+
+
+def require_dropout(dropout: float) -> None:
+    """Raises ValueError where `dropout` is no share below 1."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout is a share from 0 to below 1, got {dropout}")
+
+
+def layout(length: int, width: int, heads: int, tie: bool = False) -> Layout:
+    order = ("embedding", "layers.*", "norm", "head")
+    if tie:
+        return Layout(order, heads=heads, width=width, hidden=4 * width, length=length, tied=True)
     return Layout(
-        order=("embedding", "layers.*", "norm", "head"),
+        order,
         columns=(
             *(f"layers.*.attention.{name}" for name in ("query", "key", "value")),
             "layers.*.mlp.up",
@@ -150,23 +178,32 @@ def layout(length: int, width: int, heads: int) -> Layout:
 
 
 def spec(
-    input_shape: tuple[int, ...], classes: int, width: int = 128, layers: int = 4, heads: int = 4
+    input_shape: tuple[int, ...],
+    classes: int,
+    width: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    dropout: float = 0.0,
+    tie: bool = False,
 ) -> ModelSpec:
     """`input_shape` is (T,); `classes` is the vocabulary, of the input as of the labels.
 
+    `tie`: one matrix is both embedding and head (Press 2017), which fits on one process only: no tp, no pp.
+
     Raises:
-        ValueError: not token sequences, or a width that `heads` does not divide.
+        ValueError: not token sequences, a width that `heads` does not divide, or no such dropout.
     """
     length = sequence_length(input_shape)
     require_divisible(width, heads)
+    require_dropout(dropout)
     return ModelSpec(
         "gpt",
-        lambda: GPT(length, classes, width, layers, heads),
+        lambda: GPT(length, classes, width, layers, heads, dropout, tie),
         input_shape,
         classes,
         input_dtype="int32",
         task="next_token",
-        options={"width": width, "layers": layers, "heads": heads},
+        options={"width": width, "layers": layers, "heads": heads, "dropout": dropout, "tie": tie},
         vocab=classes,
-        layout=layout(length, width, heads),
+        layout=layout(length, width, heads, tie),
     )

@@ -28,6 +28,7 @@ class Layout:
         experts: what takes (x [N, D] sorted by expert, counts [E]) to [N, D], with one row of every parameter an expert.
         heads, width, hidden, length: sizes, as in `models.pretrain.plan.Sizes`.
         experts_count: experts of one layer.
+        tied: whether modules of `order` share a param, so that no stages can be made of them.
     """
 
     order: tuple[str, ...]
@@ -43,6 +44,7 @@ class Layout:
     hidden: int = 0
     length: int = 0
     experts_count: int = 0
+    tied: bool = False
 
     @property
     def layers(self) -> str:

@@ -1,0 +1,216 @@
+"""A bidirectional transformer encoder in the manner of BERT (Devlin 2019), with pre-norm blocks.
+
+It is pretrained to find hidden tokens (`objective = "masked"`) and then classifies texts (`"classify"`) with a head
+of its own. Token 0 is padding, which nobody attends to; the last row of the embedding is the mask token.
+
+Shapes: B rows, T tokens, D width, H heads. Between its modules travel `h` [B, T, D] and `real` [B, T], 1 for a token
+and 0 for padding, as a pair.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from models.zoo.gpt import MLP, Embedding, linear, require_dropout, start_small
+from models.zoo.layout import Layout
+from models.zoo.spec import ModelSpec
+from models.zoo.transformer import MASKED, require_divisible, sequence_length
+
+Objective = Literal["classify", "masked"]
+Hidden = tuple[torch.Tensor, torch.Tensor]
+
+PAD = 0
+
+
+class BERT(nn.Module):
+    """x [B, T] token ids -> logits [B, classes], or [B, T, classes] of hidden tokens."""
+
+    def __init__(
+        self,
+        length: int,
+        vocab: int,
+        classes: int,
+        width: int,
+        layers: int,
+        heads: int,
+        dropout: float,
+        objective: Objective,
+    ) -> None:
+        super().__init__()
+        self.embedding = PaddedEmbedding(vocab + 1, length, width, dropout)
+        self.layers = nn.ModuleDict({str(index): Block(width, heads, dropout) for index in range(layers)})
+        self.norm = Norm(width)
+        self.head = Finder(width, classes) if objective == "masked" else Classifier(width, classes, dropout)
+        for block in self.layers.values():
+            start_small(block, layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        for block in self.layers.values():
+            hidden = block(hidden)
+        logits: torch.Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+class PaddedEmbedding(nn.Module):
+    """Token ids [B, T] -> hidden states, and where there is a token."""
+
+    def __init__(self, vocab: int, length: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.rows = Embedding(vocab, length, width, dropout)
+
+    def forward(self, x: torch.Tensor) -> Hidden:
+        return self.rows(x), (x != PAD).to(x.dtype)
+
+
+class Block(nn.Module):
+    """Attention among the tokens, then a feed-forward network, each around a shortcut and after a LayerNorm."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = MLP(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Hidden) -> Hidden:
+        h, real = hidden
+        h = h + self.dropout(self.attention(self.norm1(h), real))
+        return h + self.dropout(self.mlp(self.norm2(h))), real
+
+
+class Attention(nn.Module):
+    """Multi-head attention of every token to those that are real."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.query, self.key, self.value, self.out = (linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        B, T, _ = x.shape
+        query, key, value = (
+            projection(x).view(B, T, -1, self.head_width).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        # finite, so that a text of padding alone stays finite
+        bias = ((1 - real) * MASKED).to(query.dtype)[:, None, None, :]
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+        answer: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(B, T, -1))
+        return answer
+
+
+class Norm(nn.Module):
+    """LayerNorm of the hidden states."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.features = nn.LayerNorm(width)
+
+    def forward(self, hidden: Hidden) -> Hidden:
+        h, real = hidden
+        return self.features(h), real
+
+
+class Classifier(nn.Module):
+    """Hidden states -> logits [B, classes], from their mean over the tokens that are real."""
+
+    def __init__(self, width: int, classes: int, dropout: float) -> None:
+        super().__init__()
+        self.pool = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+        self.out = nn.Linear(width, classes)
+
+    def forward(self, hidden: Hidden) -> torch.Tensor:
+        h, real = hidden
+        weight = real.to(h.dtype)
+        mean = (h * weight.unsqueeze(-1)).sum(1) / weight.sum(1, keepdim=True).clamp(min=1)
+        logits: torch.Tensor = self.out(self.dropout(torch.tanh(self.pool(mean))))
+        return logits
+
+
+class Finder(nn.Module):
+    """Hidden states -> logits [B, T, vocab] of what every token was (Devlin 2019, section 3.1, task 1)."""
+
+    def __init__(self, width: int, vocab: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, vocab)
+
+    def forward(self, hidden: Hidden) -> torch.Tensor:
+        h, _ = hidden
+        logits: torch.Tensor = self.out(self.norm(F.gelu(self.dense(h), approximate="tanh")))
+        return logits
+
+
+def layout(width: int, heads: int, objective: Objective) -> Layout:
+    """Without a `length`: padding is known for whole sequences only, so they cannot be split."""
+    return Layout(
+        order=("embedding", "layers.*", "norm", "head"),
+        columns=(
+            *(f"layers.*.attention.{name}" for name in ("query", "key", "value")),
+            "layers.*.mlp.up",
+        ),
+        rows=("layers.*.attention.out", "layers.*.mlp.down"),
+        vocabulary="embedding.rows.token",
+        head="head.out" if objective == "masked" else "",
+        norms=("layers.*.norm1", "layers.*.norm2", "norm"),
+        heads=heads,
+        width=width,
+        hidden=4 * width,
+    )
+
+
+def spec(
+    input_shape: tuple[int, ...],
+    classes: int,
+    vocab: int = 2048,
+    width: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    dropout: float = 0.0,
+    objective: Objective = "classify",
+) -> ModelSpec:
+    """`input_shape` is (T,); token ids are 0 (padding) to `vocab` - 1, and `vocab` is the mask token.
+
+    With `objective = "masked"` the classes are the `vocab` tokens.
+
+    Raises:
+        ValueError: not token sequences, other classes than tokens, a width that `heads` does not divide, or no such
+            dropout or objective.
+    """
+    length = sequence_length(input_shape)
+    require_divisible(width, heads)
+    require_dropout(dropout)
+    if objective not in ("classify", "masked"):
+        raise ValueError(f"objective is 'classify' or 'masked', got {objective!r}")
+    if vocab < 2:
+        raise ValueError(f"vocab counts padding and at least one token, so it is 2 or more; got {vocab}")
+    if objective == "masked" and classes != vocab:
+        raise ValueError(
+            f"a hidden token is one of the vocab = {vocab} tokens, but there are {classes} classes"
+        )
+    return ModelSpec(
+        "bert",
+        lambda: BERT(length, vocab, classes, width, layers, heads, dropout, objective),
+        input_shape,
+        classes,
+        input_dtype="int32",
+        task="next_token" if objective == "masked" else "classification",
+        options={
+            "vocab": vocab,
+            "width": width,
+            "layers": layers,
+            "heads": heads,
+            "dropout": dropout,
+            "objective": objective,
+        },
+        vocab=vocab + 1,
+        layout=layout(width, heads, objective),
+    )
