@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from coordinator import device_commands, fleet_commands, ownership
+from coordinator import device_commands, fleet_commands, ownership, pretrain_commands
 from coordinator import doctor as checks
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.fleet_commands import ExperimentFile, Sets
@@ -143,6 +143,7 @@ app.command(epilog="Example: fedloop run my.toml --set federation.rounds=5 --out
     fleet_commands.run
 )
 app.add_typer(device_commands.app, name="device")
+app.add_typer(pretrain_commands.app, name="pretrain")
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +28,7 @@ class RichProgress:
         )  # fmt: skip
         self._task: TaskID | None = None
         self._rounds = 0
+        self._told = 0
 
     def __enter__(self) -> RichProgress:
         self._bar.start()
@@ -47,6 +49,20 @@ class RichProgress:
         if self._task is None or self._bar.tasks[-1].finished:
             self._task = self._bar.add_task("epochs", total=total, figures="")
         self._bar.update(self._task, completed=done, total=total)
+
+    def trained(self, line: Mapping[str, Any]) -> None:
+        """A pretraining's step; without a terminal, about ten lines in all."""
+        if "steps" not in line:
+            return
+        step, steps = line["step"], line["steps"]
+        figures = f"loss {line['loss']:.4f}  lr {line['lr']:.2e}" if "loss" in line else ""
+        if self._console.is_terminal:
+            if self._task is None or self._bar.tasks[-1].total != steps:
+                self._task = self._bar.add_task("steps", total=steps, figures="")
+            self._bar.update(self._task, completed=step, figures=figures)
+        elif figures and (self._told == 0 or step == steps or step >= self._told + steps / 10):
+            self._told = step
+            self._console.print(f"step {step}/{steps}  {figures}", highlight=False)
 
     def begin(self, rounds: int, done: int) -> None:
         self._rounds = rounds
@@ -91,6 +107,20 @@ def closing_lines(report: dict[str, Any], folder: Path) -> str:
         )
     lines.append(f"model {final['model_sha256'][:16]}…  report, curves and model in {folder}/")
     return "\n".join(lines)
+
+
+def pretrained_lines(report: dict[str, Any], folder: Path) -> str:
+    """What a person wants to know at the end of a pretraining."""
+    final = report["final"]
+    return "\n".join(
+        [
+            f"test accuracy {final['test_accuracy']:.4f}, test loss {final['test_loss']:.4f} on "
+            f"{report['data']['rows']['test']} held-out rows after {report['steps']} steps",
+            f"{final['parameters']:,} parameters, plan {report['plan']}, {report['processes']} processes, "
+            f"{report['about']['seconds']:.1f} s",
+            f"model {final['model_sha256'][:16]}…  report, curve and model in {folder}/",
+        ]
+    )
 
 
 def _scored(final: dict[str, Any]) -> str:

@@ -13,8 +13,8 @@ import torch
 
 from edge_client import process
 from models import job as jobs
+from models.pretrain import initial, worker
 from models.pretrain import plan as plans
-from models.pretrain import worker
 from models.pretrain.parallelize import sizes_of
 from models.pretrain.training import Options
 
@@ -24,9 +24,10 @@ def check(path: Path, report: process.Report) -> None:
 
     Raises:
         PlanError: with every reason why the model cannot follow the plan.
+        JobError: the params to begin with do not fit.
     """
     job = jobs.read(path)
-    spec, options = job.spec(), job.options(Options)
+    spec, options = initial.starting(job, job.spec()), job.options(Options)
     plan = worker.plan_of(job, 1)
     sizes = sizes_of(spec)
     plans.check(plan, sizes, batch_size=options.batch_size)

@@ -1,0 +1,105 @@
+"""`fedloop pretrain`: training in the datacenter from the command line."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from click import Command, Context
+from rich.console import Console
+from typer.core import TyperGroup
+
+from coordinator.errors import UserError
+from coordinator.fleet_commands import Sets
+
+RUN = "run"
+
+
+class RunsByDefault(TyperGroup):
+    """A group whose command `run` needs not be named: what follows is its arguments, unless it is another command."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args if args and args[0] in self.commands else [RUN, *args])
+
+    def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return ("" if name == RUN else name), command, rest
+
+
+app = typer.Typer(cls=RunsByDefault, no_args_is_help=False, help="Train a model in the datacenter.")
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Argument(help="Configuration (TOML); without one, the defaults: digits.", metavar="[CONFIG.toml]"),
+]
+PlanText = Annotated[
+    str,
+    typer.Option(
+        "--plan", help="How to spread it over processes, such as dp=2,tp=2,pp=2; see docs/pretraining.md."
+    ),
+]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-dir", envvar="FEDLOOP_DATA_DIR", help="Folder that holds the data files.", show_envvar=True
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the result as JSON on standard output, nothing else there.")
+]
+
+
+@app.command(
+    RUN,
+    hidden=True,
+    epilog="Example: fedloop pretrain my.toml --plan dp=2,tp=2 --set train.lr=1e-3 --out runs/mine. "
+    "See also: fedloop pretrain plan --help",
+)
+def run(
+    config: ConfigFile = None,
+    plan: PlanText = "",
+    sets: Sets = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for the results; new or empty. Default: runs/<name>-<time>."),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            help="Go on with the pretraining in this folder, from its last checkpoint.",
+            metavar="DIR",
+        ),
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Train a model on this machine's processes by any mix of parallelism, and report on it.
+
+    CONFIG.toml describes it (docs/pretraining.md lists every key); without one the defaults run, on digits.
+    """
+    from coordinator import pretrain_config, pretraining
+    from coordinator.display import RichProgress, pretrained_lines
+
+    console = Console(stderr=True)
+    with RichProgress(console) as progress:
+        surroundings = pretraining.Surroundings(data_dir, progress)
+        if resume is not None:
+            if config is not None or plan or sets or out is not None:
+                raise UserError(
+                    "--resume takes everything from its folder: leave CONFIG, --plan, --set and --out away"
+                )
+            if pretraining.is_finished(resume):
+                console.print(f"{resume}: this pretraining is already finished")
+            report, folder = pretraining.resume(resume, surroundings), resume
+        else:
+            asked = pretrain_config.load(config, sets or [], plan)
+            folder = out or Path("runs") / f"{asked.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+            report = pretraining.pretrain(asked, folder, surroundings)
+    if as_json:
+        typer.echo(json.dumps({"out": str(folder), **report}, indent=2))
+    else:
+        Console(soft_wrap=True).print(pretrained_lines(report, folder), highlight=False)

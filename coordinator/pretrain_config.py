@@ -1,0 +1,217 @@
+"""The configuration of a pretraining: one TOML document, checked as a whole before anything starts.
+
+`load(path, sets, plan)` reads the file, applies `--set` and `--plan`, fills in what goes without saying, and reports
+every bad value at once. The result is complete: written down (`to_toml`) it records the whole training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomlkit
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from coordinator.experiment import Section, changed, name_problem, read
+from coordinator.sections import described, nearest, wrong
+from models import catalog, options
+from models.pretrain import plan as plans
+from models.pretrain.plan import ParallelPlan, PlanError
+from models.pretrain.training import Options
+
+TEST_ROWS = 1000
+
+
+class Data(Section):
+    """What to train on. `test_rows`: at most so many of the held-out rows are scored; 0: all."""
+
+    dataset: str = "digits"
+    path: str | None = None
+    label: str | None = None
+    split: str | None = None
+    features: list[str] | None = None
+    length: Annotated[int, Field(ge=1, le=65536)] | None = None
+    vocab: Annotated[int, Field(ge=3, le=1_000_000)] | None = None
+    test_rows: Annotated[int, Field(ge=0)] = TEST_ROWS
+
+
+class Model(BaseModel):
+    """`name`, and params to begin with; every other key is an option of the model.
+
+    `init` is a `.safetensors` file, `head` whether its last module is taken too.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str | None = None
+    init: str | None = None
+    head: Literal["same", "new"] | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Checkpoint(Section):
+    """Steps between two checkpoints, 0 for none; how many of the latest stay, and which besides."""
+
+    every: Annotated[int, Field(ge=0, le=100_000_000)] = 50
+    keep: Annotated[int, Field(ge=1, le=1_000_000)] = 2
+    keep_every: Annotated[int, Field(ge=0, le=100_000_000)] = 0
+    background: bool = True
+
+
+class Pretraining(Section):
+    name: str = ""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 7
+    data: Data = Data()
+    model: Model = Model()
+    train: dict[str, Any] = Field(default_factory=dict)
+    plan: dict[str, Any] = Field(default_factory=dict)
+    checkpoint: Checkpoint = Checkpoint()
+
+    @property
+    def parallel_plan(self) -> ParallelPlan:
+        return plans.from_table(self.plan)
+
+    def to_toml(self) -> str:
+        """The configuration as a TOML document; keys without a value are left out."""
+        return tomlkit.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+# What goes without saying, by data set.
+_MODELS = {"digits": "cnn", "mnist": "cnn", "shakespeare": "gpt", "phrasebank": "textcls"}
+_TEXT: Mapping[str, Mapping[str, int]] = {
+    "shakespeare": {"length": 64},
+    "phrasebank": {"length": 32, "vocab": 2048},
+}
+_TRAIN: Mapping[str, Mapping[str, Any]] = {
+    "shakespeare": {"steps": 400, "batch_size": 32, "lr": 2e-3, "warmup": 20, "decay": "cosine"},
+    "phrasebank": {"epochs": 8, "batch_size": 32, "lr": 2e-3},
+}
+_OTHER_TRAIN = {"epochs": 20, "batch_size": 32, "lr": 2e-3}
+_OWN_KEYS: Mapping[str, tuple[str, ...]] = {
+    "path": ("csv",),
+    "label": ("csv",),
+    "split": ("csv",),
+    "features": ("csv",),
+    "length": ("shakespeare", "phrasebank"),
+    "vocab": ("phrasebank",),
+}
+
+
+def load(path: Path | None, sets: Sequence[str] = (), plan: str = "") -> Pretraining:
+    """The pretraining of a file (or all defaults) after `--set key=value` settings and `--plan`.
+
+    Raises:
+        UserError: naming the file, every bad key with its value, and what was expected.
+    """
+    document = changed(read(path) if path else {}, sets)
+    return resolve(document, str(path) if path else "pretraining", plan)
+
+
+def resolve(document: Mapping[str, Any], source: str, plan: str = "") -> Pretraining:
+    """A checked pretraining with every default filled in; `plan` is "key=value,…" over its `[plan]`.
+
+    Raises:
+        UserError: listing every problem at once; `source` is what the messages call the document.
+    """
+    try:
+        asked = Pretraining.model_validate(document)
+    except ValidationError as error:
+        raise wrong(source, [described(item, Pretraining) for item in error.errors()]) from None
+    problems = list(_problems(asked))
+    try:
+        parallel = plans.parse(plan, asked.plan)
+    except PlanError as error:
+        problems.append(str(error))
+    if problems:
+        raise wrong(source, problems)
+    return _complete(asked, parallel)
+
+
+def _problems(asked: Pretraining) -> Iterator[str]:
+    """What no single key's type can tell."""
+    data = asked.data
+    if problem := name_problem(data.dataset):
+        yield f"data.dataset: {problem}"
+    if data.dataset == "csv" and data.path is None:
+        yield 'data.dataset = "csv" needs data.path, the table to read'
+    for key, datasets in _OWN_KEYS.items():
+        if getattr(data, key) is not None and data.dataset not in datasets:
+            yield f"data.{key} = {getattr(data, key)!r} is for {' and '.join(datasets)}, but data.dataset = {data.dataset!r}"
+    yield from _model_problems(asked.model, _model_name(asked))
+    if asked.model.head is not None and asked.model.init is None:
+        yield "model.head says what to take of model.init, which is not given"
+    yield from options.problems(Options, asked.train, "train")
+
+
+def _model_problems(model: Model, name: str) -> Iterator[str]:
+    entry = catalog.MODELS.get(name)
+    if entry is None:
+        if ":" not in name:
+            yield (
+                f"model.name = {name!r} is unknown{nearest(name, catalog.MODELS)}; known: "
+                f"{', '.join(catalog.MODELS)}; your own is given as package.module:build"
+            )
+        return
+    try:
+        entry.options.model_validate(model.options)
+    except ValidationError as error:
+        for item in error.errors():
+            key = ".".join(str(part) for part in item["loc"])
+            if item["type"] == "extra_forbidden":
+                known = list(entry.options.model_fields)
+                yield f"model.{key} is not an option of {name}{nearest(key, known)}; its options: {', '.join(known) or 'none'}"
+            else:
+                yield f"model.{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def _complete(asked: Pretraining, plan: ParallelPlan) -> Pretraining:
+    data, name = asked.data, _model_name(asked)
+    text = {k: v for k, v in _TEXT.get(data.dataset, {}).items() if getattr(data, k) is None}
+    if data.path is not None:
+        text["path"] = str(Path(data.path).expanduser().absolute())
+    data = data.model_copy(update=text)
+    entry = catalog.MODELS.get(name)
+    given = asked.model.options
+    if entry is not None:
+        if "vocab" in entry.options.model_fields and data.vocab is not None:
+            given = {"vocab": data.vocab, **given}
+        given = entry.options.model_validate(given).model_dump()
+    init = {"init": str(Path(asked.model.init).expanduser().absolute())} if asked.model.init else {}
+    model = Model.model_validate({"name": name, **init, "head": asked.model.head, **given})
+    defaults = _TRAIN.get(data.dataset, _OTHER_TRAIN)
+    if "epochs" in asked.train:
+        defaults = {key: value for key, value in defaults.items() if key != "steps"}
+    train = dataclasses.asdict(options.read(Options, {**defaults, **asked.train}, "train"))
+    return asked.model_copy(
+        update={
+            "name": asked.name or _default_name(data),
+            "data": data,
+            "model": model,
+            "train": train,
+            "plan": _table(plan),
+        }
+    )
+
+
+def _model_name(asked: Pretraining) -> str:
+    return asked.model.name or _MODELS.get(asked.data.dataset, "mlp")
+
+
+def _table(plan: ParallelPlan) -> dict[str, Any]:
+    """The degrees, and what else differs from the default."""
+    always = {"dp", "tp", "pp"}
+    return {
+        field.name: list(value) if isinstance(value, tuple) else value
+        for field in dataclasses.fields(plan)
+        if (value := getattr(plan, field.name)) != field.default or field.name in always
+    }
+
+
+def _default_name(data: Data) -> str:
+    return Path(data.path).stem if data.path is not None else re.split(r"\W", data.dataset, maxsplit=1)[0]

@@ -1,0 +1,278 @@
+"""A pretraining from its configuration to its report.
+
+    1. the folder: write the resolved configuration down
+    2. the data: loaded in a worker, as arrays in `data/`
+    3. the plan: whether model and batch can follow it, before anything is started
+    4. the training: as a job, which is resumed from its last checkpoint if it was interrupted
+    5. the report: curves, what the model is (`model.json`), where it comes from (`lineage.json`)
+
+Everything that imports a framework or runs a user's code happens in worker processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+from coordinator import jobs, pretrain_report
+from coordinator.errors import RunInterrupted, UserError
+from coordinator.experiment import read
+from coordinator.jobs import Job, JobFailed
+from coordinator.pretrain_config import Pretraining, resolve
+from coordinator.rounds.events import Clock
+from edge_client.files import write_durably
+
+CONFIG, REPORT, LINEAGE, MODEL = "config.toml", "report.json", "lineage.json", "model.json"
+_MODEL_KEYS = ("input_shape", "classes", "input_dtype", "task")
+
+
+class Watcher(Protocol):
+    """Who watches a training."""
+
+    def stage(self, words: str) -> None: ...
+
+    def note(self, words: str) -> None: ...
+
+    def trained(self, line: Mapping[str, Any]) -> None:
+        """A worker's progress: `step` of `steps`, `loss`, `lr`, `seconds`."""
+
+
+class Nobody:
+    """A watcher that does not look."""
+
+    def stage(self, words: str) -> None: ...
+
+    def note(self, words: str) -> None: ...
+
+    def trained(self, line: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a pretraining takes from outside its configuration."""
+
+    data_dir: Path | None = None
+    watcher: Watcher = Nobody()  # noqa: RUF009 - holds no state
+    clock: Clock = lambda: datetime.now(UTC)
+
+
+def pretrain(config: Pretraining, out: Path, surroundings: Surroundings) -> dict[str, Any]:
+    """Trains into the empty or new folder `out` and returns the report.
+
+    Raises:
+        UserError: something in the configuration or its data is wrong, or `out` is not empty.
+        RunInterrupted: the training stopped for another reason; it can be resumed.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(
+            f"--out {out}: the folder is not empty; name another one, or go on with: fedloop pretrain --resume {out}"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_durably(out / CONFIG, config.to_toml().encode())
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    return _run(config, out, surroundings)
+
+
+def resume(out: Path, surroundings: Surroundings) -> dict[str, Any]:
+    """Goes on with the pretraining in `out` from its last checkpoint; a finished one only returns its report.
+
+    Raises:
+        UserError: `out` holds no pretraining.
+        RunInterrupted: as `pretrain`.
+    """
+    path = out / CONFIG
+    if not path.exists():
+        raise UserError(f"--resume {out}: there is no pretraining here (no {CONFIG})")
+    if is_finished(out):
+        report: dict[str, Any] = json.loads((out / REPORT).read_text("utf-8"))
+        return report
+    return _run(resolve(read(path), str(path)), out, surroundings)
+
+
+def is_finished(out: Path) -> bool:
+    """Whether the pretraining in `out` has its report."""
+    return (out / REPORT).exists()
+
+
+def check(config: Pretraining, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's sizes, if it can follow the plan.
+
+    Raises:
+        UserError: it cannot, with every reason.
+    """
+    with tempfile.TemporaryDirectory(prefix="fedloop-") as folder, _refusals():
+        return jobs.run(_job("check", config, data, Path(folder)), Path(folder))
+
+
+def load_data(config: Pretraining, folder: Path, surroundings: Surroundings) -> dict[str, Any]:
+    """The data set as arrays in `folder`, and what was found; one that is complete is taken up.
+
+    Raises:
+        UserError: the data or its description is wrong.
+    """
+    done = jobs.read(folder)
+    with _refusals():
+        if done is not None and done.state == "finished":
+            return jobs.resume(folder)
+        asked = config.data.model_dump(exclude_none=True)
+        if surroundings.data_dir is not None:
+            asked["data_dir"] = str(surroundings.data_dir.absolute())
+        return jobs.run(
+            Job("load", {}, {}, seed=config.seed, more={"data": asked}), folder, clock=surroundings.clock
+        )
+
+
+def _run(config: Pretraining, out: Path, surroundings: Surroundings) -> dict[str, Any]:
+    watcher = surroundings.watcher
+    with _resumable(out):
+        try:
+            watcher.stage(f"loading {config.data.dataset}")
+            data = load_data(config, out / "data", surroundings)
+            for line in data["preview"]:
+                watcher.note(line)
+            begun = jobs.read(out) is not None
+            if not begun:
+                watcher.stage("checking the plan")
+                checked = check(config, data)
+                write_durably(out / "checked.json", json.dumps(checked).encode())
+        except UserError:
+            if jobs.read(out) is None:
+                _empty(out)  # so that the command can be given again once the mistake is mended
+            raise
+        plan = config.parallel_plan
+        checked = json.loads((out / "checked.json").read_text("utf-8"))
+        watcher.stage(
+            f"training {config.model.name}, {checked['parameters']:,} parameters, on "
+            f"{plan.processes} process{'es' * (plan.processes > 1)}: {plan}"
+        )
+        if begun:
+            result = jobs.resume(out, watcher.trained, surroundings.clock)
+        else:
+            result = jobs.run(
+                _job("pretrain", config, data, out / "data" / "arrays"),
+                out,
+                watcher.trained,
+                surroundings.clock,
+            )
+        watcher.stage("writing the report")
+        return _report(config, data, result, out)
+
+
+def _job(stage: jobs.Stage, config: Pretraining, data: Mapping[str, Any], arrays: Path) -> Job:
+    more: dict[str, Any] = {}
+    if config.checkpoint.every:
+        more["checkpoint"] = config.checkpoint.model_dump()
+    if config.model.init is not None:
+        more["init"] = {"params": config.model.init, "head": config.model.head or "same"}
+    plan = config.parallel_plan
+    return Job(
+        stage,
+        model_of(config, data),
+        arrays,
+        options=config.train,
+        seed=config.seed,
+        processes=plan.processes,
+        plan=config.plan,
+        more=more,
+    )
+
+
+def model_of(config: Pretraining, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The model as job files describe it."""
+    shape = {key: data[key] for key in _MODEL_KEYS}
+    return {"name": config.model.name, "options": config.model.options, **shape}
+
+
+def _report(
+    config: Pretraining, data: Mapping[str, Any], result: Mapping[str, Any], out: Path
+) -> dict[str, Any]:
+    """Writes everything that is told of a training, the report last: where it is, the training is finished."""
+    model = {**model_of(config, data), "class_names": data["class_names"], "sha256": result["model_sha256"]}
+    _write(out / MODEL, model)
+    lineage = _lineage(config, data, result)
+    _write(out / LINEAGE, lineage)
+    losses = result["losses"]
+    pretrain_report.draw_curve(out / "curves.png", config.name, pretrain_report.read_curve(out, losses))
+    record = jobs.read(out)
+    document = {
+        "config": config.model_dump(mode="json", exclude_none=True),
+        "data": {key: data[key] for key in ("fingerprint", "rows", *_MODEL_KEYS, "preview")},
+        "plan": result["plan"],
+        "processes": result["world_size"],
+        "steps": len(losses),
+        "attempts": record.attempts if record else 1,
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "final": {key: result[key] for key in ("test_accuracy", "test_loss", "parameters", "bytes", "model_sha256")},
+        "about": {key: value for key, value in result.items() if key in _ABOUT},
+        "lineage": lineage,
+    }  # fmt: skip
+    _write(out / REPORT, document)
+    return document
+
+
+_ABOUT = ("device", "backend", "seconds", "restarts", "stall_seconds")
+
+
+def _lineage(config: Pretraining, data: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a model comes from: all that decides its numbers, by hash."""
+    document = config.model_dump(mode="json", exclude_none=True)
+    parent = config.model.init
+    return {
+        "model_sha256": result["model_sha256"],
+        "parent": {"path": parent, "sha256": sha256_of(Path(parent))} if parent else None,
+        "data_fingerprint": data["fingerprint"],
+        "config_sha256": hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest(),
+        "code_version": version("fedloop"),
+        "plan": result["plan"],
+        "seed": config.seed,
+    }
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes, read piece by piece."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    write_durably(path, (json.dumps(document, indent=2) + "\n").encode())
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What a worker finds wrong before the training begins is the user's to mend."""
+    try:
+        yield
+    except JobFailed as error:
+        raise UserError(error.reason) from None
+
+
+@contextmanager
+def _resumable(out: Path) -> Iterator[None]:
+    """Turns what stops a training from outside into words that say how to go on."""
+    how = f"go on with: fedloop pretrain --resume {out}"
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise RunInterrupted(f"interrupted; {how}") from None
+    except JobFailed as error:
+        raise RunInterrupted(f"{error}; {how}") from None
+    except OSError as error:
+        raise RunInterrupted(f"{error}; {how}") from None
