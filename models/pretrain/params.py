@@ -107,10 +107,14 @@ def load(module: nn.Module, path: Path) -> None:
             tensor.copy_(torch.from_numpy(np.ascontiguousarray(params[name], dtype=np.float32)))
 
 
-def _float_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """As in the state dict; a tied tensor once, under its first name, as the clients' trainers have it."""
-    tensors = {n: t for n, t in module.state_dict(keep_vars=True).items() if t.is_floating_point()}
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers as in the state dict; a tied tensor once, under its first name, as clients have it."""
+    tensors = module.state_dict(keep_vars=True)
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)
     return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
+
+
+def _float_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in named_tensors(module).items() if tensor.is_floating_point()}

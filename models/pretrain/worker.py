@@ -1,8 +1,12 @@
-"""One process of a pretraining: `python -P -m models.pretrain.worker JOB.json`, alone or under torchrun.
+"""One process of a pretraining: `python -P -m models.pretrain.worker JOB.json`, alone or under `launch`.
 
 The job file (see `models.job`) has `plan`, a table of `models.pretrain.plan.ParallelPlan`, whose dp fills up with
-the processes there are; options are `models.pretrain.optimizers.Options`, data as in `models.pretrain.sources`,
-params to begin with as in `models.pretrain.initial`. Process 0 reports progress and writes `model.safetensors` and `result.json`.
+the processes there are; options are `models.pretrain.optimizers.Options`, data as in `models.pretrain.sources`, params to
+begin with as in `models.pretrain.initial`. Process 0 reports progress and writes `curve.jsonl`, `model.safetensors` and `result.json`.
+
+With `checkpoint`, a table of `models.pretrain.checkpoint.Policy`, the training goes on from the newest checkpoint in
+its folder, under whatever plan it now has; with `resume = false` from those of the same launch only. On SIGTERM it
+finishes a step, saves it and exits with status 75.
 """
 
 from __future__ import annotations
@@ -19,7 +23,11 @@ from edge_client import process
 from models import job as jobs
 from models.pretrain import evaluation, initial, params, prefetch, sources, trainer, world
 from models.pretrain import plan as plans
+from models.pretrain.checkpoint import Checkpointer, Policy
+from models.pretrain.curve import NAME as CURVE
+from models.pretrain.curve import Curve
 from models.pretrain.optimizers import Options
+from models.pretrain.preemption import PREEMPTED, REFUSED, Preemption
 
 REPORTS = 200
 """About how often a training tells how it goes."""
@@ -31,6 +39,7 @@ def pretrain(path: Path, report: process.Report) -> None:
     torch.set_num_threads(1)
     job = jobs.read(path)
     spec, options = job.spec(), job.options(Options)
+    policy, resume = job.table("checkpoint", Policy), job.flag("resume", True)
     plan = plan_of(job, int(os.environ.get("WORLD_SIZE", 1)))
     data = sources.of(job, spec, options.shift)
     spec = initial.starting(job, spec)
@@ -39,26 +48,52 @@ def pretrain(path: Path, report: process.Report) -> None:
         training = trainer.build(spec, data.train, options, here, job.seed)
         loader = prefetch.of(job, training.batches, here.device)
         training.batches = loader
+        checkpointer = None if policy is None else _checkpointer(job, policy, training)
+        if checkpointer is not None:
+            training.step = checkpointer.restore(training.state, anew=not resume)
+        curve = Curve(job.out / CURVE)
         first = here.rank == 0
         epochs = -(-training.steps // training.batches.steps_per_epoch)
+        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
         def on_progress(progress: trainer.Progress) -> None:
-            if first:
-                report(
-                    stage="pretrain",
-                    step=progress.step,
-                    steps=progress.steps,
-                    epoch=progress.epoch,
-                    epochs=epochs,
-                    loss=sum(progress.losses) / len(progress.losses),
-                    lr=progress.rate,
-                    seconds=progress.seconds,
-                    stall_share=loader.stall_share(progress.seconds),
-                )
+            if not first:
+                return
+            done = len(progress.losses)
+            curve.add(
+                progress.step - done + 1,
+                progress.losses,
+                [options.rate(step, progress.steps) for step in range(progress.step - done, progress.step)],
+                rows_per_second=done * options.batch_size / progress.seconds,
+                plan=str(plan),
+                restart=restart,
+            )
+            report(
+                stage="pretrain",
+                step=progress.step,
+                steps=progress.steps,
+                epoch=progress.epoch,
+                epochs=epochs,
+                loss=sum(progress.losses) / done,
+                lr=progress.rate,
+                seconds=progress.seconds,
+            )
 
         if first:
-            report(stage="pretrain", step=0, steps=training.steps, epoch=0, epochs=epochs)
-        losses = trainer.train(training, on_progress, max(1, training.steps // REPORTS))
+            curve.cut(training.step)
+            epoch = training.step // training.batches.steps_per_epoch
+            report(stage="pretrain", step=training.step, steps=training.steps, epoch=epoch, epochs=epochs)
+        preemption = None if checkpointer is None else Preemption()
+        every = max(1, training.steps // REPORTS)
+        trainer.train(
+            training, on_progress, every, checkpointer, preemption.agreed if preemption else lambda: False
+        )
+        if preemption is not None:
+            preemption.close()
+        if training.step < training.steps:
+            if first:
+                report(stage="pretrain", status="preempted", step=training.step, steps=training.steps)
+            raise SystemExit(PREEMPTED)
         whole = params.gather(training.parallel.parts, spec, here)
         if whole is not None:
             figures = evaluation.evaluate(whole.to(here.device), spec, data.test, here.device)
@@ -68,10 +103,16 @@ def pretrain(path: Path, report: process.Report) -> None:
                 "device": here.device.type,
                 "backend": here.backend,
                 "plan": str(plan),
+                "restarts": restart,
                 "seconds": time.perf_counter() - started,
                 "stall_seconds": loader.waited_seconds,
             }
-            jobs.write_result(job.out, {**figures, **saved, **about, **data.about, "losses": losses})
+            jobs.write_result(job.out, {**figures, **saved, **about, "losses": curve.losses()})
+
+
+def _checkpointer(job: jobs.Job, policy: Policy, training: trainer.Trainer) -> Checkpointer:
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return Checkpointer(job.out / policy.folder, policy, training.identity, training.world, run)
 
 
 def plan_of(job: jobs.Job, processes: int) -> plans.ParallelPlan:
@@ -86,5 +127,16 @@ def plan_of(job: jobs.Job, processes: int) -> plans.ParallelPlan:
     return plan if "dp" in given else replace(plan, dp=max(1, processes // plan.processes))
 
 
+def _work(path: Path, report: process.Report) -> None:
+    """`pretrain`, with an exit status of its own where the job is wrong."""
+    try:
+        pretrain(path, report)
+    except ValueError as error:
+        if type(error) is ValueError:
+            raise
+        report(error=str(error))
+        raise SystemExit(REFUSED) from None
+
+
 if __name__ == "__main__":
-    process.serve(pretrain)
+    process.serve(_work)
