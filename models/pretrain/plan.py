@@ -236,12 +236,14 @@ def _problems(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> list[str]:
         unless(sizes.hidden % tp == 0, f"tp={tp} must divide the {sizes.hidden} hidden features")
     if plan.sequence:
         unless(tp > 1, "sequence splits over the tp ranks: it needs tp of 2 or more")
+        unless(sizes.length > 0, "sequence needs a model whose sequences can be split")
         unless(sizes.length % (tp * cp) == 0, f"tp·cp={tp * cp} must divide the {sizes.length} tokens")
     unless(not plan.loss_parallel or tp > 1, "loss_parallel needs tp of 2 or more")
     if cp > 1:
         unless(sizes.heads > 0, "cp needs a model with attention")
         unless(sizes.heads // tp % cp == 0, f"cp={cp} must divide the {sizes.heads // tp} heads of a tp rank")
-        unless(sizes.length > 0 and sizes.length % cp == 0, f"cp={cp} must divide the {sizes.length} tokens")
+        unless(sizes.length > 0, "cp needs a model whose sequences can be split")
+        unless(sizes.length % cp == 0, f"cp={cp} must divide the {sizes.length} tokens")
     if ep > 1:
         unless(sizes.experts > 0, "ep needs a model with experts")
         unless(dp % ep == 0, f"ep={ep} must divide dp={dp}")

@@ -54,7 +54,7 @@ class Layer(nn.Module):
             self.get_parameter("bias_input")[width : 2 * width].fill_(1.0)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        params = [
+        params: list[torch.Tensor] = [
             self.get_parameter(name)
             for name in ("weight_input", "weight_hidden", "bias_input", "bias_hidden")
         ]

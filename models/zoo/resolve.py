@@ -13,7 +13,7 @@ from models import user_code
 from models.zoo.spec import InputDtype, ModelSpec, TaskKind
 
 GROUP = "fedloop.models"
-PRETRAINED = ("gpt", "moe")
+PRETRAINED = ("gpt", "moe", "bert", "lstm", "resnet")
 """Modules here that are models for the datacenter alone, found without an installation's metadata."""
 
 
