@@ -1,50 +1,161 @@
-"""Every way to spread a training trains what one process trains."""
+"""Every way to spread a training trains what one process trains, and would not if its processes did not talk."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 
+from tests.models.pretrain.curves import Case
 from tests.support import ranks
 
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5
-CURVE = "tests.models.pretrain.curves:curve"
+CURVES = "tests.models.pretrain.curves:curves"
 
 PLANS = [
+    # two processes
     "dp=2",
     "dp=2,microbatches=2",
     "dp=2,zero=2",
+    "dp=2,zero=2,microbatches=2",
     "dp=2,zero=3",
-    "dp=4,zero=3,shards=2",
+    "dp=2,recompute=full",
+    "dp=2,recompute=selective",
+    "dp=2,zero=3,recompute=full",
     "tp=2",
-    "tp=2,dp=2",
-    "tp=2,dp=2,zero=3",
+    "tp=2,loss_parallel=true",
+    "tp=2,sequence=true",
+    "tp=2,sequence=true,loss_parallel=true,microbatches=2",
+    "tp=2,sequence=true,recompute=selective",
     "cp=2",
-    "dp=2,cp=2",
+    "cp=2,zero=3",
+    "pp=2,schedule=naive,microbatches=1",
     "pp=2,schedule=gpipe",
     "pp=2,schedule=1f1b",
+    "pp=2,schedule=1f1b,split=1+3,recompute=full",
     "pp=2,schedule=interleaved",
     "pp=2,schedule=zero-bubble",
     "pp=2,schedule=zbv",
+    # four
+    "dp=4,zero=3,shards=2",
+    "dp=4,zero=2,shards=2",
+    "dp=2,tp=2",
+    "dp=2,tp=2,zero=3,sequence=true,loss_parallel=true",
+    "dp=2,cp=2",
+    "dp=2,cp=2,zero=3",
+    "cp=2,tp=2,sequence=true",
+    "cp=2,pp=2",
     "dp=2,pp=2",
+    "dp=2,pp=2,zero=2",
+    "dp=2,pp=2,schedule=zbv,zero=2",
     "tp=2,pp=2",
+    "tp=2,pp=2,schedule=interleaved,sequence=true,loss_parallel=true",
+    # eight
     "dp=2,tp=2,pp=2",
-    "dp=2,tp=2,pp=2,zero=3",
-    "dp=2,recompute=full",
-    "dp=2,recompute=selective",
+    "dp=2,tp=2,pp=2,zero=3,sequence=true,loss_parallel=true",
+    "dp=2,cp=2,tp=2,zero=3",
+]
+
+UNEVEN = {"vocab": 49}
+UNEVENLY = [
+    "tp=2",
+    "tp=2,sequence=true",
+    "tp=2,loss_parallel=true",
+    "tp=2,sequence=true,loss_parallel=true",
+    "dp=2,tp=2,zero=3,sequence=true",
+    "tp=4,loss_parallel=true",
+    "tp=2,pp=2,loss_parallel=true",
+]
+
+EXPERTS = {"experts": 4, "chosen": 2}
+WITH_EXPERTS = [
+    "dp=2",
+    "dp=2,ep=2",
+    "dp=2,ep=2,microbatches=2,recompute=full",
+    "tp=2,sequence=true",
+    "dp=4,ep=2",
+    "dp=2,ep=2,cp=2",
+    "dp=2,ep=2,pp=2",
+]
+
+HALF = ["dp=2", "tp=2,sequence=true", "pp=2", "cp=2"]
+HALF_SHARED_OUT = ["dp=2,zero=2", "dp=2,zero=3"]
+
+# 0.5 is below the norm of every gradient here, so that clipping takes part in every step
+CASES = [
+    *(Case(plan, options={"clip_norm": 0.5}) for plan in PLANS),
+    *(Case(plan, UNEVEN) for plan in UNEVENLY),
+    *(Case(plan, EXPERTS, {"clip_norm": 0.5}) for plan in WITH_EXPERTS),
+    Case("dp=2", options={"batch_size": 7}),
+    Case("dp=2", options={"optimizer": "sgd", "lr": 0.1}),
+]
+BROKEN = [
+    Case(plan, model, {"clip_norm": 0.5}, f"tests.models.pretrain.broken:{axis}")
+    for axis, plan, model in [
+        ("dp", "dp=2", {}),
+        ("tp", "tp=2", {}),
+        ("pp", "pp=2", {}),
+        ("cp", "cp=2", {}),
+        ("ep", "dp=2,ep=2", EXPERTS),
+    ]
 ]
 
 
-@pytest.fixture(scope="module")
-def alone() -> list[float]:
-    return ranks.run(1, CURVE, "dp=1")[0]
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_plan_trains_what_one_process_trains(processes: int) -> None:
+    cases = [case for case in CASES if processes_of(case) == processes]
+
+    differences = differences_from_one(cases, "dp=1")
+
+    assert all(np.abs(found).max() <= TOLERANCE for found in differences), report(cases, differences)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_plan_trains_what_one_process_trains(plan: str, alone: list[float]) -> None:
+def test_without_talking_every_plan_trains_something_else() -> None:
+    differences = differences_from_one(BROKEN, "dp=1")
+
+    assert all(np.abs(found).max() > 100 * TOLERANCE for found in differences), report(BROKEN, differences)
+
+
+@pytest.mark.parametrize(("plans", "alone"), [(HALF, "dp=1"), (HALF_SHARED_OUT, "zero=3")])
+def test_bfloat16_differs_by_rounding_only(plans: list[str], alone: str) -> None:
+    """Against one process that rounds as well.
+
+    A loss is a difference of two logits at worst; a logit below 2 in size is rounded by 2^-8 at most. Gradients
+    summed in another order are rounded elsewhere, which moves params by less than that within these few steps.
+    """
+    cases = [Case(f"{plan},precision=bf16") for plan in plans]
+
+    differences = differences_from_one(cases, f"{alone},precision=bf16")
+
+    assert all(np.abs(found).max() <= 2 * 2**-8 for found in differences), report(cases, differences)
+
+
+def processes_of(case: Case) -> int:
     from models.pretrain.plan import parse
 
-    for found in ranks.run(parse(plan).processes, CURVE, plan):
-        np.testing.assert_allclose(found, alone, atol=TOLERANCE)
+    return parse(case.plan).processes
+
+
+def differences_from_one(cases: Sequence[Case], alone: str) -> list[npt.NDArray[np.float64]]:
+    """Of each case, by process and step: its losses minus those of one process under the plan `alone`."""
+    whole = [replace(case, plan=alone, broken="") for case in cases]
+    distinct = [case for place, case in enumerate(whole) if case not in whole[:place]]
+    expected = ranks.run(1, CURVES, distinct)[0]
+    found = ranks.run(processes_of(cases[0]), CURVES, list(cases))
+    return [
+        np.array([curves[place] for curves in found]) - expected[distinct.index(case)]
+        for place, case in enumerate(whole)
+    ]
+
+
+def report(cases: Sequence[Case], differences: Sequence[npt.NDArray[np.float64]]) -> str:
+    lines = [
+        f"{np.abs(found).max():9.1e}  plan {case.plan}, model {case.model}, options {case.options} {case.broken}"
+        for case, found in zip(cases, differences, strict=True)
+    ]
+    return "largest difference of a loss from one process's\n" + "\n".join(lines)
