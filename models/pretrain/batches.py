@@ -105,8 +105,11 @@ class Batch:
     counted: int
 
     def pieces(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """At most `number` micro-batches, as even as can be."""
-        return list(zip(self.x.tensor_split(number), self.y.tensor_split(number), strict=True))
+        """`number` micro-batches, as even as can be; one without a row is one that does not count, so that all
+        processes have as many."""
+        blank = self.x[:1], torch.full_like(self.y[:1], PADDING)
+        pieces = zip(self.x.tensor_split(number), self.y.tensor_split(number), strict=True)
+        return [(x, y) if len(x) else blank for x, y in pieces]
 
 
 @dataclass(frozen=True)

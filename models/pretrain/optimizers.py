@@ -60,18 +60,19 @@ def _split_over(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 def over(parameters: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
     """The optimizer that `options` name, of these params; there may be none."""
+    groups = [{"params": parameters}]
     mixed = len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1
     if options.optimizer == "sgd":
         return torch.optim.SGD(
-            parameters,
+            groups,
             options.lr,
             momentum=options.momentum,
             weight_decay=options.weight_decay,
             foreach=False if mixed else None,
         )
-    fused = all(p.is_cuda for p in parameters) and not mixed
+    fused = bool(parameters) and all(p.is_cuda for p in parameters) and not mixed
     return torch.optim.AdamW(
-        parameters,
+        groups,
         options.lr,
         betas=(options.beta1, options.beta2),
         eps=options.eps,

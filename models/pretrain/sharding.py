@@ -47,9 +47,7 @@ def share_out(module: nn.Module, layout: Layout | None, world: World) -> nn.Modu
 def averages(world: World) -> bool:
     """Whether torch averages the gradients, or somebody the params, so that losses must be multiplied to make it a
     sum."""
-    return world.size("data") > 1 and (
-        world.plan.zero >= 2 or world.plan.sync_every > 0 or replicated(world)
-    )
+    return world.size("data") > 1 and (world.plan.zero >= 2 or world.plan.sync_every > 0 or replicated(world))
 
 
 def replicated(world: World) -> bool:

@@ -23,6 +23,7 @@ class Options:
         warmup: steps over which the learning rate rises from 0.
         decay: what becomes of it afterwards: stays, or falls to a tenth along a line or half a cosine.
         clip_norm: largest norm of the whole gradient; 0: any.
+        outer_lr, outer_momentum: of the outer optimizer, where the plan has one (Douillard 2023, section 3.1).
         shift: images are moved by up to this many pixels, anew in every epoch; 0 leaves them as they are.
     """
 
@@ -39,6 +40,8 @@ class Options:
     warmup: int = bounded(0, 0, 100_000_000)
     decay: Literal["constant", "linear", "cosine"] = "constant"
     clip_norm: float = bounded(0.0, 0.0, 1e6)
+    outer_lr: float = bounded(0.7, 0.0, 1e3)
+    outer_momentum: float = bounded(0.9, 0.0, 1.0)
     shift: int = bounded(0, 0, 64)
 
     def steps_of(self, steps_per_epoch: int) -> int:
