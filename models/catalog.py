@@ -85,11 +85,6 @@ class ResNetOptions(Options):
     norm: Literal["group", "batch"] = "group"
 
 
-class MixtureOptions(GPTOptions):
-    experts: Annotated[int, Field(ge=1, le=1024)] = 8
-    chosen: Annotated[int, Field(ge=1, le=64)] = 1
-
-
 class TextOptions(TransformerOptions):
     vocab: Annotated[int, Field(ge=2, le=65536)] = 2048
 
@@ -131,12 +126,5 @@ MODELS: dict[str, Entry] = {
         Entry("bert", "bidirectional transformer encoder", BERTOptions, _TORCH, "tokens"),
         Entry("lstm", "language model of LSTM layers", LSTMOptions, _TORCH, "token sequences"),
         Entry("resnet", "deep residual network", ResNetOptions, _TORCH, "images"),
-        Entry(
-            "moe",
-            "causal transformer with mixtures of experts, for the datacenter",
-            MixtureOptions,
-            ("torch",),
-            "token sequences",
-        ),
     )
 }

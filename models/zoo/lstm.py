@@ -35,7 +35,8 @@ class Layer(nn.Module):
     """[B, T, D] -> [B, T, D]: dropout, as between layers only, then one LSTM.
 
     Its params are given to torch's operator at every call. `nn.LSTM` keeps references to them, which stay behind when
-    sharding puts others in their place.
+    sharding puts others in their place. The operator puts time first in memory; hidden states and their gradients
+    leave with rows first, as stages send them.
     """
 
     def __init__(self, width: int, dropout: float) -> None:
@@ -58,7 +59,9 @@ class Layer(nn.Module):
             self.get_parameter(name)
             for name in ("weight_input", "weight_hidden", "bias_input", "bias_hidden")
         ]
-        h = self.dropout(h)
+        h = self.dropout(h.view_as(h))
+        if h.requires_grad:
+            h.register_hook(torch.Tensor.contiguous)
         state = h.new_zeros(1, h.shape[0], h.shape[2])
         outputs: torch.Tensor
         outputs, _, _ = torch.lstm(
@@ -72,7 +75,7 @@ class Layer(nn.Module):
             bidirectional=False,
             batch_first=True,
         )
-        return outputs
+        return outputs.contiguous()
 
 
 def spec(

@@ -1,0 +1,59 @@
+"""Loss curves of every family of models under any plan: what their parity tests compare. Runs in the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from models import zoo
+from models.pretrain import plan as plans
+from models.pretrain import trainer, world
+from models.pretrain.batches import Arrays, Source
+from models.pretrain.images import Augmentation, augmented
+from models.pretrain.tokens import Masked
+from models.pretrain.training import Options
+
+STEPS, BATCH, LENGTH, VOCAB, CLASSES = 5, 8, 12, 30, 3
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bert": {"vocab": VOCAB, "width": 16, "layers": 2, "heads": 4},
+    "bert masked": {"vocab": VOCAB, "width": 16, "layers": 2, "heads": 4, "objective": "masked"},
+    "lstm": {"width": 16, "layers": 2},
+    "resnet": {"blocks": [1, 1], "width": 8},
+    "resnet varied": {"blocks": [1, 1], "width": 8},
+    "gpt tied": {"width": 16, "layers": 2, "heads": 4, "tie": True},
+}
+
+
+def curve(family: str, plan: str) -> list[float]:
+    """Losses of a training of `family` under `plan`."""
+    spec = zoo.get(
+        family.split()[0],
+        input_shape=(8, 8) if "resnet" in family else (LENGTH,),
+        classes=CLASSES if family in ("bert", "resnet", "resnet varied") else VOCAB,
+        **OPTIONS[family],
+    )
+    options = Options(steps=STEPS, batch_size=BATCH, lr=1e-2, eps=1e-6)
+    with world.join(plans.parse(plan)) as here:
+        training = trainer.build(spec, source(family), options, here, seed=5)
+        losses: list[float] = []
+        for _ in range(training.steps):
+            training.train_step()
+            losses += training.losses()
+        return losses
+
+
+def source(family: str) -> Source:
+    """20 rows, so that an epoch's last batch is a short one; texts end in padding."""
+    rng = np.random.default_rng(3)
+    labels = rng.integers(CLASSES, size=20).astype(np.int32)
+    if "resnet" in family:
+        images = Arrays(rng.random((20, 8, 8), np.float32), labels)
+        return augmented(images, Augmentation(flip=0.5, crop=1, erase=2)) if "varied" in family else images
+    text = rng.integers(1, VOCAB, size=(20, LENGTH)).astype(np.int32)
+    if family in ("lstm", "gpt tied"):
+        return Arrays(text, np.roll(text, -1, axis=1))
+    text[np.arange(LENGTH) >= rng.integers(3, LENGTH + 1, size=(20, 1))] = 0
+    texts = Arrays(text, labels)
+    return Masked(texts, VOCAB) if "masked" in family else texts
