@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from coordinator import device_commands, fleet_commands, ownership, pretrain_commands
+from coordinator import compress_commands, device_commands, fleet_commands, ownership, pretrain_commands
 from coordinator import doctor as checks
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.fleet_commands import ExperimentFile, Sets
@@ -141,6 +141,9 @@ app.command(epilog="Example: fedloop serve --device 0.0.0.0:8443 --name fed.exam
 )
 app.command(epilog="Example: fedloop run my.toml --set federation.rounds=5 --out runs/fleet")(
     fleet_commands.run
+)
+app.command(epilog="Example: fedloop compress runs/shakespeare --student charlm --set student.width=48")(
+    compress_commands.compress
 )
 app.add_typer(device_commands.app, name="device")
 app.add_typer(pretrain_commands.app, name="pretrain")

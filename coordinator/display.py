@@ -51,18 +51,22 @@ class RichProgress:
         self._bar.update(self._task, completed=done, total=total)
 
     def trained(self, line: Mapping[str, Any]) -> None:
-        """A pretraining's step; without a terminal, about ten lines in all."""
-        if "steps" not in line:
+        """A job's step or epoch; without a terminal, about ten lines in all."""
+        unit = "step" if "steps" in line else "epoch"
+        if f"{unit}s" not in line:
             return
-        step, steps = line["step"], line["steps"]
-        figures = f"loss {line['loss']:.4f}  lr {line['lr']:.2e}" if "loss" in line else ""
+        step, steps = line[unit], line[f"{unit}s"]
+        figures = f"loss {line['loss']:.4f}" if "loss" in line else ""
+        figures += f"  lr {line['lr']:.2e}" if "lr" in line else ""
         if self._console.is_terminal:
             if self._task is None or self._bar.tasks[-1].total != steps:
-                self._task = self._bar.add_task("steps", total=steps, figures="")
+                self._task = self._bar.add_task(f"{unit}s", total=steps, figures="")
             self._bar.update(self._task, completed=step, figures=figures)
-        elif figures and (self._told == 0 or step == steps or step >= self._told + steps / 10):
+        elif figures and (
+            step < self._told or self._told == 0 or step == steps or step >= self._told + steps / 10
+        ):
             self._told = step
-            self._console.print(f"step {step}/{steps}  {figures}", highlight=False)
+            self._console.print(f"{unit} {step}/{steps}  {figures}", highlight=False)
 
     def begin(self, rounds: int, done: int) -> None:
         self._rounds = rounds
@@ -121,6 +125,19 @@ def pretrained_lines(report: dict[str, Any], folder: Path) -> str:
             f"model {final['model_sha256'][:16]}…  report, curve and model in {folder}/",
         ]
     )
+
+
+def compressed_table(report: dict[str, Any], folder: Path) -> Group:
+    """Size and accuracy of a model at every stage of its compression."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("stage", "accuracy", "bytes", ""):
+        table.add_column(heading, justify="right" if heading in ("accuracy", "bytes") else "left")
+    names = {"source": "source", "student": "student", "fp32": "fp32 .tflite", "int8": "int8 .tflite"}
+    for stage, name in names.items():
+        if row := report.get(stage):
+            detail = row.get("model") or f"{row['latency_us']:.0f} us a row"
+            table.add_row(name, _figure(row.get("accuracy"), 4), f"{row['bytes']:,}", detail)
+    return Group(table, "", f"files and report in {folder}/")
 
 
 def _scored(final: dict[str, Any]) -> str:

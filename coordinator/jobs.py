@@ -63,6 +63,10 @@ class JobFailed(RuntimeError):
         self.log = log
 
 
+class JobPreempted(JobFailed):
+    """A job made room for another, its work saved; `resume` goes on with it."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What a worker is to do.
@@ -198,6 +202,9 @@ def _attempt(record: Record, folder: Path, on_progress: OnProgress, clock: Clock
         try:
             _work(record, folder, heard)
             result = _result(record.stage, folder)
+        except JobPreempted:
+            ended("preempted")
+            raise
         except JobFailed as failure:
             ended("failed", failure.reason)
             raise
@@ -214,14 +221,19 @@ def _work(record: Record, folder: Path, on_progress: OnProgress) -> None:
     log = folder / LOG_NAME
     (folder / "result.json").unlink(missing_ok=True)
     errors: list[str] = []
+    preempted = False
     command = _command(record.stage, record.processes, folder.absolute() / "job.json")
     with log.open("wb") as stderr, _started(command, stderr) as worker:
         for line in _objects(worker.stdout):
             if "error" in line:
                 errors.append(str(line["error"]))
+            elif line.get("status") == "preempted":
+                preempted = True
             else:
                 on_progress(line)
         status = worker.wait()
+    if preempted and not errors:
+        raise JobPreempted(record.stage, "it was asked to make room and saved its work", log)
     if status or errors:
         # when one rank fails the others fail because of it: the first reason is the cause
         raise JobFailed(record.stage, errors[0] if errors else _last_words(status, log), log)

@@ -172,7 +172,7 @@ def _model_problems(model: Model, name: str) -> Iterator[str]:
 
 def _complete(asked: Pretraining, plan: ParallelPlan) -> Pretraining:
     data, name = asked.data, _model_name(asked)
-    text = {k: v for k, v in _TEXT.get(data.dataset, {}).items() if getattr(data, k) is None}
+    text: dict[str, Any] = {k: v for k, v in _TEXT.get(data.dataset, {}).items() if getattr(data, k) is None}
     if data.path is not None:
         text["path"] = str(Path(data.path).expanduser().absolute())
     data = data.model_copy(update=text)

@@ -23,6 +23,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from coordinator import jobs, pretrain_report
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiment import read
@@ -32,7 +35,7 @@ from coordinator.rounds.events import Clock
 from edge_client.files import write_durably
 
 CONFIG, REPORT, LINEAGE, MODEL = "config.toml", "report.json", "lineage.json", "model.json"
-_MODEL_KEYS = ("input_shape", "classes", "input_dtype", "task")
+MODEL_KEYS = ("input_shape", "classes", "input_dtype", "task")
 
 
 class Watcher(Protocol):
@@ -116,21 +119,46 @@ def check(config: Pretraining, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_data(config: Pretraining, folder: Path, surroundings: Surroundings) -> dict[str, Any]:
-    """The data set as arrays in `folder`, and what was found; one that is complete is taken up.
+    """The data of a pretraining as arrays in `folder`, and what was found; one that is complete is taken up.
 
     Raises:
         UserError: the data or its description is wrong.
     """
     done = jobs.read(folder)
+    if done is not None and done.state == "finished":
+        return jobs.resume(folder)
+    return load_arrays(config.data.model_dump(exclude_none=True), config.seed, folder, surroundings)
+
+
+def load_arrays(
+    asked: Mapping[str, Any], seed: int, folder: Path, surroundings: Surroundings
+) -> dict[str, Any]:
+    """A data set (see `models.datasets.worker`) as `folder`/arrays, and what was found.
+
+    Raises:
+        UserError: the data or its description is wrong.
+    """
+    where = {"data_dir": str(surroundings.data_dir.absolute())} if surroundings.data_dir else {}
+    job = Job("load", {}, {}, seed=seed, more={"data": {**asked, **where}})
     with _refusals():
-        if done is not None and done.state == "finished":
-            return jobs.resume(folder)
-        asked = config.data.model_dump(exclude_none=True)
-        if surroundings.data_dir is not None:
-            asked["data_dir"] = str(surroundings.data_dir.absolute())
-        return jobs.run(
-            Job("load", {}, {}, seed=config.seed, more={"data": asked}), folder, clock=surroundings.clock
-        )
+        return jobs.run(job, folder, clock=surroundings.clock)
+
+
+def read_arrays(out: Path) -> dict[str, npt.NDArray[Any]]:
+    """What the pretraining in `out` was trained and tested on, mapped into memory.
+
+    Raises:
+        UserError: it is gone.
+    """
+    folder = out / "data" / "arrays"
+    try:
+        return {
+            f"{key}_{part}": np.load(folder / f"{key}_{part}.npy", mmap_mode="r", allow_pickle=False)
+            for part in ("train", "test")
+            for key in "xy"
+        }
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}; the pretraining's data was removed") from None
 
 
 def _run(config: Pretraining, out: Path, surroundings: Surroundings) -> dict[str, Any]:
@@ -190,7 +218,7 @@ def _job(stage: jobs.Stage, config: Pretraining, data: Mapping[str, Any], arrays
 
 def model_of(config: Pretraining, data: Mapping[str, Any]) -> dict[str, Any]:
     """The model as job files describe it."""
-    shape = {key: data[key] for key in _MODEL_KEYS}
+    shape = {key: data[key] for key in MODEL_KEYS}
     return {"name": config.model.name, "options": config.model.options, **shape}
 
 
@@ -207,7 +235,7 @@ def _report(
     record = jobs.read(out)
     document = {
         "config": config.model_dump(mode="json", exclude_none=True),
-        "data": {key: data[key] for key in ("fingerprint", "rows", *_MODEL_KEYS, "preview")},
+        "data": {key: data[key] for key in ("fingerprint", "rows", *MODEL_KEYS, "preview")},
         "plan": result["plan"],
         "processes": result["world_size"],
         "steps": len(losses),
