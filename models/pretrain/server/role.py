@@ -1,0 +1,176 @@
+"""One process of a parameter server: `python -P -m models.pretrain.server.role JOB.json`, a worker or a server by rank.
+
+Its rank is RANK; where all meet is FEDLOOP_RENDEZVOUS, an init method of torch.distributed (`file://…`), or
+MASTER_ADDR and MASTER_PORT. The package's `__main__` sets them on one machine; on several, start this on each.
+
+Worker 0 reports progress and writes `model.safetensors` and `result.json`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.rpc as rpc
+from torch import nn
+
+from edge_client import process
+from models import job as jobs
+from models.pretrain import evaluation, initial, params, sources
+from models.pretrain.batches import Batch, Batches, Share, Source
+from models.pretrain.objective import Objective, objective_of
+from models.pretrain.server import replica, rules, settings
+from models.pretrain.server.client import Client
+from models.pretrain.server.replica import Replica
+from models.pretrain.server.settings import Servers
+from models.pretrain.server.shard import Shard, split
+from models.pretrain.training import Options
+from models.zoo import ModelSpec
+
+RENDEZVOUS = "FEDLOOP_RENDEZVOUS"
+"""Environment variable."""
+
+REPORTS = 200
+"""About how often a training tells how it goes."""
+
+
+def play(path: Path, report: process.Report) -> None:
+    """The whole job of one process."""
+    started = time.perf_counter()
+    torch.set_num_threads(1)
+    job = jobs.read(path)
+    servers, options = settings.of(job), job.options(Options)
+    spec = job.spec()
+    data = sources.of(job, spec, options.shift)
+    spec = initial.starting(job, spec)
+    training = Training(spec, data.train, options, servers, job.seed)
+    rank = int(os.environ["RANK"])
+    where = os.environ.get(RENDEZVOUS, "env://")
+
+    if rank >= servers.workers:
+        report(stage="serve", process=servers.name(rank), pid=os.getpid())
+        training.serve(rank, where)
+        return
+
+    def on_step(step: int, loss: float) -> None:
+        if rank == 0 and (step % max(1, training.steps // REPORTS) == 0 or step == training.steps):
+            report(stage="pretrain", step=step, steps=training.steps, loss=loss)
+
+    module, records, failovers = training.work(rank, where, on_step)
+    if rank == 0:
+        saved = params.save(module, job.out / "model.safetensors")
+        about: dict[str, Any] = {
+            "world_size": servers.processes,
+            "device": "cpu",
+            "backend": "tensorpipe",
+            "plan": "",
+            "server": str(servers),
+            "failovers": failovers,
+            "seconds": time.perf_counter() - started,
+            "losses": records[0].pop("losses"),
+            "shards": [{key: value for key, value in found.items() if key != "losses"} for found in records],
+        }
+        figures = evaluation.evaluate(module, spec, data.test, torch.device("cpu"))
+        jobs.write_result(job.out, {**figures, **saved, **about})
+
+
+class Training:
+    """What all processes of a job know alike. Everybody builds the model from the seed; nobody sends it."""
+
+    def __init__(
+        self, spec: ModelSpec, source: Source, options: Options, servers: Servers, seed: int
+    ) -> None:
+        self.spec, self.source, self.options, self.servers, self.seed = spec, source, options, servers, seed
+        self.steps = options.steps_of(self.batches(0).steps_per_epoch)
+
+    def batches(self, worker: int) -> Batches:
+        share = Share(rows=(1,) * self.servers.workers, place=worker)
+        return Batches(self.source, self.options.batch_size, self.seed, share, self.options.shift)
+
+    def work(
+        self, worker: int, where: str, on_step: Callable[[int, float], None]
+    ) -> tuple[nn.Module, list[dict[str, Any]], int]:
+        """A worker's whole part: the trained module, the servers' records, and how many servers died."""
+        module = self.spec.build(self.seed).train()
+        torch.manual_seed(self.seed + worker)  # dropout differs between workers, as rows do
+        client = Client(worker, self.servers, split(module, self.servers.servers))
+        with joined(self.servers, worker, where):
+            self.steps_of(client, module, on_step)
+            client.final()
+            records = client.records()
+            client.leave()
+        return module, records, client.failovers
+
+    def steps_of(
+        self, client: Client, module: nn.Module, on_step: Callable[[int, float], None] = lambda *_: None
+    ) -> None:
+        """Gradient, push, pull, until the last clock."""
+        batches, objective = self.batches(client.worker), objective_of(self.spec)
+        clock = 0
+        while clock < self.steps:
+            loss = contribute(module, batches[clock], objective, self.servers.workers)
+            clock = client.push(clock, loss)
+            on_step(clock, loss)
+
+    def serve(self, rank: int, where: str) -> dict[str, Any]:
+        """A server's whole part: answers until all workers have left. Gives its record."""
+        here = self.replica(rank)
+        replica.keep(here)
+        with joined(self.servers, rank, where):
+            here.left.wait()
+        return here.record()
+
+    def replica(self, rank: int) -> Replica:
+        servers = self.servers
+        shard, number = servers.place(rank)
+        mine = split(self.spec.build(self.seed), servers.servers)[shard]
+        together = servers.mode in ("sync", "k-of-n")
+        return Replica(
+            Shard(mine, self.options, self.steps, 1 if together else servers.workers),
+            rules.of(servers),
+            servers.workers,
+            servers.replicas_of(shard)[number + 1 :],
+            leads=number == 0,
+            timeout=servers.timeout,
+        )
+
+
+def contribute(module: nn.Module, batch: Batch, objective: Objective, workers: int) -> float:
+    """Gradients and loss of one worker's share, scaled so that the mean over workers is that of the whole batch."""
+    module.zero_grad()
+    loss = objective(module(batch.x), batch.y) * workers / batch.counted
+    loss.backward()  # type: ignore[no-untyped-call]
+    return float(loss.detach())
+
+
+@contextmanager
+def joined(servers: Servers, rank: int, where: str) -> Iterator[None]:
+    """One of the processes that call each other.
+
+    Left without waiting for the others: those that were killed would be waited for in vain.
+    """
+    for interface in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        os.environ.setdefault(interface, "lo")
+    options = rpc.TensorPipeRpcBackendOptions(
+        # one that waits for a backup must not keep others out
+        num_worker_threads=servers.workers + 4,
+        rpc_timeout=servers.timeout,
+        init_method=where,
+        _transports=["uv"],
+    )
+    rpc.init_rpc(  # type: ignore[no-untyped-call]
+        servers.name(rank), rank=rank, world_size=servers.processes, rpc_backend_options=options
+    )
+    try:
+        yield
+    finally:
+        rpc.shutdown(graceful=False)
+
+
+if __name__ == "__main__":
+    process.serve(play)

@@ -1,0 +1,98 @@
+"""The `server` table of a job file: how many processes of which kind, and when gradients become an update.
+
+    "server": {"workers": 4, "servers": 2, "mode": "k-of-n", "keep": 3, "replicas": 2}
+
+No torch here: whoever starts the processes reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from models.job import Job, JobError
+from models.options import bounded
+from models.pretrain.training import Options
+
+Mode = Literal["sync", "async", "ssp", "k-of-n"]
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Processes and rule. Workers have the first ranks, then come the servers, all replicas of one shard together.
+
+    Attributes:
+        servers: over how many the params are spread.
+        mode: a gradient of every worker makes an update (sync); any one does (async), with workers that are too far
+            ahead waiting (ssp, Ho 2013); the first `keep` of a step do, and later ones are dropped (Chen 2016).
+        staleness: with ssp, by how many steps a worker may be ahead of the slowest.
+        keep: with k-of-n, k.
+        replicas: of every server, itself included; an update is on all of them before a worker hears of it.
+        timeout: seconds without an answer after which a server is given up. A worker waits for slower ones, so it
+            must be longer than any step takes. One that was killed is found out at once.
+    """
+
+    workers: int = bounded(2, 1, 1024)
+    servers: int = bounded(1, 1, 256)
+    mode: Mode = "sync"
+    staleness: int = bounded(0, 0, 1_000_000)
+    keep: int = bounded(0, 0, 1024)
+    replicas: int = bounded(1, 1, 8)
+    timeout: float = bounded(600.0, 1.0, 86_400.0)
+
+    @property
+    def processes(self) -> int:
+        return self.workers + self.servers * self.replicas
+
+    @property
+    def needed(self) -> int:
+        """Gradients that make an update."""
+        return {"sync": self.workers, "k-of-n": self.keep}.get(self.mode, 1)
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Shard and replica of the server at `rank`, which is `workers` or more."""
+        return divmod(rank - self.workers, self.replicas)
+
+    def name(self, rank: int) -> str:
+        """Of a process, for RPC and for people."""
+        if rank < self.workers:
+            return f"worker{rank}"
+        shard, replica = self.place(rank)
+        return f"server{shard}-{replica}"
+
+    def replicas_of(self, shard: int) -> list[str]:
+        """Names of the servers that keep a shard; the first is the primary until it dies."""
+        first = self.workers + shard * self.replicas
+        return [self.name(rank) for rank in range(first, first + self.replicas)]
+
+    def __str__(self) -> str:
+        text = f"workers={self.workers},servers={self.servers},mode={self.mode}"
+        extra = {"ssp": f",staleness={self.staleness}", "k-of-n": f",keep={self.keep}"}.get(self.mode, "")
+        return text + extra + (f",replicas={self.replicas}" if self.replicas > 1 else "")
+
+
+def of(job: Job) -> Servers:
+    """The servers of a job.
+
+    Raises:
+        JobError: with every reason why there can be none such.
+    """
+    servers = job.table("server", Servers) or Servers()
+    options = job.options(Options)
+    k_of_n = servers.mode == "k-of-n"
+    reasons = {
+        f"keep is {servers.keep}, expected 1 to {servers.workers}, the workers, with mode k-of-n": k_of_n
+        and not 1 <= servers.keep <= servers.workers,
+        "keep goes with mode k-of-n": servers.keep and not k_of_n,
+        "staleness goes with mode ssp": servers.staleness and servers.mode != "ssp",
+        "options.clip_norm needs one server, for none of several sees the whole gradient": options.clip_norm
+        and servers.servers > 1,
+        f"a batch of {options.batch_size} rows cannot be shared by {servers.workers} workers": options.batch_size
+        < servers.workers,
+        "plan is for trainings without a server; leave it out": job.settings.get("plan"),
+        "checkpoint is for trainings without a server; use replicas": "checkpoint" in job.settings,
+    }
+    found = [reason for reason, applies in reasons.items() if applies]
+    if found:
+        raise JobError(f"{job.path}: server: " + "; ".join(found))
+    return servers
