@@ -70,7 +70,8 @@ def sizes_of(spec: ModelSpec) -> Sizes:
         vocab=spec.classes,
         length=layout.length,
         experts=layout.experts_count,
-        tensor=bool(layout.columns),
+        tensor=bool(layout.columns or layout.operators),
+        head=bool(layout.head),
         tied=layout.tied,
     )
 

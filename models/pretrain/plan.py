@@ -158,6 +158,7 @@ class Sizes:
         length: tokens of one sequence; 0 where sequences cannot be split.
         experts: of one layer.
         tensor: whether it says how its matrices split.
+        head: whether it says which matrix gives the logits.
         tied: whether its first and last modules share a param.
     """
 
@@ -169,6 +170,7 @@ class Sizes:
     length: int = 0
     experts: int = 0
     tensor: bool = False
+    head: bool = False
     tied: bool = False
 
 
@@ -238,7 +240,9 @@ def _problems(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> list[str]:
         unless(tp > 1, "sequence splits over the tp ranks: it needs tp of 2 or more")
         unless(sizes.length > 0, "sequence needs a model whose sequences can be split")
         unless(sizes.length % (tp * cp) == 0, f"tp·cp={tp * cp} must divide the {sizes.length} tokens")
-    unless(not plan.loss_parallel or tp > 1, "loss_parallel needs tp of 2 or more")
+    if plan.loss_parallel:
+        unless(tp > 1, "loss_parallel needs tp of 2 or more")
+        unless(sizes.head, "loss_parallel needs a model that says what its head is (its `layout`)")
     if cp > 1:
         unless(sizes.heads > 0, "cp needs a model with attention")
         unless(sizes.heads // tp % cp == 0, f"cp={cp} must divide the {sizes.heads // tp} heads of a tp rank")

@@ -6,10 +6,30 @@ The model itself knows nothing of that. Paths are those of `named_modules`; `*` 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
+
+
+@dataclass(frozen=True)
+class Operator:
+    """How the tensors of one module lie over the processes that share a matrix; a dim is split, None is whole.
+
+    Only where data lies is said: torch finds out how to compute on it so, and exchanges what has to be elsewhere. For
+    instance `Operator(params={"weight": 0}, output=-1)` for a linear layer of which every process has some rows, and
+    gives those features; a function without params is annotated as a module that calls it.
+
+    Attributes:
+        inputs: of forward's arguments in order; further ones are whole.
+        output: None gives a plain tensor to whatever follows; what is split stays so, for another such operator or
+            functions without params in between.
+        params: by name; those not named are whole.
+    """
+
+    inputs: tuple[int | None, ...] = ()
+    output: int | None = None
+    params: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -26,6 +46,7 @@ class Layout:
         norms: normalisations over features, which may see a part of the sequence only.
         attention: what takes (query, key, value), [B, H, T, D] each, to [B, H, T, D], whose heads may be split.
         experts: what takes (x [N, D] sorted by expert, counts [E]) to [N, D], with one row of every parameter an expert.
+        operators: how single modules of any kind lie over the tp ranks, by path.
         heads, width, hidden, length: sizes, as in `models.pretrain.plan.Sizes`.
         experts_count: experts of one layer.
         tied: whether modules of `order` share a param, so that no stages can be made of them.
@@ -39,6 +60,7 @@ class Layout:
     norms: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
+    operators: Mapping[str, Operator] = field(default_factory=dict, hash=False)
     heads: int = 0
     width: int = 0
     hidden: int = 0

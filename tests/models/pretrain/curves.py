@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from models import zoo
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
 from models.pretrain.batches import Arrays
 from models.pretrain.optimizers import Options
-from models.zoo import ModelSpec, gpt, moe
+from models.zoo import ModelSpec, gpt
 
 STEPS = 6
 BATCH = 8
@@ -38,7 +39,7 @@ class Case:
     """A training to compare.
 
     Attributes:
-        model: options of the model; `experts` makes it one with experts.
+        model: as `spec_of` takes it.
         options: of training.
         broken: a function that takes a collective away, `package.module:function` of a context manager.
     """
@@ -68,7 +69,7 @@ def curves(cases: Sequence[Case]) -> list[list[float]]:
 
 def _curve(case: Case, here: world.World) -> list[float]:
     with _broken(case.broken):
-        training = trainer.build(small_gpt(**case.model), tokens(), settings(**case.options), here, seed=5)
+        training = trainer.build(spec_of(**case.model), tokens(), settings(**case.options), here, seed=5)
         losses: list[float] = []
         for _ in range(training.steps):
             training.train_step()
@@ -89,12 +90,14 @@ def settings(**options: Any) -> Options:
     return Options(**{"steps": STEPS, "batch_size": BATCH, "lr": 1e-2, "eps": 1e-6, **options})
 
 
-def small_gpt(
-    vocab: int = VOCAB, width: int = 32, layers: int = 4, heads: int = 4, experts: int = 0, chosen: int = 1
-) -> ModelSpec:
-    """With `experts`, mixtures of them take the place of its feed-forward networks."""
-    if experts:
-        return moe.spec((LENGTH,), vocab, width, layers, heads, experts, chosen)
+def spec_of(name: str = "gpt", vocab: int = VOCAB, **options: Any) -> ModelSpec:
+    """A small model by name, or by `package.module:build`."""
+    if ":" not in name:
+        options = {"width": 32, "layers": 4, "heads": 4} | options
+    return zoo.get(name, input_shape=(LENGTH,), classes=vocab, **options)
+
+
+def small_gpt(vocab: int = VOCAB, width: int = 32, layers: int = 4, heads: int = 4) -> ModelSpec:
     return gpt.spec((LENGTH,), vocab, width=width, layers=layers, heads=heads)
 
 

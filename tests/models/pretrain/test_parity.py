@@ -72,7 +72,7 @@ UNEVENLY = [
     "tp=2,pp=2,loss_parallel=true",
 ]
 
-EXPERTS = {"experts": 4, "chosen": 2}
+EXPERTS = {"name": "moe", "experts": 4, "chosen": 2}
 WITH_EXPERTS = [
     "dp=2",
     "dp=2,ep=2",
@@ -83,6 +83,9 @@ WITH_EXPERTS = [
     "dp=2,ep=2,pp=2",
 ]
 
+ANNOTATED = {"name": "tests.models.pretrain.annotated:build"}
+WITH_ANNOTATIONS = ["tp=2", "dp=2,tp=2", "dp=2,tp=2,zero=3"]
+
 HALF = ["dp=2", "tp=2,sequence=true", "pp=2", "cp=2"]
 HALF_SHARED_OUT = ["dp=2,zero=2", "dp=2,zero=3"]
 
@@ -91,6 +94,7 @@ CASES = [
     *(Case(plan, options={"clip_norm": 0.5}) for plan in PLANS),
     *(Case(plan, UNEVEN) for plan in UNEVENLY),
     *(Case(plan, EXPERTS, {"clip_norm": 0.5}) for plan in WITH_EXPERTS),
+    *(Case(plan, ANNOTATED, {"clip_norm": 0.5}) for plan in WITH_ANNOTATIONS),
     Case("dp=2", options={"batch_size": 7}),
     Case("dp=2", options={"optimizer": "sgd", "lr": 0.1}),
 ]
