@@ -61,7 +61,7 @@ class Layer(nn.Module):
         ]
         h = self.dropout(h.view_as(h))
         if h.requires_grad:
-            h.register_hook(torch.Tensor.contiguous)
+            h.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
         state = h.new_zeros(1, h.shape[0], h.shape[2])
         outputs: torch.Tensor
         outputs, _, _ = torch.lstm(

@@ -1,0 +1,111 @@
+"""A text prepared once for pretraining: two files of tokens, and the encoding they are in.
+
+    tokens_train.npy   the beginning of the text
+    tokens_test.npy    the tail, held out
+    encoding.json      see `models.datasets.encodings`
+
+The files are one array each, mapped into memory by those who train; nothing here needs a framework. The encoding is
+learnt from the beginning alone; but characters of the tail get an id as well, or the tail could not be written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from edge_client.files import write_durably
+from models.datasets import encodings, files, shakespeare
+from models.datasets.dataset import DataError
+from models.datasets.encodings import Encoding, Kind
+
+TRAIN, TEST, ENCODING = "tokens_train.npy", "tokens_test.npy", "encoding.json"
+HELD_OUT = 0.1
+_PIECE = 1 << 20
+"""Characters encoded together: about what bounds the memory that encoding takes."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What `prepare` wrote.
+
+    Attributes:
+        vocab: ids of the encoding, which are the classes of a model that predicts them.
+        train, test: tokens in the two files.
+        characters: of the whole text; with the tokens, how far the encoding shortens it.
+    """
+
+    vocab: int
+    train: int
+    test: int
+    characters: int
+
+
+def find(name: str, data_dir: Path | None = None) -> Path:
+    """The file of a text: `shakespeare`, or a path of one's own.
+
+    Raises:
+        DataError: there is none; says where it was looked for.
+    """
+    if name == "shakespeare":
+        return files.find(data_dir, [shakespeare.NAME], name, shakespeare.ORIGIN)
+    if not Path(name).is_file():
+        raise DataError(f"text {name!r} is neither 'shakespeare' nor a file that exists")
+    return Path(name)
+
+
+def prepare(
+    path: Path, folder: Path, kind: Kind = "bytes", vocab: int = 1024, held_out: float = HELD_OUT
+) -> Corpus:
+    """Writes the tokens of the UTF-8 text at `path` into `folder`. Equal arguments give equal bytes.
+
+    Args:
+        vocab: how many ids bpe may have.
+        held_out: share of the text, its tail, that is not trained on.
+
+    Raises:
+        DataError: no UTF-8 text, one too short to hold something out of it, or an encoding that cannot be.
+    """
+    text = _read(path)
+    cut = round(len(text) * (1 - held_out))
+    if not 0 < cut < len(text):
+        raise DataError(f"{path}: {len(text)} characters are too few to hold {held_out:.0%} out of them")
+    encoding = encodings.learn(kind, text if kind == "characters" else text[:cut], vocab)
+    folder.mkdir(parents=True, exist_ok=True)
+    counts = [
+        _write(encoding, part, folder / name) for part, name in ((text[:cut], TRAIN), (text[cut:], TEST))
+    ]
+    write_durably(folder / ENCODING, encoding.as_json().encode())
+    return Corpus(encoding.vocab, *counts, characters=len(text))
+
+
+def _read(path: Path) -> str:
+    try:
+        # decoded as it stands: reading as text would turn \r\n into \n
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text at byte {error.start:,}") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _write(encoding: Encoding, text: str, path: Path) -> int:
+    """Tokens as uint16 where they fit, uint32 otherwise."""
+    dtype = np.uint16 if encoding.vocab <= 1 << 16 else np.uint32
+    tokens = np.concatenate([encoding.encode(piece).astype(dtype) for piece in _pieces(text)])
+    np.save(path, tokens, allow_pickle=False)
+    return len(tokens)
+
+
+def _pieces(text: str) -> list[str]:
+    """The text in pieces of whole lines, or of `_PIECE` characters where a line is longer."""
+    pieces = []
+    start = 0
+    while start < len(text):
+        end = start + _PIECE
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        pieces.append(text[start:end])
+        start = end
+    return pieces
