@@ -127,7 +127,7 @@ def plan_of(job: jobs.Job, processes: int) -> plans.ParallelPlan:
     return plan if "dp" in given else replace(plan, dp=max(1, processes // plan.processes))
 
 
-def _work(path: Path, report: process.Report) -> None:
+def work(path: Path, report: process.Report) -> None:
     """`pretrain`, with an exit status of its own where the job is wrong."""
     try:
         pretrain(path, report)
@@ -139,4 +139,4 @@ def _work(path: Path, report: process.Report) -> None:
 
 
 if __name__ == "__main__":
-    process.serve(_work)
+    process.serve(work)

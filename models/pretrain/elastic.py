@@ -1,0 +1,180 @@
+"""Processes that may die, leave and join: torch's elastic agent, made to know why one of ours ended.
+
+An agent starts this host's processes, meets the other hosts' agents at the rendezvous, and starts all anew when one
+has died or a host has come or gone; they go on from the newest checkpoint, as many as there are.
+
+    exit status    killed, or an error    all start again, at most `restarts` times
+                   75, preempted          all start again without those that were asked to leave
+                   78, refused            the end: the job is wrong, and would be again
+
+Processes are forked from one that has imported all they need, so that starting them again takes no imports. A host that is silent for three seconds is taken for dead. Hosts that come within two seconds after enough are there
+are waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Workers would otherwise meet at the store of the rendezvous, where they find the keys of those they replace: they
+# hang, or connect to processes that are gone. To be set before torch.distributed.elastic reads it.
+os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import registry as rendezvous
+
+from edge_client.process import PARENT_VARIABLE, Report
+from edge_client.process import serve as serve_job
+from models.pretrain.preemption import PREEMPTED, REFUSED
+
+MONITOR_SECONDS = 0.1
+GRACE_SECONDS = 30
+"""For a step and a checkpoint, between SIGTERM and SIGKILL."""
+
+_RENDEZVOUS: Mapping[str, Any] = {
+    "keep_alive_interval": 1,
+    "keep_alive_max_attempt": 3,
+    "last_call_timeout": 2,
+}
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Who trains together.
+
+    Attributes:
+        ranks: processes on this host.
+        least, most: hosts.
+        endpoint: HOST:PORT of the rendezvous, kept by `serve`; empty: this host alone.
+        run: name of the launch, the same on all hosts.
+        restarts: after deaths, at most.
+        join_seconds: how long to wait for enough hosts.
+    """
+
+    ranks: int
+    least: int = 1
+    most: int = 1
+    endpoint: str = ""
+    run: str = ""
+    restarts: int = 10
+    join_seconds: int = 600
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent of one host; `statuses` are those of the processes it started last."""
+
+    report: Report
+
+    @property
+    def statuses(self) -> list[int | None]:
+        return [started.exitcode for started in self._processes]
+
+    @property
+    def _processes(self) -> list[Any]:
+        context = getattr(self._pcontext, "_pc", None)
+        return list(context.processes) if context else []
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        statuses = self.statuses
+        if any(status not in (None, 0, PREEMPTED, REFUSED) for status in statuses):
+            # the others cannot go on without it and have nothing to save: torch would wait for them
+            for started in self._processes:
+                started.kill()
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            statuses = self.statuses
+            if REFUSED in statuses:
+                self._remaining_restarts = 0
+            elif PREEMPTED in statuses and set(statuses) <= {0, PREEMPTED}:
+                self._remaining_restarts += 1  # it will be taken off again
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self.report(stage="pretrain", status="restarting", statuses=self.statuses)
+        super()._restart_workers(worker_group)
+
+
+def run(job: Path, fleet: Fleet, report: Report) -> int:
+    """Trains `job` on this host, with others where the fleet has them; gives an exit status.
+
+    Reports `restarting` on standard output, beside what the processes report.
+    """
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=fleet.endpoint or "127.0.0.1:0",
+        run_id=fleet.run or str(uuid.uuid4()),
+        min_nodes=fleet.least,
+        max_nodes=fleet.most,
+        local_addr=None if fleet.endpoint and not _loopback(fleet.endpoint) else "127.0.0.1",
+        is_host="false" if fleet.endpoint else "true",
+        join_timeout=fleet.join_seconds,
+        **_RENDEZVOUS,
+    )
+    handler = rendezvous.get_rendezvous_handler(parameters)
+    spec = WorkerSpec(
+        role="pretrain",
+        local_world_size=fleet.ranks,
+        entrypoint=_work,
+        args=(str(job),),
+        rdzv_handler=handler,
+        max_restarts=fleet.restarts,
+        monitor_interval=MONITOR_SECONDS,
+        local_addr=parameters.local_addr,
+    )
+    agent = Agent(
+        spec,
+        DefaultLogsSpecs(),
+        start_method="forkserver",
+        exit_barrier_timeout=GRACE_SECONDS,
+        shutdown_timeout=GRACE_SECONDS,
+    )
+    agent.report = report
+    try:
+        result = agent.run()
+    except SignalException as asked:
+        # the rendezvous stays open: the other hosts go on
+        saved = asked.sigval == signal.SIGTERM and PREEMPTED in agent.statuses
+        return PREEMPTED if saved else 128 + asked.sigval
+    except RendezvousTimeoutError:
+        report(error=f"{fleet.least} hosts did not meet at {fleet.endpoint} within {fleet.join_seconds} s")
+        return REFUSED
+    handler.shutdown()
+    if result is None or result.is_failed():
+        return REFUSED if REFUSED in agent.statuses else 1
+    return 0
+
+
+def serve(endpoint: str, report: Report) -> None:
+    """Keeps a rendezvous until killed, in a process of its own, so that any host's agent may die.
+
+    Reports `endpoint`, with the port that was free where 0 was given.
+    """
+    from torch.distributed.distributed_c10d import TCPStore
+
+    host, _, port = endpoint.rpartition(":")
+    store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+    report(endpoint=f"{host}:{store.port}")
+    signal.pause()
+
+
+def _work(job: str) -> None:
+    """One process of a pretraining, forked from the server that `launch` has started."""
+    # the server ends with the agent, and this process with the server
+    os.environ[PARENT_VARIABLE] = str(os.getppid())
+    from models.pretrain import worker
+
+    sys.argv = [worker.__file__, job]
+    serve_job(worker.work)
+
+
+def _loopback(endpoint: str) -> bool:
+    return endpoint.startswith(("127.", "localhost"))
