@@ -229,6 +229,9 @@ def _work(record: Record, folder: Path, on_progress: OnProgress) -> None:
                 errors.append(str(line["error"]))
             elif line.get("status") == "preempted":
                 preempted = True
+            elif line.get("status") == "restarting":
+                errors.clear()  # its processes start again, from their last checkpoint
+                preempted = False
             else:
                 on_progress(line)
         status = worker.wait()

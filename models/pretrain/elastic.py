@@ -158,7 +158,7 @@ def serve(endpoint: str, report: Report) -> None:
 
     Reports `endpoint`, with the port that was free where 0 was given.
     """
-    from torch.distributed.distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     host, _, port = endpoint.rpartition(":")
     store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
