@@ -77,6 +77,7 @@ def pretrain(path: Path, report: process.Report) -> None:
                 loss=sum(progress.losses) / done,
                 lr=progress.rate,
                 seconds=progress.seconds,
+                stall_share=loader.stall_share(progress.seconds),
             )
 
         if first:
