@@ -7,7 +7,8 @@ micro-batches, v stages a place, and stages that cost the same:
     naive                (p - 1) / p            one micro-batch is on the way at a time
     gpipe, 1f1b          (p - 1) / (m + p - 1)  Huang 2019, section 2.3; Narayanan 2019
     interleaved          (p - 1) / (v m + p - 1), m divisible by p   Narayanan 2021, section 2.2.2
-    zero-bubble, zbv     less: weight gradients, which nobody waits for, fill the gaps (Qi 2023)
+    zero-bubble, zbv     (p - 1) / (3 v m + p - 1), if forward and both halves of backward cost the same: gradients of
+                         weights, which nobody waits for, fill the other gaps (Qi 2023); zbv from m = 2 p - 1 on
 
 The last two need the two halves of a layer's backward pass apart. Those of a linear layer are two matrix products,
 and autograd computes only the one that is asked for.
@@ -103,9 +104,13 @@ def simulate(
     return Run(max(clock), tuple(busy))
 
 
-def held(plan: ParallelPlan) -> list[int]:
-    """Micro-batches whose activations a place keeps at the most, each stage's counted on its own."""
-    return [_most_held(order) for order in orders(plan)]
+def held(plan: ParallelPlan, size: Callable[[int], float] = lambda stage: 1.0) -> list[float]:
+    """What every place keeps at the most of micro-batches that went forward and not yet back.
+
+    Args:
+        size: of what one micro-batch leaves in a stage, 1 to count them. 1f1b keeps pp of them where gpipe keeps all.
+    """
+    return [_most_held(order, size) for order in orders(plan)]
 
 
 def _needed(this: Pass, plan: ParallelPlan) -> Pass | None:
@@ -120,10 +125,10 @@ def _needed(this: Pass, plan: ParallelPlan) -> Pass | None:
     return Pass(kind, stage + 1, microbatch)
 
 
-def _most_held(order: Sequence[Pass]) -> int:
-    now = most = 0
+def _most_held(order: Sequence[Pass], size: Callable[[int], float]) -> float:
+    now = most = 0.0
     for each in order:
-        now += {"F": 1, "B": -1, "I": 0, "W": -1}[each.kind]
+        now += {"F": 1, "B": -1, "I": 0, "W": -1}[each.kind] * size(each.stage)
         most = max(most, now)
     return most
 
