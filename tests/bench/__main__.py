@@ -17,6 +17,7 @@ NAMES = (
     "device_memory",
     "rounds",
     "hostile",
+    "collectives",
 )
 
 
