@@ -13,8 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-MASKED = -1e9
-"""Added to an attention score that must not count. Finite, so a row without any token stays finite."""
+MASKED = -100.0
+"""Added to an attention score that must not count: leaves it e⁻¹⁰⁰ of its weight, nothing in float32.
+
+Finite, so a row without any token stays finite. No larger, because scores of a statically quantized model share
+one scale of 255 steps with it: at -1e9 all that count become the same.
+"""
 
 
 class TokenEmbedding(nn.Module):
