@@ -1,0 +1,170 @@
+"""Experts kept by several processes answer as they do in one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from models.pretrain import experts, params, sharding, trainer, world
+from models.pretrain import plan as plans
+from models.zoo import moe
+from tests.models.pretrain.curves import settings, spec_of, tokens
+from tests.support import ranks
+
+HERE = "tests.models.pretrain.test_experts"
+WIDTH, EXPERTS = 8, 4
+MODEL: dict[str, Any] = {"name": "moe", "experts": EXPERTS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [[[3, 0, 2, 1], [1, 4, 0, 2]], [[5, 0, 0, 0], [0, 0, 0, 3]]])
+def test_tokens_meet_their_experts_and_come_back(counts: list[list[int]]) -> None:
+    alone = _experts()
+
+    for place, (answers, input_gradient, up_gradient) in enumerate(
+        ranks.run(2, f"{HERE}:spread_answers", counts)
+    ):
+        x = _rows(counts[place])
+        expected = alone(x, torch.tensor(counts[place]))
+        expected.square().sum().backward()
+        assert x.grad is not None
+        np.testing.assert_allclose(answers, expected.detach(), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(input_gradient, x.grad, rtol=1e-5, atol=1e-5)
+        everyones = _gradient_of_all(counts)[place * 2 : place * 2 + 2]
+        np.testing.assert_allclose(up_gradient, everyones, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_process_keeps_its_share_of_experts_and_gradients_are_those_of_one() -> None:
+    shapes, gradients = ranks.run(4, f"{HERE}:gradients", "dp=4,ep=2")[0]
+    _, expected = ranks.run(1, f"{HERE}:gradients", "dp=1")[0]
+
+    assert set(shapes) == {(EXPERTS // 2, 32, 128), (EXPERTS // 2, 128, 32)}
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, expected[name], atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_gathered_model_is_whole() -> None:
+    gathered = ranks.run(2, f"{HERE}:gathered", "dp=2,ep=2")[0]
+
+    expected = params.params_of(spec_of(**MODEL).build(5))
+    assert gathered.keys() == expected.keys()
+    for name, array in gathered.items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+def test_a_token_is_answered_by_its_likeliest_expert() -> None:
+    torch.manual_seed(0)
+    mixture = moe.Mixture(WIDTH, EXPERTS, chosen=1)
+    x = torch.randn(2, 3, WIDTH)
+
+    answers = mixture(x)
+
+    odds = mixture.router(x).softmax(-1)
+    for row, token in np.ndindex(2, 3):
+        best = int(odds[row, token].argmax())
+        counts = torch.zeros(EXPERTS, dtype=torch.int64)
+        counts[best] = 1
+        expected = odds[row, token, best] * mixture.experts(x[row, token][None], counts)[0]
+        torch.testing.assert_close(answers[row, token], expected)
+
+
+def test_all_experts_chosen_are_summed_by_their_odds() -> None:
+    torch.manual_seed(0)
+    mixture = moe.Mixture(WIDTH, EXPERTS, chosen=EXPERTS)
+    x = torch.randn(1, 5, WIDTH)
+
+    odds = mixture.router(x).softmax(-1)
+    each = torch.stack(
+        [
+            mixture.experts(x[0], torch.tensor([5 * (index == expert) for index in range(EXPERTS)]))
+            for expert in range(EXPERTS)
+        ],
+        -1,
+    )
+    torch.testing.assert_close(mixture(x)[0], (each * odds[0][:, None]).sum(-1))
+
+
+def test_what_a_token_becomes_does_not_depend_on_its_batch() -> None:
+    module = spec_of(**MODEL).build(1)
+    x = torch.from_numpy(tokens().x[:4])
+
+    torch.testing.assert_close(module(x)[2], module(x[2:3])[0])
+
+
+def test_more_experts_chosen_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="chosen is 5, expected 1 to the 4 experts"):
+        moe.spec((16,), 48, experts=4, chosen=5)
+
+
+def test_experts_that_processes_cannot_share_are_refused() -> None:
+    from models.pretrain.parallelize import sizes_of
+
+    with pytest.raises(plans.PlanError, match="ep=3 must divide the 4 experts"):
+        plans.check(plans.parse("dp=3,ep=3"), sizes_of(spec_of(**MODEL)), batch_size=12)
+
+
+def _experts() -> moe.Experts:
+    torch.manual_seed(0)
+    made = moe.Experts(WIDTH, EXPERTS)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(20)
+    return made
+
+
+def _rows(counts: list[int]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(n * 10**place for place, n in enumerate(counts)))
+    return torch.randn(sum(counts), WIDTH, generator=generator).requires_grad_()
+
+
+def _gradient_of_all(counts: list[list[int]]) -> torch.Tensor:
+    alone = _experts()
+    for mine in counts:
+        alone(_rows(mine), torch.tensor(mine)).square().sum().backward()
+    assert alone.up.grad is not None
+    return alone.up.grad
+
+
+def spread_answers(counts: list[list[int]]) -> tuple[Any, ...]:
+    """Runs in the ranks."""
+    with world.join(plans.parse("dp=2,ep=2")) as here:
+        spread = experts.Spread(_experts(), here.axis("shard"))
+        mine = counts[here.rank]
+        x = _rows(mine)
+        answers = spread(x, torch.tensor(mine))
+        answers.square().sum().backward()
+        gradient = dict(spread.named_parameters())["up"].grad
+        assert isinstance(gradient, DTensor) and x.grad is not None
+        return answers.detach().numpy(), x.grad.numpy(), gradient.to_local().numpy()
+
+
+def gradients(plan: str) -> tuple[list[tuple[int, ...]], dict[str, Any]]:
+    """Runs in the ranks. Shapes of this process's experts, and all gradients, whole."""
+    with world.join(plans.parse(plan)) as here:
+        training = trainer.build(spec_of(**MODEL), tokens(), settings(), here, seed=5)
+        training.run(training.batches[0])
+        sharding.sum_gradients(training.parallel.parts, here)
+        named = dict(training.parallel.parts[0].named_parameters())
+        shapes = [tuple(p.to_local().shape) for p in named.values() if isinstance(p, DTensor)]
+        whole = {
+            name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad)
+            for name, p in named.items()
+        }
+        return shapes, {name: gradient.numpy() for name, gradient in whole.items() if gradient is not None}
+
+
+def gathered(plan: str) -> dict[str, Any] | None:
+    """Runs in the ranks."""
+    spec = spec_of(**MODEL)
+    with world.join(plans.parse(plan)) as here:
+        training = trainer.build(spec, tokens(), dataclasses.replace(settings(), steps=1), here, seed=5)
+        whole = params.gather(training.parallel.parts, spec, here)
+        return params.params_of(whole) if whole is not None else None
