@@ -126,7 +126,7 @@ class CompressedMean:
         averaged = pack(self.server_error)
         self.server_error -= unpack(averaged)
         everything = torch.empty_like(outgoing)
-        dist.all_gather_into_tensor(everything, averaged, group=self.group)
+        dist.all_gather_single(everything, averaged, group=self.group)
         return unpack(everything)[: len(vector)]
 
 

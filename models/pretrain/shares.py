@@ -138,5 +138,5 @@ class Rebalancing:
         speed = self._rows / max(self._seconds, 1e-9)
         mine = torch.tensor([speed], dtype=torch.float64, device=self.world.device)
         found = torch.empty(self.world.size("dp"), dtype=torch.float64, device=self.world.device)
-        dist.all_gather_into_tensor(found, mine, group=self.world.group("dp"))
+        dist.all_gather_single(found, mine, group=self.world.group("dp"))
         return tuple(found.tolist())

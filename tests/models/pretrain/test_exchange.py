@@ -1,0 +1,119 @@
+"""Coded exchange of gradients: what it sends, what it loses, and that training does not suffer."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.pretrain import onebit
+from tests.support import ranks
+
+HERE = "tests.models.pretrain.test_exchange"
+CURVE = "tests.models.pretrain.curves:curve"
+PLANS = ["dp=2", *(f"dp=2,exchange={kind}" for kind in ("fp16", "bf16", "powersgd", "onebit"))]
+
+
+@given(blocks=st.integers(1, 4), seed=st.integers(0, 2**31))
+def test_packing_keeps_signs_and_block_means(blocks: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    vector = torch.randn(blocks * onebit.BLOCK, generator=generator)
+    packed = onebit.pack(vector)
+    assert packed.dtype == torch.uint8
+    assert len(packed) == blocks * (onebit.BLOCK // 8 + 4)
+    found = onebit.unpack(packed).view(blocks, -1)
+    means = vector.view(blocks, -1).abs().mean(1, keepdim=True)
+    torch.testing.assert_close(found, torch.where(vector.view(blocks, -1) >= 0, means, -means))
+
+
+@given(seed=st.integers(0, 2**31))
+def test_packing_twice_is_packing_once(seed: int) -> None:
+    vector = torch.randn(onebit.BLOCK, generator=torch.Generator().manual_seed(seed))
+    once = onebit.unpack(onebit.pack(vector))
+    torch.testing.assert_close(onebit.unpack(onebit.pack(once)), once)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+def test_what_rounding_leaves_out_comes_later(processes: int) -> None:
+    for told, meant, left, worst in ranks.run(processes, f"{HERE}:fed_back"):
+        np.testing.assert_allclose(np.add(told, left), meant, atol=1e-3)
+        assert np.abs(left).max() < worst  # errors do not add up over the calls
+
+
+@pytest.mark.slow
+def test_the_warm_up_of_onebit_is_adam() -> None:
+    alone = ranks.run(1, CURVE, "dp=1")[0]
+    for found in ranks.run(2, CURVE, "dp=2,exchange=onebit,exchange_warmup=100"):
+        np.testing.assert_allclose(found, alone, atol=1e-5)
+    coded = ranks.run(2, CURVE, "dp=2,exchange=onebit,exchange_warmup=0")[0]
+    assert np.abs(np.subtract(coded, alone)).max() > 1e-4
+
+
+@pytest.mark.slow
+def test_losses_and_bytes_of_every_exchange() -> None:
+    found = dict(zip(PLANS, ranks.run(2, "tests.models.pretrain.markov:trained", PLANS)[0], strict=True))
+    plain = found["dp=2"]
+    assert plain.loss < 0.4 * plain.first
+    # a ring all-reduce sends 2 (N-1)/N of the gradients
+    assert plain.sent_bytes == pytest.approx(200 * 4 * plain.values, rel=0.01)
+    for plan, share, tolerance in (
+        ("dp=2,exchange=fp16", 0.5, 0.01),
+        ("dp=2,exchange=bf16", 0.5, 0.01),
+        ("dp=2,exchange=powersgd", 0.35, 0.06),
+        ("dp=2,exchange=onebit", 0.2, 0.02),
+    ):
+        assert found[plan].sent_bytes <= share * 1.01 * plain.sent_bytes, plan
+        assert found[plan].loss <= (1 + tolerance) * plain.loss, plan
+
+
+@pytest.mark.slow
+def test_onebit_among_four_processes() -> None:
+    plain, coded = ranks.run(
+        4, "tests.models.pretrain.markov:trained", ["dp=4", "dp=4,exchange=onebit"], steps=150, width=48
+    )[0]
+    assert coded.loss <= 1.02 * plain.loss
+    assert coded.sent_bytes <= plain.sent_bytes / 5
+
+
+@pytest.mark.slow
+def test_onebit_refuses_what_needs_the_whole_gradient() -> None:
+    with pytest.raises(ranks.RankFailed, match=r"PlanError: .*clip_norm is 1\.0, expected 0"):
+        ranks.run(2, CURVE, "dp=2,exchange=onebit", clip_norm=1.0)
+    with pytest.raises(ranks.RankFailed, match=r"PlanError: .*optimizer is 'sgd', expected 'adamw'"):
+        ranks.run(2, CURVE, "dp=2,exchange=onebit", optimizer="sgd")
+
+
+# what the processes run
+
+
+def fed_back() -> tuple[list[float], list[float], list[float], float]:
+    """Sums over 40 calls of what the mean was told to be and what it was, and what is left of it in the errors."""
+    from models.pretrain import plan as plans
+    from models.pretrain import world
+    from models.pretrain.onebit import BLOCK, CompressedMean
+
+    size, processes = 3 * BLOCK + 5, int(os.environ["WORLD_SIZE"])
+    with world.join(plans.parse(f"dp={processes}")) as here:
+        mean = CompressedMean(here.group("dp"))
+        told, meant = torch.zeros(size), torch.zeros(size)
+        worst = 0.0
+        for call in range(40):
+            every = [
+                torch.randn(size, generator=torch.Generator().manual_seed(100 * call + rank))
+                for rank in range(processes)
+            ]
+            told += mean(every[here.rank])
+            meant += torch.stack(every).mean(0)
+            worst = max(worst, float(meant.abs().max()))
+        left = mean.worker_error.clone()
+        torch.distributed.all_reduce(left)
+        left /= processes
+        chunks = torch.empty_like(left)
+        torch.distributed.all_gather_single(chunks, mean.server_error)
+        left += chunks
+        return told.tolist(), meant.tolist(), left[:size].tolist(), worst
