@@ -18,6 +18,7 @@ NAMES = (
     "rounds",
     "hostile",
     "collectives",
+    "gradient_exchange",
 )
 
 
