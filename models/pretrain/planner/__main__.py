@@ -1,0 +1,135 @@
+"""`python -P -m models.pretrain.planner JOB.json`: ranks the plans that a job's model can be trained by.
+
+Beside what `models.pretrain.worker` reads the job may have `planner`, a table of `Settings`; its `plan` fixes the keys
+it names. Writes `profile.json`, `plan.json` (the ranking), and `result.json` with everything:
+
+    {"profile": {…}, "ranking": [{"plan", "seconds", "memory_bytes", "parts", "memory"}, …],
+     "refused": [{"plan", "reason"}, …], "explanation": ["…", …], "scaling": {…}}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from edge_client import process
+from edge_client.files import write_durably
+from models import job as jobs
+from models import options
+from models.options import bounded
+from models.pretrain.plan import MOST, PlanError
+from models.pretrain.planner import explain, profile, scaling
+from models.pretrain.planner.profile import Profile, ProfileError
+from models.pretrain.planner.scaling import Rule
+from models.pretrain.planner.search import Found, search
+from models.pretrain.training import Options
+
+REFUSED = 200
+"""Refused plans that are written out, of many alike."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to plan for.
+
+    Attributes:
+        processes: in all.
+        per_host: processes on a host; 0: all on one.
+        memory_mib: of a process; 0: what this machine has.
+        profile: a file to plan with instead of measuring; relative to the job file.
+        scaling: how options follow the batch; none leaves them.
+        base_batch_size: the batch that the options are right for; 0: the one given.
+        slow_between: how many times slower a message between hosts is than inside one.
+    """
+
+    processes: int = bounded(1, 1, MOST)
+    per_host: int = bounded(0, 0, MOST)
+    memory_mib: int = bounded(0, 0, 1 << 30)
+    profile: str = ""
+    scaling: Rule = "none"
+    base_batch_size: int = bounded(0, 0, 1_000_000)
+    slow_between: float = bounded(1.0, 1.0, 1e6)
+
+
+def plan(path: Path, report: process.Report) -> None:
+    """The whole job."""
+    job = jobs.read(path)
+    given = job.options(Options)
+    settings = settings_of(job)
+    measured = _profile(job, settings, given, report)
+    fixed = job.settings.get("plan", {})
+    if not isinstance(fixed, dict):
+        raise jobs.JobError(f"{path}: plan is {fixed!r}, expected an object")
+    try:
+        found = search(measured, given.batch_size, settings.processes, fixed)
+    except PlanError as error:
+        raise jobs.JobError(f"{path}: {error}") from None
+    report(stage="plan", step=3, steps=3, fitting=len(found.ranking), refused=len(found.refused))
+    profile.write(measured, job.out / "profile.json")
+    ranking = {"ranking": explain.rows(found)}
+    write_durably(job.out / "plan.json", (json.dumps(ranking, indent=2) + "\n").encode())
+    jobs.write_result(job.out, result(found, measured, settings, given))
+
+
+def result(found: Found, measured: Profile, settings: Settings, given: Options) -> dict[str, Any]:
+    """Everything that is written of a search."""
+    return {
+        "profile": profile.table(measured),
+        "ranking": explain.rows(found),
+        "refused": [
+            {"plan": str(refused.plan), "reason": refused.reason} for refused in found.refused[:REFUSED]
+        ],
+        "explanation": explain.explain(found, measured, settings.processes),
+        "scaling": _scaling(settings, given),
+    }
+
+
+def settings_of(job: jobs.Job) -> Settings:
+    try:
+        return options.read(Settings, job.settings.get("planner", {}), f"{job.path}: planner")
+    except options.OptionError as error:
+        raise jobs.JobError(str(error)) from None
+
+
+def _profile(job: jobs.Job, settings: Settings, given: Options, report: process.Report) -> Profile:
+    per_host = settings.per_host or settings.processes
+    if settings.profile:
+        try:
+            found = profile.read(job.file("planner.profile", settings.profile))
+        except ProfileError as error:
+            raise jobs.JobError(str(error)) from None
+    else:
+        from models.pretrain.planner import probe
+
+        found = probe.measure(job, given, per_host, report)
+    machine = replace(found.machine, per_host=per_host)
+    if settings.memory_mib:
+        machine = replace(machine, memory_bytes=settings.memory_mib * 2.0**20)
+    if settings.slow_between > 1:
+        inside, slow = machine.inside, settings.slow_between
+        machine = replace(
+            machine, between=replace(inside, alpha=inside.alpha * slow, beta=inside.beta * slow)
+        )
+    return replace(found, machine=machine)
+
+
+def _scaling(settings: Settings, given: Options) -> dict[str, Any]:
+    """What the batch asks of the options, and whether it is to be done."""
+    base = settings.base_batch_size or given.batch_size
+    rule = settings.scaling if settings.scaling != "none" else scaling.suited(given.optimizer)
+    after = dataclasses.asdict(scaling.scaled(given, base, rule))
+    before = dataclasses.asdict(given)
+    return {
+        "rule": rule,
+        "applied": settings.scaling != "none",
+        "base_batch_size": base,
+        "batch_size": given.batch_size,
+        "options": {name: after[name] for name in after if after[name] != before[name]},
+    }
+
+
+if __name__ == "__main__":
+    process.serve(plan)
