@@ -38,7 +38,7 @@ from edge_client.files import sync_folder, write_durably
 from models.job import JobError
 from models.options import bounded
 from models.pretrain.parallelize import whole_name
-from models.pretrain.params import named_tensors
+from models.pretrain.params import named_tensors, shapes_of
 from models.pretrain.world import World
 
 FORMAT = 1
@@ -91,16 +91,12 @@ class Identity:
     tensors: Mapping[str, tuple[int, ...]]
 
     def check(self, other: Identity, where: Path) -> None:
-        """Raises:
-        CheckpointError: `other`, found at `where`, differs; names the first tensor or setting that does.
+        """Makes sure that what is at `where`, `other`, may go on as this.
+
+        Raises:
+            CheckpointError: it may not; names the first tensor or setting that differs.
         """
-        for name in sorted({*self.tensors, *other.tensors}):
-            mine, theirs = self.tensors.get(name), other.tensors.get(name)
-            if mine != theirs:
-                raise CheckpointError(
-                    f"{where} belongs to another model: tensor {name!r} is "
-                    f"{theirs or 'missing'} there and {mine or 'not one of the tensors'} here"
-                )
+        other.check_tensors(self.tensors, where)
         for key in ("optimizer", "seed", "batch_size", "rows"):
             if getattr(self, key) != getattr(other, key):
                 raise CheckpointError(
@@ -108,13 +104,26 @@ class Identity:
                     f"{getattr(self, key)!r}; set it back, or name another folder"
                 )
 
+    def check_tensors(self, expected: Mapping[str, tuple[int, ...]], where: Path) -> None:
+        """Makes sure that this, found at `where`, is of a model with the tensors `expected`.
+
+        Raises:
+            CheckpointError: names the first that differs.
+        """
+        for name in sorted({*self.tensors, *expected}):
+            there, here = self.tensors.get(name), expected.get(name)
+            if there != here:
+                raise CheckpointError(
+                    f"{where} belongs to another model: tensor {name!r} is {there or 'missing'} there and "
+                    f"{here or 'missing'} here"
+                )
+
 
 def identity_of(
     module: nn.Module, model: str, optimizer: str, seed: int, batch_size: int, rows: int
 ) -> Identity:
     """Of a training of `module`, a whole model."""
-    tensors = {name: tuple(tensor.shape) for name, tensor in named_tensors(module).items()}
-    return Identity(model, optimizer, seed, batch_size, rows, tensors)
+    return Identity(model, optimizer, seed, batch_size, rows, shapes_of(module))
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -7,7 +7,8 @@ has died or a host has come or gone; they go on from the newest checkpoint, as m
                    75, preempted          all start again without those that were asked to leave
                    78, refused            the end: the job is wrong, and would be again
 
-Processes are forked from one that has imported all they need, so that starting them again takes no imports. A host that is silent for three seconds is taken for dead. Hosts that come within two seconds after enough are there
+Processes are forked from one that has imported all they need, so that starting them again takes no imports. A host
+that is silent for ten seconds is taken for dead. Hosts that come within five seconds after enough are there
 are waited for.
 """
 
@@ -26,6 +27,7 @@ from typing import Any
 # hang, or connect to processes that are gone. To be set before torch.distributed.elastic reads it.
 os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -39,6 +41,9 @@ from models.pretrain.preemption import PREEMPTED, REFUSED
 MONITOR_SECONDS = 0.1
 GRACE_SECONDS = 30
 """For a step and a checkpoint, between SIGTERM and SIGKILL."""
+
+MEETINGS = 5
+"""Tries to meet, where hosts vanish in between."""
 
 _RENDEZVOUS: Mapping[str, Any] = {
     "keep_alive_interval": 1,
@@ -82,6 +87,17 @@ class Agent(LocalElasticAgent):
     def _processes(self) -> list[Any]:
         context = getattr(self._pcontext, "_pc", None)
         return list(context.processes) if context else []
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        for tries_left in range(MEETINGS - 1, -1, -1):
+            try:
+                super()._rendezvous(worker_group)
+            except DistStoreError:
+                # the host that was to tell the others where to meet is gone again
+                if not tries_left:
+                    raise
+            else:
+                return
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         statuses = self.statuses

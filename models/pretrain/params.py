@@ -116,5 +116,10 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
 
 
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of `named_tensors`."""
+    return {name: tuple(tensor.shape) for name, tensor in named_tensors(module).items()}
+
+
 def _float_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in named_tensors(module).items() if tensor.is_floating_point()}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
 from models.pretrain.checkpoint import Checkpointer, Policy
-from tests.models.pretrain.curves import settings, small_gpt, tokens
+from models.zoo import ModelSpec
+from tests.models.pretrain.curves import settings, spec_of, tokens
 
 SAVED_AT = 3
 
@@ -39,10 +43,26 @@ def resumed(
 
 
 def begin(
-    here: world.World, folder: Path, model: dict[str, Any] | None = None, **options: Any
+    here: world.World,
+    folder: Path,
+    model: dict[str, Any] | None = None,
+    dropout: float = 0.0,
+    **options: Any,
 ) -> tuple[trainer.Trainer, Checkpointer]:
-    training = trainer.build(small_gpt(**model or {}), tokens(), settings(**options), here, seed=5)
+    spec = with_dropout(spec_of(model or {}), dropout)
+    training = trainer.build(spec, tokens(), settings(**options), here, seed=5)
     return training, Checkpointer(folder, Policy(), training.identity, here)
+
+
+def with_dropout(spec: ModelSpec, probability: float) -> ModelSpec:
+    """`spec` with features dropped before the head."""
+
+    def build() -> nn.Module:
+        module = spec.module()
+        module.norm = nn.Sequential(module.norm, nn.Dropout(probability))
+        return module
+
+    return replace(spec, module=build) if probability else spec
 
 
 def steps(training: trainer.Trainer, last: int) -> list[float]:

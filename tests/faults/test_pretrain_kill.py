@@ -1,0 +1,144 @@
+"""SIGKILL of a worker, of an agent, of the launcher: a pretraining goes on from its last checkpoint, on one curve."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.pretrain.preemption import PREEMPTED, REFUSED
+from tests.support.pretraining import (
+    change,
+    curve_of,
+    is_alive,
+    kill,
+    rendezvous,
+    training,
+    write_job,
+)
+
+pytestmark = pytest.mark.slow
+
+STEPS, EVERY = 400, 5
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of one process that nothing happened to."""
+    job = write_job(tmp_path_factory.mktemp("undisturbed"), STEPS)
+    subprocess.run([sys.executable, "-P", "-m", "models.pretrain.worker", str(job)], check=True)
+    losses: list[float] = json.loads((job.parent / "result.json").read_text())["losses"]
+    assert len(losses) == STEPS
+    return losses
+
+
+def test_killed_workers_start_again_on_the_same_curve(tmp_path: Path, undisturbed: list[float]) -> None:
+    """Whichever dies, the first or another, at most one interval and what was being written is lost."""
+    job = write_job(tmp_path, STEPS)
+    with training(job, 2) as agent:
+        for number, victim in enumerate((0, -1)):
+            at = agent.reaches(60 + 120 * number)["step"]
+            heard = len(agent.lines)
+            kill(sorted(agent.workers)[victim])
+            agent.waits_for(lambda line: line.get("status") == "restarting", heard)
+            again = agent.waits_for(lambda line: "step" in line and "loss" not in line, heard)["step"]
+            # the checkpoint of the last interval may have been under way
+            assert at - 2 * EVERY <= again, (at, again)
+        assert agent.ended() == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["restarts"] == 2
+    np.testing.assert_allclose(result["losses"], undisturbed, atol=TOLERANCE)
+    assert [point["loss"] for point in curve_of(job)] == result["losses"]
+    assert {point["restart"] for point in curve_of(job)} == {0, 1, 2}
+
+
+def test_hosts_die_and_join(tmp_path: Path, undisturbed: list[float]) -> None:
+    """4 -> 3 -> 4 agents of a process each; the global batch of 11 rows stays, shared by however many there are."""
+    job = write_job(tmp_path, STEPS)
+    with rendezvous(tmp_path) as endpoint, ExitStack() as stack:
+        where = ("--rendezvous", endpoint, "--hosts", "2:4", "--run", "test")
+        agents = [stack.enter_context(training(job, 1, *where)) for _ in range(4)]
+        told = _curve_reaches(job, agents, 4, 20)
+        agents.pop().process.kill()
+        _curve_reaches(job, agents, 3, told + 20)
+        agents.append(stack.enter_context(training(job, 1, *where)))
+        _curve_reaches(job, agents, 4, told + 60)
+        assert [agent.ended() for agent in agents] == [0, 0, 0, 0]
+    points = curve_of(job)
+    sizes = [point["plan"] for point in points]
+    assert list(dict.fromkeys(sizes)) == ["dp=4", "dp=3"] and sizes[-1] == "dp=4"
+    np.testing.assert_allclose([point["loss"] for point in points], undisturbed, atol=TOLERANCE)
+
+
+def test_everything_dies_with_the_launcher(tmp_path: Path) -> None:
+    job = write_job(tmp_path, 100_000)
+    with training(job, 2) as agent:
+        agent.reaches(10)
+        tree = agent.workers
+        assert len(tree) == 2
+        agent.process.kill()
+        agent.ended()  # its output ends when nobody holds the pipe any more
+    assert not [process for process in tree if is_alive(process)]
+
+
+def test_a_preempted_training_moves_to_another_folder_and_plan(
+    tmp_path: Path, undisturbed: list[float]
+) -> None:
+    job = write_job(tmp_path / "here", STEPS, plan={"dp": 2})
+    change(job, checkpoint={"every": 100_000})  # so that nothing but the preemption saves
+    with training(job, 2) as agent:
+        agent.reaches(40)
+        agent.process.send_signal(signal.SIGTERM)
+        assert agent.ended() == PREEMPTED
+        assert agent.lines[-1]["status"] == "preempted"
+        stopped = agent.lines[-1]["step"]
+    assert 40 < stopped < STEPS
+    assert not (tmp_path / "here" / "result.json").exists()
+    moved = job.parent.rename(tmp_path / "there") / "job.json"
+    change(moved, plan={"tp": 2}, checkpoint={"every": 50})
+    with training(moved, 2) as agent:
+        assert agent.waits_for(lambda line: "step" in line)["step"] == stopped
+        assert agent.ended() == 0
+    result = json.loads((tmp_path / "there" / "result.json").read_text())
+    assert result["plan"] == "tp=2"
+    np.testing.assert_allclose(result["losses"], undisturbed, atol=TOLERANCE)
+
+
+def test_a_wrong_job_is_refused_once(tmp_path: Path) -> None:
+    job = write_job(tmp_path, STEPS)
+    change(job, checkpoint={"evry": 5})
+    with training(job, 2) as agent:
+        assert agent.ended() == REFUSED
+    assert all("did you mean 'every'?" in line["error"] for line in agent.lines)
+    assert 1 <= len(agent.lines) <= 2
+
+
+def _curve_reaches(job: Path, agents: list, hosts: int, step: int) -> int:  # type: ignore[type-arg]
+    """Waits until that many hosts have trained past `step`; whichever has rank 0 tells."""
+    import time
+
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        told = [
+            line["step"]
+            for agent in agents
+            for line in list(agent.lines)
+            if "loss" in line and line["step"] >= step
+        ]
+        if told and curve_plan(job) == f"dp={hosts}":
+            return max(told)
+        assert all(agent.process.poll() is None for agent in agents), [agent.lines[-2:] for agent in agents]
+        time.sleep(0.05)
+    raise AssertionError(f"{hosts} hosts never reached step {step}")
+
+
+def curve_plan(job: Path) -> str:
+    lines = (job.parent / "curve.jsonl").read_text().splitlines()
+    return str(json.loads(lines[-1])["plan"]) if lines else ""
