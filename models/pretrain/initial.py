@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,22 +44,30 @@ def starting(job: Job, spec: ModelSpec) -> ModelSpec:
     head = given.get("head", "same")
     if head not in HEADS:
         raise JobError(f"{where}.head is {head!r}, expected one of {', '.join(HEADS)}")
-    path = job.file("init.params", job.value("init", "params"))
+    return from_file(spec, job.file("init.params", job.value("init", "params")), new_head=head == "new")
+
+
+def from_file(spec: ModelSpec, path: Path, *, new_head: bool) -> ModelSpec:
+    """`spec`, whose fresh modules have the params in `path`, but for the head where it is to be a new one.
+
+    Raises:
+        JobError: the file cannot be read, or its tensors do not fit; lists those that do not.
+    """
     try:
         tensors = safetensors.numpy.load(path.read_bytes())
     except (OSError, SafetensorError) as error:
         raise JobError(f"{path} is not a readable .safetensors file: {error}") from error
-    problems = misfits(tensors, spec, new_head=head == "new")
+    problems = misfits(tensors, spec, new_head=new_head)
     if problems:
         more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
-        advice = "" if head == "new" else '; `head = "new"` leaves the last module out'
+        advice = "" if new_head else '; `head = "new"` leaves the last module out'
         raise JobError(
             f"{path} does not fit model {spec.name!r}: {'; '.join(problems[:_LISTED])}{more}{advice}"
         )
 
     def module() -> nn.Module:
         built = spec.module()
-        fill(built, tensors, _head(built, spec) if head == "new" else "")
+        fill(built, tensors, _head(built, spec) if new_head else "")
         return built
 
     return dataclasses.replace(spec, module=module)

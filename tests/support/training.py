@@ -21,5 +21,6 @@ def trained(
     """The module in evaluation mode, and the loss of every step."""
     with world.join(ParallelPlan()) as here:
         training = trainer.build(spec, Arrays(x, y), options, here, seed)
-        losses = trainer.train(training, lambda progress: None, every=10)
+        losses: list[float] = []
+        trainer.train(training, lambda progress: losses.extend(progress.losses), every=10)
     return training.parallel.parts[0].eval(), losses
