@@ -6,6 +6,9 @@
 Both are the same with an outer learning rate of 1 and no momentum. Each agreement sends as many bytes as one exchange
 of gradients, so 1/H of them in all.
 
+The state of the inner optimizers is each process's own. A checkpoint, which is taken when all agree, keeps one
+process's, with which all go on; the outer momentum is the same everywhere and is kept as it is.
+
 Why H = 1 with SGD inside is plain data parallelism: a process steps along N g_i, N times its share of the gradient of
 the global batch's mean, from where all stand, so the mean of the params is p - lr · sum g_i. Momentum and weight decay
 are linear and change nothing of it; Adam divides by the root of each process's own squares, and does not agree.
