@@ -19,6 +19,7 @@ NAMES = (
     "hostile",
     "collectives",
     "gradient_exchange",
+    "pipeline_bubble",
 )
 
 
