@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from models.pretrain import experts, params, sharding, trainer, world
 from models.pretrain import plan as plans
+from models.pretrain.checkpoint import Checkpointer, Policy
 from models.zoo import moe
 from tests.models.pretrain.curves import settings, spec_of, tokens
 from tests.support import ranks
@@ -58,6 +60,15 @@ def test_gathered_model_is_whole() -> None:
     assert gathered.keys() == expected.keys()
     for name, array in gathered.items():
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+@pytest.mark.slow
+def test_experts_are_saved_once_and_go_on_among_other_processes(tmp_path: Path) -> None:
+    expected = ranks.run(2, f"{HERE}:saved", "dp=2,ep=2", tmp_path)[0]
+
+    for plan, processes in (("dp=1", 1), ("dp=4,ep=4", 4)):
+        for found in ranks.run(processes, f"{HERE}:resumed", plan, tmp_path):
+            np.testing.assert_allclose(found, expected, atol=1e-5, err_msg=plan)
 
 
 def test_a_token_is_answered_by_its_likeliest_expert() -> None:
@@ -168,3 +179,30 @@ def gathered(plan: str) -> dict[str, Any] | None:
         training = trainer.build(spec, tokens(), dataclasses.replace(settings(), steps=1), here, seed=5)
         whole = params.gather(training.parallel.parts, spec, here)
         return params.params_of(whole) if whole is not None else None
+
+
+def saved(plan: str, folder: Path) -> list[float]:
+    """Runs in the ranks. Trains three steps, saves, and gives the losses of those that follow."""
+    with world.join(plans.parse(plan)) as here:
+        training = trainer.build(spec_of(**MODEL), tokens(), settings(), here, seed=5)
+        for _ in range(3):
+            training.train_step()
+        training.losses()
+        checkpointer = Checkpointer(folder, Policy(), training.identity, here)
+        checkpointer.save(training.state, training.step)
+        checkpointer.wait()
+        return _to_the_end(training)
+
+
+def resumed(plan: str, folder: Path) -> list[float]:
+    """Runs in the ranks."""
+    with world.join(plans.parse(plan)) as here:
+        training = trainer.build(spec_of(**MODEL), tokens(), settings(), here, seed=5)
+        training.step = Checkpointer(folder, Policy(), training.identity, here).restore(training.state)
+        return _to_the_end(training)
+
+
+def _to_the_end(training: trainer.Trainer) -> list[float]:
+    while training.step < training.steps:
+        training.train_step()
+    return training.losses()
