@@ -40,11 +40,13 @@ class Layout:
         order: modules whose composition is the forward pass: each takes what the one before it gave. `*` stands for
             all children in turn, which are the layers a pipeline splits between.
         columns: linear layers whose outputs may be split, by head or feature, what follows working on its own share.
+            Where sequences are split in between, the modules that hold them see whole ones.
         rows: linear layers whose inputs may be split; their outputs are partial sums.
         vocabulary: the embedding, whose rows may be split.
         head: the last linear layer, whose outputs are the classes.
         norms: normalisations over features, which may see a part of the sequence only.
-        attention: what takes (query, key, value), [B, H, T, D] each, to [B, H, T, D], whose heads may be split.
+        attention: what takes (query, key, value), [B, H, T, D] each, to [B, H, T, D], whose heads may be split. With
+            parts of sequences, a module that has an attribute `offset` is told the position of its first token.
         experts: what takes (x [N, D] sorted by expert, counts [E]) to [N, D], with one row of every parameter an expert.
         operators: how single modules of any kind lie over the tp ranks, by path.
         heads, width, hidden, length: sizes, as in `models.pretrain.plan.Sizes`.
