@@ -45,10 +45,7 @@ def main() -> None:
 
 def _prepare() -> None:
     """Starts the server that processes are forked from, which imports torch while this process does."""
-    # forked processes take file descriptors and environment from the server: it is to have ours
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["models.pretrain.elastic", "models.pretrain.worker"]
-    )
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["models.pretrain.nursery"])
     forkserver.ensure_running()
 
 
