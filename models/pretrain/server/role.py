@@ -3,7 +3,7 @@
 Its rank is RANK; where all meet is FEDLOOP_RENDEZVOUS, an init method of torch.distributed (`file://…`), or
 MASTER_ADDR and MASTER_PORT. The package's `__main__` sets them on one machine; on several, start this on each.
 
-Worker 0 reports progress and writes `model.safetensors` and `result.json`.
+Worker 0 reports progress, with the loss of its own share, and writes `curve.jsonl`, `model.safetensors` and `result.json`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from edge_client import process
 from models import job as jobs
 from models.pretrain import evaluation, initial, params, sources
 from models.pretrain.batches import Batch, Batches, Share, Source
+from models.pretrain.curve import NAME as CURVE
+from models.pretrain.curve import Curve
 from models.pretrain.objective import Objective, objective_of
 from models.pretrain.server import replica, rules, settings
 from models.pretrain.server.client import Client
@@ -57,12 +59,27 @@ def play(path: Path, report: process.Report) -> None:
         training.serve(rank, where)
         return
 
+    per_epoch = training.batches(0).steps_per_epoch
+
     def on_step(step: int, loss: float) -> None:
         if rank == 0 and (step % max(1, training.steps // REPORTS) == 0 or step == training.steps):
-            report(stage="pretrain", step=step, steps=training.steps, loss=loss)
+            report(
+                stage="pretrain",
+                step=step,
+                steps=training.steps,
+                epoch=-(-step // per_epoch),
+                epochs=-(-training.steps // per_epoch),
+                loss=loss,
+                lr=options.rate(step - 1, training.steps),
+            )
 
     module, records, failovers = training.work(rank, where, on_step)
     if rank == 0:
+        losses: list[float] = records[0]["losses"]
+        curve = Curve(job.out / CURVE)
+        curve.cut(0)
+        rates = [options.rate(step, training.steps) for step in range(len(losses))]
+        curve.add(1, losses, rates, server=str(servers))
         saved = params.save(module, job.out / "model.safetensors")
         about: dict[str, Any] = {
             "world_size": servers.processes,
@@ -72,7 +89,7 @@ def play(path: Path, report: process.Report) -> None:
             "server": str(servers),
             "failovers": failovers,
             "seconds": time.perf_counter() - started,
-            "losses": records[0].pop("losses"),
+            "losses": losses,
             "shards": [{key: value for key, value in found.items() if key != "losses"} for found in records],
         }
         figures = evaluation.evaluate(module, spec, data.test, torch.device("cpu"))
@@ -93,22 +110,24 @@ class Training:
         return Batches(self.source, self.options.batch_size, self.seed, share, self.options.shift)
 
     def work(
-        self, worker: int, where: str, on_step: Callable[[int, float], None]
+        self,
+        worker: int,
+        where: str,
+        on_step: Callable[[int, float], None] = lambda *_: None,
+        kind: type[Client] = Client,
     ) -> tuple[nn.Module, list[dict[str, Any]], int]:
         """A worker's whole part: the trained module, the servers' records, and how many servers died."""
         module = self.spec.build(self.seed).train()
         torch.manual_seed(self.seed + worker)  # dropout differs between workers, as rows do
-        client = Client(worker, self.servers, split(module, self.servers.servers))
+        client = kind(worker, self.servers, split(module, self.servers.servers))
         with joined(self.servers, worker, where):
-            self.steps_of(client, module, on_step)
+            self.train(client, module, on_step)
             client.final()
             records = client.records()
             client.leave()
         return module, records, client.failovers
 
-    def steps_of(
-        self, client: Client, module: nn.Module, on_step: Callable[[int, float], None] = lambda *_: None
-    ) -> None:
+    def train(self, client: Client, module: nn.Module, on_step: Callable[[int, float], None]) -> None:
         """Gradient, push, pull, until the last clock."""
         batches, objective = self.batches(client.worker), objective_of(self.spec)
         clock = 0
