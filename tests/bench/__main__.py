@@ -20,6 +20,7 @@ NAMES = (
     "collectives",
     "gradient_exchange",
     "pipeline_bubble",
+    "recovery",
 )
 
 
