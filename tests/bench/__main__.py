@@ -17,6 +17,8 @@ NAMES = (
     "device_memory",
     "rounds",
     "hostile",
+    "loader",
+    "sentiment",
     "collectives",
     "gradient_exchange",
     "pipeline_bubble",
