@@ -73,11 +73,9 @@ def prepare(
         raise DataError(f"{path}: {len(text)} characters are too few to hold {held_out:.0%} out of them")
     encoding = encodings.learn(kind, text if kind == "characters" else text[:cut], vocab)
     folder.mkdir(parents=True, exist_ok=True)
-    counts = [
-        _write(encoding, part, folder / name) for part, name in ((text[:cut], TRAIN), (text[cut:], TEST))
-    ]
+    train, test = _write(encoding, text[:cut], folder / TRAIN), _write(encoding, text[cut:], folder / TEST)
     write_durably(folder / ENCODING, encoding.as_json().encode())
-    return Corpus(encoding.vocab, *counts, characters=len(text))
+    return Corpus(encoding.vocab, train, test, len(text))
 
 
 def _read(path: Path) -> str:
