@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -140,7 +141,7 @@ def training(job: Path, ranks: int, *arguments: str) -> Iterator[Agent]:
 
 
 @contextmanager
-def rendezvous(folder: Path) -> Iterator[str]:
+def rendezvous() -> Iterator[str]:
     """The endpoint of a rendezvous that a process of its own keeps."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "models.pretrain.launch", "--serve", "127.0.0.1:0"],
@@ -154,6 +155,16 @@ def rendezvous(folder: Path) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether `condition` comes true while there is patience."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def kill(process: int, number: signal.Signals = signal.SIGKILL) -> None:
