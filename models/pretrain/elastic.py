@@ -25,7 +25,7 @@ from typing import Any
 
 # Workers would otherwise meet at the store of the rendezvous, where they find the keys of those they replace: they
 # hang, or connect to processes that are gone. To be set before torch.distributed.elastic reads it.
-os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec

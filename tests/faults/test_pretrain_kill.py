@@ -64,6 +64,19 @@ def test_killed_workers_start_again_on_the_same_curve(tmp_path: Path, undisturbe
     assert {point["restart"] for point in curve_of(job)} == {0, 1, 2}
 
 
+def test_workers_never_meet_at_the_store_of_the_rendezvous() -> None:
+    """There a restarted process finds the keys of its predecessor. Torch has them meet there, unless told otherwise."""
+    asks = (
+        "import os; os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] = '0'\n"
+        "from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as H\n"
+        "print(H.use_agent_store.fget(None))\n"
+        "from models.pretrain import elastic\n"
+        "print(H.use_agent_store.fget(None))\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", asks], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
 def test_hosts_die_and_join(tmp_path: Path) -> None:
     """4 -> 3 -> 4 agents of a process each; the global batch of 11 rows stays, shared by however many there are."""
     job = write_job(tmp_path / "spread", 20_000)

@@ -61,7 +61,8 @@ def test_two_processes_train_what_one_trains(
     one, folder = alone
     assert (both["world_size"], both["backend"]) == (2, "gloo")
     assert one["world_size"] == 1
-    assert epochs == [0, 1, 2, 3, 4, 5]
+    assert epochs == sorted(epochs)
+    assert set(epochs) == {0, 1, 2, 3, 4, 5}
     assert len(one["losses"]) == STEPS
     np.testing.assert_allclose(both["losses"], one["losses"], atol=TOLERANCE)
     expected = safetensors.numpy.load((folder / "model.safetensors").read_bytes())
