@@ -24,7 +24,7 @@ from tests.support import ranks
 
 STAGES, MICROBATCHES = 4, (4, 8, 16)
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
-SECONDS = 0.04
+SECONDS = 0.08
 """Of the forward pass of one process's layers for one micro-batch."""
 REPEATS = 2
 WIDTH = 8
@@ -38,6 +38,7 @@ def run() -> dict[str, Any]:
         parse(f"pp={STAGES},schedule={schedule},microbatches={pieces}")
         for pieces in MICROBATCHES
         for schedule in SCHEDULES
+        if schedule != "naive" or pieces == MICROBATCHES[0]  # its share is the same for any number
     ]
     texts = [str(plan) for plan in plans]
     measured = ranks.run(STAGES, f"{__name__}:bubbles", texts)[0]
