@@ -15,14 +15,15 @@ import mmap
 import tempfile
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-_mapped: dict[int, mmap.mmap] = {}
-"""Address of a mapped tensor's storage -> its map; tensors keep it alive, and here it is found again."""
+_mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
+"""Address of a mapped tensor's memory -> the map, which lives as long as a tensor that uses it."""
 
 
 def mapped(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.models.pretrain.curves import Case
 from tests.support import ranks
 
 pytestmark = pytest.mark.slow
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-5
 HERE = "tests.models.pretrain.test_data_parallel"
 CURVE = "tests.models.pretrain.curves:curve"
+CURVES = "tests.models.pretrain.curves:curves"
 
 
 @pytest.fixture(scope="module")
@@ -23,28 +25,27 @@ def alone() -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
+PLANS = {
+    1: ["dp=1,zero=3,offload=disk"],
+    2: [
         "dp=2,zero=1",
         "dp=2,zero=1,microbatches=2",
-        "dp=3,zero=1",
-        "dp=2,cp=2,zero=1",
         "dp=2,zero=2,microbatches=2",
         "dp=2,zero=3,microbatches=2",
-        "dp=4,zero=2,shards=2,microbatches=2",
         "dp=2,zero=3,offload=cpu",
         "dp=2,zero=3,offload=disk",
-        "dp=3,zero=3,offload=disk",
-        "dp=1,zero=3,offload=disk",
-        "dp=2,tp=2,zero=3,offload=disk",
     ],
-)
-def test_sharding_trains_what_one_process_trains(plan: str, alone: list[float]) -> None:
-    from models.pretrain.plan import parse
+    3: ["dp=3,zero=1", "dp=3,zero=3,offload=disk"],
+    4: ["dp=2,cp=2,zero=1", "dp=4,zero=2,shards=2,microbatches=2", "dp=2,tp=2,zero=3,offload=disk"],
+}
 
-    for found in ranks.run(parse(plan).processes, CURVE, plan):
-        np.testing.assert_allclose(found, alone, atol=TOLERANCE)
+
+@pytest.mark.parametrize("processes", PLANS)
+def test_sharding_trains_what_one_process_trains(processes: int, alone: list[float]) -> None:
+    cases = [Case(plan) for plan in PLANS[processes]]
+    for found in ranks.run(processes, CURVES, cases):
+        for case, losses in zip(cases, found, strict=True):
+            np.testing.assert_allclose(losses, alone, atol=TOLERANCE, err_msg=case.plan)
 
 
 def test_clipping_and_sgd_under_zero1() -> None:
@@ -89,6 +90,22 @@ def test_nothing_of_params_and_state_stays_resident_on_disk() -> None:
         assert size > 500_000
         assert before > 0.5 * size  # touched, as by a step
         assert after == 0
+
+
+def test_a_file_goes_with_the_last_tensor_that_uses_it() -> None:
+    import torch
+
+    from models.pretrain import offload
+
+    tensor = offload.mapped(torch.arange(5000.0))
+    offload.release(tensor)
+    view = tensor[10:20]
+    del tensor
+    assert offload.is_mapped(view)
+    assert view.tolist() == list(range(10, 20))
+    address = view.untyped_storage().data_ptr()
+    del view
+    assert address not in offload._mapped
 
 
 def test_gradients_travel_while_others_are_still_computed() -> None:
