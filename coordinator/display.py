@@ -127,6 +127,19 @@ def pretrained_lines(report: dict[str, Any], folder: Path) -> str:
     )
 
 
+def plan_table(found: dict[str, Any], most: int = 10) -> Group:
+    """The best plans with predicted time and memory, and why the first is first."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("plan", "ms a step", "memory"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    for row in found["ranking"][:most]:
+        table.add_row(str(row["plan"]), f"{row['seconds'] * 1e3:.1f}", megabytes(row["memory_bytes"]))
+    more = len(found["ranking"]) - most
+    rest = [f"and {more} slower ones"] if more > 0 else []
+    refused = [f"{len(found['refused'])} plans refused"] if found["refused"] else []
+    return Group(table, *rest, *refused, "", *found["explanation"])
+
+
 def compressed_table(report: dict[str, Any], folder: Path) -> Group:
     """Size and accuracy of a model at every stage of its compression."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -103,3 +103,37 @@ def run(
         typer.echo(json.dumps({"out": str(folder), **report}, indent=2))
     else:
         Console(soft_wrap=True).print(pretrained_lines(report, folder), highlight=False)
+
+
+@app.command(
+    "plan",
+    epilog="Example: fedloop pretrain plan my.toml --processes 8 --hosts 2 --set planner.memory_mib=2048",
+)
+def plan(
+    config: ConfigFile = None,
+    processes: Annotated[int, typer.Option("--processes", min=1, help="How many there will be in all.")] = 2,
+    hosts: Annotated[int, typer.Option("--hosts", min=1, help="Hosts they are spread over.")] = 1,
+    sets: Sets = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Profile a few steps and rank the plans that the model can be trained by, with time and memory of each.
+
+    --set planner.KEY=VALUE sets the planner itself: memory_mib, slow_between, scaling, base_batch_size, profile.
+    """
+    from coordinator import pretrain_config, pretraining
+    from coordinator.display import RichProgress, plan_table
+    from coordinator.experiment import changed, read
+
+    if processes % hosts:
+        raise UserError(f"--processes {processes} --hosts {hosts}: every host has as many processes")
+    document = changed(read(config) if config else {}, sets or [])
+    planner = document.pop("planner", {})
+    asked = pretrain_config.resolve(document, str(config) if config else "pretraining")
+    planner = {**planner, "processes": processes, "per_host": processes // hosts}
+    with RichProgress(Console(stderr=True)) as progress:
+        found = pretraining.plan(asked, planner, pretraining.Surroundings(data_dir, progress))
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        Console(soft_wrap=True).print(plan_table(found), highlight=False)

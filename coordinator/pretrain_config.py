@@ -20,13 +20,18 @@ from coordinator.sections import described, nearest, wrong
 from models import catalog, options
 from models.pretrain import plan as plans
 from models.pretrain.plan import ParallelPlan, PlanError
+from models.pretrain.server.settings import Servers
 from models.pretrain.training import Options
 
 TEST_ROWS = 1000
+TEXT = "text"
+"""The data set that is a text file of the user's own."""
+
+_ENCODING = r"^(characters|bytes|bpe\(\d+\))$"
 
 
 class Data(Section):
-    """What to train on. `test_rows`: at most so many of the held-out rows are scored; 0: all."""
+    """What to train on. `encoding`: of a text's tokens, `characters`, `bytes` or `bpe(n)`. `test_rows`: at most so many of the held-out rows are scored; 0: all."""
 
     dataset: str = "digits"
     path: str | None = None
@@ -35,6 +40,7 @@ class Data(Section):
     features: list[str] | None = None
     length: Annotated[int, Field(ge=1, le=65536)] | None = None
     vocab: Annotated[int, Field(ge=3, le=1_000_000)] | None = None
+    encoding: Annotated[str, Field(pattern=_ENCODING)] | None = None
     test_rows: Annotated[int, Field(ge=0)] = TEST_ROWS
 
 
@@ -72,6 +78,7 @@ class Pretraining(Section):
     train: dict[str, Any] = Field(default_factory=dict)
     plan: dict[str, Any] = Field(default_factory=dict)
     checkpoint: Checkpoint = Checkpoint()
+    server: dict[str, Any] | None = None
 
     @property
     def parallel_plan(self) -> ParallelPlan:
@@ -83,22 +90,26 @@ class Pretraining(Section):
 
 
 # What goes without saying, by data set.
-_MODELS = {"digits": "cnn", "mnist": "cnn", "shakespeare": "gpt", "phrasebank": "textcls"}
+_MODELS = {"digits": "cnn", "mnist": "cnn", "shakespeare": "gpt", TEXT: "gpt", "phrasebank": "textcls"}
 _TEXT: Mapping[str, Mapping[str, int]] = {
     "shakespeare": {"length": 64},
+    TEXT: {"length": 64},
     "phrasebank": {"length": 32, "vocab": 2048},
 }
+_LANGUAGE = {"steps": 400, "batch_size": 32, "lr": 2e-3, "warmup": 20, "decay": "cosine"}
 _TRAIN: Mapping[str, Mapping[str, Any]] = {
-    "shakespeare": {"steps": 400, "batch_size": 32, "lr": 2e-3, "warmup": 20, "decay": "cosine"},
+    "shakespeare": _LANGUAGE,
+    TEXT: _LANGUAGE,
     "phrasebank": {"epochs": 8, "batch_size": 32, "lr": 2e-3},
 }
 _OTHER_TRAIN = {"epochs": 20, "batch_size": 32, "lr": 2e-3}
 _OWN_KEYS: Mapping[str, tuple[str, ...]] = {
-    "path": ("csv",),
+    "path": ("csv", TEXT),
     "label": ("csv",),
     "split": ("csv",),
     "features": ("csv",),
-    "length": ("shakespeare", "phrasebank"),
+    "length": ("shakespeare", "phrasebank", TEXT),
+    "encoding": ("shakespeare", TEXT),
     "vocab": ("phrasebank",),
 }
 
@@ -124,6 +135,8 @@ def resolve(document: Mapping[str, Any], source: str, plan: str = "") -> Pretrai
     except ValidationError as error:
         raise wrong(source, [described(item, Pretraining) for item in error.errors()]) from None
     problems = list(_problems(asked))
+    if plan and asked.server is not None:
+        problems.append("--plan goes without [server]")
     try:
         parallel = plans.parse(plan, asked.plan)
     except PlanError as error:
@@ -136,10 +149,10 @@ def resolve(document: Mapping[str, Any], source: str, plan: str = "") -> Pretrai
 def _problems(asked: Pretraining) -> Iterator[str]:
     """What no single key's type can tell."""
     data = asked.data
-    if problem := name_problem(data.dataset):
-        yield f"data.dataset: {problem}"
-    if data.dataset == "csv" and data.path is None:
-        yield 'data.dataset = "csv" needs data.path, the table to read'
+    if data.dataset != TEXT and (problem := name_problem(data.dataset)):
+        yield f"data.dataset: {problem}; a text file of your own is {TEXT!r} with data.path"
+    if data.dataset in ("csv", TEXT) and data.path is None:
+        yield f"data.dataset = {data.dataset!r} needs data.path, the file to read"
     for key, datasets in _OWN_KEYS.items():
         if getattr(data, key) is not None and data.dataset not in datasets:
             yield f"data.{key} = {getattr(data, key)!r} is for {' and '.join(datasets)}, but data.dataset = {data.dataset!r}"
@@ -147,6 +160,10 @@ def _problems(asked: Pretraining) -> Iterator[str]:
     if asked.model.head is not None and asked.model.init is None:
         yield "model.head says what to take of model.init, which is not given"
     yield from options.problems(Options, asked.train, "train")
+    if asked.server is not None:
+        yield from options.problems(Servers, asked.server, "server")
+        if asked.plan:
+            yield "server and plan are both given; a parameter server's workers share the batch among themselves"
 
 
 def _model_problems(model: Model, name: str) -> Iterator[str]:
@@ -175,6 +192,8 @@ def _complete(asked: Pretraining, plan: ParallelPlan) -> Pretraining:
     text: dict[str, Any] = {k: v for k, v in _TEXT.get(data.dataset, {}).items() if getattr(data, k) is None}
     if data.path is not None:
         text["path"] = str(Path(data.path).expanduser().absolute())
+    if data.dataset == TEXT and data.encoding is None:
+        text["encoding"] = "characters"
     data = data.model_copy(update=text)
     entry = catalog.MODELS.get(name)
     given = asked.model.options
@@ -194,7 +213,7 @@ def _complete(asked: Pretraining, plan: ParallelPlan) -> Pretraining:
             "data": data,
             "model": model,
             "train": train,
-            "plan": _table(plan),
+            "plan": {} if asked.server is not None else _table(plan),
         }
     )
 

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +33,8 @@ from coordinator.jobs import Job, JobFailed
 from coordinator.pretrain_config import Pretraining, resolve
 from coordinator.rounds.events import Clock
 from edge_client.files import write_durably
+from models import options
+from models.pretrain.server.settings import Servers
 
 CONFIG, REPORT, LINEAGE, MODEL = "config.toml", "report.json", "lineage.json", "model.json"
 MODEL_KEYS = ("input_shape", "classes", "input_dtype", "task")
@@ -118,6 +120,31 @@ def check(config: Pretraining, data: Mapping[str, Any]) -> dict[str, Any]:
         return jobs.run(_job("check", config, data, Path(folder)), Path(folder))
 
 
+def plan(config: Pretraining, planner: Mapping[str, Any], surroundings: Surroundings) -> dict[str, Any]:
+    """The plans that `planner["processes"]` processes could follow, fastest first, from a profile of a few steps.
+
+    `planner` are keys of the planner's settings; the configuration's own `[plan]` fixes what it names.
+
+    Raises:
+        UserError: the model, the data or what is fixed leaves no plan.
+    """
+    watcher = surroundings.watcher
+    with tempfile.TemporaryDirectory(prefix="fedloop-") as name:
+        folder = Path(name)
+        watcher.stage(f"loading {config.data.dataset}")
+        data = load_data(config, folder / "data", surroundings)
+        watcher.stage(f"profiling {config.model.name} on this machine")
+        job = _job("plan", config, data, folder / "data" / "arrays")
+        job = replace(job, plan=fixed_by(config), more={**job.more, "planner": dict(planner)})
+        with _refusals():
+            return jobs.run(job, folder, watcher.trained, surroundings.clock)
+
+
+def fixed_by(config: Pretraining) -> dict[str, Any]:
+    """What of its plan a configuration has chosen: everything but the degrees of one."""
+    return {key: value for key, value in config.plan.items() if value != 1}
+
+
 def load_data(config: Pretraining, folder: Path, surroundings: Surroundings) -> dict[str, Any]:
     """The data of a pretraining as arrays in `folder`, and what was found; one that is complete is taken up.
 
@@ -152,6 +179,8 @@ def read_arrays(out: Path) -> dict[str, npt.NDArray[Any]]:
     """
     folder = out / "data" / "arrays"
     try:
+        if (folder / "tokens_train.npy").exists():
+            return _windows(folder, jobs.resume(out / "data")["input_shape"][0])
         return {
             f"{key}_{part}": np.load(folder / f"{key}_{part}.npy", mmap_mode="r", allow_pickle=False)
             for part in ("train", "test")
@@ -159,6 +188,17 @@ def read_arrays(out: Path) -> dict[str, npt.NDArray[Any]]:
         }
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}; the pretraining's data was removed") from None
+
+
+def _windows(folder: Path, length: int) -> dict[str, npt.NDArray[Any]]:
+    """Token files as the rows that a training takes from them."""
+    found = {}
+    for part in ("train", "test"):
+        tokens = np.load(folder / f"tokens_{part}.npy", mmap_mode="r", allow_pickle=False)
+        rows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
+        found[f"x_{part}"] = rows[:, :-1].astype(np.int32)
+        found[f"y_{part}"] = rows[:, 1:].astype(np.int32)
+    return found
 
 
 def _run(config: Pretraining, out: Path, surroundings: Surroundings) -> dict[str, Any]:
@@ -178,17 +218,15 @@ def _run(config: Pretraining, out: Path, surroundings: Surroundings) -> dict[str
             if jobs.read(out) is None:
                 _empty(out)  # so that the command can be given again once the mistake is mended
             raise
-        plan = config.parallel_plan
         checked = json.loads((out / "checked.json").read_text("utf-8"))
         watcher.stage(
-            f"training {config.model.name}, {checked['parameters']:,} parameters, on "
-            f"{plan.processes} process{'es' * (plan.processes > 1)}: {plan}"
+            f"training {config.model.name}, {checked['parameters']:,} parameters, {_processes(config)}"
         )
         if begun:
             result = jobs.resume(out, watcher.trained, surroundings.clock)
         else:
             result = jobs.run(
-                _job("pretrain", config, data, out / "data" / "arrays"),
+                _job("pretrain" if config.server is None else "serve", config, data, out / "data" / "arrays"),
                 out,
                 watcher.trained,
                 surroundings.clock,
@@ -197,12 +235,23 @@ def _run(config: Pretraining, out: Path, surroundings: Surroundings) -> dict[str
         return _report(config, data, result, out)
 
 
+def _processes(config: Pretraining) -> str:
+    if config.server is not None:
+        return f"with a parameter server: {options.read(Servers, config.server, 'server')}"
+    plan = config.parallel_plan
+    return f"on {plan.processes} process{'es' * (plan.processes > 1)}: {plan}"
+
+
 def _job(stage: jobs.Stage, config: Pretraining, data: Mapping[str, Any], arrays: Path) -> Job:
     more: dict[str, Any] = {}
     if config.checkpoint.every:
         more["checkpoint"] = config.checkpoint.model_dump()
     if config.model.init is not None:
         more["init"] = {"params": config.model.init, "head": config.model.head or "same"}
+    if "tokens" in data:
+        more["tokens"] = {part: str((arrays / name).absolute()) for part, name in data["tokens"].items()}
+    if config.server is not None:
+        more["server"] = config.server
     plan = config.parallel_plan
     return Job(
         stage,

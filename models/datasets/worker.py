@@ -3,10 +3,15 @@
 The job file's `data` are keyword arguments of `models.datasets.load`, with `test_rows`: how many of the held-out
 rows to keep, drawn by the seed; 0: all. A process of its own because a data set may be a user's code. Writes
 `x_train`, `y_train`, `x_test`, `y_test` into the job's `arrays`, and what it found into `result.json`.
+
+With an `encoding`, `characters`, `bytes` or `bpe(n)`, the data set is a text, `shakespeare` or the file `path`, and what
+is written are the token files of `models.datasets.corpus`; of the held-out tokens the first `test_rows` windows.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ import numpy as np
 from edge_client import process
 from models import datasets
 from models import job as jobs
+from models.datasets import corpus, encodings
 
 
 def load(path: Path, report: process.Report) -> None:
@@ -23,6 +29,9 @@ def load(path: Path, report: process.Report) -> None:
     asked: dict[str, Any] = dict(job.value("data"))
     test_rows = asked.pop("test_rows", 0)
     report(stage="load")
+    if "encoding" in asked:
+        jobs.write_result(job.out, _text(job, asked, test_rows))
+        return
     dataset = datasets.load(asked.pop("dataset"), seed=job.seed, **_paths(asked))
     train, test = np.flatnonzero(~dataset.test), np.flatnonzero(dataset.test)
     if not len(train) or not len(test):
@@ -46,6 +55,50 @@ def load(path: Path, report: process.Report) -> None:
         "preview": list(datasets.preview(dataset)),
     }
     jobs.write_result(job.out, found)
+
+
+def _text(job: jobs.Job, asked: dict[str, Any], test_rows: int) -> dict[str, Any]:
+    kind, vocab = encoding_of(asked["encoding"])
+    folder, length = job.file("arrays", job.value("arrays")), asked["length"]
+    data_dir = Path(asked["data_dir"]) if "data_dir" in asked else None
+    path = corpus.find(asked.get("path") or asked["dataset"], data_dir)
+    found = corpus.prepare(path, folder, kind, vocab)
+    held_out = folder / corpus.TEST
+    rows = (found.test - 1) // length
+    if 0 < test_rows < rows:
+        tokens = np.load(held_out, allow_pickle=False)[: test_rows * length + 1]
+        np.save(held_out, tokens, allow_pickle=False)
+        rows = test_rows
+    digest = hashlib.sha256()
+    for name in (corpus.TRAIN, corpus.TEST):
+        digest.update((folder / name).read_bytes())
+    return {
+        "fingerprint": digest.hexdigest(),
+        "rows": {"train": (found.train - 1) // length, "test": rows},
+        "input_shape": [length],
+        "classes": found.vocab,
+        "input_dtype": "int32",
+        "task": "next_token",
+        "class_names": [],
+        "tokens": {"train": corpus.TRAIN, "test": corpus.TEST},
+        "preview": [
+            f"{path.name}: {found.characters:,} characters, {found.train:,} tokens to train on and {found.test:,} held out",
+            f"encoding {asked['encoding']}: {found.vocab} ids",
+        ],
+    }
+
+
+def encoding_of(text: str) -> tuple[encodings.Kind, int]:
+    """Kind and number of ids of `characters`, `bytes` or `bpe(n)`.
+
+    Raises:
+        DataError: something else.
+    """
+    match = re.fullmatch(r"(characters|bytes|bpe)(?:\((\d+)\))?", text)
+    if match is None or (match[1] == "bpe") != bool(match[2]):
+        raise datasets.DataError(f"encoding {text!r}: expected characters, bytes or bpe(n) such as bpe(512)")
+    kind: encodings.Kind = match[1]  # type: ignore[assignment]
+    return kind, int(match[2] or 0)
 
 
 def _paths(asked: dict[str, Any]) -> dict[str, Any]:
