@@ -75,7 +75,9 @@ def _placed(best: Candidate, profile: Profile) -> list[str]:
     plan, per_host = best.plan, profile.machine.per_host
     if plan.processes <= per_host:
         return []
-    inner, inside, across = 1, [], []
+    inner = 1
+    inside: list[str] = []
+    across: list[str] = []
     for name in ("tp", "cp", "dp", "pp"):
         size = getattr(plan, name)
         inner *= size
@@ -89,7 +91,7 @@ def _placed(best: Candidate, profile: Profile) -> list[str]:
 def _others(found: Found) -> list[str]:
     """The next best, and the best that leaves out or changes each way of splitting."""
     best = found.ranking[0]
-    lines = []
+    lines: list[str] = []
     shown = {_shape(best)}
     for candidate in found.ranking[1:]:
         shape = _shape(candidate)

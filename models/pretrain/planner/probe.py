@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from edge_client import process
 from models.job import Job, JobError
@@ -122,7 +122,7 @@ def _measured(job: Job, options: Options, per_host: int) -> dict[str, Any]:
         count = min(count, torch.cuda.device_count())
     if count < 2:
         return {"slowdown": [(1, 1.0)], "link": [], "seconds": {}, "alone": (0.0, 0.0)}
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         **process.worker_environment(),
         "WORLD_SIZE": str(count),
@@ -148,8 +148,8 @@ def _measured(job: Job, options: Options, per_host: int) -> dict[str, Any]:
             stack.callback(started.wait)
             stack.callback(started.kill)
             ranks.append(started)
-        for rank in ranks:
-            if rank.wait():
+        for started in ranks:
+            if started.wait():
                 log.seek(0)
                 last = [line for line in log.read().splitlines() if line.strip()][-1:] or ["it said nothing"]
                 raise JobError(f"{job.path}: a probing process failed: {last[0].strip()}")

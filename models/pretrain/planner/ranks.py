@@ -11,18 +11,20 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from edge_client import process
 from models import job as jobs
-from models.pretrain import plan as plans
 from models.pretrain import optimizers, trainer, world
+from models.pretrain import plan as plans
 from models.pretrain.batches import Arrays
 from models.pretrain.collectives import cost
 from models.pretrain.objective import objective_of
@@ -41,14 +43,14 @@ def main(path: Path) -> None:
     job = jobs.read(Path(request["job"]))
     spec, options = job.spec(), job.options(Options)
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     device = world.own_device(plans.ParallelPlan())
 
-    with world_of(store, "all", rank, count, device):
+    with joined(store, "all", rank, count, device):
         slowdown = _slowdown(rank, count, spec, device)
     found: dict[str, Any] = {"slowdown": slowdown, "seconds": {}}
     if rank < 2:
-        with world_of(store, "pair", rank, 2, device):
+        with joined(store, "pair", rank, 2, device):
             found["link"] = _link(device)
             fitting = [text for text in request["probes"] if _fits(text, spec, options)]
             seconds: dict[str, list[float]] = {text: [] for text in fitting}
@@ -67,18 +69,14 @@ def examples(spec: ModelSpec, rows: int) -> Arrays:
     return Arrays(x.numpy(), y.numpy().astype(np.int32))
 
 
-class world_of:  # noqa: N801
+@contextmanager
+def joined(store: Store, name: str, rank: int, count: int, device: torch.device) -> Iterator[None]:
     """A group of processes for the length of a `with`, apart from earlier ones of the same store."""
-
-    def __init__(self, store: dist.Store, name: str, rank: int, count: int, device: torch.device) -> None:
-        self.arguments = (dist.PrefixStore(name, store), rank, count)
-        self.backend = "nccl" if device.type == "cuda" else "gloo"
-
-    def __enter__(self) -> None:
-        store, rank, count = self.arguments
-        dist.init_process_group(self.backend, store=store, rank=rank, world_size=count)
-
-    def __exit__(self, *raised: object) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=PrefixStore(name, store), rank=rank, world_size=count)
+    try:
+        yield
+    finally:
         dist.destroy_process_group()
 
 

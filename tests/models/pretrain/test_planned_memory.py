@@ -1,0 +1,64 @@
+"""Memory that the planner predicts is what real trainings need, counted tensor by tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.pretrain import plan as plans
+from models.pretrain.parallelize import sizes_of
+from models.pretrain.planner import memory, pieces
+from models.pretrain.planner.profile import Machine, Profile
+from models.pretrain.training import Options
+from tests.models.pretrain.planned_memory import BATCH, spec
+from tests.support import ranks
+
+pytestmark = pytest.mark.slow
+
+WITHIN = 0.15
+PLANS = [
+    "dp=2",
+    "dp=2,microbatches=2",
+    "dp=2,zero=2",
+    "dp=2,zero=3",
+    "dp=2,zero=3,microbatches=2",
+    "dp=2,recompute=full",
+    "dp=2,recompute=selective",
+    "tp=2",
+    "tp=2,loss_parallel=true",
+    "tp=2,sequence=true",
+    "cp=2",
+    "pp=2,schedule=gpipe,microbatches=4",
+    "pp=2,schedule=1f1b,microbatches=4",
+    "pp=2,schedule=interleaved,microbatches=4",
+    "pp=2,schedule=1f1b,recompute=full",
+]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"vocab": 256, "width": 64, "length": 64},  # mostly activations
+        {"vocab": 512, "width": 128, "length": 16},  # mostly params
+        {"vocab": 2048, "width": 64, "length": 32},  # mostly logits
+    ],
+    ids=lambda model: f"{model['vocab']}-{model['width']}-{model['length']}",
+)
+def test_predicted_memory_is_measured_memory(model: dict[str, int]) -> None:
+    made, cpu = spec(**model), torch.device("cpu")
+    found = pieces.measure(made, BATCH, cpu)
+    profile = Profile(
+        sizes_of(made),
+        found.first,
+        found.layers,
+        found.last,
+        found.loss,
+        pieces.optimizer(made, Options(), cpu),
+        Machine(),
+    )
+    measured = ranks.run(2, "tests.models.pretrain.planned_memory:peaks", PLANS, **model)
+    off = {}
+    for number, text in enumerate(PLANS):
+        most = max(peaks[number][1] for peaks in measured)
+        off[text] = memory.needed(plans.parse(text), profile, BATCH).bytes / most - 1
+    assert all(abs(error) <= WITHIN for error in off.values()), {k: round(v, 3) for k, v in off.items()}

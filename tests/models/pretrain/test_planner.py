@@ -1,0 +1,223 @@
+"""What the planner reckons, refuses and chooses, from profiles of round numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from models.pretrain import plan as plans
+from models.pretrain.planner import __main__ as entry
+from models.pretrain.planner import memory, predict, profile, scaling
+from models.pretrain.planner.explain import explain
+from models.pretrain.planner.probe import calibrated
+from models.pretrain.planner.profile import Machine, ProfileError
+from models.pretrain.planner.search import balanced, search
+from models.pretrain.planner.spread import Spread
+from models.pretrain.training import Options
+from tests.models.pretrain.made_profile import LINK
+from tests.models.pretrain.made_profile import profile as made
+
+BATCH = 16
+
+
+def seconds(plan: str, **changed: float) -> predict.Prediction:
+    return predict.predict(plans.parse(plan), made(**changed), BATCH)  # type: ignore[arg-type]
+
+
+def test_one_process_takes_the_sum_of_its_pieces() -> None:
+    # 8 layers of 1 ms, 0.1 + 0.3 + 0.1 besides, three times that with the backward pass, 16 rows
+    assert seconds("dp=1").parts["compute"] == pytest.approx(16 * 8.5e-3 * 3)
+
+
+@pytest.mark.parametrize("pieces", [4, 8, 16])
+def test_bubble_of_even_stages_is_that_of_theory(pieces: int) -> None:
+    even = dataclasses.replace(
+        made(per_host=8),
+        first=dataclasses.replace(made().first, forward=profile.Cost(), backward={"none": profile.Cost()}),
+        last=dataclasses.replace(made().last, forward=profile.Cost(), backward={"none": profile.Cost()}),
+        loss=dataclasses.replace(made().loss, forward=profile.Cost(), backward={"none": profile.Cost()}),
+        machine=Machine("cpu", cores=8, per_host=8, slowdown=((8, 1.0),)),
+    )
+    found = predict.predict(plans.parse(f"pp=4,microbatches={pieces}"), even, BATCH)
+    ran = found.parts["compute"] + found.parts["bubble"]
+    assert found.parts["bubble"] / ran == pytest.approx(3 / (pieces + 3))
+
+
+def test_more_processes_than_cores_share_them() -> None:
+    machine = dataclasses.replace(made().machine, cores=2, per_host=4, slowdown=((1, 1.0), (2, 1.0)))
+    shared = dataclasses.replace(made(), machine=machine)
+    four = predict.predict(plans.parse("dp=4"), shared, BATCH).parts["compute"]
+    assert four == pytest.approx(seconds("dp=1").parts["compute"] / 4 * 2)
+
+
+def test_a_pipeline_s_idle_processes_leave_their_cores_to_others() -> None:
+    machine = dataclasses.replace(made().machine, cores=2, per_host=4, slowdown=((1, 1.0), (2, 1.0)))
+    shared = dataclasses.replace(made(), machine=machine)
+    one = seconds("dp=1").parts["compute"]
+    four = predict.predict(plans.parse("pp=4,schedule=naive"), shared, BATCH)
+    # one computes at a time, so nobody is slowed down
+    assert four.seconds - four.parts["optimizer"] == pytest.approx(one, rel=0.05)
+
+
+def test_slow_links_between_hosts_leave_only_stages_to_cross_them() -> None:
+    fast = search(made(between=1), BATCH, 4).ranking[0].plan
+    slow = search(made(between=100), BATCH, 4).ranking[0].plan
+    assert crossing_bytes(slow) < crossing_bytes(fast)
+    assert slow.pp > 1 and slow.tp * slow.cp * slow.dp <= 2
+
+
+def crossing_bytes(plan: plans.ParallelPlan) -> float:
+    """Seconds of dp, tp and cp exchanges over a link of one second a byte between hosts, none inside."""
+    base = made()
+    only = dataclasses.replace(base.machine, inside=profile.FREE, between=profile.Link(0.0, 1.0))
+    parts = predict.predict(plan, dataclasses.replace(base, machine=only), BATCH).parts
+    sent = parts.get("bubble", 0.0) if plan.pp > 1 else 0.0
+    return sum(parts.get(name, 0.0) for name in ("dp", "tp", "cp")) + sent
+
+
+def test_slow_links_between_hosts_end_the_sharing_of_params() -> None:
+    def chosen(between: float) -> int:
+        return search(made(between=between), BATCH, 4, {"dp": 4}).ranking[0].plan.zero
+
+    assert chosen(1) > 0
+    assert chosen(100) == 0
+
+
+def test_tp_inside_a_host_uses_its_link() -> None:
+    spread = Spread(plans.parse("dp=2,tp=2"), made(between=100), BATCH)
+    assert spread.link("tp").beta == LINK.beta
+    # both tp ranks of a host exchange gradients over its one way out
+    assert spread.link("data").beta == pytest.approx(200 * LINK.beta)
+
+
+def test_layers_are_split_so_that_a_heavy_head_has_fewer() -> None:
+    plan = plans.parse("pp=4")
+    assert balanced(plan, made(heavy_head=1), BATCH) == (2, 2, 2, 2)
+    assert balanced(plan, made(heavy_head=8), BATCH)[-1] == 1
+    assert sum(balanced(plan, made(heavy_head=8), BATCH)) == 8
+
+
+def test_split_is_the_best_of_all() -> None:
+    plan = plans.parse("pp=2")
+    heavy = made(heavy_head=9)
+
+    def slowest(split: tuple[int, ...]) -> float:
+        spread = Spread(dataclasses.replace(plan, split=split), heavy, BATCH)
+        sums = [sum(p.forward.at(1) + p.backward["none"].at(1) for p in pieces) for pieces in spread.stages()]
+        return max(sums[0], sums[1] + heavy.loss.forward.at(1) + heavy.loss.backward["none"].at(1))
+
+    best = balanced(plan, heavy, BATCH)
+    assert slowest(best) == min(slowest((first, 8 - first)) for first in range(1, 8))
+
+
+def test_memory_that_is_short_is_saved_by_sharing_out_or_recomputing() -> None:
+    alone = memory.needed(plans.parse("dp=4"), made(), BATCH).bytes
+    found = search(made(memory_bytes=alone / 2), BATCH, 4)
+    assert found.ranking and all(c.memory.bytes <= alone / 2 for c in found.ranking)
+    assert any("MiB a process" in refused.reason for refused in found.refused)
+    assert search(made(), BATCH, 4).ranking[0].plan.recompute == "none"
+
+
+def test_zero_stages_share_out_what_they_say() -> None:
+    values = made().values * 4
+    parts = {zero: memory.needed(plans.parse(f"dp=4,zero={zero}"), made(), 4).parts for zero in range(4)}
+    assert parts[0]["params"] == parts[1]["params"] == values
+    assert parts[0]["optimizer"] == 2 * values
+    assert parts[1]["optimizer"] == parts[2]["optimizer"] == parts[3]["optimizer"] == values / 2
+    assert parts[3]["params"] < parts[2]["params"] == values * 1.25  # a quarter, and what is gathered
+
+
+def test_fixed_keys_stay() -> None:
+    found = search(made(), BATCH, 4, {"tp": 2, "zero": 0})
+    assert {(c.plan.tp, c.plan.zero) for c in found.ranking} == {(2, 0)}
+
+
+def test_explanation_names_choice_limit_next_best_and_refusals() -> None:
+    found = search(made(layers=3), BATCH, 4)
+    text = "\n".join(explain(found, made(layers=3), 4))
+    for words in (str(found.ranking[0].plan), "Next best", "Refused", "the model has 3", "MiB"):
+        assert words in text
+
+
+def test_nothing_fits_is_said() -> None:
+    found = search(made(memory_bytes=1), BATCH, 4)
+    assert explain(found, made(), 4)[0] == "No plan fits 4 processes."
+
+
+def test_overhead_makes_predictions_agree_with_probes() -> None:
+    pair = made(per_host=2)
+    slower = {
+        text: 1.3 * predict.predict(plans.parse(text), pair, BATCH).seconds for text in ("tp=2", "cp=2")
+    }
+    found = calibrated(pair, BATCH, slower, (0.0, 0.0))
+    for text, took in slower.items():
+        assert predict.predict(plans.parse(text), found, BATCH).seconds == pytest.approx(took)
+
+
+def test_profile_is_read_as_written(tmp_path: Path) -> None:
+    profile.write(made(), tmp_path / "profile.json")
+    assert profile.read(tmp_path / "profile.json") == made()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"machine": {"cores": -1}}, r"machine\.cores is -1, expected a number >= 0"),
+        ({"machine": {"corse": 1}}, "unknown key 'corse'"),
+        ({"step": "long"}, "step is 'long'"),
+        ({"layers": 3}, "layers is 3, expected a list"),
+    ],
+)
+def test_wrong_profile_is_refused(tmp_path: Path, change: dict[str, object], complaint: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({**profile.table(made()), **change}))
+    with pytest.raises(ProfileError, match=complaint):
+        profile.read(path)
+
+
+def test_job_with_a_kept_profile_is_planned_without_measuring(tmp_path: Path) -> None:
+    profile.write(made(), tmp_path / "kept.json")
+    job = {
+        "options": {"batch_size": BATCH, "optimizer": "adamw", "lr": 1e-3},
+        "plan": {"cp": 1},
+        "planner": {
+            "processes": 4,
+            "per_host": 2,
+            "profile": "kept.json",
+            "scaling": "sqrt",
+            "base_batch_size": 4,
+        },
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    entry.plan(tmp_path / "job.json", lambda **fields: None)
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert [row["seconds"] for row in found["ranking"]] == sorted(row["seconds"] for row in found["ranking"])
+    assert found["ranking"][0]["plan"] in found["explanation"][0]
+    assert found["refused"][0]["reason"]
+    assert found["scaling"]["applied"] and found["scaling"]["options"]["lr"] == pytest.approx(2e-3)
+
+
+def test_learning_rate_grows_with_the_batch_by_rule() -> None:
+    given = Options(batch_size=64, lr=0.1, steps=100, warmup=10)
+    linear = scaling.scaled(dataclasses.replace(given, optimizer="sgd"), 16, "linear")
+    assert (linear.lr, linear.steps, linear.warmup) == (pytest.approx(0.4), 25, 2)
+    root = scaling.scaled(given, 16, "sqrt")
+    assert root.lr == pytest.approx(0.2) and root.eps == pytest.approx(given.eps / 2)
+    assert 1 - root.beta2 == pytest.approx(4 * (1 - given.beta2))
+    assert scaling.scaled(given, 16, "none") == given == scaling.scaled(given, 64, "sqrt")
+
+
+def test_linear_scaling_warms_up_where_nothing_did() -> None:
+    given = Options(batch_size=64, lr=0.1, optimizer="sgd", epochs=100)
+    assert scaling.scaled(given, 16, "linear", steps_per_epoch=7).warmup == 35
+
+
+def test_noise_scale_of_gradients_made_of_signal_and_noise() -> None:
+    # E|g|² = |G|² + tr(Σ) / B with |G|² = 2 and tr(Σ) = 60
+    assert scaling.noise_scale((4, 2 + 15), (40, 2 + 1.5)) == pytest.approx(30)
+    assert scaling.noise_scale((4, 15), (40, 1.5)) == math.inf
+    assert scaling.steps_needed(100, 30, 30) == 200
