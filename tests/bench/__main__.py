@@ -22,6 +22,7 @@ NAMES = (
     "collectives",
     "gradient_exchange",
     "pipeline_bubble",
+    "planner",
     "recovery",
 )
 
