@@ -49,7 +49,7 @@ def begin(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[trainer.Trainer, Checkpointer]:
-    spec = with_dropout(spec_of(model or {}), dropout)
+    spec = with_dropout(spec_of(**model or {}), dropout)
     training = trainer.build(spec, tokens(), settings(**options), here, seed=5)
     return training, Checkpointer(folder, Policy(), training.identity, here)
 
