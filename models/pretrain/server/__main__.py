@@ -16,7 +16,7 @@ from pathlib import Path
 
 from edge_client import process
 from models import job as jobs
-from models.pretrain.server import settings
+from models.pretrain.server import check
 from models.pretrain.server.settings import Servers
 
 Processes = dict[int, subprocess.Popen[bytes]]
@@ -34,7 +34,7 @@ def main() -> None:
         report(error=f"expected one argument, the job file, got {len(sys.argv) - 1}")
         raise SystemExit(2)
     try:
-        servers = settings.of(jobs.read(Path(sys.argv[1])))
+        servers = check.of(jobs.read(Path(sys.argv[1])))
         with running(servers, sys.argv[1]) as processes:
             watch(servers, processes)
     except (jobs.JobError, ProcessDied) as error:

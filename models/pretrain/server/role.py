@@ -26,7 +26,7 @@ from models.pretrain.batches import Batch, Batches, Share, Source
 from models.pretrain.curve import NAME as CURVE
 from models.pretrain.curve import Curve
 from models.pretrain.objective import Objective, objective_of
-from models.pretrain.server import replica, rules, settings
+from models.pretrain.server import check, replica, rules
 from models.pretrain.server.client import Client
 from models.pretrain.server.replica import Replica
 from models.pretrain.server.settings import Servers
@@ -46,7 +46,7 @@ def play(path: Path, report: process.Report) -> None:
     started = time.perf_counter()
     torch.set_num_threads(1)
     job = jobs.read(path)
-    servers, options = settings.of(job), job.options(Options)
+    servers, options = check.of(job), job.options(Options)
     spec = job.spec()
     data = sources.of(job, spec, options.shift)
     spec = initial.starting(job, spec)

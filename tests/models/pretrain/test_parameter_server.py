@@ -18,7 +18,7 @@ import torch.distributed.rpc as rpc
 
 from edge_client.process import worker_environment
 from models import job as jobs
-from models.pretrain.server import replica, rules, settings
+from models.pretrain.server import check, replica, rules
 from models.pretrain.server.__main__ import bearable
 from models.pretrain.server.rules import AsTheyCome, Contribution, Together
 from models.pretrain.server.settings import Servers
@@ -250,7 +250,7 @@ def test_impossible_server_is_refused(
     table: dict[str, Any], options: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(jobs.JobError, match=reason):
-        settings.of(jobs.read(a_job(tmp_path, table, **options)))
+        check.of(jobs.read(a_job(tmp_path, table, **options)))
 
 
 def test_job_bears_the_loss_of_what_is_there_twice() -> None:
