@@ -244,7 +244,7 @@ def _processes(config: Pretraining) -> str:
 
 def _job(stage: jobs.Stage, config: Pretraining, data: Mapping[str, Any], arrays: Path) -> Job:
     more: dict[str, Any] = {}
-    if config.checkpoint.every:
+    if config.checkpoint.every and config.server is None:
         more["checkpoint"] = config.checkpoint.model_dump()
     if config.model.init is not None:
         more["init"] = {"params": config.model.init, "head": config.model.head or "same"}

@@ -1,0 +1,146 @@
+"""`fedloop pretrain` and `fedloop compress` from start to end, by two plans, and what they refuse."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support import require
+from tests.support.cli import assert_refused, options, report_of, run_cli, started
+
+pytestmark = pytest.mark.slow
+
+PLAYS = (
+    "data.dataset=shakespeare",
+    "data.length=32",
+    "data.test_rows=100",
+    "model.width=32",
+    "model.layers=2",
+    "train.steps=40",
+    "train.lr=0.01",
+)
+QUICK = ("rows=400", "test_rows=60", "distil.epochs=2", "quantize.max_accuracy_drop=0.1")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of the same training by two plans."""
+    data = require.data_dir("tinyshakespeare.txt")
+    folder = tmp_path_factory.mktemp("plays")
+    for plan in ("dp=2", "tp=2,pp=2"):
+        out = folder / plan
+        done = run_cli(
+            "pretrain", "--plan", plan, "--out", out, "--data-dir", data, *options(PLAYS), cwd=folder
+        )
+        assert done.returncode == 0, done.stderr
+        assert "step 40/40" in done.stderr  # it showed its progress
+    return {path.name: path for path in folder.iterdir()}
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "curve.jsonl").read_text().splitlines()]
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_both_plans_have_the_same_losses_which_fall(trained: dict[str, Path]) -> None:
+    one, other = (losses(folder) for folder in trained.values())
+    assert len(one) == 40
+    assert one == pytest.approx(other, abs=1e-3)  # 1e-5 over 20 steps; rounding grows with the steps
+    assert one[-1] < one[0] - 0.5
+
+
+def test_a_training_leaves_curves_a_checkpoint_and_its_lineage(trained: dict[str, Path]) -> None:
+    for plan, folder in trained.items():
+        names = {path.name for path in folder.iterdir()}
+        assert {"config.toml", "curves.png", "events.jsonl", "checkpoints", "model.json"} <= names
+        lineage = json.loads((folder / "lineage.json").read_text())
+        assert lineage["model_sha256"] == sha256(folder / "model.safetensors")
+        assert set(lineage["plan"].split(",")) >= set(plan.split(","))
+        assert lineage["seed"] == 7
+        assert report_of(folder)["final"]["model_sha256"] == lineage["model_sha256"]
+    one, other = (json.loads((folder / "lineage.json").read_text()) for folder in trained.values())
+    assert one["data_fingerprint"] == other["data_fingerprint"]
+    assert one["config_sha256"] != other["config_sha256"]
+
+
+def test_compress_takes_what_either_plan_has_left(trained: dict[str, Path], tmp_path: Path) -> None:
+    for plan, folder in trained.items():
+        out = tmp_path / plan
+        student = ("student.width=16", "student.layers=1", "student.heads=2")
+        done = run_cli("compress", folder, "--student", "charlm", "--out", out, *options((*QUICK, *student)))
+        assert done.returncode == 0, done.stderr
+        report = report_of(out)
+        assert report["lineage"]["parent"]["model_sha256"] == sha256(folder / "model.safetensors")
+        int8 = out / report["int8"]["file"]
+        assert report["lineage"]["int8_sha256"] == sha256(int8)
+        assert int8.stat().st_size == report["int8"]["bytes"] < report["source"]["bytes"]
+        assert report["int8"]["accuracy"] >= report["student"]["accuracy"] - 0.1
+
+
+def test_digits_are_compressed_as_they_are(tmp_path: Path) -> None:
+    done = run_cli("pretrain", "--json", "--out", tmp_path / "d", *options(("train.epochs=5",)), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["out"] == str(tmp_path / "d") and answer["final"]["test_accuracy"] > 0.8
+
+    done = run_cli("compress", tmp_path / "d", "--out", tmp_path / "c")
+
+    assert done.returncode == 0, done.stderr
+    report = report_of(tmp_path / "c")
+    assert "student" not in report
+    assert report["int8"]["accuracy"] > 0.75
+
+    (tmp_path / "d" / "model.safetensors").write_bytes(b"another")
+    done = run_cli("compress", tmp_path / "d", "--out", tmp_path / "again")
+    assert_refused(done, "was replaced since")
+
+
+def test_a_killed_command_is_taken_up_where_it_was(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    small = options(("train.epochs=60", "checkpoint.every=20", "checkpoint.background=false"))
+    with started("pretrain", "--out", out, *small) as command:
+        assert command.reaches(lambda: (out / "checkpoints" / "step-00000060").exists())
+        command.send(signal.SIGKILL)
+        command.ended()
+        assert command.all_gone()
+    assert not (out / "report.json").exists()
+
+    done = run_cli("pretrain", "--resume", out)
+
+    assert done.returncode == 0, done.stderr
+    report = report_of(out)
+    assert report["attempts"] == 2
+    assert len(losses(out)) == report["steps"]
+    record = json.loads((out / "record.json").read_text())
+    assert record["state"] == "finished"
+
+
+def test_what_cannot_be_trained_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = run_cli("pretrain", "--plan", "tp=2,pp=2,ep=2", "--out", out)
+    assert_refused(done, "tp needs a model", "2 stages need as many layers", "ep needs a model with experts")
+    assert list(out.iterdir()) == []
+    done = run_cli("pretrain", "--plan", "dp=2,zerro=1", "--set", "train.lrr=1", "--out", out)
+    assert_refused(done, "2 problems", "did you mean 'zero'", "did you mean 'lr'")
+    assert_refused(run_cli("pretrain", tmp_path / "no.toml"), "no such experiment file")
+    assert_refused(run_cli("pretrain", "--resume", tmp_path), "there is no pretraining here")
+    assert_refused(run_cli("compress", tmp_path), "there is no model.safetensors here")
+
+
+def test_plans_are_ranked_with_reasons(tmp_path: Path) -> None:
+    done = run_cli("pretrain", "plan", "--processes", "2", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    seconds = [row["seconds"] for row in found["ranking"]]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+    assert all(row["memory_bytes"] > 0 for row in found["ranking"])
+    assert any("tp needs a model" in row["reason"] for row in found["refused"])
+    assert found["explanation"]
+    assert list(tmp_path.iterdir()) == []
