@@ -83,7 +83,7 @@ def test_two_processes_that_do_not_exchange_gradients_differ(
     script.write_text(
         "from edge_client import process\n"
         "from models.pretrain import sharding, worker\n"
-        "sharding.DistributedDataParallel = lambda module, process_group: module\n"
+        "sharding.DistributedDataParallel = lambda module, **options: module\n"
         "process.serve(worker.pretrain)\n"
     )
     python = [sys.executable, "-P"]
