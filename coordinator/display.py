@@ -115,14 +115,16 @@ def closing_lines(report: dict[str, Any], folder: Path) -> str:
 
 def pretrained_lines(report: dict[str, Any], folder: Path) -> str:
     """What a person wants to know at the end of a pretraining."""
-    final = report["final"]
+    final, profile = report["final"], report.get("profile")
+    watched = [f"{name}: {value}" for name, value in profile.items()] if profile else []
     return "\n".join(
         [
             f"test accuracy {final['test_accuracy']:.4f}, test loss {final['test_loss']:.4f} on "
             f"{report['data']['rows']['test']} held-out rows after {report['steps']} steps",
-            f"{final['parameters']:,} parameters, plan {report['plan']}, {report['processes']} processes, "
+            f"{final['parameters']:,} parameters, {'plan ' + report['plan'] if report['plan'] else 'parameter server'}, {report['processes']} processes, "
             f"{report['about']['seconds']:.1f} s",
             f"model {final['model_sha256'][:16]}…  report, curve and model in {folder}/",
+            *watched,
         ]
     )
 

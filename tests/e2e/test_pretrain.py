@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import re
+import shlex
 import signal
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from coordinator import pretrain_config
+from models.pretrain.plan import ParallelPlan
 from tests.support import require
 from tests.support.cli import assert_refused, options, report_of, run_cli, started
 
@@ -23,6 +29,7 @@ PLAYS = (
     "train.steps=40",
     "train.lr=0.01",
 )
+GUIDE = (Path(__file__).parents[2] / "docs" / "pretraining.md").read_text("utf-8")
 QUICK = ("rows=400", "test_rows=60", "distil.epochs=2", "quantize.max_accuracy_drop=0.1")
 
 
@@ -144,3 +151,28 @@ def test_plans_are_ranked_with_reasons(tmp_path: Path) -> None:
     assert any("tp needs a model" in row["reason"] for row in found["refused"])
     assert found["explanation"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_guides_commands_run_as_they_are_written(tmp_path: Path) -> None:
+    commands = [
+        line for block in re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL) for line in block.splitlines()
+    ]
+    here = [line for line in commands if "plays" not in line]  # those need the text, and minutes
+    assert len(here) == 4
+    for line in here:
+        done = run_cli(*shlex.split(line)[1:], cwd=tmp_path)
+        assert done.returncode == 0, (line, done.stderr)
+    (configuration,) = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)
+    config = pretrain_config.resolve(tomllib.loads(configuration), "docs/pretraining.md")
+    assert config.parallel_plan == ParallelPlan(dp=2)
+    rows = "".join(line for line in GUIDE.splitlines() if line.startswith("| `"))
+    for field in dataclasses.fields(ParallelPlan):
+        assert f"`{field.name}`" in rows, f"docs/pretraining.md lacks the plan's key {field.name}"
+
+
+def test_a_parameter_server_trains_the_same_model(tmp_path: Path) -> None:
+    plain = options(("train.epochs=2",))
+    for name, sets in {"alone": plain, "served": [*plain, "--set", "server={workers=2}"]}.items():
+        done = run_cli("pretrain", "--out", tmp_path / name, *sets)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "served") == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
