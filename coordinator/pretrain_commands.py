@@ -74,6 +74,13 @@ def run(
             metavar="DIR",
         ),
     ] = None,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="Also say where the time of a few steps goes: a page, and a trace of every process.",
+        ),
+    ] = False,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
@@ -88,15 +95,15 @@ def run(
     with RichProgress(console) as progress:
         surroundings = pretraining.Surroundings(data_dir, progress)
         if resume is not None:
-            if config is not None or plan or sets or out is not None:
+            if config is not None or plan or sets or out is not None or profile:
                 raise UserError(
-                    "--resume takes everything from its folder: leave CONFIG, --plan, --set and --out away"
+                    "--resume takes everything from its folder: leave CONFIG, --plan, --set, --out and --profile away"
                 )
             if pretraining.is_finished(resume):
                 console.print(f"{resume}: this pretraining is already finished")
             report, folder = pretraining.resume(resume, surroundings), resume
         else:
-            asked = pretrain_config.load(config, sets or [], plan)
+            asked = pretrain_config.load(config, sets or [], plan, profile=profile)
             folder = out or Path("runs") / f"{asked.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
             report = pretraining.pretrain(asked, folder, surroundings)
     if as_json:

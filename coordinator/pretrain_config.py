@@ -21,7 +21,7 @@ from models import catalog, options
 from models.pretrain import plan as plans
 from models.pretrain.plan import ParallelPlan, PlanError
 from models.pretrain.server.settings import Servers
-from models.pretrain.training import Options
+from models.pretrain.training import Options, Profile
 
 TEST_ROWS = 1000
 TEXT = "text"
@@ -78,6 +78,8 @@ class Pretraining(Section):
     train: dict[str, Any] = Field(default_factory=dict)
     plan: dict[str, Any] = Field(default_factory=dict)
     checkpoint: Checkpoint = Checkpoint()
+    profile: dict[str, Any] | None = None
+    hang_seconds: Annotated[int, Field(ge=1, le=86_400)] = 300
     server: dict[str, Any] | None = None
 
     @property
@@ -114,13 +116,17 @@ _OWN_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def load(path: Path | None, sets: Sequence[str] = (), plan: str = "") -> Pretraining:
-    """The pretraining of a file (or all defaults) after `--set key=value` settings and `--plan`.
+def load(
+    path: Path | None, sets: Sequence[str] = (), plan: str = "", *, profile: bool = False
+) -> Pretraining:
+    """The pretraining of a file (or all defaults) after `--set key=value` settings, `--plan` and `--profile`.
 
     Raises:
         UserError: naming the file, every bad key with its value, and what was expected.
     """
     document = changed(read(path) if path else {}, sets)
+    if profile:
+        document = {"profile": {}} | dict(document)
     return resolve(document, str(path) if path else "pretraining", plan)
 
 
@@ -160,7 +166,11 @@ def _problems(asked: Pretraining) -> Iterator[str]:
     if asked.model.head is not None and asked.model.init is None:
         yield "model.head says what to take of model.init, which is not given"
     yield from options.problems(Options, asked.train, "train")
+    if asked.profile is not None:
+        yield from options.problems(Profile, asked.profile, "profile")
     if asked.server is not None:
+        if asked.profile is not None:
+            yield "server and profile are both given; profiles are of plans, which a parameter server has none of"
         yield from options.problems(Servers, asked.server, "server")
         if asked.plan:
             yield "server and plan are both given; a parameter server's workers share the batch among themselves"

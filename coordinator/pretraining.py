@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from coordinator import jobs, pretrain_report
+from coordinator import jobs, pretrain_report, profile_report
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiment import read
 from coordinator.jobs import Job, JobFailed
@@ -246,6 +246,10 @@ def _job(stage: jobs.Stage, config: Pretraining, data: Mapping[str, Any], arrays
     more: dict[str, Any] = {}
     if config.checkpoint.every and config.server is None:
         more["checkpoint"] = config.checkpoint.model_dump()
+    if config.server is None:
+        more["hang_seconds"] = config.hang_seconds
+    if config.profile is not None:
+        more["profile"] = config.profile
     if config.model.init is not None:
         more["init"] = {"params": config.model.init, "head": config.model.head or "same"}
     if "tokens" in data:
@@ -295,8 +299,18 @@ def _report(
         "about": {key: value for key, value in result.items() if key in _ABOUT},
         "lineage": lineage,
     }  # fmt: skip
+    if config.profile is not None:
+        document["profile"] = _profile(out / config.profile.get("folder", "profile"))
     _write(out / REPORT, document)
     return document
+
+
+def _profile(folder: Path) -> dict[str, Any] | None:
+    """Where the page of a profile is and what it says; None where a resumed training was too short for one."""
+    if not (folder / "profile.json").exists():
+        return None
+    found = json.loads((folder / "profile.json").read_text("utf-8"))
+    return {"page": str(profile_report.write_page(folder)), **profile_report.figures(found)}
 
 
 _ABOUT = ("device", "backend", "seconds", "restarts", "stall_seconds")

@@ -6,6 +6,7 @@ has died or a host has come or gone; they go on from the newest checkpoint, as m
     exit status    killed, or an error    all start again, at most `restarts` times
                    75, preempted          all start again without those that were asked to leave
                    78, refused            the end: the job is wrong, and would be again
+                   79, hung               the end: nobody would start again a process that is only stopped
 
 Processes are forked from one that has imported all they need, so that starting them again takes no imports. A host
 that is silent for ten seconds is taken for dead. Hosts that come within five seconds after enough are there
@@ -36,6 +37,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from edge_client.process import PARENT_VARIABLE, Report
 from edge_client.process import serve as serve_job
+from models.pretrain.hang import HUNG
 from models.pretrain.preemption import PREEMPTED, REFUSED
 
 MONITOR_SECONDS = 0.1
@@ -108,7 +110,7 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             statuses = self.statuses
-            if REFUSED in statuses:
+            if {REFUSED, HUNG} & set(statuses):
                 self._remaining_restarts = 0
             elif PREEMPTED in statuses and set(statuses) <= {0, PREEMPTED}:
                 self._remaining_restarts += 1  # it will be taken off again

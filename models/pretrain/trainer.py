@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from models.pretrain import checkpoint, local_updates, optimizers, passes, plan, sharding, shares, updates
 from models.pretrain.batches import Batch, Batches, Share, Source
 from models.pretrain.objective import objective_of
 from models.pretrain.optimizers import Options
 from models.pretrain.parallelize import Parallel, parallelize, sizes_of
+from models.pretrain.profiling import LOADER
 from models.pretrain.world import World
 from models.zoo import ModelSpec
 
@@ -71,7 +74,9 @@ class Trainer:
 
     def train_step(self) -> None:
         """One global batch."""
-        self.train_on(self.batches[self.step])
+        with record_function(LOADER):
+            batch = self.batches[self.step]
+        self.train_on(batch)
         if self.shares is not None:
             self.shares.after_step(self.batches)
 
@@ -180,8 +185,9 @@ def train(
     every: int,
     checkpointer: checkpoint.Checkpointer | None = None,
     stop: Callable[[], bool] = lambda: False,
+    around: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
 ) -> None:
-    """Trains to the last step, or until `stop`, asked after every step.
+    """Trains to the last step, or until `stop`, asked after every step, each inside of what `around` gives for it.
 
     `on_progress` is called every `every` steps, before every checkpoint and at the end. What was trained when this
     returns is in a checkpoint, if there is a `checkpointer`.
@@ -191,7 +197,8 @@ def train(
     """
     before = time.perf_counter()
     while trainer.step < trainer.steps:
-        trainer.train_step()
+        with around(trainer.step):
+            trainer.train_step()
         last = stop() or trainer.step == trainer.steps
         save = checkpointer is not None and (last or checkpointer.due(trainer.step))
         if last or save:

@@ -58,3 +58,19 @@ class Options:
         if self.decay == "cosine":
             return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
         return self.lr
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What `models.pretrain.profiling` watches of a training.
+
+    Attributes:
+        folder: in the job's, for what is found.
+        start: steps before, which warm up.
+        peak_tflops: of one processor, 10^12 operations a second; 0: measured by a matrix product.
+    """
+
+    folder: str = "profile"
+    start: int = bounded(3, 0, 100_000_000)
+    steps: int = bounded(5, 1, 1000)
+    peak_tflops: float = bounded(0.0, 0.0, 1e6)

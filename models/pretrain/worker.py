@@ -7,12 +7,17 @@ begin with as in `models.pretrain.initial`. Process 0 reports progress and write
 With `checkpoint`, a table of `models.pretrain.checkpoint.Policy`, the training goes on from the newest checkpoint in
 its folder, under whatever plan it now has; with `resume = false` from those of the same launch only. On SIGTERM it
 finishes a step, saves it and exits with status 75.
+
+With `profile`, a table of `models.pretrain.training.Profile`, it says where the time of some steps went. When no step
+ends for `hang_seconds`, 300 unless given, the processes write where they are and end (`models.pretrain.hang`).
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +26,21 @@ import torch
 
 from edge_client import process
 from models import job as jobs
-from models.pretrain import evaluation, initial, params, prefetch, sources, trainer, world
+from models.pretrain import evaluation, hang, initial, params, prefetch, profiling, sources, trainer, world
 from models.pretrain import plan as plans
 from models.pretrain.checkpoint import Checkpointer, Policy
 from models.pretrain.curve import NAME as CURVE
 from models.pretrain.curve import Curve
 from models.pretrain.optimizers import Options
 from models.pretrain.preemption import PREEMPTED, REFUSED, Preemption
+from models.pretrain.training import Profile
+from models.zoo import ModelSpec
 
 REPORTS = 200
 """About how often a training tells how it goes."""
+
+HANG_SECONDS = 300
+"""Without a step, a checkpoint included; torch itself gives up on a collective after ten minutes."""
 
 
 def pretrain(path: Path, report: process.Report) -> None:
@@ -40,10 +50,12 @@ def pretrain(path: Path, report: process.Report) -> None:
     job = jobs.read(path)
     spec, options = job.spec(), job.options(Options)
     policy, resume = job.table("checkpoint", Policy), job.flag("resume", True)
+    profile, hang_seconds = job.table("profile", Profile), _hang_seconds(job)
     plan = plan_of(job, int(os.environ.get("WORLD_SIZE", 1)))
     data = sources.of(job, spec, options.shift)
     spec = initial.starting(job, spec)
 
+    hang.prepare()
     with world.join(plan) as here:
         training = trainer.build(spec, data.train, options, here, job.seed)
         loader = prefetch.of(job, training.batches, here.device)
@@ -86,9 +98,10 @@ def pretrain(path: Path, report: process.Report) -> None:
             report(stage="pretrain", step=training.step, steps=training.steps, epoch=epoch, epochs=epochs)
         preemption = None if checkpointer is None else Preemption()
         every = max(1, training.steps // REPORTS)
-        trainer.train(
-            training, on_progress, every, checkpointer, preemption.agreed if preemption else lambda: False
-        )
+        stop = preemption.agreed if preemption else lambda: False
+        around = _profiled(profile, job, training, spec)
+        with _watched(around, job, here, hang_seconds, report) as watched:
+            trainer.train(training, on_progress, every, checkpointer, stop, watched)
         if preemption is not None:
             preemption.close()
         if training.step < training.steps:
@@ -109,6 +122,46 @@ def pretrain(path: Path, report: process.Report) -> None:
                 "stall_seconds": loader.waited_seconds,
             }
             jobs.write_result(job.out, {**figures, **saved, **about, "losses": curve.losses()})
+
+
+Around = Callable[[int], AbstractContextManager[None]]
+
+
+def _profiled(options: Profile | None, job: jobs.Job, training: trainer.Trainer, spec: ModelSpec) -> Around:
+    if options is None:
+        return lambda step: nullcontext()
+    needed = options.start + options.steps
+    if training.steps < needed:
+        raise jobs.JobError(
+            f"{job.path}: profile.start + profile.steps is {needed}, expected at most the {training.steps} steps there are"
+        )
+    return profiling.Profiler(options, job.out, spec, training.world, training.options.batch_size).around
+
+
+@contextmanager
+def _watched(
+    around: Around, job: jobs.Job, here: world.World, seconds: float, report: process.Report
+) -> Iterator[Around]:
+    """`around`, and an end to the process when no step ends for `seconds`."""
+    watch = hang.Watch(job.out, here.rank, here.processes, seconds, hang.ending(report))
+
+    def both(step: int) -> AbstractContextManager[None]:
+        watch.alive(step)
+        return around(step)
+
+    try:
+        yield both
+    finally:
+        watch.close()
+
+
+def _hang_seconds(job: jobs.Job) -> float:
+    seconds = job.settings.get("hang_seconds", HANG_SECONDS)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 86_400:
+        raise jobs.JobError(
+            f"{job.path}: hang_seconds is {seconds!r}, expected a number above 0, at most 86400"
+        )
+    return float(seconds)
 
 
 def _checkpointer(job: jobs.Job, policy: Policy, training: trainer.Trainer) -> Checkpointer:

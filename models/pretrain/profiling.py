@@ -1,0 +1,328 @@
+"""Where the time of a training goes: a job's `profile`.
+
+    "profile": {"folder": "profile", "start": 3, "steps": 5}
+
+Every process watches those steps with torch's profiler, leaves `trace-rank0.json` for a trace viewer and its figures
+in `rank0.json`; process 0 puts all together in `profile.json`.
+
+A moment of a step belongs to the first of these that it lies in:
+
+    loader          waiting for a batch
+    compute         an operator works: on the CPU aten's and compiled ones, on a GPU every kernel but NCCL's
+    communication   a collective is on its way and nothing is computed meanwhile: it is exposed
+    bubble          only a message between stages is on its way: the other stage is not so far yet
+    other           none: Python, launching kernels, waiting for another thread
+
+so that these add up to the step. MFU is the model's share of what the processors could compute: floating-point
+operations of forward and backward passes without any that are recomputed (Chowdhery 2022, appendix B), by seconds and
+peak.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.flop_counter import FlopCounterMode
+
+from edge_client.files import write_durably
+from models.pretrain.training import Profile as Options
+from models.pretrain.world import World
+from models.zoo import ModelSpec
+
+NAME = "profile.json"
+STEP, LOADER = "pretrain:step", "pretrain:loader"
+POINTS = 400
+"""Of a memory timeline, at most."""
+
+_COMMUNICATION, _MESSAGES = ("gloo:", "nccl"), ("send", "recv", "sendrecv")
+_WORKING = ("aten::", "## Call CompiledFxGraph", "Torch-Compiled Region")
+_CALLING = ("c10d::", "_c10d_functional::")
+
+Span = tuple[float, float]
+"""Begin and end, seconds."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Seconds of a time, by what it went to; they add up to it."""
+
+    loader: float
+    compute: float
+    communication: float
+    bubble: float
+    other: float
+
+    @property
+    def seconds(self) -> float:
+        return self.loader + self.compute + self.communication + self.bubble + self.other
+
+
+class Profiler:
+    """Watches some steps of one process's training.
+
+    Args:
+        rows: of a global batch.
+    """
+
+    def __init__(self, options: Options, folder: Path, spec: ModelSpec, world: World, rows: int) -> None:
+        self.options, self.folder = options, folder / options.folder
+        self.spec, self.world, self.rows = spec, world, rows
+        self._watching: profile | None = None
+        self._first: int | None = None
+        self._seconds: list[float] = []
+        self._bytes_before = 0
+
+    def around(self, step: int) -> AbstractContextManager[None]:
+        """To be entered for every step, counted from 0; collective after the last that is watched."""
+        if self._first is None:
+            self._first = step
+        number = step - self._first - self.options.start
+        return self._watched(number) if 0 <= number < self.options.steps else nullcontext()
+
+    @contextmanager
+    def _watched(self, number: int) -> Iterator[None]:
+        if self._watching is None:
+            self._begin()
+        began = time.perf_counter()
+        with record_function(STEP):
+            yield
+            if self.world.device.type == "cuda":
+                torch.cuda.synchronize()
+        self._seconds.append(time.perf_counter() - began)
+        if number == self.options.steps - 1:
+            self._end()
+
+    def _begin(self) -> None:
+        cuda = self.world.device.type == "cuda"
+        self._bytes_before = torch.cuda.memory_allocated() if cuda else 0
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+        self._watching = profile(activities=kinds, profile_memory=True)
+        self._watching.start()
+
+    def _end(self) -> None:
+        assert self._watching is not None
+        self._watching.stop()
+        rank, world = self.world.rank, self.world
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._watching.export_chrome_trace(str(self.folder / f"trace-rank{rank}.json"))
+        results = self._watching.profiler
+        assert results is not None and results.kineto_results is not None
+        events = results.kineto_results.events()
+        given = self.options.peak_tflops
+        figures = {
+            "rank": rank,
+            "steps": [asdict(split) for split in splits(events, world.device.type)],
+            "step_seconds": self._seconds,
+            "peak_flops": given * 1e12 if given else measured_peak(world),
+            "memory": _memory(events, world.device.type, self._bytes_before),
+        }
+        _write(self.folder / f"rank{rank}.json", figures)
+        dist.barrier()
+        if rank == 0:
+            _write(self.folder / NAME, self._report())
+
+    def _report(self) -> dict[str, Any]:
+        ranks = [
+            json.loads((self.folder / f"rank{rank}.json").read_text("utf-8"))
+            for rank in range(self.world.processes)
+        ]
+        seconds = statistics.median(
+            max(times) for times in zip(*(r["step_seconds"] for r in ranks), strict=True)
+        )
+        flops, how = flops_of_row(self.spec)
+        tokens = self.rows * (self.spec.input_shape[0] if self.spec.task == "next_token" else 1)
+        peak = sum(rank["peak_flops"] for rank in ranks)
+        mean = [_mean([Split(**split) for split in rank["steps"]]) for rank in ranks]
+        whole = _mean(mean)
+        return {
+            "plan": str(self.world.plan),
+            "device": self.world.device.type,
+            "backend": self.world.backend,
+            "first_step": (self._first or 0) + self.options.start + 1,
+            "steps": self.options.steps,
+            "step_seconds": seconds,
+            "rows_per_second": self.rows / seconds,
+            "tokens_per_second": tokens / seconds if self.spec.task == "next_token" else None,
+            "mean_seconds": asdict(whole),
+            "exposed_share": whole.communication / whole.seconds,
+            "bubble_share": whole.bubble / whole.seconds,
+            "loader_share": whole.loader / whole.seconds,
+            "flops_per_step": flops * self.rows,
+            "flops_from": how,
+            "peak_flops": peak,
+            "peak_from": "given" if self.options.peak_tflops else "a matrix product on every process at once",
+            "mfu": flops * self.rows / seconds / peak,
+            "ranks": [
+                {"rank": rank["rank"], "mean_seconds": asdict(split), "memory": rank["memory"]}
+                for rank, split in zip(ranks, mean, strict=True)
+            ],
+        }  # fmt: skip
+
+
+def splits(events: Sequence[Any], device: str) -> list[Split]:
+    """What each watched step's time went to. `events`: torch's, of the profiler (Kineto); `device`: cpu or cuda."""
+    steps: list[Span] = []
+    loader: list[Span] = []
+    working: list[Span] = []
+    calling: list[Span] = []
+    collectives: list[Span] = []
+    messages: list[Span] = []
+    on_gpu = device == "cuda"
+    for event in events:
+        name, span = event.name(), (event.start_ns() / 1e9, event.end_ns() / 1e9)
+        kernel = event.device_type() == DeviceType.CUDA
+        if name == STEP and not kernel:
+            steps.append(span)
+        elif name == LOADER and not kernel:
+            loader.append(span)
+        elif name.startswith(_COMMUNICATION):
+            if kernel == on_gpu or name.startswith("gloo:"):
+                between = any(word in name.lower() for word in _MESSAGES)
+                (messages if between else collectives).append(span)
+        elif on_gpu:
+            if kernel and not name.startswith("pretrain:") and name != "[memory]":
+                working.append(span)
+        elif name.startswith(_CALLING):
+            calling.append(span)
+        elif name.startswith(_WORKING):
+            working.append(span)
+    return [
+        _split(step, loader, subtracted(working, calling), collectives, messages) for step in sorted(steps)
+    ]
+
+
+def _split(step: Span, *claims: Iterable[Span]) -> Split:
+    """Seconds of `step` that are each one's of `claims` and of none before it."""
+    left, seconds = [step], []
+    for claim in claims:
+        rest = subtracted(left, claim)
+        seconds.append(length(left) - length(rest))
+        left = rest
+    return Split(*seconds, length(left))
+
+
+def united(spans: Iterable[Span]) -> list[Span]:
+    """The same moments in spans that neither meet nor overlap, in order."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if end <= begin:
+            continue
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def subtracted(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
+    """The moments of `spans` that are in none of `others`."""
+    found: list[Span] = []
+    taken = united(others)
+    first = 0
+    for begin, end in united(spans):
+        while first < len(taken) and taken[first][1] <= begin:
+            first += 1
+        number = first
+        while number < len(taken) and taken[number][0] < end:
+            if taken[number][0] > begin:
+                found.append((begin, taken[number][0]))
+            begin = max(begin, taken[number][1])
+            number += 1
+        if begin < end:
+            found.append((begin, end))
+    return found
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Seconds that are in any of `spans`."""
+    return sum(end - begin for begin, end in united(spans))
+
+
+def flops_of_row(spec: ModelSpec) -> tuple[float, str]:
+    """Floating-point operations of a forward and a backward pass over one example, and how they were found: counted by
+    torch on tensors without data, attention as if without a mask; or, where a model needs to see data, 6 a param and
+    token.
+    """
+    with torch.device("meta"):
+        module = spec.module()
+    try:
+        with FlopCounterMode(display=False) as counter:
+            _pass_without_data(module, spec)
+        if counter.get_total_flops():
+            return float(counter.get_total_flops()), "operators counted"
+    except (RuntimeError, NotImplementedError):
+        pass
+    tokens = spec.input_shape[0] if spec.input_dtype == "int32" else 1
+    return 6.0 * sum(p.numel() for p in module.parameters()) * tokens, "6 for every param and token"
+
+
+def _pass_without_data(module: nn.Module, spec: ModelSpec) -> None:
+    dtype = torch.int32 if spec.input_dtype == "int32" else torch.float32
+    logits = module(torch.zeros((1, *spec.input_shape), dtype=dtype, device="meta"))
+    logits.float().sum().backward()
+
+
+def measured_peak(world: World) -> float:
+    """Operations a second of a large matrix product in the plan's precision, by this process's processor."""
+    cuda = world.device.type == "cuda"
+    size, turns = (8192, 20) if cuda else (512, 10)
+    dtype = torch.bfloat16 if world.plan.precision == "bf16" else torch.float32
+    left = torch.rand(size, size, device=world.device).to(dtype)
+    seconds = []
+    for _ in range(turns):
+        began = time.perf_counter()
+        left @ left
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / min(seconds)
+
+
+def _mean(splits: Sequence[Split]) -> Split:
+    return Split(
+        *(statistics.fmean(values) for values in zip(*(asdict(s).values() for s in splits), strict=True))
+    )
+
+
+def _memory(events: Sequence[Any], device: str, before: int) -> dict[str, Any]:
+    """Allocated bytes over the watched steps: on a GPU all, on the CPU those beyond what was there at the start."""
+    kind = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
+    changes = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in events
+        if event.name() == "[memory]" and event.device_type() == kind
+    )
+    level, timeline = before, []
+    for at, change in changes:
+        level += change
+        timeline.append(((at - changes[0][0]) / 1e9, level))
+    thinned = list(_peaks(timeline))
+    return {
+        "from": "allocator" if device == "cuda" else "allocations since the first step",
+        "seconds": [at for at, _ in thinned],
+        "bytes": [level for _, level in thinned],
+        "peak_bytes": max((level for _, level in timeline), default=before),
+    }
+
+
+def _peaks(timeline: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
+    """Of every stretch the point with the most bytes."""
+    stretch = max(1, -(-len(timeline) // POINTS))
+    for start in range(0, len(timeline), stretch):
+        yield max(timeline[start : start + stretch], key=lambda point: point[1])
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    write_durably(path, (json.dumps(document, indent=1) + "\n").encode())
