@@ -101,7 +101,7 @@ def draw(profile: Mapping[str, Any]) -> bytes:
     for rank in ranks:
         memory = rank["memory"]
         mebibytes = [bytes_ / 2**20 for bytes_ in memory["bytes"]]
-        right.plot(memory["seconds"], mebibytes, lw=0.8, label=f"rank {rank['rank']}")
+        right.plot(memory["seconds"], mebibytes, lw=0.8, drawstyle="steps-post", label=f"rank {rank['rank']}")
     right.set_xlabel("seconds")
     right.set_ylabel(f"MiB, {ranks[0]['memory']['from']}")
     right.legend(fontsize=8)

@@ -210,7 +210,7 @@ def _split(step: Span, *claims: Iterable[Span]) -> Split:
         rest = subtracted(left, claim)
         seconds.append(length(left) - length(rest))
         left = rest
-    return Split(*seconds, length(left))
+    return Split(*(*seconds, length(left)))
 
 
 def united(spans: Iterable[Span]) -> list[Span]:
