@@ -12,7 +12,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 SOURCES := coordinator edge_client strategies models tests fedloop.py _fedloop_command.py
 
-.PHONY: help setup constrained demo demo-fleet test check bench clean
+.PHONY: help setup constrained demo demo-fleet test coverage check bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -46,12 +46,15 @@ check: setup ## the fast loop: format, lint, types, import rules, unit tests
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q -n 2 -m "not slow"
 
-test: setup constrained ## everything, with coverage; what CI runs
+test: setup constrained ## everything; what CI runs
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15 --cov --cov-report=term
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 25
+
+coverage: setup constrained ## the tests again, with a table of the lines they run
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 bench: setup ## benchmarks: ratios measured interleaved, JSON under runs/bench
 	$(BIN)/python -m tests.bench
