@@ -16,7 +16,7 @@ import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.errors import UserError
-from coordinator.sections import described, nearest, wrong
+from coordinator.sections import described, model_problems, wrong
 from models import catalog
 from models.datasets import DataError, parse_partition, sources
 from strategies import presets
@@ -367,25 +367,10 @@ def name_problem(dataset: str) -> str | None:
 
 def _model_problems(experiment: Experiment) -> Iterable[str]:
     model, name = experiment.model, experiment.model.name or ""
+    yield from model_problems(name, model.options)
     entry = catalog.MODELS.get(name)
     if entry is None:
-        # A user's own, or one from the entry-point group: resolved in a worker, which may import their framework.
-        if ":" not in name and name not in _installed_models():
-            yield (
-                f"model.name = {name!r} is unknown{nearest(name, catalog.MODELS)}; known: "
-                f"{', '.join(catalog.MODELS)}; your own is given as package.module:build"
-            )
         return
-    try:
-        entry.options.model_validate(model.options)
-    except ValidationError as error:
-        for item in error.errors():
-            key = ".".join(str(part) for part in item["loc"])
-            if item["type"] == "extra_forbidden":
-                known = list(entry.options.model_fields)
-                yield f"model.{key} is not an option of {name}{nearest(key, known)}; its options: {', '.join(known) or 'none'}"
-            else:
-                yield f"model.{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
     vocab = model.options.get("vocab")
     if isinstance(vocab, int) and vocab < (experiment.data.vocab or 0):
         yield f"model.vocab = {vocab} is less than data.vocab = {experiment.data.vocab}; word ids would not fit"
@@ -395,12 +380,6 @@ def _model_problems(experiment: Experiment) -> Iterable[str]:
                 f"federation.runtimes asks for {runtime}, but model.name = {name!r} has no {runtime} version; "
                 f"{name} runs in: {', '.join(entry.runtimes)}"
             )
-
-
-def _installed_models() -> set[str]:
-    from importlib.metadata import entry_points
-
-    return {entry.name for entry in entry_points(group="fedloop.models")}
 
 
 def _apply(document: dict[str, Any], setting: str) -> None:

@@ -16,7 +16,7 @@ import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.experiment import Section, changed, name_problem, read
-from coordinator.sections import described, nearest, wrong
+from coordinator.sections import described, model_problems, wrong
 from models import catalog, options
 from models.pretrain import plan as plans
 from models.pretrain.plan import ParallelPlan, PlanError
@@ -162,7 +162,7 @@ def _problems(asked: Pretraining) -> Iterator[str]:
     for key, datasets in _OWN_KEYS.items():
         if getattr(data, key) is not None and data.dataset not in datasets:
             yield f"data.{key} = {getattr(data, key)!r} is for {' and '.join(datasets)}, but data.dataset = {data.dataset!r}"
-    yield from _model_problems(asked.model, _model_name(asked))
+    yield from model_problems(_model_name(asked), asked.model.options)
     if asked.model.head is not None and asked.model.init is None:
         yield "model.head says what to take of model.init, which is not given"
     yield from options.problems(Options, asked.train, "train")
@@ -174,27 +174,6 @@ def _problems(asked: Pretraining) -> Iterator[str]:
         yield from options.problems(Servers, asked.server, "server")
         if asked.plan:
             yield "server and plan are both given; a parameter server's workers share the batch among themselves"
-
-
-def _model_problems(model: Model, name: str) -> Iterator[str]:
-    entry = catalog.MODELS.get(name)
-    if entry is None:
-        if ":" not in name:
-            yield (
-                f"model.name = {name!r} is unknown{nearest(name, catalog.MODELS)}; known: "
-                f"{', '.join(catalog.MODELS)}; your own is given as package.module:build"
-            )
-        return
-    try:
-        entry.options.model_validate(model.options)
-    except ValidationError as error:
-        for item in error.errors():
-            key = ".".join(str(part) for part in item["loc"])
-            if item["type"] == "extra_forbidden":
-                known = list(entry.options.model_fields)
-                yield f"model.{key} is not an option of {name}{nearest(key, known)}; its options: {', '.join(known) or 'none'}"
-            else:
-                yield f"model.{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
 def _complete(asked: Pretraining, plan: ParallelPlan) -> Pretraining:

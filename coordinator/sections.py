@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import UserError
+from models import catalog
 
 
 def described(item: Any, root: type[BaseModel]) -> str:
@@ -45,6 +46,37 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """The words `did you mean …?` where something is near, after a comma."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f", did you mean {close[0]!r}?" if close else ""
+
+
+def model_problems(name: str, options: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the `[model]` table: no such model, options it does not have or cannot have.
+
+    A user's own model, and one of the entry-point group, is looked at in a worker, which may import its framework.
+    """
+    entry = catalog.MODELS.get(name)
+    if entry is None:
+        if ":" not in name and name not in _installed_models():
+            yield (
+                f"model.name = {name!r} is unknown{nearest(name, catalog.MODELS)}; known: "
+                f"{', '.join(catalog.MODELS)}; your own is given as package.module:build"
+            )
+        return
+    try:
+        entry.options.model_validate(options)
+    except ValidationError as error:
+        for item in error.errors():
+            key = ".".join(str(part) for part in item["loc"])
+            if item["type"] == "extra_forbidden":
+                known = list(entry.options.model_fields)
+                yield f"model.{key} is not an option of {name}{nearest(key, known)}; its options: {', '.join(known) or 'none'}"
+            else:
+                yield f"model.{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def _installed_models() -> set[str]:
+    from importlib.metadata import entry_points
+
+    return {entry.name for entry in entry_points(group="fedloop.models")}
 
 
 def wrong(source: str, problems: list[str]) -> UserError:
