@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.pretrain import context, experts, recompute, sharding, tensor
+from models.pretrain import compiling, context, experts, recompute, sharding, tensor
 from models.pretrain.plan import ParallelPlan, Sizes
 from models.pretrain.world import World
 from models.zoo import ModelSpec
@@ -92,8 +92,7 @@ def parallelize(module: nn.Module, layout: Layout | None, world: World) -> Paral
                 experts.split(part, layout, world)
             recompute.wrap(part, layout, plan.recompute)
             if plan.compile:
-                for name in layout.layer_names(part):
-                    part.get_submodule(name).compile()
+                compiling.compile_blocks(part, layout, world.device)
     return Parallel([sharding.share_out(part, layout, world) for part in parts], numbers)
 
 

@@ -24,6 +24,7 @@ NAMES = (
     "pipeline_bubble",
     "planner",
     "recovery",
+    "gpu_pretrain",
 )
 
 

@@ -1,0 +1,38 @@
+"""Compiled blocks: torch.compile for every layer of a module, which fuses what lies between its matrix products.
+
+Blocks, rather than the whole module, because what parallelism puts between them is no graph, and because layers that
+are alike are compiled once. Where nothing can be compiled the layers stay as they are, with a warning.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+
+import torch
+from torch import nn
+
+from models.zoo.layout import Layout
+
+
+def compile_blocks(module: nn.Module, layout: Layout, device: torch.device) -> None:
+    """Has the layers of `module` compiled when they first run, in place."""
+    reason = missing(device)
+    if reason:
+        warnings.warn(f"compile=true: {reason}; blocks run uncompiled", RuntimeWarning, stacklevel=2)
+        return
+    for name in layout.layer_names(module):
+        module.get_submodule(name).compile()
+
+
+def missing(device: torch.device) -> str:
+    """What torch.compile lacks here to make code for `device`, or nothing."""
+    if device.type == "cuda":
+        return "" if torch.utils._triton.has_triton() else "Triton is not installed"
+    from torch._inductor import config
+
+    named = config.cpp.cxx
+    compilers = [name for name in (named if isinstance(named, tuple | list) else (named,)) if name]
+    if any(shutil.which(name) for name in [*compilers, "g++"]):
+        return ""
+    return "there is no C++ compiler on this machine"
