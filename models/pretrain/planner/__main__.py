@@ -3,14 +3,17 @@
 Beside what `models.pretrain.worker` reads the job may have `planner`, a table of `Settings`; its `plan` fixes the keys
 it names. Writes `profile.json`, `plan.json` (the ranking), and `result.json` with everything:
 
-    {"profile": {…}, "ranking": [{"plan", "seconds", "memory_bytes", "parts", "memory"}, …],
+    {"profile": {…}, "ranking": [{"plan", "seconds", "predicted", "measured", "memory_bytes", "parts", "memory"}, …],
      "refused": [{"plan", "reason"}, …], "explanation": ["…", …], "scaling": {…}}
+
+`scaling.options` are the options of the training that change where its rule is applied.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,13 @@ from models import job as jobs
 from models import options
 from models.options import bounded
 from models.pretrain.plan import MOST, PlanError
+from models.pretrain.planner import crew as crews
 from models.pretrain.planner import explain, profile, scaling
+from models.pretrain.planner.crew import Crew
 from models.pretrain.planner.profile import Profile, ProfileError
 from models.pretrain.planner.scaling import Rule
 from models.pretrain.planner.search import Found, search
+from models.pretrain.planner.verify import verify
 from models.pretrain.training import Options
 
 REFUSED = 200
@@ -43,6 +49,8 @@ class Settings:
         scaling: how options follow the batch; none leaves them.
         base_batch_size: the batch that the options are right for; 0: the one given.
         slow_between: how many times slower a message between hosts is than inside one.
+        measure: how many kinds of plans are tried out, and the fastest of them chosen; 0: the best predicted is. None are
+            where this machine cannot tell: for several hosts, for more processes than it starts, with a kept profile.
     """
 
     processes: int = bounded(1, 1, MOST)
@@ -52,6 +60,12 @@ class Settings:
     scaling: Rule = "none"
     base_batch_size: int = bounded(0, 0, 1_000_000)
     slow_between: float = bounded(1.0, 1.0, 1e6)
+    measure: int = bounded(6, 0, 1000)
+
+    @property
+    def host(self) -> int:
+        """Processes on a host."""
+        return self.per_host or self.processes
 
 
 def plan(path: Path, report: process.Report) -> None:
@@ -59,15 +73,20 @@ def plan(path: Path, report: process.Report) -> None:
     job = jobs.read(path)
     given = job.options(Options)
     settings = settings_of(job)
-    measured = _profile(job, settings, given, report)
     fixed = job.settings.get("plan", {})
     if not isinstance(fixed, dict):
         raise jobs.JobError(f"{path}: plan is {fixed!r}, expected an object")
-    try:
-        found = search(measured, given.batch_size, settings.processes, fixed)
-    except PlanError as error:
-        raise jobs.JobError(f"{path}: {error}") from None
-    report(stage="plan", step=3, steps=3, fitting=len(found.ranking), refused=len(found.refused))
+    with ExitStack() as stack:
+        crew = stack.enter_context(_crew(job, settings)) if not settings.profile else None
+        measured = _profile(job, settings, given, crew, report)
+        try:
+            found = search(measured, given.batch_size, settings.processes, fixed)
+        except PlanError as error:
+            raise jobs.JobError(f"{path}: {error}") from None
+        if crew is not None and found.ranking and settings.measure and _tells(crew, settings):
+            report(stage="plan", step=3, steps=4, what="the most promising plans")
+            found = verify(found, crew, settings.measure)
+    report(stage="plan", step=4, steps=4, fitting=len(found.ranking), refused=len(found.refused))
     profile.write(measured, job.out / "profile.json")
     ranking = {"ranking": explain.rows(found)}
     write_durably(job.out / "plan.json", (json.dumps(ranking, indent=2) + "\n").encode())
@@ -94,8 +113,19 @@ def settings_of(job: jobs.Job) -> Settings:
         raise jobs.JobError(str(error)) from None
 
 
-def _profile(job: jobs.Job, settings: Settings, given: Options, report: process.Report) -> Profile:
-    per_host = settings.per_host or settings.processes
+def _crew(job: jobs.Job, settings: Settings) -> AbstractContextManager[Crew]:
+    return crews.hired(job, max(1, crews.most(max(2, settings.host))))
+
+
+def _tells(crew: Crew, settings: Settings) -> bool:
+    """Whether what these processes take is what a training's will."""
+    return crew.count == settings.processes == settings.host and settings.slow_between == 1
+
+
+def _profile(
+    job: jobs.Job, settings: Settings, given: Options, crew: Crew | None, report: process.Report
+) -> Profile:
+    per_host = settings.host
     if settings.profile:
         try:
             found = profile.read(job.file("planner.profile", settings.profile))
@@ -104,7 +134,7 @@ def _profile(job: jobs.Job, settings: Settings, given: Options, report: process.
     else:
         from models.pretrain.planner import probe
 
-        found = probe.measure(job, given, per_host, report)
+        found = probe.measure(job, given, per_host, crew, report)
     machine = replace(found.machine, per_host=per_host)
     if settings.memory_mib:
         machine = replace(machine, memory_bytes=settings.memory_mib * 2.0**20)

@@ -22,11 +22,14 @@ _AXES = ("dp", "tp", "pp", "cp", "ep")
 
 
 def rows(found: Found) -> list[dict[str, Any]]:
-    """The ranking as a table: plan, seconds, memory_bytes, parts, memory."""
+    """The ranking as a table: plan; seconds as well as they are known, predicted, and measured or none; memory_bytes;
+    parts of what is predicted, memory."""
     return [
         {
             "plan": str(candidate.plan),
-            "seconds": candidate.prediction.seconds,
+            "seconds": candidate.seconds,
+            "predicted": candidate.prediction.seconds,
+            "measured": candidate.measured,
             "memory_bytes": round(candidate.memory.bytes),
             "parts": candidate.prediction.parts,
             "memory": {name: round(size) for name, size in candidate.memory.parts.items()},
@@ -40,17 +43,24 @@ def explain(found: Found, profile: Profile, processes: int) -> list[str]:
     if not found.ranking:
         return [f"No plan fits {processes} processes.", *_refusals(found)]
     best = found.ranking[0]
-    lines = [_choice(best, len(found.ranking), len(found.refused)), _limit(best), _memory(best, profile)]
+    lines = [_choice(found), _limit(best), _memory(best, profile)]
     lines += _placed(best, profile)
     lines += _others(found)
     return [*lines, *_refusals(found)]
 
 
-def _choice(best: Candidate, fitting: int, refused: int) -> str:
-    return (
-        f"{best.plan}: {best.prediction.seconds * 1e3:.1f} ms a step predicted, "
-        f"the least of {fitting} plans that fit; {refused} do not."
-    )
+def _choice(found: Found) -> str:
+    best, fitting = found.ranking[0], len(found.ranking)
+    predicted = f"{best.prediction.seconds * 1e3:.1f} ms a step predicted"
+    if best.measured is None:
+        least = f"{predicted}, the least of {fitting} plans that fit"
+    else:
+        measured = sum(candidate.measured is not None for candidate in found.ranking)
+        least = (
+            f"{best.measured * 1e3:.1f} ms a step measured, the least of the {measured} most promising of {fitting} plans "
+            f"that fit, {predicted}"
+        )
+    return f"{best.plan}: {least}; {len(found.refused)} do not."
 
 
 def _limit(best: Candidate) -> str:
@@ -60,7 +70,7 @@ def _limit(best: Candidate) -> str:
         f"{part} {parts[part] / best.prediction.seconds:.0%}"
         for part in sorted(parts, key=lambda p: -parts[p])
     )
-    return f"Most of it is {_LIMITS[name]} ({shares})."
+    return f"Most of what is predicted is {_LIMITS[name]} ({shares})."
 
 
 def _memory(best: Candidate, profile: Profile) -> str:
@@ -98,12 +108,11 @@ def _others(found: Found) -> list[str]:
         if shape in shown:
             continue
         shown.add(shape)
-        slower = candidate.prediction.seconds / best.prediction.seconds - 1
+        slower = candidate.seconds / best.seconds - 1
         parts, own = candidate.prediction.parts, best.prediction.parts
         more = max(parts, key=lambda name: parts[name] - own.get(name, 0.0))
-        lines.append(
-            f"{'Next best' if not lines else 'Then'} {candidate.plan}: {slower:+.1%}, for more goes to {_LIMITS[more]}."
-        )
+        why = f", for more goes to {_LIMITS[more]}" if parts[more] > own.get(more, 0.0) else ""
+        lines.append(f"{'Next best' if not lines else 'Then'} {candidate.plan}: {slower:+.1%}{why}.")
         if len(lines) == 4:
             break
     return lines

@@ -69,13 +69,16 @@ def uses(plan: ParallelPlan, profile: Profile) -> Counter[str]:
     """How often a step uses what has an overhead of its own, on the process that uses it most:
 
     tp, cp, ep: a layer and micro-batch; stage, stages, halves: a stage and micro-batch of schedules with one stage a
-    process, several, several and halved backward passes; ddp: a step; zero2, zero3: a unit of params gathered.
+    process, several, several and halved backward passes; loss: a micro-batch whose loss tp ranks share; ddp, sums: a step
+    whose gradients are summed during or after the backward pass; zero2, zero3: a unit of params gathered.
     """
     layers = -(-len(profile.layers) // plan.pp)
     used: Counter[str] = Counter()
     for name in ("tp", "cp", "ep"):
         if getattr(plan, name) > 1:
             used[name] = layers * plan.pieces
+    if plan.loss_parallel:
+        used["loss"] = plan.pieces
     if plan.pp > 1:
         used[_stage_kind(plan)] = plan.pieces * plan.stages_per_rank
     if plan.dp * plan.cp > 1:
@@ -83,6 +86,8 @@ def uses(plan: ParallelPlan, profile: Profile) -> Counter[str]:
             used[f"zero{plan.zero}"] = (layers + plan.stages_per_rank) * _gathers(plan)
         elif plan.tp == plan.pp == plan.ep == 1:
             used["ddp"] = 1
+        else:
+            used["sums"] = 1
     return used
 
 
@@ -100,7 +105,7 @@ def _gathers(plan: ParallelPlan) -> int:
 def _per_step(spread: Spread) -> float:
     """Overheads that no micro-batch and no layer has."""
     used, overhead = uses(spread.plan, spread.profile), spread.profile.overhead
-    return sum(used[name] * overhead.get(name, 0.0) for name in ("ddp", "zero2", "zero3"))
+    return sum(used[name] * overhead.get(name, 0.0) for name in ("ddp", "sums", "zero2", "zero3"))
 
 
 def _micro_batch(spread: Spread, pieces: list[Piece], last: bool) -> Parts:
@@ -126,6 +131,8 @@ def _pass(spread: Spread, pieces: list[Piece], last: bool, backward: bool) -> Pa
         loss = spread.profile.loss
         seconds = loss.backward["none"] if backward else loss.forward
         parts["compute"] += seconds.at(rows, spread.loss_tp())
+        if plan.loss_parallel:
+            parts["other"] += overhead.get("loss", 0.0) / 2
         if plan.tp > 1 and not plan.loss_parallel and not backward:
             logits = spread.profile.last.output_bytes * rows
             parts["tp"] += cost.all_gather_seconds(spread.link("tp"), plan.tp, logits)

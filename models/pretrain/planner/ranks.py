@@ -1,7 +1,10 @@
-"""`python -P -m models.pretrain.planner.ranks REQUEST.json`, one of the processes that `probe` starts.
+"""`python -P -m models.pretrain.planner.ranks JOB.json`, one of the processes of a crew: answers what it is asked.
 
-All compute at once to see how they share cores; the first two then send each other messages and train a few steps by
-every probed plan, in turns, so that a busy machine slows all of them alike. Process 0 writes `measured.json`.
+    machine  how processes that compute at once share the cores, what messages between two of them take
+    alone    seconds of a step of process 0 by itself
+    steps    seconds of steps by every one of some plans, in turns, with the real trainer
+
+Requests come on standard input, one a line; process 0 answers on standard output.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,39 +32,43 @@ from models.pretrain import plan as plans
 from models.pretrain.batches import Arrays
 from models.pretrain.collectives import cost
 from models.pretrain.objective import objective_of
-from models.pretrain.parallelize import sizes_of
+from models.pretrain.plan import ParallelPlan
 from models.pretrain.training import Options
+from models.pretrain.world import World
 from models.zoo import ModelSpec
 
 TURNS = 3
 STEPS = 2
 SENT_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
+HOPELESS = 1.5
+"""A plan whose fastest step takes so many times the best plan's median is not measured again."""
 
 
 def main(path: Path) -> None:
+    answers = process.own_stdout()
     torch.set_num_threads(1)
-    request = json.loads(path.read_text())
-    job = jobs.read(Path(request["job"]))
+    job = jobs.read(path)
     spec, options = job.spec(), job.options(Options)
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    device = world.own_device(plans.ParallelPlan())
-
-    with joined(store, "all", rank, count, device):
-        slowdown = _slowdown(rank, count, spec, device)
-    found: dict[str, Any] = {"slowdown": slowdown, "seconds": {}}
-    if rank < 2:
-        with joined(store, "pair", rank, 2, device):
-            found["link"] = _link(device)
-            fitting = [text for text in request["probes"] if _fits(text, spec, options)]
-            seconds: dict[str, list[float]] = {text: [] for text in fitting}
-            for turn in range(TURNS):
-                for text in fitting:
-                    seconds[text] += _train(text, spec, options, device)[turn == 0 :]
-            found["seconds"] = {text: statistics.median(values) for text, values in seconds.items()}
-            found["alone"] = _alone(spec, options, device)
-    if rank == 0:
-        (Path(request["out"]) / "measured.json").write_text(json.dumps(found))
+    device = world.own_device(ParallelPlan())
+    for number, line in enumerate(sys.stdin):
+        request = json.loads(line)
+        size = request.get("processes", count)
+        found: Mapping[str, object] = {}
+        if rank < size:
+            with joined(store, str(number), rank, size, device):
+                if request["what"] == "machine":
+                    found = {"slowdown": _slowdown(rank, count, spec, device), "link": _link(device)}
+                elif request["what"] == "alone":
+                    found = {"alone": _alone(spec, options, device)}
+                else:
+                    found = measured(
+                        request["plans"], spec, options, device, request["turns"], request["race"]
+                    )
+        if rank == 0:
+            answers.write(json.dumps(found) + "\n")
+            answers.flush()
 
 
 def examples(spec: ModelSpec, rows: int) -> Arrays:
@@ -80,6 +88,49 @@ def joined(store: Store, name: str, rank: int, count: int, device: torch.device)
         dist.destroy_process_group()
 
 
+def measured(
+    texts: Sequence[str],
+    spec: ModelSpec,
+    options: Options,
+    device: torch.device,
+    turns: int = TURNS,
+    race: bool = False,
+) -> dict[str, list[tuple[float, float]]]:
+    """(seconds, seconds of processor time) of steps by each plan, of the slowest process, by processes that have
+    joined; plans take turns.
+
+    `race`: a plan that is hopeless after a turn is not measured in the next.
+    """
+    worlds = _Worlds(device)
+    data = examples(spec, 2 * options.batch_size)
+    found: dict[str, list[tuple[float, float]]] = {text: [] for text in texts}
+    running = list(texts)
+    for _ in range(turns):
+        for text in running:
+            training = trainer.build(spec, data, options, worlds.of(plans.parse(text)), 0)
+            training.train_step()
+            found[text] += [_timed(training.train_step, device) for _ in range(STEPS)]
+            del training
+        if race:
+            best = min(statistics.median(took for took, _ in found[text]) for text in running)
+            running = [text for text in running if min(found[text])[0] <= HOPELESS * best]
+    return found
+
+
+class _Worlds:
+    """Worlds of plans; those that lie alike over the processes share their meshes, whose groups cost sockets."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._known: dict[tuple[Any, ...], World] = {}
+
+    def of(self, plan: ParallelPlan) -> World:
+        extents = plan.pp, plan.replicate, plan.shard, plan.cp, plan.tp, plan.devices
+        if extents not in self._known:
+            self._known[extents] = world.arrange(plan, self.device)
+        return replace(self._known[extents], plan=plan)
+
+
 def _slowdown(rank: int, count: int, spec: ModelSpec, device: torch.device) -> list[tuple[int, float]]:
     """(processes, how much longer each takes than one alone) for 1, 2, 4, … and all."""
     module = spec.build(0).to(device)
@@ -94,7 +145,7 @@ def _slowdown(rank: int, count: int, spec: ModelSpec, device: torch.device) -> l
     work()
     seconds: dict[int, list[float]] = {}
     numbers = sorted({*(2**power for power in range(10) if 2**power < count), count})
-    for _ in range(TURNS):
+    for _ in range(2 * TURNS):
         for number in numbers:
             dist.barrier()
             took = torch.zeros(1, device=device)
@@ -109,66 +160,52 @@ def _slowdown(rank: int, count: int, spec: ModelSpec, device: torch.device) -> l
 
 
 def _link(device: torch.device) -> list[tuple[float, float, float]]:
-    """(bytes sent, seconds, messages) of all-reduces along the longest chain, by size."""
+    """(bytes sent, seconds, messages) of all-reduces between two processes along the longest chain, by size."""
+    pair = dist.new_group([0, 1])
     samples = []
     for size in SENT_BYTES:
         x = torch.zeros(size // 4, device=device)
         chain = cost.all_reduce(2, size)
-        seconds = [_timed(lambda x=x: dist.all_reduce(x), device) for _ in range(4 * TURNS)]  # type: ignore[misc]
-        samples.append((chain.sent_bytes, statistics.median(seconds[TURNS:]), chain.messages))
+        if dist.get_rank() < 2:
+            seconds = []
+            for _ in range(4 * TURNS):
+                dist.barrier(pair)
+                began = time.perf_counter()
+                dist.all_reduce(x, group=pair)
+                _settle(device)
+                seconds.append(time.perf_counter() - began)
+            samples.append((chain.sent_bytes, statistics.median(seconds[TURNS:]), chain.messages))
+    dist.barrier()
     return samples
 
 
-def _fits(text: str, spec: ModelSpec, options: Options) -> bool:
-    try:
-        plans.check(plans.parse(text), sizes_of(spec), batch_size=options.batch_size)
-    except plans.PlanError:
-        return False
-    return True
-
-
-def _train(text: str, spec: ModelSpec, options: Options, device: torch.device) -> list[float]:
-    """Seconds of `STEPS` steps by a plan, of the slower of both processes."""
-    here = world.arrange(plans.parse(text), device)
-    training = trainer.build(spec, examples(spec, 2 * options.batch_size), options, here, 0)
-    training.train_step()
-    return [_timed(training.train_step, device) for _ in range(STEPS)]
-
-
-def _alone(spec: ModelSpec, options: Options, device: torch.device) -> tuple[float, float]:
-    """(seconds, seconds of processor time) of a step of process 0 that trains alone; on a GPU both are the same."""
+def _alone(spec: ModelSpec, options: Options, device: torch.device) -> list[tuple[float, float]]:
+    """Of steps of process 0, without torch.distributed."""
     module = spec.build(0).to(device).train()
     x, y = spec.example_batch(options.batch_size)
     (stepper,) = optimizers.build([module], options)
     objective = objective_of(spec)
-    found = []
-    for _ in range(TURNS * STEPS + 1):
-        dist.barrier()
-        if dist.get_rank() == 0:
-            began, used = time.perf_counter(), time.thread_time()
-            stepper.zero_grad()
-            loss = objective(module(x.to(device)), y.long().to(device)) / len(x)
-            loss.backward()  # type: ignore[no-untyped-call]
-            stepper.step()
-            _settle(device)
-            took = time.perf_counter() - began
-            found.append((took, time.thread_time() - used if device.type == "cpu" else took))
-    dist.barrier()
-    return (
-        (statistics.median(took for took, _ in found[1:]), statistics.median(used for _, used in found[1:]))
-        if found
-        else (0.0, 0.0)
-    )
+
+    def step() -> None:
+        stepper.zero_grad()
+        loss = objective(module(x.to(device)), y.long().to(device)) / len(x)
+        loss.backward()  # type: ignore[no-untyped-call]
+        stepper.step()
+
+    return [_timed(step, device) for _ in range(TURNS * STEPS + 1)][1:]
 
 
-def _timed(work: Callable[[], object], device: torch.device) -> float:
+def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """(seconds, seconds that this thread computed) of the slowest process; on a GPU both are the same."""
     dist.barrier()
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.thread_time()
     work()
     _settle(device)
-    took = torch.tensor([time.perf_counter() - began], device=device)
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return float(took)
+    took = time.perf_counter() - began
+    both = torch.tensor([took, time.thread_time() - used if device.type == "cpu" else took], device=device)
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    seconds, computed = both.tolist()
+    return seconds, computed
 
 
 def _settle(device: torch.device) -> None:

@@ -1,13 +1,25 @@
 """All plans for so many processes, those that fit ranked by predicted seconds, the others with what refuses them.
 
-What the given table fixes stays. Recomputation only costs time where memory suffices, so the least that fits is taken;
-layers are split over stages so that the slowest stage is as fast as can be, embedding, head and loss included.
+What the given table fixes stays. Left out is what cannot be faster than something that is there:
+
+    recomputation       only costs time where memory suffices: the least that fits is taken
+    split               even, unless another makes the slowest stage faster by a twentieth, embedding, head, loss included
+    micro-batches       without stages one, as more only save memory; with stages from pp / 2 to 4 · pp, where the bubble is
+                        a fifth or less (Huang 2019, section 3.3), to 2 · pp for schedules that have less of it
+    gpipe, naive, zbv   1f1b idles as long as gpipe and holds less, so gpipe is for fewer micro-batches than stages, where
+                        there is no 1f1b; naive idles longer; zero-bubble idles no longer than zbv and holds as much
+    zero                with 3, params are gathered twice as often as with 2; with stages and 2, for every micro-batch
+    sequence            sends as much as without
+    loss_parallel       with stages only on, which sends less; without, either way
+
+Where one of the plans that are left would not fit in memory without recomputation, those that only save memory are there
+for its degrees too: more micro-batches, zbv, zero of 2 and 3, sequence.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -16,21 +28,34 @@ from models.pretrain.plan import ParallelPlan, PlanError, Recompute
 from models.pretrain.planner import memory, predict
 from models.pretrain.planner.memory import Memory
 from models.pretrain.planner.predict import Prediction
-from models.pretrain.planner.profile import Profile
+from models.pretrain.planner.profile import Piece, Profile
 from models.pretrain.planner.spread import Spread
 
 POLICIES: tuple[Recompute, ...] = get_args(Recompute)
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv")
 MOST_PIECES = 64
+WORTH_UNEVEN = 0.95
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that fits, and what is predicted of it."""
+    """A plan that fits, what is predicted of it, and what `verify` found.
+
+    Attributes:
+        measured: seconds of a step.
+        correction: how many times longer than predicted plans like it took.
+    """
 
     plan: ParallelPlan
     prediction: Prediction
     memory: Memory
+    measured: float | None = None
+    correction: float = 1.0
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as well as is known."""
+        return self.prediction.seconds * self.correction if self.measured is None else self.measured
 
 
 @dataclass(frozen=True)
@@ -70,7 +95,7 @@ def search(
         else:
             plan, needs = fitting
             found.ranking.append(Candidate(plan, predict.predict(plan, profile, batch_size), needs))
-    found.ranking.sort(key=lambda candidate: (candidate.prediction.seconds, str(candidate.plan)))
+    found.ranking.sort(key=lambda candidate: (candidate.seconds, str(candidate.plan)))
     return found
 
 
@@ -80,11 +105,9 @@ def candidates(
     """Plans for so many processes, possible or not; variants of one that is not are left out."""
     base = plans.from_table(given)
     divisors = [number for number in range(1, processes + 1) if processes % number == 0]
-
-    def choices(key: str, values: Sequence[Any]) -> Sequence[Any]:
-        return (getattr(base, key),) if key in given else values
-
-    for tp, pp, cp in itertools.product(*(choices(key, divisors) for key in ("tp", "pp", "cp"))):
+    for tp, pp, cp in itertools.product(
+        *(_choices(base, given, key, divisors) for key in ("tp", "pp", "cp"))
+    ):
         if processes % (tp * pp * cp):
             continue
         dp = processes // (tp * pp * cp)
@@ -94,26 +117,79 @@ def candidates(
         if _refused(replace(shape, zero=0, microbatches=1, schedule="gpipe"), profile, batch_size):
             yield replace(shape, microbatches=1, schedule="gpipe")
             continue
-        experts = choices("ep", divisors if profile.sizes.experts else (1,))
-        zeros = choices("zero", (0, 1, 2, 3) if dp * cp > 1 else (0,))
-        switches = (False, True) if tp > 1 else (False,)
-        for ep, zero, sequence, split_loss in itertools.product(
-            [number for number in experts if dp % number == 0],
-            zeros,
-            choices("sequence", switches),
-            choices("loss_parallel", switches),
-        ):
-            variant = replace(shape, ep=ep, zero=zero, sequence=sequence, loss_parallel=split_loss)
-            schedules = choices("schedule", SCHEDULES if pp > 1 else (base.schedule,))
-            for schedule, pieces in itertools.product(
-                schedules, choices("microbatches", _piece_counts(batch_size // dp, pp))
-            ):
-                timed = replace(variant, schedule=schedule, microbatches=pieces)
-                yield timed
-                if pp > 1 and "split" not in given and len(profile.layers) >= timed.virtual_stages:
-                    uneven = replace(timed, split=balanced(timed, profile, batch_size))
-                    if uneven.layers_of(len(profile.layers)) != timed.layers_of(len(profile.layers)):
-                        yield uneven
+        variants = [*_variants(shape, profile, batch_size, given, saving=False)]
+        if _short(variants, profile, batch_size):
+            variants = [*_variants(shape, profile, batch_size, given, saving=True)]
+        yield from variants
+
+
+def _variants(
+    shape: ParallelPlan, profile: Profile, batch_size: int, given: Mapping[str, Any], saving: bool
+) -> Iterator[ParallelPlan]:
+    """Plans of the same degrees; `saving`: with those that only save memory."""
+    dp, tp, pp = shape.dp, shape.tp, shape.pp
+    experts = range(1, dp + 1) if profile.sizes.experts else (1,)
+    zeros: Sequence[int] = (0,)
+    if dp * shape.cp > 1:
+        zeros = (0, 1, 2, 3) if saving else (0, 1, 2) if pp == 1 else (0,)
+    zeros = [zero for zero in zeros if zero != 1 or tp == pp == 1]
+    sequences = (False, True) if tp > 1 and saving else (False,)
+    losses: Sequence[bool] = (False,)
+    if tp > 1 and profile.sizes.head:
+        losses = (False, True) if pp == 1 or saving else (True,)
+    for ep, zero, sequence, loss in itertools.product(
+        _choices(shape, given, "ep", [ep for ep in experts if dp % ep == 0]),
+        _choices(shape, given, "zero", zeros),
+        _choices(shape, given, "sequence", sequences),
+        _choices(shape, given, "loss_parallel", losses),
+    ):
+        variant = replace(shape, ep=ep, zero=zero, sequence=sequence, loss_parallel=loss)
+        schedules = _choices(shape, given, "schedule", SCHEDULES if pp > 1 else (shape.schedule,))
+        counts = _choices(shape, given, "microbatches", _piece_counts(batch_size // dp, pp, saving))
+        for schedule, pieces in itertools.product(schedules, counts):
+            pieces = 0 if pp == pieces == 1 else pieces
+            timed = replace(variant, schedule=schedule, microbatches=pieces)
+            if saving or _can_be_best(timed, given):
+                yield timed if "split" in given else _split(timed, profile, batch_size)
+
+
+def _choices(base: ParallelPlan, given: Mapping[str, Any], key: str, values: Sequence[Any]) -> Sequence[Any]:
+    return (getattr(base, key),) if key in given else values
+
+
+def _can_be_best(plan: ParallelPlan, given: Mapping[str, Any]) -> bool:
+    """Whether no plan that differs in schedule or micro-batches only is at least as fast in any case."""
+    if plan.pp == 1 or "schedule" in given:
+        return True
+    if plan.pieces < plan.pp or plan.schedule in ("gpipe", "zbv"):
+        return plan.schedule == "gpipe" and plan.pieces < plan.pp
+    return plan.schedule == "1f1b" or plan.pieces <= 2 * plan.pp or "microbatches" in given
+
+
+def _short(variants: Sequence[ParallelPlan], profile: Profile, batch_size: int) -> bool:
+    """Whether memory is, for any of them."""
+    limit = profile.machine.memory_bytes
+    return limit > 0 and any(
+        memory.needed(plan, profile, batch_size).bytes > limit
+        for plan in variants
+        if not _refused(plan, profile, batch_size)
+    )
+
+
+def _split(plan: ParallelPlan, profile: Profile, batch_size: int) -> ParallelPlan:
+    """With layers spread unevenly over stages, where that is worth it."""
+    if plan.pp == 1 or len(profile.layers) < plan.virtual_stages:
+        return plan
+    uneven = replace(plan, split=balanced(plan, profile, batch_size))
+    gain = _slowest(uneven, profile, batch_size) / _slowest(plan, profile, batch_size)
+    return uneven if gain <= WORTH_UNEVEN else plan
+
+
+def _slowest(plan: ParallelPlan, profile: Profile, batch_size: int) -> float:
+    """Seconds of the slowest stage for a micro-batch."""
+    cost = _stage_costs(plan, profile, batch_size)
+    ends = [0, *itertools.accumulate(len(layers) for layers in plan.layers_of(len(profile.layers)))]
+    return max(cost(stage, begin, end) for stage, (begin, end) in enumerate(itertools.pairwise(ends)))
 
 
 def balanced(plan: ParallelPlan, profile: Profile, batch_size: int) -> tuple[int, ...]:
@@ -122,23 +198,8 @@ def balanced(plan: ParallelPlan, profile: Profile, batch_size: int) -> tuple[int
     By dynamic programming over (stages, layers): the best of s stages for the first n layers is, over the layers k of
     the last of them, the smaller maximum of that stage and the best of s - 1 for n - k.
     """
-    spread = Spread(replace(plan, split=()), profile, batch_size)
     layers, stages = len(profile.layers), plan.virtual_stages
-
-    def seconds(piece: Any, tp: int) -> float:
-        policy = spread.policy(piece)
-        return float(piece.forward.at(spread.rows, tp) + piece.backward[policy].at(spread.rows, tp))
-
-    sums = [0.0]
-    for layer in profile.layers:
-        sums.append(sums[-1] + seconds(layer, plan.tp))
-    before = seconds(profile.first, plan.tp)
-    after = seconds(profile.last, plan.tp) + seconds(profile.loss, spread.loss_tp())
-
-    def cost(stage: int, begin: int, end: int) -> float:
-        extra = (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
-        return sums[end] - sums[begin] + extra
-
+    cost = _stage_costs(plan, profile, batch_size)
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(stages):
         further: dict[int, tuple[float, tuple[int, ...]]] = {}
@@ -150,6 +211,25 @@ def balanced(plan: ParallelPlan, profile: Profile, batch_size: int) -> tuple[int
             )
         best = further
     return best[layers][1]
+
+
+def _stage_costs(plan: ParallelPlan, profile: Profile, batch_size: int) -> Callable[[int, int, int], float]:
+    """Seconds of a stage with so many layers, from one up to another, for a micro-batch."""
+    spread = Spread(replace(plan, split=()), profile, batch_size)
+    stages = plan.virtual_stages
+
+    def seconds(piece: Piece, tp: int) -> float:
+        return piece.forward.at(spread.rows, tp) + piece.backward[spread.policy(piece)].at(spread.rows, tp)
+
+    sums = [0.0, *itertools.accumulate(seconds(layer, plan.tp) for layer in profile.layers)]
+    before = seconds(profile.first, plan.tp)
+    after = seconds(profile.last, plan.tp) + seconds(profile.loss, spread.loss_tp())
+
+    def cost(stage: int, begin: int, end: int) -> float:
+        extra = (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
+        return sums[end] - sums[begin] + extra
+
+    return cost
 
 
 def _fitting(
@@ -180,11 +260,12 @@ def _refused(plan: ParallelPlan, profile: Profile, batch_size: int) -> bool:
     return False
 
 
-def _piece_counts(rows: int, pp: int) -> list[int]:
+def _piece_counts(rows: int, pp: int, saving: bool) -> list[int]:
     """Micro-batches to try for so many rows of a process: powers of two, of pp with stages."""
-    counts = [pp * 2**power for power in range(8)]
+    if saving:
+        most, counts = max(MOST_PIECES, 4 * pp), [pp * 2**power for power in range(8)]
+    else:
+        most, counts = 4 * pp, [pp, 2 * pp, 4 * pp] if pp > 1 else [1]
     if pp > 1:
         counts.append(pp // 2)
-    return [
-        count for count in sorted(counts) if 1 <= count <= min(max(1, rows), max(MOST_PIECES, 4 * pp))
-    ] or [1]
+    return [count for count in sorted(counts) if 1 <= count <= min(max(1, rows), most)] or [1]

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import itertools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from models.pretrain import plan as plans
 from models.pretrain.planner import __main__ as entry
 from models.pretrain.planner import memory, predict, profile, scaling
-from models.pretrain.planner.explain import explain
-from models.pretrain.planner.probe import calibrated
+from models.pretrain.planner.crew import Crew
+from models.pretrain.planner.explain import explain, rows
+from models.pretrain.planner.probe import calibrated, computing
 from models.pretrain.planner.profile import Machine, ProfileError
 from models.pretrain.planner.search import balanced, search
 from models.pretrain.planner.spread import Spread
+from models.pretrain.planner.verify import corrections, degrees, of_kinds, verify
 from models.pretrain.training import Options
 from tests.models.pretrain.made_profile import LINK
 from tests.models.pretrain.made_profile import profile as made
@@ -148,14 +154,110 @@ def test_nothing_fits_is_said() -> None:
     assert explain(found, made(), 4)[0] == "No plan fits 4 processes."
 
 
-def test_overhead_makes_predictions_agree_with_probes() -> None:
-    pair = made(per_host=2)
-    slower = {
-        text: 1.3 * predict.predict(plans.parse(text), pair, BATCH).seconds for text in ("tp=2", "cp=2")
-    }
-    found = calibrated(pair, BATCH, slower, (0.0, 0.0))
-    for text, took in slower.items():
-        assert predict.predict(plans.parse(text), found, BATCH).seconds == pytest.approx(took)
+def steps(used: float, took: float = 9.0) -> list[list[float]]:
+    """Seconds on the clock, mostly waiting, and of the processor."""
+    return [[took, used * noise] for noise in (0.98, 1.0, 1.02)]
+
+
+def computed(plan: str, of: profile.Profile) -> float:
+    return computing(predict.predict(plans.parse(plan), of, BATCH))
+
+
+def test_overhead_makes_computation_agree_with_probes() -> None:
+    quiet = dataclasses.replace(made(per_host=2), machine=dataclasses.replace(made().machine, cores=2))
+    slower = {text: 1.3 * computed(text, quiet) for text in ("tp=2", "cp=2", "pp=2,microbatches=4")}
+    found = calibrated(
+        quiet, BATCH, {text: steps(used) for text, used in slower.items()}, steps(computed("dp=1", quiet))
+    )
+    for text, used in slower.items():
+        assert computed(text, found) == pytest.approx(used)
+
+
+def test_overhead_is_never_negative_and_none_where_steps_disagree() -> None:
+    alone = steps(computed("dp=1", made()))
+    faster = calibrated(made(), BATCH, {"tp=2": steps(1e-3)}, alone)
+    assert faster.overhead == {"tp": 0.0}
+    apart = calibrated(made(), BATCH, {"tp=2": [[1.0, 0.1], [1.0, 0.9], [1.0, 5.0]]}, alone)
+    assert apart.overhead == {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed(Crew):
+    """Processes that take `factor(plan)` times what is predicted, for a step."""
+
+    profile: profile.Profile = dataclasses.field(default_factory=made)
+    factor: Callable[[plans.ParallelPlan], float] = lambda plan: 1.0
+    asked: list[str] = dataclasses.field(default_factory=list)
+
+    def ask(self, what: str, **given: Any) -> dict[str, Any]:
+        self.asked.extend(given["plans"])
+        found = {}
+        for text in given["plans"]:
+            plan = plans.parse(text)
+            seconds = predict.predict(plan, self.profile, BATCH).seconds * self.factor(plan)
+            found[text] = [[seconds * noise, seconds] for noise in (1.0, 3.0, 0.9, 1.1, 1.0)]
+        return found
+
+
+def timed(factor: Callable[[plans.ParallelPlan], float]) -> Timed:
+    return Timed(None, [], io.StringIO(), made(), factor)  # type: ignore[arg-type]
+
+
+def test_the_fastest_measured_is_chosen_and_both_figures_are_told() -> None:
+    found = search(made(), BATCH, 4)
+    slow = found.ranking[0].plan
+    crew = timed(lambda plan: 5.0 if plan == slow else 1.2)
+    ranking = verify(found, crew, 6).ranking
+    best = min(set(crew.asked) - {str(slow)}, key=lambda text: seconds(text).seconds)
+    assert str(ranking[0].plan) == best
+    assert ranking[0].measured == pytest.approx(1.2 * ranking[0].prediction.seconds)
+    assert sorted(str(c.plan) for c in ranking) == sorted(str(c.plan) for c in found.ranking)
+    row = rows(dataclasses.replace(found, ranking=ranking))[0]
+    assert row["measured"] == row["seconds"] and row["predicted"] == ranking[0].prediction.seconds
+
+
+def test_plans_of_different_kinds_are_measured_first() -> None:
+    ranking = search(made(), BATCH, 4).ranking
+    chosen = of_kinds(ranking, 6)
+    assert len({degrees(candidate.plan) for candidate in chosen}) == 6
+    assert chosen[0] == ranking[0]
+    assert len(of_kinds(ranking, 1000)) == len(ranking)
+
+
+def test_what_is_measured_of_some_corrects_the_prediction_of_others() -> None:
+    found = search(made(), BATCH, 4)
+    ranking = verify(found, timed(lambda plan: 2 * (3 if plan.pp > 1 else 1)), 8).ranking
+    others = [candidate for candidate in ranking if candidate.measured is None]
+    stages = [candidate.correction for candidate in others if candidate.plan.pp > 1]
+    flat = [candidate.correction for candidate in others if candidate.plan.pp == 1]
+    assert min(stages, default=9) > max(flat, default=0) >= 1
+
+
+def test_corrections_are_those_that_plans_were_slowed_by() -> None:
+    texts = [f"{key}={size}" for key in ("dp", "tp", "pp", "cp") for size in (2, 4)]
+    predicted = {plans.parse(text): 1.0 for text in texts}
+    measured = {plan: 4.0 if plan.pp > 1 else 2.0 for plan in predicted}
+    factors = corrections(predicted, measured)
+    assert factors["all"] == pytest.approx(2)
+    # two measured plans against a prior as heavy as one: two thirds of the way, in logarithms
+    assert factors["pp"] == pytest.approx(2 ** (2 / 3))
+    assert factors["tp"] == factors["ep"] == pytest.approx(1)
+
+
+def test_no_plan_left_out_is_predicted_faster_than_those_kept() -> None:
+    """Against every plan there is, where memory is no concern."""
+    kept = search(made(), BATCH, 4).ranking
+    assert len(kept) <= 60
+    for shape in {(c.plan.dp, c.plan.tp, c.plan.pp, c.plan.cp) for c in kept}:
+        split = dict(zip(("dp", "tp", "pp", "cp"), shape, strict=True))
+        best = min(c.seconds for c in kept if (c.plan.dp, c.plan.tp, c.plan.pp, c.plan.cp) == shape)
+        schedules = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv") if split["pp"] > 1 else ("1f1b",)
+        for schedule, zero, sequence, pieces in itertools.product(
+            schedules, (0, 2, 3), (False, True) if split["tp"] > 1 else (False,), (1, 2, 4)
+        ):
+            switches = {"zero": zero, "sequence": sequence, "schedule": schedule, "microbatches": pieces}
+            for other in search(made(), BATCH, 4, {**split, **switches}).ranking:
+                assert best <= other.seconds * 1.06, other.plan
 
 
 def test_profile_is_read_as_written(tmp_path: Path) -> None:
@@ -186,6 +288,7 @@ def test_job_with_a_kept_profile_is_planned_without_measuring(tmp_path: Path) ->
         "plan": {"cp": 1},
         "planner": {
             "processes": 4,
+            "memory_mib": 30,
             "per_host": 2,
             "profile": "kept.json",
             "scaling": "sqrt",
