@@ -19,8 +19,6 @@ BARE = f"""
 import runpy, sys
 
 class Only:
-    """A finder that finds nothing else."""
-
     def __init__(self, finder):
         self.finder = finder
 
