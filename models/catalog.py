@@ -55,6 +55,10 @@ class LargeOptions(Options):
 class GPTOptions(LargeOptions):
     dropout: Dropout = 0.0
     tie: bool = False
+    attention: Literal["full", "block_sparse"] = "full"
+    attention_block: Annotated[int, Field(ge=1, le=65536)] = 64
+    attention_local: Annotated[int, Field(ge=1, le=65536)] = 2
+    attention_stride: Annotated[int, Field(ge=1, le=65536)] = 4
 
 
 class MoEOptions(LargeOptions):

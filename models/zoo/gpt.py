@@ -8,15 +8,20 @@ Shapes: B rows, T tokens, D width, H heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from models.zoo.layout import Layout
+from models.zoo.sparse import BlockSparseAttention, require_sparsity
 from models.zoo.spec import ModelSpec
 from models.zoo.transformer import require_divisible, sequence_length
 
 INITIAL_DEVIATION = 0.02
+ATTENTIONS = ("full", "block_sparse")
 
 
 class GPT(nn.Module):
@@ -31,6 +36,7 @@ class GPT(nn.Module):
         heads: int,
         dropout: float = 0.0,
         tie: bool = False,
+        core: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.embedding = Embedding(vocab, length, width, dropout)
@@ -41,6 +47,8 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.token.weight
         for block in self.layers.values():
             start_small(block, layers)
+            if core is not None:
+                block.get_submodule("attention").register_module("core", core())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.embedding(x)
@@ -185,25 +193,44 @@ def spec(
     heads: int = 4,
     dropout: float = 0.0,
     tie: bool = False,
+    attention: str = "full",
+    attention_block: int = 64,
+    attention_local: int = 2,
+    attention_stride: int = 4,
 ) -> ModelSpec:
     """`input_shape` is (T,); `classes` is the vocabulary, of the input as of the labels.
 
     `tie`: one matrix is both embedding and head (Press 2017), which fits on one process only: no tp, no pp.
+    `attention`: full, or block_sparse, of blocks of so many tokens (see `models.zoo.sparse`).
 
     Raises:
-        ValueError: not token sequences, a width that `heads` does not divide, or no such dropout.
+        ValueError: not token sequences, a width that `heads` does not divide, no such dropout or attention.
     """
     length = sequence_length(input_shape)
     require_divisible(width, heads)
     require_dropout(dropout)
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention is {attention!r}, expected one of {', '.join(ATTENTIONS)}")
+    sparse = {"block": attention_block, "local": attention_local, "stride": attention_stride}
+    require_sparsity(**sparse)
+    core = partial(BlockSparseAttention, **sparse) if attention == "block_sparse" else None
+    given = {f"attention_{key}": value for key, value in sparse.items()} if core is not None else {}
     return ModelSpec(
         "gpt",
-        lambda: GPT(length, classes, width, layers, heads, dropout, tie),
+        lambda: GPT(length, classes, width, layers, heads, dropout, tie, core),
         input_shape,
         classes,
         input_dtype="int32",
         task="next_token",
-        options={"width": width, "layers": layers, "heads": heads, "dropout": dropout, "tie": tie},
+        options={
+            "width": width,
+            "layers": layers,
+            "heads": heads,
+            "dropout": dropout,
+            "tie": tie,
+            "attention": attention,
+            **given,
+        },
         vocab=classes,
         layout=layout(length, width, heads, tie),
     )

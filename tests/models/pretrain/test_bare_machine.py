@@ -24,7 +24,7 @@ class Only:
 
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
-        known = top in {HAVE!r} or top in sys.stdlib_module_names
+        known = top in {HAVE!r} or top in sys.stdlib_module_names or top.startswith("_sysconfigdata")
         return self.finder.find_spec(name, path, target) if known else None
 
 sys.meta_path[:] = [Only(finder) for finder in sys.meta_path if hasattr(finder, "find_spec")]
