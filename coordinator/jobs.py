@@ -17,8 +17,9 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +35,8 @@ from edge_client.process import worker_environment
 Stage = Literal["load", "check", "plan", "pretrain", "serve", "distil", "quantize"]
 State = Literal["started", "finished", "failed", "preempted"]
 OnProgress = Callable[[Mapping[str, Any]], None]
+Beside = Callable[[Callable[[], None]], AbstractContextManager[None]]
+"""What goes on beside a worker. Is given a function, callable from any thread, that has the worker save its work and stop."""
 
 LOG_NAME = "log.txt"
 _RECORD, _EVENTS, _LOCK = "record.json", "events.jsonl", ".job.lock"
@@ -122,6 +125,7 @@ def run(
     folder: Path,
     on_progress: OnProgress = lambda line: None,
     clock: Clock = lambda: datetime.now(UTC),
+    beside: Beside = lambda stop: nullcontext(),
 ) -> dict[str, Any]:
     """Runs `job` in a process of its own and gives the contents of its `result.json`.
 
@@ -130,19 +134,23 @@ def run(
     an exception in `on_progress` ends it.
 
     Raises:
+        JobPreempted: the worker was asked to stop, and did before it was done.
         JobFailed: with the worker's own reason, if it gave one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(job.stage, folder):
         (folder / _EVENTS).unlink(missing_ok=True)
         _write(job, folder)
-        return _attempt(Record(job.stage, job.processes, "started", 1, ""), folder, on_progress, clock)
+        return _attempt(
+            Record(job.stage, job.processes, "started", 1, ""), folder, on_progress, clock, beside
+        )
 
 
 def resume(
     folder: Path,
     on_progress: OnProgress = lambda line: None,
     clock: Clock = lambda: datetime.now(UTC),
+    beside: Beside = lambda stop: nullcontext(),
 ) -> dict[str, Any]:
     """Takes up the job in `folder`, which `run` began; of a finished one only gives the result.
 
@@ -156,7 +164,7 @@ def resume(
         record = read(folder) or record  # another may have finished it meanwhile
         if record.state == "finished":
             return _result(record.stage, folder)
-        return _attempt(replace(record, attempts=record.attempts + 1), folder, on_progress, clock)
+        return _attempt(replace(record, attempts=record.attempts + 1), folder, on_progress, clock, beside)
 
 
 def read(folder: Path) -> Record | None:
@@ -182,7 +190,9 @@ def unfinished(root: Path) -> list[Path]:
     return found
 
 
-def _attempt(record: Record, folder: Path, on_progress: OnProgress, clock: Clock) -> dict[str, Any]:
+def _attempt(
+    record: Record, folder: Path, on_progress: OnProgress, clock: Clock, beside: Beside
+) -> dict[str, Any]:
     """Starts the worker once, and keeps record of how it ended."""
     lines = LineFile(folder / _EVENTS)
     emit = EventLog(lines, clock)
@@ -200,7 +210,7 @@ def _attempt(record: Record, folder: Path, on_progress: OnProgress, clock: Clock
         _keep(record, folder)
         emit("job_started" if record.attempts == 1 else "job_resumed", stage=record.stage)
         try:
-            _work(record, folder, heard)
+            _work(record, folder, heard, beside)
             result = _result(record.stage, folder)
         except JobPreempted:
             ended("preempted")
@@ -217,13 +227,13 @@ def _attempt(record: Record, folder: Path, on_progress: OnProgress, clock: Clock
         lines.close()
 
 
-def _work(record: Record, folder: Path, on_progress: OnProgress) -> None:
+def _work(record: Record, folder: Path, on_progress: OnProgress, beside: Beside) -> None:
     log = folder / LOG_NAME
     (folder / "result.json").unlink(missing_ok=True)
     errors: list[str] = []
-    preempted = False
+    preempted, asked = False, threading.Event()
     command = _command(record.stage, record.processes, folder.absolute() / "job.json")
-    with log.open("wb") as stderr, _started(command, stderr) as worker:
+    with log.open("wb") as stderr, _started(command, stderr) as worker, beside(_stopping(worker, asked)):
         for line in _objects(worker.stdout):
             if "error" in line:
                 errors.append(str(line["error"]))
@@ -235,11 +245,20 @@ def _work(record: Record, folder: Path, on_progress: OnProgress) -> None:
             else:
                 on_progress(line)
         status = worker.wait()
-    if preempted and not errors:
+    # one that is asked before its first step ends as it can, and has nothing to save
+    if (preempted and not errors) or (status and asked.is_set()):
         raise JobPreempted(record.stage, "it was asked to make room and saved its work", log)
     if status or errors:
         # when one rank fails the others fail because of it: the first reason is the cause
         raise JobFailed(record.stage, errors[0] if errors else _last_words(status, log), log)
+
+
+def _stopping(worker: subprocess.Popen[bytes], asked: threading.Event) -> Callable[[], None]:
+    def stop() -> None:
+        asked.set()
+        worker.terminate()
+
+    return stop
 
 
 def _result(stage: Stage, folder: Path) -> dict[str, Any]:

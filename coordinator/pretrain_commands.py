@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from click import Command, Context
@@ -14,6 +14,9 @@ from typer.core import TyperGroup
 
 from coordinator.errors import UserError
 from coordinator.fleet_commands import Sets
+
+if TYPE_CHECKING:
+    from coordinator.pretrain_queue import Queue
 
 RUN = "run"
 
@@ -56,6 +59,7 @@ Json = Annotated[
     RUN,
     hidden=True,
     epilog="Example: fedloop pretrain my.toml --plan dp=2,tp=2 --set train.lr=1e-3 --out runs/mine. "
+    "On a machine of 4 slots, before those that wait: fedloop pretrain my.toml --plan dp=4 --slots 4 --priority 5. "
     "See also: fedloop pretrain plan --help",
 )
 def run(
@@ -81,6 +85,33 @@ def run(
             help="Also say where the time of a few steps goes: a page, and a trace of every process.",
         ),
     ] = False,
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            "--slots",
+            min=1,
+            envvar="FEDLOOP_PRETRAIN_SLOTS",
+            show_envvar=True,
+            help="Processes that train on this machine at once; whoever finds none free waits. Default: no limit, no waiting.",
+        ),
+    ] = None,
+    priority: Annotated[
+        int | None,
+        typer.Option(
+            "--priority",
+            help="With --slots: the higher has its turn first; lower ones save their work, make room, and go on later. Default: 0.",
+        ),
+    ] = None,
+    queue: Annotated[
+        Path | None,
+        typer.Option(
+            "--queue",
+            envvar="FEDLOOP_PRETRAIN_QUEUE",
+            show_envvar=True,
+            help="Folder in which those that share the slots find each other. Default: among the user's state.",
+            metavar="DIR",
+        ),
+    ] = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
@@ -93,7 +124,7 @@ def run(
 
     console = Console(stderr=True)
     with RichProgress(console) as progress:
-        surroundings = pretraining.Surroundings(data_dir, progress)
+        surroundings = pretraining.Surroundings(data_dir, progress, queue=_queue(slots, priority, queue))
         if resume is not None:
             if config is not None or plan or sets or out is not None or profile:
                 raise UserError(
@@ -110,6 +141,18 @@ def run(
         typer.echo(json.dumps({"out": str(folder), **report}, indent=2))
     else:
         Console(soft_wrap=True).print(pretrained_lines(report, folder), highlight=False)
+
+
+def _queue(slots: int | None, priority: int | None, folder: Path | None) -> Queue | None:
+    from coordinator.pretrain_queue import Queue, default_folder
+
+    if slots is None:
+        if priority is not None:
+            raise UserError(
+                "--priority needs --slots, or FEDLOOP_PRETRAIN_SLOTS: without a limit nobody waits"
+            )
+        return None
+    return Queue(folder.absolute() if folder else default_folder(), slots, priority or 0)
 
 
 @app.command(

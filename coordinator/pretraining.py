@@ -16,7 +16,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -31,6 +31,7 @@ from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiment import read
 from coordinator.jobs import Job, JobFailed
 from coordinator.pretrain_config import Pretraining, resolve
+from coordinator.pretrain_queue import Queue
 from coordinator.rounds.events import Clock
 from edge_client.files import write_durably
 from models import options
@@ -63,11 +64,16 @@ class Nobody:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a pretraining takes from outside its configuration."""
+    """What a pretraining takes from outside its configuration.
+
+    Attributes:
+        queue: where it waits for processes; without one it starts as many as it needs, at once.
+    """
 
     data_dir: Path | None = None
     watcher: Watcher = Nobody()  # noqa: RUF009 - holds no state
     clock: Clock = lambda: datetime.now(UTC)
+    queue: Queue | None = None
 
 
 def pretrain(config: Pretraining, out: Path, surroundings: Surroundings) -> dict[str, Any]:
@@ -77,6 +83,7 @@ def pretrain(config: Pretraining, out: Path, surroundings: Surroundings) -> dict
         UserError: something in the configuration or its data is wrong, or `out` is not empty.
         RunInterrupted: the training stopped for another reason; it can be resumed.
     """
+    _check_turn(config, surroundings)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(
             f"--out {out}: the folder is not empty; name another one, or go on with: fedloop pretrain --resume {out}"
@@ -102,7 +109,9 @@ def resume(out: Path, surroundings: Surroundings) -> dict[str, Any]:
     if is_finished(out):
         report: dict[str, Any] = json.loads((out / REPORT).read_text("utf-8"))
         return report
-    return _run(resolve(read(path), str(path)), out, surroundings)
+    config = resolve(read(path), str(path))
+    _check_turn(config, surroundings)
+    return _run(config, out, surroundings)
 
 
 def is_finished(out: Path) -> bool:
@@ -222,17 +231,35 @@ def _run(config: Pretraining, out: Path, surroundings: Surroundings) -> dict[str
         watcher.stage(
             f"training {config.model.name}, {checked['parameters']:,} parameters, {_processes(config)}"
         )
-        if begun:
-            result = jobs.resume(out, watcher.trained, surroundings.clock)
-        else:
-            result = jobs.run(
-                _job("pretrain" if config.server is None else "serve", config, data, out / "data" / "arrays"),
-                out,
-                watcher.trained,
-                surroundings.clock,
-            )
+        result = _in_turn(
+            config,
+            _job("pretrain" if config.server is None else "serve", config, data, out / "data" / "arrays"),
+            out,
+            surroundings,
+        )
         watcher.stage("writing the report")
         return _report(config, data, result, out)
+
+
+def _check_turn(config: Pretraining, surroundings: Surroundings) -> None:
+    """Refuses what would wait in the queue for ever."""
+    if surroundings.queue is not None:
+        saves = config.checkpoint.every > 0 and config.server is None
+        surroundings.queue.check(config.parallel_plan.processes, saves=saves)
+
+
+def _in_turn(config: Pretraining, job: Job, out: Path, surroundings: Surroundings) -> dict[str, Any]:
+    """The result of the training, begun or gone on with in `out`, as often as the queue has it make room."""
+    watcher = surroundings.watcher
+
+    def attempt(beside: jobs.Beside) -> dict[str, Any]:
+        if jobs.read(out) is None:
+            return jobs.run(job, out, watcher.trained, surroundings.clock, beside)
+        return jobs.resume(out, watcher.trained, surroundings.clock, beside)
+
+    if surroundings.queue is None:
+        return attempt(lambda stop: nullcontext())
+    return surroundings.queue.run(str(out), job.processes, attempt, watcher.stage)
 
 
 def _processes(config: Pretraining) -> str:
