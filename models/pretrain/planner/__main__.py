@@ -90,11 +90,12 @@ def plan(path: Path, report: process.Report) -> None:
     profile.write(measured, job.out / "profile.json")
     ranking = {"ranking": explain.rows(found)}
     write_durably(job.out / "plan.json", (json.dumps(ranking, indent=2) + "\n").encode())
-    jobs.write_result(job.out, result(found, measured, settings, given))
+    scaling_asked = _scaling(settings, given, _steps_per_epoch(job, given))
+    jobs.write_result(job.out, {**result(found, measured, settings), "scaling": scaling_asked})
 
 
-def result(found: Found, measured: Profile, settings: Settings, given: Options) -> dict[str, Any]:
-    """Everything that is written of a search."""
+def result(found: Found, measured: Profile, settings: Settings) -> dict[str, Any]:
+    """What is written of a search."""
     return {
         "profile": profile.table(measured),
         "ranking": explain.rows(found),
@@ -102,7 +103,6 @@ def result(found: Found, measured: Profile, settings: Settings, given: Options) 
             {"plan": str(refused.plan), "reason": refused.reason} for refused in found.refused[:REFUSED]
         ],
         "explanation": explain.explain(found, measured, settings.processes),
-        "scaling": _scaling(settings, given),
     }
 
 
@@ -146,11 +146,11 @@ def _profile(
     return replace(found, machine=machine)
 
 
-def _scaling(settings: Settings, given: Options) -> dict[str, Any]:
+def _scaling(settings: Settings, given: Options, steps_per_epoch: int) -> dict[str, Any]:
     """What the batch asks of the options, and whether it is to be done."""
     base = settings.base_batch_size or given.batch_size
     rule = settings.scaling if settings.scaling != "none" else scaling.suited(given.optimizer)
-    after = dataclasses.asdict(scaling.scaled(given, base, rule))
+    after = dataclasses.asdict(scaling.scaled(given, base, rule, steps_per_epoch))
     before = dataclasses.asdict(given)
     return {
         "rule": rule,
@@ -159,6 +159,15 @@ def _scaling(settings: Settings, given: Options) -> dict[str, Any]:
         "batch_size": given.batch_size,
         "options": {name: after[name] for name in after if after[name] != before[name]},
     }
+
+
+def _steps_per_epoch(job: jobs.Job, given: Options) -> int:
+    """Of the training set, or 0 where the job names none."""
+    if not {"arrays", "tokens"} & set(job.settings):
+        return 0
+    from models.pretrain import sources
+
+    return -(-len(sources.of(job, job.spec(), given.shift).train) // given.batch_size)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def main(path: Path) -> None:
                     found = {"alone": _alone(spec, options, device)}
                 else:
                     found = measured(
-                        request["plans"], spec, options, device, request["turns"], request["race"]
+                        request["plans"], spec, options, Worlds(device), request["turns"], request["race"]
                     )
         if rank == 0:
             answers.write(json.dumps(found) + "\n")
@@ -92,7 +92,7 @@ def measured(
     texts: Sequence[str],
     spec: ModelSpec,
     options: Options,
-    device: torch.device,
+    worlds: Worlds,
     turns: int = TURNS,
     race: bool = False,
 ) -> dict[str, list[tuple[float, float]]]:
@@ -101,7 +101,6 @@ def measured(
 
     `race`: a plan that is hopeless after a turn is not measured in the next.
     """
-    worlds = _Worlds(device)
     data = examples(spec, 2 * options.batch_size)
     found: dict[str, list[tuple[float, float]]] = {text: [] for text in texts}
     running = list(texts)
@@ -109,7 +108,7 @@ def measured(
         for text in running:
             training = trainer.build(spec, data, options, worlds.of(plans.parse(text)), 0)
             training.train_step()
-            found[text] += [_timed(training.train_step, device) for _ in range(STEPS)]
+            found[text] += [_timed(training.train_step, worlds.device) for _ in range(STEPS)]
             del training
         if race:
             best = min(statistics.median(took for took, _ in found[text]) for text in running)
@@ -117,7 +116,7 @@ def measured(
     return found
 
 
-class _Worlds:
+class Worlds:
     """Worlds of plans; those that lie alike over the processes share their meshes, whose groups cost sockets."""
 
     def __init__(self, device: torch.device) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from models import options
 from models.pretrain import plan as plans
 from models.pretrain.planner import __main__ as entry
 from models.pretrain.planner import memory, predict, profile, scaling
@@ -288,7 +290,7 @@ def test_job_with_a_kept_profile_is_planned_without_measuring(tmp_path: Path) ->
         "plan": {"cp": 1},
         "planner": {
             "processes": 4,
-            "memory_mib": 30,
+            "memory_mib": 64,
             "per_host": 2,
             "profile": "kept.json",
             "scaling": "sqrt",
@@ -302,6 +304,26 @@ def test_job_with_a_kept_profile_is_planned_without_measuring(tmp_path: Path) ->
     assert found["ranking"][0]["plan"] in found["explanation"][0]
     assert found["refused"][0]["reason"]
     assert found["scaling"]["applied"] and found["scaling"]["options"]["lr"] == pytest.approx(2e-3)
+
+
+def test_options_for_a_larger_batch_can_be_applied_as_they_are(tmp_path: Path) -> None:
+    """Goyal 2017: twice the batch, twice the rate, after five epochs of warm-up."""
+    profile.write(made(), tmp_path / "kept.json")
+    np.save(tmp_path / "tokens.npy", np.zeros(16 * 80 + 1, np.uint16))
+    model = {"name": "gpt", "input_shape": [16], "classes": 32, "input_dtype": "int32", "task": "next_token"}
+    given = {"batch_size": 8, "optimizer": "sgd", "lr": 0.1, "epochs": 90}
+    job = {
+        "model": {**model, "options": {"width": 16, "layers": 1, "heads": 2}},
+        "tokens": {"train": "tokens.npy", "test": "tokens.npy"},
+        "options": given,
+        "planner": {"profile": "kept.json", "scaling": "linear", "base_batch_size": 4},
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    entry.plan(tmp_path / "job.json", lambda **fields: None)
+    found = json.loads((tmp_path / "result.json").read_text())["scaling"]
+    assert found["options"] == {"lr": 0.2, "warmup": 5 * 10}
+    applied = options.read(Options, {**given, **found["options"]}, "options")
+    assert applied.rate(50, 900) == 0.2 > applied.rate(0, 900)
 
 
 def test_learning_rate_grows_with_the_batch_by_rule() -> None:
