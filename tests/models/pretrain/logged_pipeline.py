@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,9 +19,9 @@ from models.pretrain import plan as plans
 from models.pretrain.batches import Batch
 from models.pretrain.objective import summed_cross_entropy
 from models.pretrain.parallelize import Parallel, Stage, stage_numbers
+from models.pretrain.planner.live import LiveBytes
 from models.pretrain.timetable import Kind, Pass
 from models.zoo import gpt
-from tests.support.live import Live
 
 LENGTH, VOCAB, WIDTH = 32, 32, 64
 
@@ -58,7 +59,8 @@ def logs(texts: Sequence[str]) -> list[Log]:
 @contextmanager
 def _logged(log: Log, plan: plans.ParallelPlan, parallel: Parallel) -> Iterator[None]:
     """Has torch's stages write into `log`. A naive split has one pipeline after the other, of one micro-batch each."""
-    live = Live(parallel.parts)
+    live = LiveBytes(parameter for part in parallel.parts for parameter in part.parameters())
+    before = live.now
     names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
     originals = {name: getattr(PipelineStage, name) for name in names}
 
@@ -71,7 +73,8 @@ def _logged(log: Log, plan: plans.ParallelPlan, parallel: Parallel) -> Iterator[
             if plan.schedule == "naive":
                 number = sum(before.kind == kind for before in log.passes)
             log.passes.append(Pass(kind, stage.stage_index, number))
-            log.most_bytes = max(log.most_bytes, live.bytes())
+            gc.collect()
+            log.most_bytes = max(log.most_bytes, live.now - before)
             return answer
 
         return method

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,10 @@ import torch
 from models.pretrain import passes, recompute, world
 from models.pretrain.parallelize import parallelize, sizes_of
 from models.pretrain.plan import ParallelPlan, Recompute, Sizes, parse
+from models.pretrain.planner.live import LiveBytes
 from models.zoo import gpt
 from tests.models.pretrain.curves import Case
 from tests.support import ranks
-from tests.support.live import Live
 
 pytestmark = pytest.mark.slow
 
@@ -43,10 +45,12 @@ def _bytes(here: world.World, layers: int) -> int:
     spec = gpt.spec((LENGTH,), VOCAB, width=WIDTH, layers=layers, heads=HEADS)
     parallel = parallelize(spec.build(0), spec.layout, here)
     x = torch.zeros(ROWS, LENGTH, dtype=torch.long)
-    with Live(parallel.parts) as live:
+    with LiveBytes(parallel.parts[0].parameters()) as live:
+        before = live.now
         with passes._precision(here):  # which caches copies of the weights until it is left
             logits = parallel.parts[0](x)
-        found = live.bytes()
+        gc.collect()
+        found = live.now - before
     del logits
     return found
 
