@@ -98,11 +98,13 @@ class Batch:
     Attributes:
         x, y: inputs and labels; labels that do not count are `PADDING`.
         counted: labels that count in the whole global batch, at least 1: losses are sums divided by it.
+        rows: numbers of the examples, in order.
     """
 
     x: torch.Tensor
     y: torch.Tensor
     counted: int
+    rows: tuple[int, ...] = ()
 
     def pieces(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """`number` micro-batches, as even as can be; one without a row is one that does not count, so that all
@@ -179,6 +181,7 @@ class Batches:
             torch.from_numpy(np.ascontiguousarray(x)),
             torch.from_numpy(np.ascontiguousarray(y)).long(),
             max(1, self.source.counted(rows)),
+            tuple(rows[places].tolist()),
         )
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -60,7 +61,7 @@ class Loader(Batches):
 
     def _read(self, step: int) -> Batch:
         batch = super().__getitem__(step)
-        return Batch(batch.x.pin_memory(), batch.y.pin_memory(), batch.counted) if self.pinned else batch
+        return replace(batch, x=batch.x.pin_memory(), y=batch.y.pin_memory()) if self.pinned else batch
 
 
 class _Ahead:

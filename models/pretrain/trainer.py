@@ -17,7 +17,17 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from models.pretrain import checkpoint, local_updates, optimizers, passes, plan, sharding, shares, updates
+from models.pretrain import (
+    checkpoint,
+    freezing,
+    local_updates,
+    optimizers,
+    passes,
+    plan,
+    sharding,
+    shares,
+    updates,
+)
 from models.pretrain.batches import Batch, Batches, Share, Source
 from models.pretrain.objective import objective_of
 from models.pretrain.optimizers import Options
@@ -137,13 +147,14 @@ def build(
     identity = checkpoint.identity_of(
         whole, spec.name, options.optimizer, seed, options.batch_size, len(source)
     )
-    parallel = parallelize(whole, spec.layout, world)
+    parallel = parallelize(freezing.freeze(whole, spec.layout, options, world.plan), spec.layout, world)
     for part in parallel.parts:
         part.train()
+    freezing.settle(parallel.parts, options)
     batches = Batches(source, options.batch_size, seed, share_of(world, options.batch_size), options.shift)
     steps = options.steps_of(batches.steps_per_epoch)
     stepping = updates.build(parallel.parts, options, world, steps)
-    run = passes.build(parallel, objective_of(spec), world)
+    run = freezing.told(parallel.parts, passes.build(parallel, objective_of(spec), world))
     balancing = shares.of(world, clock)
     return Trainer(
         world,

@@ -24,6 +24,8 @@ class Options:
         decay: what becomes of it afterwards: stays, or falls to a tenth along a line or half a cosine.
         clip_norm: largest norm of the whole gradient; 0: any.
         outer_lr, outer_momentum: of the outer optimizer, where the plan has one (Douillard 2023, section 3.1).
+        freeze: modules that keep their params, "embedding,layers.0"; see `models.pretrain.freezing`.
+        freeze_cache_mib: for what a frozen beginning of the model gives, of every process; 0: it is computed anew.
         shift: images are moved by up to this many pixels, anew in every epoch; 0 leaves them as they are.
     """
 
@@ -43,6 +45,8 @@ class Options:
     outer_lr: float = bounded(0.7, 0.0, 1e3)
     outer_momentum: float = bounded(0.9, 0.0, 1.0)
     shift: int = bounded(0, 0, 64)
+    freeze: str = ""
+    freeze_cache_mib: int = bounded(1024, 0, 1_000_000)
 
     def steps_of(self, steps_per_epoch: int) -> int:
         """Global batches in all."""
