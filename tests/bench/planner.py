@@ -1,7 +1,8 @@
 """The planner's choice against the best of all plans on 4 processes, every one of them trained and timed.
 
-Plans take turns, so that a busy machine slows all of them alike; medians over turns. Also its predictions beside what was
-measured. FEDLOOP_BENCH_PLANS limits how many plans are measured, the best predicted first, and then says less.
+All plans that the planner ranks take turns, the same processes following one after the other, so that a busy machine slows all of them alike; medians
+over turns. Also its predictions beside what was measured, of seconds and of bytes. FEDLOOP_BENCH_PLANS limits how many plans
+are measured, the first of the ranking first, and then says less.
 """
 
 from __future__ import annotations
@@ -10,77 +11,100 @@ import json
 import os
 import statistics
 import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from models.pretrain import plan as plans
-from models.pretrain import trainer, world
+from models.pretrain import world
 from models.pretrain.planner import __main__ as planner
-from models.pretrain.planner.ranks import examples
+from models.pretrain.planner.ranks import Worlds, measured
 from models.pretrain.training import Options
-from models.zoo import gpt
+from models.zoo import ModelSpec, gpt
+from tests.models.pretrain.planned_memory import peak
 from tests.support import ranks
 
-PROCESSES, BATCH, TURNS, STEPS = 4, 16, 3, 3
+PROCESSES, BATCH, TURNS = 4, 16, 3
 LENGTH, VOCAB, WIDTH, LAYERS, HEADS = 64, 256, 128, 4, 4
-AIM = 1.10
+AIM, MEMORY_AIM = 1.10, 0.15
+SHOWN = 20
 
 
 def run() -> dict[str, Any]:
-    """Seconds a step, predicted and measured, of every plan, and how far the choice is from the best."""
+    """Seconds a step and bytes of every plan, predicted and measured, and how far the choice is from the best."""
     found = _planned()
-    limit = int(os.environ.get("FEDLOOP_BENCH_PLANS", "0"))
-    ranking = found["ranking"][: limit or None]
-    measured = _measured([row["plan"] for row in ranking])
-    best = min(measured, key=lambda text: measured[text])
-    chosen = ranking[0]["plan"]
-    print(f"planner: {len(ranking)} of {len(found['ranking'])} plans measured on {PROCESSES} processes")
-    for row in ranking[:20]:
-        took = measured[row["plan"]]
-        print(f"  {row['plan']}: predicted {row['seconds'] * 1e3:.1f} ms, measured {took * 1e3:.1f} ms")
-    ratio = measured[chosen] / measured[best]
+    ranking = found["ranking"][: int(os.environ.get("FEDLOOP_BENCH_PLANS", "0")) or None]
+    texts = [row["plan"] for row in ranking]
+    seconds = _seconds(texts)
+    weighed = ranks.run(PROCESSES, f"{__name__}:weighed", texts)
+    most = {text: max(of[text] for of in weighed) for text in texts}
+    table = {
+        row["plan"]: {
+            "predicted": row["predicted"],
+            "corrected": row["seconds"],
+            "measured": seconds[row["plan"]],
+            "memory predicted": row["memory_bytes"],
+            "memory measured": most[row["plan"]],
+        }
+        for row in ranking
+    }
+    return _report(found, table)
+
+
+def _seconds(texts: Sequence[str]) -> dict[str, float]:
+    """Median seconds of a step by plan, over turns that all plans take."""
+    steps: dict[str, list[float]] = {text: [] for text in texts}
+    for _ in range(TURNS):
+        for text, took in ranks.run(PROCESSES, f"{__name__}:timed", texts)[0].items():
+            steps[text] += took
+    return {text: statistics.median(took) for text, took in steps.items()}
+
+
+def timed(texts: Sequence[str]) -> dict[str, list[float]]:
+    """Seconds of every step of one turn, by plan. Runs in the ranks."""
+    with world.join(plans.parse(texts[0])) as here:
+        steps = measured(texts, _spec(), Options(steps=10, batch_size=BATCH), Worlds(here.device), turns=1)
+    return {text: [took for took, _ in of] for text, of in steps.items()}
+
+
+def weighed(texts: Sequence[str]) -> dict[str, int]:
+    """The most bytes that were alive, by plan. Runs in the ranks."""
+    with world.join(plans.parse(texts[0])) as here:
+        worlds = Worlds(here.device)
+        return {text: peak(worlds.of(plans.parse(text)), _spec(), BATCH)[1] for text in texts}
+
+
+def _report(found: dict[str, Any], table: dict[str, dict[str, float]]) -> dict[str, Any]:
+    chosen, best = next(iter(table)), min(table, key=lambda text: table[text]["measured"])
+    pure = min(table, key=lambda text: table[text]["predicted"])
+    print(f"planner: {len(table)} of {len(found['ranking'])} plans measured on {PROCESSES} processes")
+    for text in sorted(table, key=lambda text: table[text]["measured"])[:SHOWN]:
+        row = table[text]
+        print(
+            f"  {text}: {row['measured'] * 1e3:.1f} ms, predicted {row['predicted'] * 1e3:.1f}; "
+            f"{row['memory measured'] / 2**20:.1f} MiB, predicted {row['memory predicted'] / 2**20:.1f}"
+        )
+    ratio = table[chosen]["measured"] / table[best]["measured"]
+    unverified = table[pure]["measured"] / table[best]["measured"]
+    error = statistics.median(abs(row["predicted"] / row["measured"] - 1) for row in table.values())
+    off = {text: row["memory predicted"] / row["memory measured"] - 1 for text, row in table.items()}
+    worst = max(off, key=lambda text: abs(off[text]))
     print(f"planner: chose {chosen}, best is {best}; chosen / best {ratio:.2f} (aim <= {AIM})")
+    print(f"planner: best predicted is {pure}, without measuring {unverified:.2f}; median error {error:.0%}")
+    print(
+        f"planner: memory predicted / measured - 1 at worst {off[worst]:+.0%}, {worst} (aim {MEMORY_AIM:.0%})"
+    )
     return {
         "chosen": chosen,
         "best": best,
         "chosen / best": ratio,
-        "plans measured": len(ranking),
+        "best predicted / best": unverified,
+        "median error of seconds": error,
+        "worst error of memory": off[worst],
+        "plans measured": len(table),
         "plans that fit": len(found["ranking"]),
-        "seconds": {
-            row["plan"]: {"predicted": row["seconds"], "measured": measured[row["plan"]]} for row in ranking
-        },
+        "plans": table,
     }
-
-
-def timed(text: str) -> list[float]:
-    """Seconds of each of `STEPS` steps by a plan. Runs in the ranks."""
-    spec = gpt.spec((LENGTH,), VOCAB, width=WIDTH, layers=LAYERS, heads=HEADS)
-    options = Options(steps=STEPS + 1, batch_size=BATCH)
-    with world.join(plans.parse(text)) as here:
-        training = trainer.build(spec, examples(spec, 2 * BATCH), options, here, 0)
-        training.train_step()
-        seconds = []
-        for _ in range(STEPS):
-            dist.barrier()
-            began = time.perf_counter()
-            training.train_step()
-            took = torch.tensor([time.perf_counter() - began])
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            seconds.append(float(took))
-    return seconds
-
-
-def _measured(texts: list[str]) -> dict[str, float]:
-    """Median seconds of a step by plan, each in a world of its own every turn."""
-    seconds: dict[str, list[float]] = {text: [] for text in texts}
-    for _ in range(TURNS):
-        for text in texts:
-            seconds[text] += ranks.run(PROCESSES, "tests.bench.planner:timed", text)[0]
-    return {text: statistics.median(values) for text, values in seconds.items()}
 
 
 def _planned() -> dict[str, Any]:
@@ -103,3 +127,7 @@ def _planned() -> dict[str, Any]:
         planner.plan(path, lambda **fields: None)
         found: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
     return found
+
+
+def _spec() -> ModelSpec:
+    return gpt.spec((LENGTH,), VOCAB, width=WIDTH, layers=LAYERS, heads=HEADS)
