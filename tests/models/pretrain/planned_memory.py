@@ -9,9 +9,10 @@ import torch
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
 from models.pretrain.planner.live import LiveBytes
-from models.pretrain.planner.ranks import examples
+from models.pretrain.planner.ranks import Worlds, examples
 from models.pretrain.trainer import Trainer
 from models.pretrain.training import Options
+from models.pretrain.world import World
 from models.zoo import ModelSpec, gpt
 
 BATCH = 8
@@ -22,21 +23,23 @@ def spec(vocab: int, width: int, length: int) -> ModelSpec:
 
 
 def peaks(texts: list[str], vocab: int, width: int, length: int) -> list[tuple[int, int]]:
-    """(place along pp, bytes) of this process under every plan of two processes."""
+    """(place along pp, bytes) of this process under every plan; all are for as many processes."""
     made = spec(vocab, width, length)
-    found = []
-    with world.join(plans.parse(texts[0])):
-        for text in texts:
-            here = world.arrange(plans.parse(text), torch.device("cpu"))
-            options = Options(steps=3, batch_size=BATCH)
-            training = trainer.build(made, examples(made, 2 * BATCH), options, here, seed=1)
-            training.train_step()
-            with LiveBytes(_held(training)) as live:
-                training.train_step()  # buckets are seen once they are used
-                live.reset_peak()
-                training.train_step()
-            found.append((here.place("pp"), live.peak))
-    return found
+    with world.join(plans.parse(texts[0])) as first:
+        worlds = Worlds(first.device)
+        return [peak(worlds.of(plans.parse(text)), made, BATCH) for text in texts]
+
+
+def peak(here: World, made: ModelSpec, batch_size: int) -> tuple[int, int]:
+    """The same in one world, of processes that have joined."""
+    options = Options(steps=3, batch_size=batch_size)
+    training = trainer.build(made, examples(made, 2 * batch_size), options, here, seed=1)
+    training.train_step()
+    with LiveBytes(_held(training)) as live:
+        training.train_step()  # buckets are seen once they are used
+        live.reset_peak()
+        training.train_step()
+    return here.place("pp"), live.peak
 
 
 def _held(training: Trainer) -> Iterator[torch.Tensor]:

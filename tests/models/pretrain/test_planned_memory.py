@@ -20,6 +20,7 @@ PLANS = [
     "dp=2",
     "dp=2,microbatches=2",
     "dp=2,zero=2",
+    "dp=2,zero=2,microbatches=2",
     "dp=2,zero=3",
     "dp=2,zero=3,microbatches=2",
     "dp=2,recompute=full",
@@ -31,8 +32,11 @@ PLANS = [
     "pp=2,schedule=gpipe,microbatches=4",
     "pp=2,schedule=1f1b,microbatches=4",
     "pp=2,schedule=interleaved,microbatches=4",
+    "pp=2,schedule=zero-bubble,microbatches=4",
+    "pp=2,schedule=zbv,microbatches=4",
     "pp=2,schedule=1f1b,recompute=full",
 ]
+OF_FOUR = ["dp=2,pp=2,microbatches=2", "dp=2,tp=2,zero=2"]
 
 
 @pytest.mark.parametrize(
@@ -56,9 +60,10 @@ def test_predicted_memory_is_measured_memory(model: dict[str, int]) -> None:
         pieces.optimizer(made, Options(), cpu),
         Machine(),
     )
-    measured = ranks.run(2, "tests.models.pretrain.planned_memory:peaks", PLANS, **model)
     off = {}
-    for number, text in enumerate(PLANS):
-        most = max(peaks[number][1] for peaks in measured)
-        off[text] = memory.needed(plans.parse(text), profile, BATCH).bytes / most - 1
+    for processes, texts in ((2, PLANS), (4, OF_FOUR)):
+        measured = ranks.run(processes, "tests.models.pretrain.planned_memory:peaks", texts, **model)
+        for number, text in enumerate(texts):
+            most = max(peaks[number][1] for peaks in measured)
+            off[text] = memory.needed(plans.parse(text), profile, BATCH).bytes / most - 1
     assert all(abs(error) <= WITHIN for error in off.values()), {k: round(v, 3) for k, v in off.items()}
