@@ -132,10 +132,12 @@ def pretrained_lines(report: dict[str, Any], folder: Path) -> str:
 def plan_table(found: dict[str, Any], most: int = 10) -> Group:
     """The best plans with predicted time and memory, and why the first is first."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("plan", "ms a step", "memory"):
+    for heading in ("plan", "ms a step", "predicted", "measured", "memory"):
         table.add_column(heading, justify="left" if heading == "plan" else "right")
     for row in found["ranking"][:most]:
-        table.add_row(str(row["plan"]), f"{row['seconds'] * 1e3:.1f}", megabytes(row["memory_bytes"]))
+        times = (row["seconds"], row["predicted"], row["measured"])
+        shown = ("-" if seconds is None else f"{seconds * 1e3:.1f}" for seconds in times)
+        table.add_row(str(row["plan"]), *shown, megabytes(row["memory_bytes"]))
     more = len(found["ranking"]) - most
     rest = [f"and {more} slower ones"] if more > 0 else []
     refused = [f"{len(found['refused'])} plans refused"] if found["refused"] else []
