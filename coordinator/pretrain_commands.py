@@ -169,7 +169,7 @@ def plan(
 ) -> None:
     """Profile a few steps and rank the plans that the model can be trained by, with time and memory of each.
 
-    --set planner.KEY=VALUE sets the planner itself: memory_mib, slow_between, scaling, base_batch_size, profile.
+    --set planner.KEY=VALUE sets the planner itself: memory_mib, slow_between, scaling, base_batch_size, profile, measure.
     """
     from coordinator import pretrain_config, pretraining
     from coordinator.display import RichProgress, plan_table
