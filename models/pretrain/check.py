@@ -13,7 +13,7 @@ import torch
 
 from edge_client import process
 from models import job as jobs
-from models.pretrain import initial, worker
+from models.pretrain import freezing, initial, worker
 from models.pretrain import plan as plans
 from models.pretrain.parallelize import sizes_of
 from models.pretrain.training import Options
@@ -23,7 +23,7 @@ def check(path: Path, report: process.Report) -> None:
     """The whole job, from its file.
 
     Raises:
-        PlanError: with every reason why the model cannot follow the plan.
+        PlanError: with every reason why the model cannot follow the plan, or why what is to be frozen cannot be.
         JobError: the params to begin with do not fit.
     """
     job = jobs.read(path)
@@ -32,7 +32,9 @@ def check(path: Path, report: process.Report) -> None:
     sizes = sizes_of(spec)
     plans.check(plan, sizes, batch_size=options.batch_size)
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in spec.module().parameters())
+        whole = spec.module()
+        parameters = sum(parameter.numel() for parameter in whole.parameters())
+        freezing.freeze(whole, spec.layout, options, plan)
     jobs.write_result(
         job.out, {"sizes": dataclasses.asdict(sizes), "plan": str(plan), "parameters": parameters}
     )
