@@ -102,8 +102,19 @@ def result(found: Found, measured: Profile, settings: Settings) -> dict[str, Any
         "refused": [
             {"plan": str(refused.plan), "reason": refused.reason} for refused in found.refused[:REFUSED]
         ],
-        "explanation": explain.explain(found, measured, settings.processes),
+        "explanation": [*explain.explain(found, measured, settings.processes), *_unmeasured(found, settings)],
     }
+
+
+def _unmeasured(found: Found, settings: Settings) -> list[str]:
+    """That nothing was measured, although it was asked for, and why."""
+    if not settings.measure or not found.ranking or found.ranking[0].measured is not None:
+        return []
+    if settings.profile:
+        return ["Predicted only: the profile is a kept one, and may be that of another machine."]
+    return [
+        f"Predicted only: this machine cannot show what {settings.processes} processes, {settings.host} a host, will take."
+    ]
 
 
 def settings_of(job: jobs.Job) -> Settings:

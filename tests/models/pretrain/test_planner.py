@@ -16,6 +16,7 @@ import pytest
 
 from models import options
 from models.pretrain import plan as plans
+from models.pretrain.collectives.cost import Link
 from models.pretrain.planner import __main__ as entry
 from models.pretrain.planner import memory, predict, profile, scaling
 from models.pretrain.planner.crew import Crew
@@ -81,7 +82,7 @@ def test_slow_links_between_hosts_leave_only_stages_to_cross_them() -> None:
 def crossing_bytes(plan: plans.ParallelPlan) -> float:
     """Seconds of dp, tp and cp exchanges over a link of one second a byte between hosts, none inside."""
     base = made()
-    only = dataclasses.replace(base.machine, inside=profile.FREE, between=profile.Link(0.0, 1.0))
+    only = dataclasses.replace(base.machine, inside=profile.FREE, between=Link(0.0, 1.0))
     parts = predict.predict(plan, dataclasses.replace(base, machine=only), BATCH).parts
     sent = parts.get("bubble", 0.0) if plan.pp > 1 else 0.0
     return sum(parts.get(name, 0.0) for name in ("dp", "tp", "cp")) + sent
@@ -302,6 +303,7 @@ def test_job_with_a_kept_profile_is_planned_without_measuring(tmp_path: Path) ->
     found = json.loads((tmp_path / "result.json").read_text())
     assert [row["seconds"] for row in found["ranking"]] == sorted(row["seconds"] for row in found["ranking"])
     assert found["ranking"][0]["plan"] in found["explanation"][0]
+    assert "Predicted only" in found["explanation"][-1]
     assert found["refused"][0]["reason"]
     assert found["scaling"]["applied"] and found["scaling"]["options"]["lr"] == pytest.approx(2e-3)
 
