@@ -214,7 +214,6 @@ def spec(
     sparse = {"block": attention_block, "local": attention_local, "stride": attention_stride}
     require_sparsity(**sparse)
     core = partial(BlockSparseAttention, **sparse) if attention == "block_sparse" else None
-    given = {f"attention_{key}": value for key, value in sparse.items()} if core is not None else {}
     return ModelSpec(
         "gpt",
         lambda: GPT(length, classes, width, layers, heads, dropout, tie, core),
@@ -229,7 +228,7 @@ def spec(
             "dropout": dropout,
             "tie": tie,
             "attention": attention,
-            **given,
+            **{f"attention_{key}": value for key, value in sparse.items()},
         },
         vocab=classes,
         layout=layout(length, width, heads, tie),
