@@ -19,7 +19,7 @@ from models.pretrain.plan import ParallelPlan
 from models.pretrain.planner.crew import Crew
 from models.pretrain.planner.search import Candidate, Found
 
-TURNS = 4
+TURNS = 6
 SECOND_SHARE = 0.5
 """How many plans a second round measures, relative to the first."""
 WORTH = 1.5
