@@ -29,7 +29,7 @@ from models import job as jobs
 from models.labels import PADDING
 from models.options import bounded
 from models.pretrain import evaluation, params
-from models.pretrain.batches import Arrays, global_batches, shifted
+from models.pretrain.data.batches import Arrays, global_batches, shifted
 from models.zoo.spec import Loss, masked_cross_entropy
 
 CPU = torch.device("cpu")

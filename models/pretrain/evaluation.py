@@ -11,7 +11,7 @@ from torch import nn
 
 from models.job import JobError
 from models.labels import PADDING
-from models.pretrain.batches import Chance, Source
+from models.pretrain.data.batches import Chance, Source
 from models.pretrain.objective import objective_of
 from models.zoo import ModelSpec
 

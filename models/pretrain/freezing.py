@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from models.pretrain.batches import Batch
+from models.pretrain.data.batches import Batch
 from models.pretrain.parallelize import Stage, whole_name
 from models.pretrain.passes import Pass
 from models.pretrain.plan import ParallelPlan, PlanError

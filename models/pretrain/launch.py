@@ -31,7 +31,7 @@ def main() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if not given.serve:
         _prepare()
-    from models.pretrain import elastic
+    from models.pretrain.recovery import elastic
 
     if given.serve:
         elastic.serve(given.serve, report)
@@ -45,7 +45,7 @@ def main() -> None:
 
 def _prepare() -> None:
     """Starts the server that processes are forked from, which imports torch while this process does."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["models.pretrain.nursery"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["models.pretrain.recovery.nursery"])
     forkserver.ensure_running()
 
 

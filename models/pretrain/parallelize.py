@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.pretrain import compiling, context, experts, recompute, sharding, tensor
+from models.pretrain import compiling
+from models.pretrain.data_parallel import sharding
+from models.pretrain.model_parallel import context, experts, recompute, tensor
 from models.pretrain.plan import ParallelPlan, Sizes
 from models.pretrain.world import World
 from models.zoo import ModelSpec

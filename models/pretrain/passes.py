@@ -1,5 +1,5 @@
 """One forward and backward pass over a process's share of a batch, in micro-batches: through one module, or through
-the stages of a pipeline (`models.pretrain.timetable` says in which order, and what that costs).
+the stages of a pipeline (`models.pretrain.model_parallel.timetable` says in which order, and what that costs).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from models.pretrain import sharding
-from models.pretrain.batches import Batch
+from models.pretrain.data.batches import Batch
+from models.pretrain.data_parallel import sharding
+from models.pretrain.model_parallel.timetable import SEVERAL_STAGES
 from models.pretrain.objective import Objective
 from models.pretrain.parallelize import Parallel
-from models.pretrain.timetable import SEVERAL_STAGES
 from models.pretrain.world import World
 
 Pass = Callable[[Batch], torch.Tensor]

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from models.pretrain import exchange, offload, optimizers, zero1
-from models.pretrain.onebit import OneBitAdam
+from models.pretrain import optimizers
+from models.pretrain.data_parallel import exchange, offload, zero1
+from models.pretrain.data_parallel.onebit import OneBitAdam
 from models.pretrain.plan import PlanError
 from models.pretrain.training import Options
 from models.pretrain.world import World

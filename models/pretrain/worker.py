@@ -1,15 +1,15 @@
 """One process of a pretraining: `python -P -m models.pretrain.worker JOB.json`, alone or under `launch`.
 
 The job file (see `models.job`) has `plan`, a table of `models.pretrain.plan.ParallelPlan`, whose dp fills up with
-the processes there are; options are `models.pretrain.optimizers.Options`, data as in `models.pretrain.sources`, params to
+the processes there are; options are `models.pretrain.optimizers.Options`, data as in `models.pretrain.data.sources`, params to
 begin with as in `models.pretrain.initial`. Process 0 reports progress and writes `curve.jsonl`, `model.safetensors` and `result.json`.
 
-With `checkpoint`, a table of `models.pretrain.checkpoint.Policy`, the training goes on from the newest checkpoint in
+With `checkpoint`, a table of `models.pretrain.recovery.checkpoint.Policy`, the training goes on from the newest checkpoint in
 its folder, under whatever plan it now has; with `resume = false` from those of the same launch only. On SIGTERM it
 finishes a step, saves it and exits with status 75.
 
 With `profile`, a table of `models.pretrain.training.Profile`, it says where the time of some steps went. When no step
-ends for `hang_seconds`, 300 unless given, the processes write where they are and end (`models.pretrain.hang`).
+ends for `hang_seconds`, 300 unless given, the processes write where they are and end (`models.pretrain.recovery.hang`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ import torch
 
 from edge_client import process
 from models import job as jobs
-from models.pretrain import evaluation, hang, initial, params, prefetch, profiling, sources, trainer, world
+from models.pretrain import evaluation, initial, params, profiling, trainer, world
 from models.pretrain import plan as plans
-from models.pretrain.checkpoint import Checkpointer, Policy
-from models.pretrain.curve import NAME as CURVE
-from models.pretrain.curve import Curve
+from models.pretrain.data import prefetch, sources
 from models.pretrain.optimizers import Options
-from models.pretrain.preemption import PREEMPTED, REFUSED, Preemption
+from models.pretrain.recovery import hang
+from models.pretrain.recovery.checkpoint import Checkpointer, Policy
+from models.pretrain.recovery.curve import NAME as CURVE
+from models.pretrain.recovery.curve import Curve
+from models.pretrain.recovery.preemption import PREEMPTED, REFUSED, Preemption
 from models.pretrain.training import Profile
 from models.zoo import ModelSpec
 

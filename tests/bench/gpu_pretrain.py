@@ -27,8 +27,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from models.pretrain import plan as plans
-from models.pretrain import prefetch, profiling, trainer, world
-from models.pretrain.batches import Arrays, Batches
+from models.pretrain import profiling, trainer, world
+from models.pretrain.data import prefetch
+from models.pretrain.data.batches import Arrays, Batches
 from models.pretrain.training import Options
 from models.zoo import ModelSpec, gpt
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from models.pretrain.batches import Arrays, Batches, Share
-from models.pretrain.images import Augmentation, augmented
-from models.pretrain.prefetch import Loader
+from models.pretrain.data.batches import Arrays, Batches, Share
+from models.pretrain.data.images import Augmentation, augmented
+from models.pretrain.data.prefetch import Loader
 
 ROWS, SHAPE, BATCH, STEPS, REPEATS = 2048, (3, 64, 64), 128, 12, 5
 HOW = Augmentation(flip=0.5, crop=4, erase=16)

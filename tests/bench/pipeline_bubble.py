@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from models.pretrain import passes, timetable, world
-from models.pretrain.batches import Batch
+from models.pretrain import passes, world
+from models.pretrain.data.batches import Batch
+from models.pretrain.model_parallel import timetable
 from models.pretrain.parallelize import Parallel, Stage, stage_numbers
 from models.pretrain.plan import ParallelPlan, parse
 from tests.support import ranks

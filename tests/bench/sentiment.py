@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models import datasets, zoo
 from models.pretrain import evaluation, initial, params, trainer, world
-from models.pretrain.batches import Arrays
+from models.pretrain.data.batches import Arrays
+from models.pretrain.data.tokens import Masked
 from models.pretrain.plan import ParallelPlan
-from models.pretrain.tokens import Masked
 from models.pretrain.training import Options
 from models.zoo import ModelSpec
 from tests.support import ranks

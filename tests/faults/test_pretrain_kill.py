@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.pretrain.curve import Curve
-from models.pretrain.preemption import PREEMPTED, REFUSED
+from models.pretrain.recovery.curve import Curve
+from models.pretrain.recovery.preemption import PREEMPTED, REFUSED
 from tests.support.pretraining import (
     Agent,
     change,
@@ -70,7 +70,7 @@ def test_workers_never_meet_at_the_store_of_the_rendezvous() -> None:
         "import os; os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] = '0'\n"
         "from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as H\n"
         "print(H.use_agent_store.fget(None))\n"
-        "from models.pretrain import elastic\n"
+        "from models.pretrain.recovery import elastic\n"
         "print(H.use_agent_store.fget(None))\n"
     )
     done = subprocess.run([sys.executable, "-P", "-c", asks], check=True, capture_output=True, text=True)

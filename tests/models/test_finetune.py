@@ -15,9 +15,9 @@ from models import job as jobs
 from models import zoo
 from models.job import JobError
 from models.pretrain import initial, params, trainer, world
-from models.pretrain.batches import Arrays, Source
+from models.pretrain.data.batches import Arrays, Source
+from models.pretrain.data.tokens import Masked
 from models.pretrain.plan import ParallelPlan
-from models.pretrain.tokens import Masked
 from models.pretrain.training import Options
 from models.zoo import ModelSpec
 

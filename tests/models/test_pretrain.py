@@ -17,7 +17,7 @@ from models import zoo
 from models.job import JobError
 from models.labels import PADDING
 from models.pretrain import evaluation, params
-from models.pretrain.batches import Arrays, Batches, Share, global_batches, shifted
+from models.pretrain.data.batches import Arrays, Batches, Share, global_batches, shifted
 from models.pretrain.optimizers import Options
 from tests.support.training import trained
 

@@ -82,7 +82,8 @@ def test_two_processes_that_do_not_exchange_gradients_differ(
     script = tmp_path / "unsynchronised.py"
     script.write_text(
         "from edge_client import process\n"
-        "from models.pretrain import sharding, worker\n"
+        "from models.pretrain import worker\n"
+        "from models.pretrain.data_parallel import sharding\n"
         "sharding.DistributedDataParallel = lambda module, **options: module\n"
         "process.serve(worker.pretrain)\n"
     )

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from edge_client.process import worker_environment
-from models.pretrain.curve import Curve
+from models.pretrain.recovery.curve import Curve
 
 LENGTH, VOCAB = 16, 51
 PATIENCE_SECONDS = 240

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from torch import nn
 
 from models.pretrain import trainer, world
-from models.pretrain.batches import Arrays
+from models.pretrain.data.batches import Arrays
 from models.pretrain.optimizers import Options
 from models.pretrain.plan import ParallelPlan
 from models.zoo import ModelSpec

@@ -176,7 +176,7 @@ def _steps_per_epoch(job: jobs.Job, given: Options) -> int:
     """Of the training set, or 0 where the job names none."""
     if not {"arrays", "tokens"} & set(job.settings):
         return 0
-    from models.pretrain import sources
+    from models.pretrain.data import sources
 
     return -(-len(sources.of(job, job.spec(), given.shift).train) // given.batch_size)
 

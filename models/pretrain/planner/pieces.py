@@ -15,7 +15,8 @@ from typing import get_args
 import torch
 from torch import nn
 
-from models.pretrain import optimizers, recompute
+from models.pretrain import optimizers
+from models.pretrain.model_parallel import recompute
 from models.pretrain.objective import Objective, objective_of
 from models.pretrain.parallelize import Stage
 from models.pretrain.plan import Recompute

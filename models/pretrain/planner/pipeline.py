@@ -1,6 +1,6 @@
 """How long micro-batches take through the stages of a pipeline whose processes may have to share cores.
 
-`models.pretrain.timetable` says who does what in which order; here every process follows its list, waits for its
+`models.pretrain.model_parallel.timetable` says who does what in which order; here every process follows its list, waits for its
 neighbours, and computes the slower the more processes compute at that moment: idle processes leave their cores to others.
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from models.pretrain import timetable
+from models.pretrain.model_parallel import timetable
+from models.pretrain.model_parallel.timetable import Order, Pass
 from models.pretrain.parallelize import stage_numbers
 from models.pretrain.plan import ParallelPlan
-from models.pretrain.timetable import Order, Pass
 
 
 @dataclass(frozen=True)

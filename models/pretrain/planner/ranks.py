@@ -29,8 +29,8 @@ from edge_client import process
 from models import job as jobs
 from models.pretrain import optimizers, trainer, world
 from models.pretrain import plan as plans
-from models.pretrain.batches import Arrays
 from models.pretrain.collectives import cost
+from models.pretrain.data.batches import Arrays
 from models.pretrain.objective import objective_of
 from models.pretrain.plan import ParallelPlan
 from models.pretrain.training import Options

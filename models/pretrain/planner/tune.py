@@ -29,8 +29,9 @@ import torch
 from edge_client import process
 from models import job as jobs
 from models.options import bounded
-from models.pretrain import evaluation, initial, params, sources, trainer, world
-from models.pretrain.batches import Chance, Indices, Rows, Source
+from models.pretrain import evaluation, initial, params, trainer, world
+from models.pretrain.data import sources
+from models.pretrain.data.batches import Chance, Indices, Rows, Source
 from models.pretrain.plan import ParallelPlan
 from models.pretrain.training import Options
 from models.zoo import ModelSpec

@@ -21,11 +21,12 @@ from torch import nn
 
 from edge_client import process
 from models import job as jobs
-from models.pretrain import evaluation, initial, params, sources
-from models.pretrain.batches import Batch, Batches, Share, Source
-from models.pretrain.curve import NAME as CURVE
-from models.pretrain.curve import Curve
+from models.pretrain import evaluation, initial, params
+from models.pretrain.data import sources
+from models.pretrain.data.batches import Batch, Batches, Share, Source
 from models.pretrain.objective import Objective, objective_of
+from models.pretrain.recovery.curve import NAME as CURVE
+from models.pretrain.recovery.curve import Curve
 from models.pretrain.server import check, replica, rules
 from models.pretrain.server.client import Client
 from models.pretrain.server.replica import Replica

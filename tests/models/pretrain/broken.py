@@ -11,7 +11,8 @@ import torch
 from torch.distributed import _functional_collectives
 from torch.distributed.pipelining import schedules
 
-from models.pretrain import context, experts, passes
+from models.pretrain import passes
+from models.pretrain.model_parallel import context, experts
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import numpy as np
 from models import zoo
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
-from models.pretrain.batches import Arrays
+from models.pretrain.data.batches import Arrays
 from models.pretrain.optimizers import Options
 from models.zoo import ModelSpec, gpt
 

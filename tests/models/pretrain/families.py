@@ -9,9 +9,9 @@ import numpy as np
 from models import zoo
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
-from models.pretrain.batches import Arrays, Source
-from models.pretrain.images import Augmentation, augmented
-from models.pretrain.tokens import Masked
+from models.pretrain.data.batches import Arrays, Source
+from models.pretrain.data.images import Augmentation, augmented
+from models.pretrain.data.tokens import Masked
 from models.pretrain.training import Options
 
 STEPS, BATCH, LENGTH, VOCAB, CLASSES = 5, 8, 12, 30, 3

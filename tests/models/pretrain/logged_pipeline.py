@@ -16,11 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.pretrain import parallelize, passes, world
 from models.pretrain import plan as plans
-from models.pretrain.batches import Batch
+from models.pretrain.data.batches import Batch
+from models.pretrain.model_parallel.timetable import Kind, Pass
 from models.pretrain.objective import summed_cross_entropy
 from models.pretrain.parallelize import Parallel, Stage, stage_numbers
 from models.pretrain.planner.live import LiveBytes
-from models.pretrain.timetable import Kind, Pass
 from models.zoo import gpt
 
 LENGTH, VOCAB, WIDTH = 32, 32, 64

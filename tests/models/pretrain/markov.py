@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from models.pretrain import plan as plans
-from models.pretrain import traffic, trainer, world
-from models.pretrain.batches import Arrays
+from models.pretrain import trainer, world
+from models.pretrain.data.batches import Arrays
+from models.pretrain.data_parallel import traffic
 from models.pretrain.optimizers import Options
 from models.zoo import gpt
 

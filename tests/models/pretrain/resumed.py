@@ -10,7 +10,7 @@ from torch import nn
 
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
-from models.pretrain.checkpoint import Checkpointer, Policy
+from models.pretrain.recovery.checkpoint import Checkpointer, Policy
 from models.zoo import ModelSpec
 from tests.models.pretrain.curves import settings, spec_of, tokens
 

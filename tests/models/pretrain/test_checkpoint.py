@@ -16,12 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.job import JobError
-from models.pretrain import checkpoint, trainer, world
-from models.pretrain.checkpoint import Checkpointer, CheckpointError, Policy
-from models.pretrain.curve import Curve
-from models.pretrain.export import export
+from models.pretrain import trainer, world
 from models.pretrain.params import params_of
 from models.pretrain.plan import ParallelPlan, parse
+from models.pretrain.recovery import checkpoint
+from models.pretrain.recovery.checkpoint import Checkpointer, CheckpointError, Policy
+from models.pretrain.recovery.curve import Curve
+from models.pretrain.recovery.export import export
 from tests.models.pretrain import resumed
 from tests.models.pretrain.curves import small_gpt
 from tests.support import ranks
@@ -225,7 +226,7 @@ def test_a_checkpoint_becomes_a_plain_params_file(tmp_path: Path, saved: dict[st
     job.write_text(json.dumps({"model": {**model, "options": {"width": 32, "layers": 4, "heads": 4}}}))
     out = tmp_path / "model.safetensors"
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "models.pretrain.export", saved["pp=2,dp=2,tp=2"], job, out],
+        [sys.executable, "-P", "-m", "models.pretrain.recovery.export", saved["pp=2,dp=2,tp=2"], job, out],
         capture_output=True,
         text=True,
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.pretrain import optimizers, sharding, trainer, world
+from models.pretrain import optimizers, trainer, world
 from models.pretrain import plan as plans
+from models.pretrain.data_parallel import sharding
 from models.zoo import ModelSpec
 from tests.models.pretrain.curves import settings, spec_of, tokens
 from tests.support import ranks

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.pretrain import onebit
+from models.pretrain.data_parallel import onebit
 from tests.support import ranks
 
 HERE = "tests.models.pretrain.test_exchange"
@@ -95,7 +95,7 @@ def fed_back() -> tuple[list[float], list[float], list[float], float]:
     """Sums over 40 calls of what the mean was told to be and what it was, and what is left of it in the errors."""
     from models.pretrain import plan as plans
     from models.pretrain import world
-    from models.pretrain.onebit import BLOCK, CompressedMean
+    from models.pretrain.data_parallel.onebit import BLOCK, CompressedMean
 
     size, processes = 3 * BLOCK + 5, int(os.environ["WORLD_SIZE"])
     with world.join(plans.parse(f"dp={processes}")) as here:

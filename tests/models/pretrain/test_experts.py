@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from models.pretrain import experts, params, sharding, trainer, world
+from models.pretrain import params, trainer, world
 from models.pretrain import plan as plans
-from models.pretrain.checkpoint import Checkpointer, Policy
+from models.pretrain.data_parallel import sharding
+from models.pretrain.model_parallel import experts
+from models.pretrain.recovery.checkpoint import Checkpointer, Policy
 from models.zoo import moe
 from tests.models.pretrain.curves import settings, spec_of, tokens
 from tests.support import ranks

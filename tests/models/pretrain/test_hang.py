@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from models.pretrain import hang
-from models.pretrain.hang import HUNG, Watch
+from models.pretrain.recovery import hang
+from models.pretrain.recovery.hang import HUNG, Watch
 from tests.support import pretraining
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from models.pretrain import timetable
+from models.pretrain.model_parallel import timetable
+from models.pretrain.model_parallel.timetable import Pass
 from models.pretrain.plan import ParallelPlan, PlanError, Sizes, check, parse
-from models.pretrain.timetable import Pass
 from tests.models.pretrain.curves import Case
 from tests.support import ranks
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.pretrain.batches import Arrays, Batch, Batches, Chance, Indices, Rows, Share
-from models.pretrain.prefetch import Loader
+from models.pretrain.data.batches import Arrays, Batch, Batches, Chance, Indices, Rows, Share
+from models.pretrain.data.prefetch import Loader
 
 EXAMPLES = Arrays(np.arange(20, dtype=np.float32)[:, None], np.arange(20, dtype=np.int32))
 

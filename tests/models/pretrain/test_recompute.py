@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from models.pretrain import passes, recompute, world
+from models.pretrain import passes, world
+from models.pretrain.model_parallel import recompute
 from models.pretrain.parallelize import parallelize, sizes_of
 from models.pretrain.plan import ParallelPlan, Recompute, Sizes, parse
 from models.pretrain.planner.live import LiveBytes

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.pretrain import shares
+from models.pretrain.data_parallel import shares
 from tests.models.pretrain.curves import Case
 from tests.support import ranks
 

@@ -17,10 +17,11 @@ from models import job as jobs
 from models import zoo
 from models.job import JobError
 from models.labels import PADDING
-from models.pretrain import evaluation, sources
-from models.pretrain.batches import Arrays, Batches, Chance, Share
-from models.pretrain.images import Augmentation, Scaled, augmented, scale_of
-from models.pretrain.tokens import Masked, Windows
+from models.pretrain import evaluation
+from models.pretrain.data import sources
+from models.pretrain.data.batches import Arrays, Batches, Chance, Share
+from models.pretrain.data.images import Augmentation, Scaled, augmented, scale_of
+from models.pretrain.data.tokens import Masked, Windows
 
 GPT = {"name": "gpt", "input_shape": [4], "classes": 9, "input_dtype": "int32", "task": "next_token"}
 CNN = {"name": "cnn", "input_shape": [6, 6], "classes": 3}

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.pretrain import params, sharding, trainer, world
+from models.pretrain import params, trainer, world
 from models.pretrain import plan as plans
+from models.pretrain.data_parallel import sharding
 from models.pretrain.parallelize import sizes_of
 from tests.models.pretrain.curves import BATCH, LENGTH, settings, spec_of, tokens
 from tests.support import ranks

@@ -13,8 +13,8 @@ from models.datasets import corpus, encodings
 from models.datasets.dataset import DataError
 from models.job import JobError
 from models.labels import PADDING
-from models.pretrain import tokens
-from models.pretrain.batches import Arrays, Batches, Chance, Share
+from models.pretrain.data import tokens
+from models.pretrain.data.batches import Arrays, Batches, Chance, Share
 from tests.support import require
 
 TEXT = "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\r\n" * 40

@@ -33,7 +33,8 @@ def test_a_process_may_have_nothing() -> None:
 def apart(plan: str, steps: list[int]) -> list[float]:
     """Losses of processes that have rows for so many steps each, and of a step on rows all know at the end."""
     from models.pretrain import plan as plans
-    from models.pretrain import trainer, uneven, world
+    from models.pretrain import trainer, world
+    from models.pretrain.data import uneven
     from tests.models.pretrain.curves import settings, small_gpt, tokens
 
     with world.join(plans.parse(plan)) as here:
@@ -49,7 +50,7 @@ def together(steps: list[int]) -> list[float]:
 
     from models.pretrain import plan as plans
     from models.pretrain import trainer, world
-    from models.pretrain.batches import Batch
+    from models.pretrain.data.batches import Batch
     from tests.models.pretrain.curves import settings, small_gpt, tokens
 
     with world.join(plans.parse("dp=1")) as here:

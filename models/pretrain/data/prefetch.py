@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from models.job import Job, JobError
-from models.pretrain.batches import Batch, Batches, Share
+from models.pretrain.data.batches import Batch, Batches, Share
 
 DEEPEST = 1024
 

@@ -1,6 +1,6 @@
 """A checkpoint of any plan as a plain params file, without the processes that wrote it.
 
-    python -P -m models.pretrain.export CHECKPOINT JOB.json OUT.safetensors
+    python -P -m models.pretrain.recovery.export CHECKPOINT JOB.json OUT.safetensors
 
 `CHECKPOINT` is one `step-…` folder, or the folder of all of them, which means the newest. The file is what a finished
 training writes, so `models.compress` takes it.
@@ -14,9 +14,9 @@ from typing import Any
 
 from edge_client import process
 from models import job as jobs
-from models.pretrain import checkpoint as checkpoints
 from models.pretrain import params
-from models.pretrain.checkpoint import CheckpointError, State
+from models.pretrain.recovery import checkpoint as checkpoints
+from models.pretrain.recovery.checkpoint import CheckpointError, State
 from models.zoo import ModelSpec
 
 

@@ -5,7 +5,7 @@ With `sequence`, what lies between the matrices is split by sequence instead of 
 embedding to the head a process keeps [B, T/tp, D], and modules that hold split matrices gather [B, T, D] at their
 entrance. With `loss_parallel` logits stay split by class, and so does their cross-entropy.
 
-Any other module can be told where its tensors lie: see `models.pretrain.operators`.
+Any other module can be told where its tensors lie: see `models.pretrain.model_parallel.operators`.
 
 A vocabulary that tp does not divide is split unevenly: the first processes have a row more.
 """
@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from models.pretrain import operators
+from models.pretrain.model_parallel import operators
 from models.pretrain.plan import ParallelPlan
 from models.pretrain.world import World
 from models.zoo.layout import Layout, matching

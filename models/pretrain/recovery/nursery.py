@@ -5,7 +5,8 @@ by that server only.
 """
 
 from edge_client.process import die_with_parent
-from models.pretrain import elastic, worker
+from models.pretrain import worker
+from models.pretrain.recovery import elastic
 
 __all__ = ["elastic", "worker"]
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from models.job import JobError
 from models.labels import PADDING
-from models.pretrain.batches import Chance, Indices, Rows, Source, places_of
+from models.pretrain.data.batches import Chance, Indices, Rows, Source, places_of
 
 PAD = 0
 """The token that fills up a short text. It is never hidden and never a label of a hidden token."""

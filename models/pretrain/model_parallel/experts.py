@@ -2,7 +2,7 @@
 (Lepikhin 2020, GShard).
 
 Gradients of experts come from the tokens of all processes that exchange with each other, so only copies of the same
-experts add theirs up: see `models.pretrain.sharding.sum_gradients`.
+experts add theirs up: see `models.pretrain.data_parallel.sharding.sum_gradients`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.options import bounded
-from models.pretrain.batches import Chance, Indices, Rows, Shifted, Source, places_of
+from models.pretrain.data.batches import Chance, Indices, Rows, Shifted, Source, places_of
 
 _ROWS = 1024
 

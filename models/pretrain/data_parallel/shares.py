@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models.pretrain.batches import Batch, Batches
+from models.pretrain.data.batches import Batch, Batches
 from models.pretrain.passes import Pass
 from models.pretrain.world import World
 

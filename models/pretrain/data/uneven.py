@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from models.labels import PADDING
-from models.pretrain.batches import Batch, Rows
+from models.pretrain.data.batches import Batch, Rows
 from models.pretrain.trainer import Trainer
 from models.zoo import ModelSpec
 

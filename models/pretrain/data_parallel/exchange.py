@@ -5,7 +5,7 @@ every bucket of gradients as soon as it is full, while the backward pass goes on
     fp16      rounded, averaged in that precision: 1/2 of the bytes (underflows below 6e-8)
     bf16      the same with float32's range and 8 bits of precision
     powersgd  matrices as products of two thin ones, with error feedback (Vogels 2019)
-    onebit    none during the backward pass: momenta as signs in the optimizer (Tang 2021, `models.pretrain.onebit`)
+    onebit    none during the backward pass: momenta as signs in the optimizer (Tang 2021, `models.pretrain.data_parallel.onebit`)
 
 The last two exchange float32 in the first part of a training, `exchange_warmup` per cent of its steps.
 """
@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from models.pretrain.onebit import OneBitAdam
+from models.pretrain.data_parallel.onebit import OneBitAdam
 from models.pretrain.plan import ParallelPlan
 
 Gradients = torch.futures.Future[torch.Tensor]

@@ -5,7 +5,7 @@ Arrays `x_train`, `y_train`, `x_test`, `y_test`, mapped into memory; or files of
     "tokens": {"train": "tokens_train.npy", "test": "tokens_test.npy"}
 
 `"objective": "masked"` hides tokens and has the model find them, for which no labels are needed. `"images"` is a table
-of `models.pretrain.images.Augmentation`.
+of `models.pretrain.data.images.Augmentation`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 
 from models import options
 from models.job import Job, JobError
-from models.pretrain import images, tokens
-from models.pretrain.batches import Arrays, Source
+from models.pretrain.data import images, tokens
+from models.pretrain.data.batches import Arrays, Source
 from models.pretrain.evaluation import require_images
 from models.zoo import ModelSpec
 

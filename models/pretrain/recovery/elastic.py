@@ -37,8 +37,8 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from edge_client.process import PARENT_VARIABLE, Report
 from edge_client.process import serve as serve_job
-from models.pretrain.hang import HUNG
-from models.pretrain.preemption import PREEMPTED, REFUSED
+from models.pretrain.recovery.hang import HUNG
+from models.pretrain.recovery.preemption import PREEMPTED, REFUSED
 
 MONITOR_SECONDS = 0.1
 GRACE_SECONDS = 30

@@ -2,10 +2,10 @@
 
 zero=0  every process has all; gradients are summed: by DistributedDataParallel, overlapped with the backward pass,
         where a process has the whole model, by `sum_gradients` after it otherwise
-zero=1  the same, and each steps a part of the params (`models.pretrain.zero1`)
+zero=1  the same, and each steps a part of the params (`models.pretrain.data_parallel.zero1`)
 zero=2  gradients and optimizer state are shared out, params gathered once a step (FSDP2)
 zero=3  params too, gathered layer by layer (FSDP2); they may rest in host memory or on disk (`offload`)
-sync_every  nothing is exchanged here: params are, every so many steps (`models.pretrain.local_updates`)
+sync_every  nothing is exchanged here: params are, every so many steps (`models.pretrain.data_parallel.local_updates`)
 
 Losses are sums divided by the labels of the whole global batch, so gradients have to be summed. Torch averages them
 (gloo has no scaled sum that would let it do otherwise), so losses are multiplied by the size of the data axis first.
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from models.pretrain import experts, tensor
+from models.pretrain.model_parallel import experts, tensor
 from models.pretrain.world import World
 from models.zoo.layout import Layout
 

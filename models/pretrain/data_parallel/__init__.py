@@ -1,0 +1,1 @@
+"""How processes that compute different rows come to the same params, and what travels between them."""
