@@ -121,7 +121,7 @@ def pretrained_lines(report: dict[str, Any], folder: Path) -> str:
         [
             f"test accuracy {final['test_accuracy']:.4f}, test loss {final['test_loss']:.4f} on "
             f"{report['data']['rows']['test']} held-out rows after {report['steps']} steps",
-            f"{final['parameters']:,} parameters, {'plan ' + report['plan'] if report['plan'] else 'parameter server'}, {report['processes']} processes, "
+            f"{final['parameters']:,} parameters, {'plan ' + report['plan'] if report['plan'] else 'parameter server'}, {report['processes']} process{'es' * (report['processes'] > 1)}, "
             f"{report['about']['seconds']:.1f} s",
             f"model {final['model_sha256'][:16]}…  report, curve and model in {folder}/",
             *watched,
