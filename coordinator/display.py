@@ -56,7 +56,7 @@ class RichProgress:
         if f"{unit}s" not in line:
             return
         step, steps = line[unit], line[f"{unit}s"]
-        figures = f"loss {line['loss']:.4f}" if "loss" in line else ""
+        figures = f"loss {line['loss']:.4f}" if line.get("loss") is not None else ""
         figures += f"  lr {line['lr']:.2e}" if "lr" in line else ""
         if self._console.is_terminal:
             if self._task is None or self._bar.tasks[-1].total != steps:
@@ -142,6 +142,27 @@ def plan_table(found: dict[str, Any], most: int = 10) -> Group:
     rest = [f"and {more} slower ones"] if more > 0 else []
     refused = [f"{len(found['refused'])} plans refused"] if found["refused"] else []
     return Group(table, *rest, *refused, "", *found["explanation"])
+
+
+def tuning_table(found: dict[str, Any], most: int = 10) -> Group:
+    """The best options tried, each with its loss where it was trained longest, and how to use the first."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("lr", "warmup", "batch", "steps", "loss"):
+        table.add_column(heading, justify="right")
+    longest = {row["candidate"]: row for row in sorted(found["table"], key=lambda row: row["round"])}
+    ranked = sorted(
+        longest.values(),
+        key=lambda row: (-row["round"], row["loss"] is None, row["loss"] or 0.0),
+    )
+    for row in ranked[:most]:
+        loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+        table.add_row(f"{row['lr']:.3g}", str(row["warmup"]), str(row["batch_size"]), str(row["steps"]), loss)
+    best = found["best"]
+    use = " ".join(
+        f"--set train.{key}={best[key]:.4g}" if key == "lr" else f"--set train.{key}={best[key]}"
+        for key in ("lr", "warmup", "batch_size")
+    )
+    return Group(table, "", f"use: {use}")
 
 
 def compressed_table(report: dict[str, Any], folder: Path) -> Group:

@@ -32,7 +32,7 @@ from coordinator.rounds.events import Clock, EventLog, LineFile
 from edge_client.files import write_durably
 from edge_client.process import worker_environment
 
-Stage = Literal["load", "check", "plan", "pretrain", "serve", "distil", "quantize"]
+Stage = Literal["load", "check", "plan", "tune", "pretrain", "serve", "distil", "quantize"]
 State = Literal["started", "finished", "failed", "preempted"]
 OnProgress = Callable[[Mapping[str, Any]], None]
 Beside = Callable[[Callable[[], None]], AbstractContextManager[None]]
@@ -45,6 +45,7 @@ _MODULES: Mapping[Stage, str] = {
     "load": "models.datasets.worker",
     "check": "models.pretrain.check",
     "plan": "models.pretrain.planner",
+    "tune": "models.pretrain.planner.tune",
     "pretrain": "models.pretrain.worker",
     "serve": "models.pretrain.server",
     "distil": "models.compress.distil",

@@ -187,3 +187,28 @@ def plan(
         typer.echo(json.dumps(found, indent=2))
     else:
         Console(soft_wrap=True).print(plan_table(found), highlight=False)
+
+
+@app.command(
+    "tune", epilog="Example: fedloop pretrain tune my.toml --set tune.candidates=27 --set tune.steps=10"
+)
+def tune(
+    config: ConfigFile = None, sets: Sets = None, data_dir: DataDir = None, as_json: Json = False
+) -> None:
+    """Look for a learning rate, a warm-up and a batch size by many short trainings and a few longer ones.
+
+    --set tune.KEY=VALUE sets the search: candidates, steps, eta, lr_least, lr_most, warmup_most, batch_least, batch_most.
+    """
+    from coordinator import pretrain_config, pretraining
+    from coordinator.display import RichProgress, tuning_table
+    from coordinator.experiment import changed, read
+
+    document = changed(read(config) if config else {}, sets or [])
+    tuner = document.pop("tune", {})
+    asked = pretrain_config.resolve(document, str(config) if config else "pretraining")
+    with RichProgress(Console(stderr=True)) as progress:
+        found = pretraining.tune(asked, tuner, pretraining.Surroundings(data_dir, progress))
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        Console(soft_wrap=True).print(tuning_table(found), highlight=False)

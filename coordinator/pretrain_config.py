@@ -20,6 +20,7 @@ from coordinator.sections import described, model_problems, wrong
 from models import catalog, options
 from models.pretrain import plan as plans
 from models.pretrain.plan import ParallelPlan, PlanError
+from models.pretrain.planner import scaling
 from models.pretrain.server.settings import Servers
 from models.pretrain.training import Options, Profile
 
@@ -70,12 +71,20 @@ class Checkpoint(Section):
     background: bool = True
 
 
+class Scaling(Section):
+    """The batch that `[train]` is right for, and how its options follow another (`models.pretrain.planner.scaling`)."""
+
+    base_batch_size: Annotated[int, Field(ge=1, le=1_000_000)]
+    rule: Literal["linear", "sqrt"] | None = None
+
+
 class Pretraining(Section):
     name: str = ""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 7
     data: Data = Data()
     model: Model = Model()
     train: dict[str, Any] = Field(default_factory=dict)
+    scaling: Scaling | None = None
     plan: dict[str, Any] = Field(default_factory=dict)
     checkpoint: Checkpoint = Checkpoint()
     profile: dict[str, Any] | None = None
@@ -85,6 +94,14 @@ class Pretraining(Section):
     @property
     def parallel_plan(self) -> ParallelPlan:
         return plans.from_table(self.plan)
+
+    def options(self, train_rows: int) -> Options:
+        """How to train on so many rows: `[train]`, after `[scaling]`."""
+        given = options.read(Options, self.train, "train")
+        if self.scaling is None:
+            return given
+        rule = self.scaling.rule or scaling.suited(given.optimizer)
+        return scaling.scaled(given, self.scaling.base_batch_size, rule, -(-train_rows // given.batch_size))
 
     def to_toml(self) -> str:
         """The configuration as a TOML document; keys without a value are left out."""

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -149,6 +149,26 @@ def plan(config: Pretraining, planner: Mapping[str, Any], surroundings: Surround
             return jobs.run(job, folder, watcher.trained, surroundings.clock)
 
 
+def tune(config: Pretraining, tuner: Mapping[str, Any], surroundings: Surroundings) -> dict[str, Any]:
+    """Learning rate, warm-up and batch size found by short trainings (`models.pretrain.planner.tune`).
+
+    `tuner` are keys of its settings.
+
+    Raises:
+        UserError: the model, the data or the settings are wrong.
+    """
+    watcher = surroundings.watcher
+    with tempfile.TemporaryDirectory(prefix="fedloop-") as name:
+        folder = Path(name)
+        watcher.stage(f"loading {config.data.dataset}")
+        data = load_data(config, folder / "data", surroundings)
+        watcher.stage(f"trying options of {config.model.name}")
+        job = _job("tune", config, data, folder / "data" / "arrays")
+        job = replace(job, plan={}, processes=1, more={**job.more, "tune": dict(tuner)})
+        with _refusals():
+            return jobs.run(job, folder, watcher.trained, surroundings.clock)
+
+
 def fixed_by(config: Pretraining) -> dict[str, Any]:
     """What of its plan a configuration has chosen: everything but the degrees of one."""
     return {key: value for key, value in config.plan.items() if value != 1}
@@ -228,6 +248,8 @@ def _run(config: Pretraining, out: Path, surroundings: Surroundings) -> dict[str
                 _empty(out)  # so that the command can be given again once the mistake is mended
             raise
         checked = json.loads((out / "checked.json").read_text("utf-8"))
+        for line in _scaled(config, data):
+            watcher.note(line)
         watcher.stage(
             f"training {config.model.name}, {checked['parameters']:,} parameters, {_processes(config)}"
         )
@@ -239,6 +261,19 @@ def _run(config: Pretraining, out: Path, surroundings: Surroundings) -> dict[str
         )
         watcher.stage("writing the report")
         return _report(config, data, result, out)
+
+
+def _scaled(config: Pretraining, data: Mapping[str, Any]) -> list[str]:
+    """What `[scaling]` makes of the options of the training, in words."""
+    if config.scaling is None:
+        return []
+    after = asdict(config.options(data["rows"]["train"]))
+    return [
+        f"train.{key}: {config.train[key]:g} -> {value:g}, for {config.train['batch_size']} rows a batch, not "
+        f"{config.scaling.base_batch_size}"
+        for key, value in after.items()
+        if value != config.train[key]
+    ]
 
 
 def _check_turn(config: Pretraining, surroundings: Surroundings) -> None:
@@ -288,7 +323,7 @@ def _job(stage: jobs.Stage, config: Pretraining, data: Mapping[str, Any], arrays
         stage,
         model_of(config, data),
         arrays,
-        options=config.train,
+        options=asdict(config.options(data["rows"]["train"])),
         seed=config.seed,
         processes=plan.processes,
         plan=config.plan,

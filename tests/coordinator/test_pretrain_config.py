@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from coordinator import pretrain_config
 from coordinator.errors import UserError
-from coordinator.pretrain_config import resolve
+from coordinator.pretrain_config import load, resolve
 
 
 def problems_of(document: dict[str, Any], plan: str = "") -> str:
@@ -46,7 +45,7 @@ def test_what_is_written_down_is_read_back_as_the_same() -> None:
 def test_the_command_line_goes_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     path.write_text("[plan]\ndp = 2\nzero = 3\n[train]\nlr = 0.5\n")
-    config = pretrain_config.load(path, ["train.lr=0.1"], "dp=4")
+    config = load(path, ["train.lr=0.1"], "dp=4")
     assert str(config.parallel_plan) == "dp=4,zero=3"
     assert config.train["lr"] == 0.1
 
@@ -93,3 +92,17 @@ def test_every_problem_is_told_at_once_with_the_nearest_known_key() -> None:
 )
 def test_a_wrong_value_is_named_with_what_was_expected(document: dict[str, Any], words: str) -> None:
     assert words in problems_of(document)
+
+
+def test_options_follow_the_batch_where_scaling_says_what_they_are_right_for() -> None:
+    document = {"train": {"batch_size": 128, "lr": 0.01, "steps": 400, "optimizer": "sgd"}}
+    plain = resolve(document, "x").options(1000)
+    assert (plain.lr, plain.steps, plain.warmup) == (0.01, 400, 0)
+    config = resolve({**document, "scaling": {"base_batch_size": 32}}, "x")
+    scaled = config.options(1000)
+    assert (scaled.lr, scaled.steps, scaled.warmup) == (pytest.approx(0.04), 100, 10)
+    root = resolve({**document, "scaling": {"base_batch_size": 32, "rule": "sqrt"}}, "x")
+    assert root.options(1000).lr == pytest.approx(0.02)
+    # what is written down is what was asked, so that going on scales no second time
+    again = resolve(tomllib.loads(config.to_toml()), "x")
+    assert again.options(1000) == scaled
