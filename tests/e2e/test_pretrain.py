@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import safetensors.numpy
 
 from coordinator import pretrain_config
 from models.pretrain.plan import ParallelPlan
@@ -52,6 +53,10 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "curve.jsonl").read_text().splitlines()]
 
 
+def shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in safetensors.numpy.load(path.read_bytes()).items()}
+
+
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -77,18 +82,20 @@ def test_a_training_leaves_curves_a_checkpoint_and_its_lineage(trained: dict[str
     assert one["config_sha256"] != other["config_sha256"]
 
 
-def test_compress_takes_what_either_plan_has_left(trained: dict[str, Path], tmp_path: Path) -> None:
-    for plan, folder in trained.items():
-        out = tmp_path / plan
-        student = ("student.width=16", "student.layers=1", "student.heads=2")
-        done = run_cli("compress", folder, "--student", "charlm", "--out", out, *options((*QUICK, *student)))
-        assert done.returncode == 0, done.stderr
-        report = report_of(out)
-        assert report["lineage"]["parent"]["model_sha256"] == sha256(folder / "model.safetensors")
-        int8 = out / report["int8"]["file"]
-        assert report["lineage"]["int8_sha256"] == sha256(int8)
-        assert int8.stat().st_size == report["int8"]["bytes"] < report["source"]["bytes"]
-        assert report["int8"]["accuracy"] >= report["student"]["accuracy"] - 0.1
+def test_compress_takes_what_a_split_training_has_left(trained: dict[str, Path], tmp_path: Path) -> None:
+    whole, split = (shapes(folder / "model.safetensors") for folder in trained.values())
+    assert whole == split
+    folder = trained["tp=2,pp=2"]
+    student = ("student.width=16", "student.layers=1", "student.heads=2")
+    out = tmp_path / "small"
+    done = run_cli("compress", folder, "--student", "charlm", "--out", out, *options((*QUICK, *student)))
+    assert done.returncode == 0, done.stderr
+    report = report_of(out)
+    assert report["lineage"]["parent"]["model_sha256"] == sha256(folder / "model.safetensors")
+    int8 = out / report["int8"]["file"]
+    assert report["lineage"]["int8_sha256"] == sha256(int8)
+    assert int8.stat().st_size == report["int8"]["bytes"] < report["source"]["bytes"]
+    assert report["int8"]["accuracy"] >= report["student"]["accuracy"] - 0.1
 
 
 def test_digits_are_compressed_as_they_are(tmp_path: Path) -> None:
