@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from models.pretrain.training import Options as Options
+from models.pretrain.training import Options
 from models.pretrain.world import World
 
 

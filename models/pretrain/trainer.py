@@ -21,10 +21,10 @@ from models.pretrain import freezing, optimizers, passes, plan, updates
 from models.pretrain.data.batches import Batch, Batches, Share, Source
 from models.pretrain.data_parallel import local_updates, sharding, shares
 from models.pretrain.objective import objective_of
-from models.pretrain.optimizers import Options
 from models.pretrain.parallelize import Parallel, parallelize, sizes_of
 from models.pretrain.profiling import LOADER
 from models.pretrain.recovery import checkpoint
+from models.pretrain.training import Options
 from models.pretrain.world import World
 from models.zoo import ModelSpec
 

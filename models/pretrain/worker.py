@@ -1,7 +1,7 @@
 """One process of a pretraining: `python -P -m models.pretrain.worker JOB.json`, alone or under `launch`.
 
 The job file (see `models.job`) has `plan`, a table of `models.pretrain.plan.ParallelPlan`, whose dp fills up with
-the processes there are; options are `models.pretrain.optimizers.Options`, data as in `models.pretrain.data.sources`, params to
+the processes there are; options are `models.pretrain.training.Options`, data as in `models.pretrain.data.sources`, params to
 begin with as in `models.pretrain.initial`. Process 0 reports progress and writes `curve.jsonl`, `model.safetensors` and `result.json`.
 
 With `checkpoint`, a table of `models.pretrain.recovery.checkpoint.Policy`, the training goes on from the newest checkpoint in
@@ -29,13 +29,12 @@ from models import job as jobs
 from models.pretrain import evaluation, initial, params, profiling, trainer, world
 from models.pretrain import plan as plans
 from models.pretrain.data import prefetch, sources
-from models.pretrain.optimizers import Options
 from models.pretrain.recovery import hang
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
 from models.pretrain.recovery.curve import NAME as CURVE
 from models.pretrain.recovery.curve import Curve
 from models.pretrain.recovery.preemption import PREEMPTED, REFUSED, Preemption
-from models.pretrain.training import Profile
+from models.pretrain.training import Options, Profile
 from models.zoo import ModelSpec
 
 REPORTS = 200

@@ -17,7 +17,7 @@ from models import zoo
 from models.compress import quantize
 from models.compress.quantize import ExportRefused
 from models.pretrain import evaluation, params
-from models.pretrain.optimizers import Options
+from models.pretrain.training import Options
 from tests.support.training import trained
 
 CPU = torch.device("cpu")

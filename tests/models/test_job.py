@@ -12,7 +12,7 @@ import pytest
 from models import job as jobs
 from models.compress import quantize
 from models.job import JobError
-from models.pretrain import optimizers
+from models.pretrain import training
 
 MODEL = {"name": "logreg", "input_shape": [4], "classes": 3}
 
@@ -38,11 +38,11 @@ def job_of(folder: Path, **settings: Any) -> jobs.Job:
 )
 def test_wrong_options_are_named(tmp_path: Path, options: Any, message: str) -> None:
     with pytest.raises(JobError, match=message):
-        job_of(tmp_path, options=options).options(optimizers.Options)
+        job_of(tmp_path, options=options).options(training.Options)
 
 
 def test_options_not_given_have_their_defaults(tmp_path: Path) -> None:
-    assert job_of(tmp_path, options={"lr": 1}).options(optimizers.Options) == optimizers.Options(lr=1)
+    assert job_of(tmp_path, options={"lr": 1}).options(training.Options) == training.Options(lr=1)
     assert job_of(tmp_path).options(quantize.Options) == quantize.Options()
 
 

@@ -18,7 +18,7 @@ from models.job import JobError
 from models.labels import PADDING
 from models.pretrain import evaluation, params
 from models.pretrain.data.batches import Arrays, Batches, Share, global_batches, shifted
-from models.pretrain.optimizers import Options
+from models.pretrain.training import Options
 from tests.support.training import trained
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from torch import nn
 
 from models.pretrain import trainer, world
 from models.pretrain.data.batches import Arrays
-from models.pretrain.optimizers import Options
 from models.pretrain.plan import ParallelPlan
+from models.pretrain.training import Options
 from models.zoo import ModelSpec
 
 

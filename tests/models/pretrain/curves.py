@@ -14,7 +14,7 @@ from models import zoo
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
 from models.pretrain.data.batches import Arrays
-from models.pretrain.optimizers import Options
+from models.pretrain.training import Options
 from models.zoo import ModelSpec, gpt
 
 STEPS = 6

@@ -18,7 +18,7 @@ from models.pretrain import plan as plans
 from models.pretrain import trainer, world
 from models.pretrain.data.batches import Arrays
 from models.pretrain.data_parallel import traffic
-from models.pretrain.optimizers import Options
+from models.pretrain.training import Options
 from models.zoo import gpt
 
 VOCAB = 64

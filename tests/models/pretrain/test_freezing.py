@@ -12,10 +12,10 @@ import pytest
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
 from models.pretrain.freezing import Frozen
-from models.pretrain.optimizers import Options
 from models.pretrain.parallelize import whole_name
 from models.pretrain.plan import PlanError
 from models.pretrain.recovery import checkpoint
+from models.pretrain.training import Options
 from tests.models.pretrain import curves
 from tests.support import ranks
 
