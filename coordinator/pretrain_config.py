@@ -32,7 +32,8 @@ _ENCODING = r"^(characters|bytes|bpe\(\d+\))$"
 
 
 class Data(Section):
-    """What to train on. `encoding`: of a text's tokens, `characters`, `bytes` or `bpe(n)`. `test_rows`: at most so many of the held-out rows are scored; 0: all."""
+    """What to train on. `encoding`: of a text's tokens, `characters`, `bytes` or `bpe(n)`. `test_rows`: at most so many of the held-out rows are scored; 0: all.
+    `public_samples`: train on so many rows only, those that an experiment of the same seed and number keeps from its clients; 0: all."""
 
     dataset: str = "digits"
     path: str | None = None
@@ -43,6 +44,7 @@ class Data(Section):
     vocab: Annotated[int, Field(ge=3, le=1_000_000)] | None = None
     encoding: Annotated[str, Field(pattern=_ENCODING)] | None = None
     test_rows: Annotated[int, Field(ge=0)] = TEST_ROWS
+    public_samples: Annotated[int, Field(ge=0)] = 0
 
 
 class Model(BaseModel):
@@ -176,6 +178,8 @@ def _problems(asked: Pretraining) -> Iterator[str]:
         yield f"data.dataset: {problem}; a text file of your own is {TEXT!r} with data.path"
     if data.dataset in ("csv", TEXT) and data.path is None:
         yield f"data.dataset = {data.dataset!r} needs data.path, the file to read"
+    if data.public_samples and data.dataset in ("shakespeare", TEXT):
+        yield f"data.public_samples = {data.public_samples} is for data sets of rows, but data.dataset = {data.dataset!r} is one text"
     for key, datasets in _OWN_KEYS.items():
         if getattr(data, key) is not None and data.dataset not in datasets:
             yield f"data.{key} = {getattr(data, key)!r} is for {' and '.join(datasets)}, but data.dataset = {data.dataset!r}"
@@ -188,7 +192,14 @@ def _problems(asked: Pretraining) -> Iterator[str]:
     if asked.server is not None:
         if asked.profile is not None:
             yield "server and profile are both given; profiles are of plans, which a parameter server has none of"
-        yield from options.problems(Servers, asked.server, "server")
+        wrong_server = options.problems(Servers, asked.server, "server")
+        yield from wrong_server
+        if not wrong_server and not options.problems(Options, asked.train, "train"):
+            train = options.read(Options, asked.train, "train")
+            servers = options.read(Servers, asked.server, "server")
+            yield from (
+                f"server: {problem}" for problem in servers.problems(train.batch_size, train.clip_norm)
+            )
         if asked.plan:
             yield "server and plan are both given; a parameter server's workers share the batch among themselves"
 

@@ -90,16 +90,25 @@ def load(module: nn.Module, path: Path) -> None:
         params = safetensors.numpy.load(path.read_bytes())
     except (OSError, SafetensorError) as error:
         raise JobError(f"{path} is not a readable .safetensors file: {error}") from error
+    fill(module, params, str(path))
+
+
+def fill(module: nn.Module, params: Params, where: str) -> None:
+    """Copies `params` into the module's parameters and float buffers.
+
+    Raises:
+        JobError: they are other tensors than the module has; `where` begins its message.
+    """
     expected = _float_tensors(module)
     for name in sorted(set(params) | set(expected)):
         if name not in params or name not in expected:
-            where = "missing" if name not in params else "not one of the model's"
+            fault = "missing" if name not in params else "not one of the model's"
             raise JobError(
-                f"{path}: tensor {name!r} is {where}; the params belong to another model or other options"
+                f"{where}: tensor {name!r} is {fault}; the params belong to another model or other options"
             )
         if params[name].shape != tuple(expected[name].shape):
             raise JobError(
-                f"{path}: tensor {name!r} is {params[name].shape}, the model has {tuple(expected[name].shape)}; "
+                f"{where}: tensor {name!r} is {params[name].shape}, the model has {tuple(expected[name].shape)}; "
                 "the params belong to another model or other options"
             )
     with torch.no_grad():

@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,48 +65,17 @@ def pretrain(path: Path, report: process.Report) -> None:
         if checkpointer is not None:
             training.step = checkpointer.restore(training.state, anew=not resume)
         curve = Curve(job.out / CURVE)
-        first = here.rank == 0
-        epochs = -(-training.steps // training.batches.steps_per_epoch)
-        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-        def on_progress(progress: trainer.Progress) -> None:
-            if not first:
-                return
-            done = len(progress.losses)
-            curve.add(
-                progress.step - done + 1,
-                progress.losses,
-                [options.rate(step, progress.steps) for step in range(progress.step - done, progress.step)],
-                rows_per_second=done * options.batch_size / progress.seconds,
-                plan=str(plan),
-                restart=restart,
-            )
-            report(
-                stage="pretrain",
-                step=progress.step,
-                steps=progress.steps,
-                epoch=progress.epoch,
-                epochs=epochs,
-                loss=sum(progress.losses) / done,
-                lr=progress.rate,
-                seconds=progress.seconds,
-                stall_share=loader.stall_share(progress.seconds),
-            )
-
-        if first:
-            curve.cut(training.step)
-            epoch = training.step // training.batches.steps_per_epoch
-            report(stage="pretrain", step=training.step, steps=training.steps, epoch=epoch, epochs=epochs)
+        told = _Told(training, str(plan), curve, options, loader, report) if here.rank == 0 else None
         preemption = None if checkpointer is None else Preemption()
         every = max(1, training.steps // REPORTS)
         stop = preemption.agreed if preemption else lambda: False
         around = _profiled(profile, job, training, spec)
         with _watched(around, job, here, hang_seconds, report) as watched:
-            trainer.train(training, on_progress, every, checkpointer, stop, watched)
+            trainer.train(training, told or (lambda progress: None), every, checkpointer, stop, watched)
         if preemption is not None:
             preemption.close()
         if training.step < training.steps:
-            if first:
+            if told:
                 report(stage="pretrain", status="preempted", step=training.step, steps=training.steps)
             raise SystemExit(PREEMPTED)
         whole = params.gather(training.parallel.parts, spec, here)
@@ -118,11 +87,60 @@ def pretrain(path: Path, report: process.Report) -> None:
                 "device": here.device.type,
                 "backend": here.backend,
                 "plan": str(plan),
-                "restarts": restart,
+                "restarts": _restarts(),
                 "seconds": time.perf_counter() - started,
                 "stall_seconds": loader.waited_seconds,
             }
             jobs.write_result(job.out, {**figures, **saved, **about, "losses": curve.losses()})
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the first process tells of the training: to the curve, which a restart goes on with, and as progress."""
+
+    training: trainer.Trainer
+    plan: str
+    curve: Curve
+    options: Options
+    loader: prefetch.Loader
+    report: process.Report
+
+    def __post_init__(self) -> None:
+        step, steps = self.training.step, self.training.steps
+        self.curve.cut(step)
+        epoch = step // self.training.batches.steps_per_epoch
+        self.report(stage="pretrain", step=step, steps=steps, epoch=epoch, epochs=self._epochs)
+
+    @property
+    def _epochs(self) -> int:
+        return -(-self.training.steps // self.training.batches.steps_per_epoch)
+
+    def __call__(self, progress: trainer.Progress) -> None:
+        done = len(progress.losses)
+        self.curve.add(
+            progress.step - done + 1,
+            progress.losses,
+            [self.options.rate(step, progress.steps) for step in range(progress.step - done, progress.step)],
+            rows_per_second=done * self.options.batch_size / progress.seconds,
+            plan=self.plan,
+            restart=_restarts(),
+        )
+        self.report(
+            stage="pretrain",
+            step=progress.step,
+            steps=progress.steps,
+            epoch=progress.epoch,
+            epochs=self._epochs,
+            loss=sum(progress.losses) / done,
+            lr=progress.rate,
+            seconds=progress.seconds,
+            stall_share=self.loader.stall_share(progress.seconds),
+        )
+
+
+def _restarts() -> int:
+    """How often the launcher began anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 Around = Callable[[int], AbstractContextManager[None]]

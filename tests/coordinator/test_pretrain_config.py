@@ -87,6 +87,7 @@ def test_every_problem_is_told_at_once_with_the_nearest_known_key() -> None:
         ({"data": {"encoding": "bytes"}}, "data.encoding = 'bytes' is for shakespeare and text"),
         ({"server": {"wrkers": 2}}, "unknown key 'wrkers', did you mean 'workers'"),
         ({"server": {}, "plan": {"dp": 2}}, "server and plan are both given"),
+        ({"server": {"mode": "k-of-n", "keep": 9}}, "server: keep is 9, expected 1 to 2, the workers"),
         ({"plan": {"dp": 0}}, "dp is 0, expected a whole number from 1"),
     ],
 )

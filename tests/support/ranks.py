@@ -6,6 +6,7 @@ every world is fresh: no state is left from one to the next. They die with the s
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing as mp
 import os
@@ -97,6 +98,7 @@ def _results(pipes: Sequence[Any], workers: Sequence[Any]) -> list[Any]:
 
 def _work(place: _Place, pipe: Any, target: str, args: Any, kwargs: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.freeze()  # what was imported is not searched again and again for garbage
     os.environ.update(
         RANK=str(place.rank),
         LOCAL_RANK=str(place.rank),

@@ -16,8 +16,9 @@ and autograd computes only the one that is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from torch.distributed.pipelining import (
@@ -48,6 +49,8 @@ class Pass(NamedTuple):
 
 
 Order = list[Pass]
+_NOTHING = 1e-12
+"""Seconds that rounding leaves of a pass."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Run:
 
     Attributes:
         seconds: from the first pass to the end of the last.
-        busy: seconds of passes, of every place along pp.
+        busy: seconds of passes, of every place along pp; longer where cores were shared.
     """
 
     seconds: float
@@ -68,69 +71,119 @@ class Run:
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
 
 
-def orders(plan: ParallelPlan) -> list[Order]:
+def orders(plan: ParallelPlan) -> Sequence[Order]:
     """What every place along pp computes in a step, in its order. `plan` must have passed `plan.check`."""
-    if plan.pp > 1 and plan.schedule in SEVERAL_STAGES:
+    return _orders(plan.schedule if plan.pp > 1 else "1f1b", plan.pp, plan.pieces, plan.stages_per_rank)
+
+
+@lru_cache(maxsize=256)
+def _orders(schedule: str, pp: int, pieces: int, stages: int) -> Sequence[Order]:
+    """Kept for plans that differ in other things: a planner asks for thousands."""
+    plan = ParallelPlan(schedule=schedule, pp=pp, microbatches=pieces, stages=stages)  # type: ignore[arg-type]
+    if schedule in SEVERAL_STAGES:
         return _torch_orders(plan)
-    of = {"naive": _naive, "gpipe": _gpipe, "1f1b": _one_forward_one_backward}[plan.schedule]
-    return [of(plan, place) for place in range(plan.pp)]
+    of = {"naive": _naive, "gpipe": _gpipe, "1f1b": _one_forward_one_backward}[schedule]
+    return [of(plan, place) for place in range(pp)]
 
 
 def simulate(
-    plan: ParallelPlan, seconds: Callable[[Pass], float], transfer: Callable[[int], float] = lambda stage: 0.0
+    plan: ParallelPlan,
+    seconds: Callable[[Pass], float],
+    transfer: Callable[[int], float] = lambda stage: 0.0,
+    slower: Callable[[int, Sequence[bool]], float] = lambda place, active: 1.0,
 ) -> Run:
-    """One step on a clock that only passes move.
+    """One step, from event to event, on a clock that only passes and transfers move.
 
     Args:
-        seconds: of a pass. Torch leaves both halves of the first stage's backward pass to its W.
+        seconds: of a pass, on a process with a core of its own. Torch leaves both halves of the first stage's backward
+            pass to its W.
         transfer: of one micro-batch between stage `stage` and the one after it.
+        slower: how much longer the process at a place takes, given which places are computing: idle ones leave their
+            cores to others.
     """
-    waiting = [list(reversed(order)) for order in orders(plan)]
+    todo = [list(reversed(order)) for order in orders(plan)]
+    places = {stage: place for place in range(plan.pp) for stage in stage_numbers(plan, place)}
     ended: dict[Pass, float] = {}
-    clock, busy = [0.0] * plan.pp, [0.0] * plan.pp
-    while any(waiting):
-        before = len(ended)
-        for place, order in enumerate(waiting):
-            while order and (needed := _needed(order[-1], plan)) in ended | {None: 0.0}:
-                now = order.pop()
-                arrived = 0.0
-                if needed is not None:
-                    arrived = ended[needed] + (
-                        transfer(min(needed.stage, now.stage)) if needed.stage != now.stage else 0.0
-                    )
-                clock[place] = ended[now] = max(clock[place], arrived) + seconds(now)
-                busy[place] += seconds(now)
-        assert len(ended) > before, f"{plan}: the places wait for each other"
-    return Run(max(clock), tuple(busy))
+    running: list[tuple[Pass, float] | None] = [None] * plan.pp
+    busy, now = [0.0] * plan.pp, 0.0
+    while True:
+        coming: list[float] = []
+        for place in range(plan.pp):
+            if running[place] is not None or not todo[place]:
+                continue
+            when = _ready(todo[place][-1], plan, ended, places, transfer)
+            if when is not None and when <= now:
+                this = todo[place].pop()
+                running[place] = (this, seconds(this))
+            elif when is not None:
+                coming.append(when - now)
+        active = [entry is not None for entry in running]
+        slow = [slower(place, active) for place in range(plan.pp)]
+        ends = [entry[1] * slow[place] for place, entry in enumerate(running) if entry is not None]
+        if not ends and not coming:
+            break
+        step = min([*ends, *coming])
+        now += step
+        for place, entry in enumerate(running):
+            if entry is None:
+                continue
+            busy[place] += step
+            left = entry[1] - step / slow[place]
+            running[place] = (entry[0], left)
+            if left <= _NOTHING:
+                running[place] = None
+                ended[entry[0]] = now
+    assert not any(todo), f"{plan}: the places wait for each other"
+    return Run(now, tuple(busy))
 
 
-def held(plan: ParallelPlan, size: Callable[[int], float] = lambda stage: 1.0) -> list[float]:
-    """What every place keeps at the most of micro-batches that went forward and not yet back.
+def beside(
+    order: Sequence[Pass],
+    kept: Callable[[int], float] = lambda stage: 1.0,
+    halved: Callable[[int], float] = lambda stage: 0.0,
+) -> list[float]:
+    """What other micro-batches hold of a place, by pass that it makes.
 
     Args:
-        size: of what one micro-batch leaves in a stage, 1 to count them. 1f1b keeps pp of them where gpipe keeps all.
+        kept: what a micro-batch leaves in a stage until it comes back, 1 to count them. 1f1b keeps pp of them where gpipe
+            keeps all.
+        halved: what it leaves there besides between the two halves of its backward pass.
     """
-    return [_most_held(order, size) for order in orders(plan)]
+    now: dict[tuple[int, int], float] = {}
+    others = []
+    for kind, stage, microbatch in order:
+        now.pop((stage, microbatch), None)
+        others.append(sum(now.values()))
+        if kind in ("F", "I"):
+            now[stage, microbatch] = kept(stage) + (halved(stage) if kind == "I" else 0.0)
+    return others
 
 
-def _needed(this: Pass, plan: ParallelPlan) -> Pass | None:
-    """The pass of another stage, or of this one's forward, that `this` waits for."""
+def _ready(
+    this: Pass,
+    plan: ParallelPlan,
+    ended: Mapping[Pass, float],
+    places: Mapping[int, int],
+    transfer: Callable[[int], float],
+) -> float | None:
+    """When what a pass needs is there, or None if it has not been made yet."""
     kind, stage, microbatch = this
     if kind == "F":
-        return Pass("F", stage - 1, microbatch) if stage else None
-    if kind == "W":
-        return Pass("I", stage, microbatch)
-    if stage == plan.virtual_stages - 1:
-        return Pass("F", stage, microbatch)
-    return Pass(kind, stage + 1, microbatch)
-
-
-def _most_held(order: Sequence[Pass], size: Callable[[int], float]) -> float:
-    now = most = 0.0
-    for each in order:
-        now += {"F": 1, "B": -1, "I": 0, "W": -1}[each.kind] * size(each.stage)
-        most = max(most, now)
-    return most
+        if stage == 0:
+            return 0.0
+        needed = Pass("F", stage - 1, microbatch)
+    elif kind == "W":
+        needed = Pass("I", stage, microbatch)
+    elif stage == plan.virtual_stages - 1:
+        needed = Pass("F", stage, microbatch)
+    else:
+        needed = Pass(kind, stage + 1, microbatch)
+        if needed not in ended and kind == "B":
+            needed = Pass("I", stage + 1, microbatch)
+    when = ended.get(needed)
+    if when is None or places[stage] == places[needed.stage]:
+        return when
+    return when + transfer(min(stage, needed.stage))
 
 
 def _naive(plan: ParallelPlan, place: int) -> Order:

@@ -11,8 +11,10 @@ gradients and the optimizer's step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from models.pretrain.model_parallel.timetable import Kind, Pass
 from models.pretrain.plan import ParallelPlan
 from models.pretrain.planner import pipeline
 from models.pretrain.planner.profile import Piece, Profile
@@ -20,6 +22,8 @@ from models.pretrain.planner.spread import Spread
 
 VALUE_BYTES = 4
 BUCKET_BYTES = 25 * 1024 * 1024
+HALVED = 0.55
+"""Outputs of a transformer layer's matrices, of all that it keeps for its backward pass: about 9 widths of 16."""
 EXCHANGED = 10
 """Tensors as large as a layer's output that cp keeps around attention: what travels, laid out before and after."""
 
@@ -44,16 +48,15 @@ def needed(plan: ParallelPlan, profile: Profile, batch_size: int) -> Memory:
 def by_place(plan: ParallelPlan, profile: Profile, batch_size: int) -> list[Memory]:
     """By a process at every place along pp."""
     spread = Spread(plan, profile, batch_size)
-    held = _in_flight(spread)
-    return [_of(spread, place, held[place]) for place in range(plan.pp)]
+    return [_of(spread, place, passes) for place, passes in enumerate(_passes(spread))]
 
 
-def _of(spread: Spread, place: int, in_flight: float) -> Memory:
+def _of(spread: Spread, place: int, passes: Sequence[tuple[Pass, float]]) -> Memory:
     plan = spread.plan
     stages = spread.stages()
-    mine = [stages[stage] for stage in spread.stages_of(place)]
-    sizes = [spread.values(pieces) * VALUE_BYTES for pieces in mine]
-    whole = sum(sizes)
+    mine = spread.stages_of(place)
+    sizes = {stage: spread.values(stages[stage]) * VALUE_BYTES for stage in mine}
+    whole = sum(sizes.values())
     n = spread.keepers if plan.zero >= 2 and spread.data > 1 else 1
     lasting = {
         "params": whole / n,
@@ -66,22 +69,25 @@ def _of(spread: Spread, place: int, in_flight: float) -> Memory:
     replicated = spread.data > 1 and plan.zero < 2 and plan.tp == plan.pp == plan.ep == 1
     if replicated:
         buffers += whole  # DistributedDataParallel's buckets
-    accumulated = whole if plan.pieces > 1 else 0.0  # FSDP2 too shares gradients out with the last piece only
     moments = []
-    for pieces, size in zip(mine, sizes, strict=True):
-        loss = plan.pp == 1 or pieces is stages[-1]
-        for piece, activations, working, gradients in _moments(spread, pieces, loss):
-            gathered, flat = _gathered(spread, pieces, piece, size) if n > 1 else (0.0, 0.0)
-            fresh = gradients / n if n > 1 else gradients
+    went_back: set[int] = set()
+    for (kind, stage, _), others in passes:
+        # FSDP2 too shares gradients out with the last piece only
+        accumulated = sum(sizes[each] for each in went_back)
+        for piece, activations, working, gradients in _moments(spread, kind, stage):
+            gathered, flat = _gathered(spread, stages[stage], piece, sizes[stage]) if n > 1 else (0.0, 0.0)
+            fresh = 0.0 if stage in went_back else gradients / n if plan.pieces == 1 else gradients
             moments.append(
                 {
                     "params": lasting["params"] + gathered,
-                    "gradients": accumulated or fresh,
+                    "gradients": accumulated + fresh,
                     "optimizer": lasting["optimizer"],
-                    "activations": in_flight + activations,
+                    "activations": others + activations,
                     "buffers": buffers + working + flat,
                 }
             )
+        if kind in ("B", "W"):
+            went_back.add(stage)
     if spread.data > 1 and not replicated and n == 1:
         moments.append(
             {**lasting, "gradients": whole, "activations": 0.0, "buffers": buffers + min(whole, BUCKET_BYTES)}
@@ -92,24 +98,47 @@ def _of(spread: Spread, place: int, in_flight: float) -> Memory:
     return Memory(sum(worst.values()), worst)
 
 
-def _moments(spread: Spread, pieces: list[Piece], loss: bool) -> list[tuple[Piece, float, float, float]]:
+def _ends(spread: Spread, stage: int) -> list[Piece]:
+    """Pieces of a stage, with the loss after the last one's."""
+    stages = spread.stages()
+    return [*stages[stage], spread.profile.loss] if stage == len(stages) - 1 else stages[stage]
+
+
+def _moments(spread: Spread, kind: Kind, stage: int) -> list[tuple[Piece, float, float, float]]:
     """(piece, activations of this micro-batch, what a pass needs beyond them, finished gradients) at every moment of one
-    forward and backward pass through a stage; what others in flight hold comes on top."""
-    rows, plan = spread.rows, spread.plan
-    ends = [*pieces, spread.profile.loss] if loss else pieces
+    pass through a stage; what other micro-batches hold comes on top."""
+    rows, ends = spread.rows, _ends(spread, stage)
     kept = [_kept(spread, piece) for piece in ends]
     moments, before = [], 0.0
-    for piece, stays in zip(ends, kept, strict=True):
-        peak = piece.forward_bytes[spread.policy(piece)].at(rows, _tp(spread, piece))
-        moments.append((piece, before + stays, max(0.0, peak - stays), 0.0))
-        before += stays
-    gradients = 0.0
+    if kind == "F":
+        for piece, stays in zip(ends, kept, strict=True):
+            peak = piece.forward_bytes[spread.policy(piece)].at(rows, _tp(spread, piece))
+            moments.append((piece, before + stays, max(0.0, peak - stays), 0.0))
+            before += stays
+        return moments
+    if kind == "I" and stage == 0:
+        return []  # torch leaves all of it to W
+    halved = kind != "B" and stage > 0
+    before, waiting, gradients = sum(kept), 0.0, 0.0
     for piece, stays in zip(reversed(ends), reversed(kept), strict=True):
         peak = piece.backward_bytes[spread.policy(piece)].at(rows, _tp(spread, piece))
-        moments.append((piece, before, max(0.0, peak - stays), gradients))
-        before -= stays
-        gradients += piece.local_values(plan.tp, plan.ep) * VALUE_BYTES
+        if halved:
+            moments.append((piece, before + waiting, max(0.0, peak - stays), gradients))
+            waiting += _halved(spread, piece)
+        else:
+            moments.append((piece, before, max(0.0, peak - stays), gradients))
+            before -= stays
+        gradients += piece.local_values(spread.plan.tp, spread.plan.ep) * VALUE_BYTES
     return moments
+
+
+def _halved(spread: Spread, piece: Piece) -> float:
+    """Gradients that wait, where a backward pass is halved, for that of the weights: of what every matrix gave."""
+    if piece.name == spread.profile.loss.name:
+        return 0.0
+    if piece.name == spread.profile.last.name:
+        return piece.output_bytes * spread.rows / spread.loss_tp()
+    return HALVED * _kept(spread, piece)
 
 
 def _kept(spread: Spread, piece: Piece) -> float:
@@ -130,20 +159,13 @@ def _tp(spread: Spread, piece: Piece) -> int:
     return spread.loss_tp() if piece.name == spread.profile.loss.name else spread.plan.tp
 
 
-def _in_flight(spread: Spread) -> list[float]:
-    """Bytes of activations that each process along pp holds besides those of the micro-batch in a pass."""
+def _passes(spread: Spread) -> list[list[tuple[Pass, float]]]:
+    """By place along pp: its passes, and the bytes of activations that other micro-batches than theirs hold meanwhile."""
     plan = spread.plan
-    if plan.pp == 1:
-        return [0.0]
-    stages = spread.stages()
-    kept = [sum(_kept(spread, piece) for piece in pieces) for pieces in stages]
-    kept[-1] += _kept(spread, spread.profile.loss)
-    # where a backward pass is halved, gradients of what matrices gave wait for the second half
-    waiting = 0.5 if plan.schedule in ("zero-bubble", "zbv") else 0.0
-    return [
-        max(0.0, held - (1 - waiting) * max(kept[stage] for stage in spread.stages_of(place)))
-        for place, held in enumerate(pipeline.held(plan, kept))
-    ]
+    ends = [_ends(spread, stage) for stage in range(plan.virtual_stages)]
+    kept = [sum(_kept(spread, piece) for piece in pieces) for pieces in ends]
+    halved = [0.0, *(sum(_halved(spread, piece) for piece in pieces) for pieces in ends[1:])]
+    return pipeline.passes(plan, kept, halved)
 
 
 def _pipeline_buffers(spread: Spread, place: int) -> float:

@@ -1,17 +1,16 @@
 """How long micro-batches take through the stages of a pipeline whose processes may have to share cores.
 
-`models.pretrain.model_parallel.timetable` says who does what in which order; here every process follows its list, waits for its
-neighbours, and computes the slower the more processes compute at that moment: idle processes leave their cores to others.
+`models.pretrain.model_parallel.timetable` says who does what in which order; here it is told how long a
+plan's stages take, and what they hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from models.pretrain.model_parallel import timetable
-from models.pretrain.model_parallel.timetable import Order, Pass
+from models.pretrain.model_parallel.timetable import Pass, Run
 from models.pretrain.parallelize import stage_numbers
 from models.pretrain.plan import ParallelPlan
 
@@ -32,19 +31,6 @@ class Stages:
     slower: Callable[[int, Sequence[bool]], float] = lambda place, active: 1.0
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a pipeline did.
-
-    Attributes:
-        seconds: from the first forward to the last backward pass.
-        busy: seconds each process computed, longer where cores were shared.
-    """
-
-    seconds: float
-    busy: list[float]
-
-
 def place_of(plan: ParallelPlan, stage: int) -> int:
     """Which process along pp has a stage."""
     return next(place for place in range(plan.pp) if stage in stage_numbers(plan, place))
@@ -52,39 +38,9 @@ def place_of(plan: ParallelPlan, stage: int) -> int:
 
 def simulate(plan: ParallelPlan, stages: Stages) -> Run:
     """One step, from event to event."""
-    pp = plan.pp
-    todo = [list(reversed(order)) for order in orders(plan)]
-    arrived: dict[Pass, float] = {}
-    running: list[tuple[Pass, float] | None] = [None] * pp
-    busy, now = [0.0] * pp, 0.0
-    while True:
-        coming: list[float] = []
-        for place in range(pp):
-            if running[place] is not None or not todo[place]:
-                continue
-            when = _ready(todo[place][-1], plan, arrived, stages)
-            if when is not None and when <= now:
-                this = todo[place].pop()
-                running[place] = (this, _seconds(this, stages))
-            elif when is not None:
-                coming.append(when - now)
-        active = [entry is not None for entry in running]
-        slow = [stages.slower(place, active) for place in range(pp)]
-        ends = [entry[1] * slow[place] for place, entry in enumerate(running) if entry is not None]
-        if not ends and not coming:
-            break
-        step = min([*ends, *coming])
-        now += step
-        for place, entry in enumerate(running):
-            if entry is None:
-                continue
-            busy[place] += step
-            left = entry[1] - step / slow[place]
-            running[place] = (entry[0], left)
-            if left <= 1e-12:
-                running[place] = None
-                arrived[entry[0]] = now
-    return Run(now, busy)
+    return timetable.simulate(
+        plan, lambda this: _seconds(this, stages), lambda stage: stages.send[stage], stages.slower
+    )
 
 
 def bound(plan: ParallelPlan, stages: Stages) -> Run:
@@ -102,45 +58,21 @@ def bound(plan: ParallelPlan, stages: Stages) -> Run:
     empty = (plan.pp - 1) / plan.stages_per_rank / third / plan.pieces
     if plan.schedule == "naive":
         empty = plan.pp - 1.0
-    return Run(max(busy) * (1 + empty) + 2 * sum(stages.send), busy)
+    return Run(max(busy) * (1 + empty) + 2 * sum(stages.send), tuple(busy))
 
 
-def held(plan: ParallelPlan, kept: Sequence[float]) -> list[float]:
-    """Bytes of activations that each process along pp holds at most, where a micro-batch leaves `kept` in every stage."""
+def passes(
+    plan: ParallelPlan, kept: Sequence[float], halved: Sequence[float]
+) -> list[list[tuple[Pass, float]]]:
+    """By place along pp: its passes and the bytes that other micro-batches hold there meanwhile, where one leaves `kept` in
+    every stage, and `halved` more between its I and W."""
     # micro-batches beyond the first few times pp only repeat what those before them did
-    pieces = plan.pieces if plan.schedule in ("naive", "gpipe") else min(plan.pieces, 4 * plan.pp)
-    return timetable.held(replace(plan, microbatches=pieces), lambda stage: kept[stage])
-
-
-def orders(plan: ParallelPlan) -> Sequence[Order]:
-    """As `timetable.orders`, kept for plans that differ in other things."""
-    return _orders(plan.schedule, plan.pp, plan.pieces, plan.stages_per_rank)
-
-
-@lru_cache(maxsize=256)
-def _orders(schedule: str, pp: int, pieces: int, stages: int) -> Sequence[Order]:
-    return timetable.orders(ParallelPlan(schedule=schedule, pp=pp, microbatches=pieces, stages=stages))  # type: ignore[arg-type]
-
-
-def _ready(this: Pass, plan: ParallelPlan, arrived: dict[Pass, float], stages: Stages) -> float | None:
-    """When what a pass needs is there, or None if it has not been made yet."""
-    kind, stage, micro = this
-    if kind == "W":
-        return arrived.get(Pass("I", stage, micro))
-    if kind == "F":
-        if not stage:
-            return 0.0
-        before, sent = Pass("F", stage - 1, micro), stages.send[stage - 1]
-    elif stage == plan.virtual_stages - 1:
-        return arrived.get(Pass("F", stage, micro))
-    else:
-        before, sent = Pass(kind, stage + 1, micro), stages.send[stage]
-        if before not in arrived and kind != "I":
-            before = Pass("I", stage + 1, micro)
-    when = arrived.get(before)
-    if when is None:
-        return None
-    return when if place_of(plan, stage) == place_of(plan, before.stage) else when + sent
+    all_held = plan.pp > 1 and plan.schedule == "gpipe"
+    few = replace(plan, microbatches=plan.pieces if all_held else min(plan.pieces, 4 * plan.pp))
+    return [
+        list(zip(order, timetable.beside(order, lambda s: kept[s], lambda s: halved[s]), strict=True))
+        for order in timetable.orders(few)
+    ]
 
 
 def _seconds(this: Pass, stages: Stages) -> float:

@@ -47,6 +47,21 @@ class Servers:
         """Gradients that make an update."""
         return {"sync": self.workers, "k-of-n": self.keep}.get(self.mode, 1)
 
+    def problems(self, batch_size: int, clip_norm: float) -> list[str]:
+        """Why these cannot train with such options, one sentence each."""
+        k_of_n = self.mode == "k-of-n"
+        reasons = {
+            f"keep is {self.keep}, expected 1 to {self.workers}, the workers, with mode k-of-n": k_of_n
+            and not 1 <= self.keep <= self.workers,
+            "keep goes with mode k-of-n": self.keep and not k_of_n,
+            "staleness goes with mode ssp": self.staleness and self.mode != "ssp",
+            "options.clip_norm needs one server, for none of several sees the whole gradient": clip_norm
+            and self.servers > 1,
+            f"a batch of {batch_size} rows cannot be shared by {self.workers} workers": batch_size
+            < self.workers,
+        }
+        return [reason for reason, applies in reasons.items() if applies]
+
     def place(self, rank: int) -> tuple[int, int]:
         """Shard and replica of the server at `rank`, which is `workers` or more."""
         return divmod(rank - self.workers, self.replicas)

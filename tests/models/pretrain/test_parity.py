@@ -17,6 +17,8 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-5
 LARGEST_LOSS = 4.0
 CURVES = "tests.models.pretrain.curves:curves"
+STEPS = 4
+"""Three of an epoch, whose last batch is short, and one of the next."""
 
 PLANS = [
     # two processes
@@ -151,6 +153,7 @@ def processes_of(case: Case) -> int:
 
 def differences_from_one(cases: Sequence[Case], alone: str) -> list[npt.NDArray[np.float64]]:
     """Of each case, by process and step: its losses minus those of one process under the plan `alone`."""
+    cases = [replace(case, options={"steps": STEPS, **case.options}) for case in cases]
     whole = [replace(case, plan=alone, broken="") for case in cases]
     distinct = [case for place, case in enumerate(whole) if case not in whole[:place]]
     expected = ranks.run(1, CURVES, distinct)[0]
