@@ -28,6 +28,8 @@ from edge_client.config import EdgeConfig
 from edge_client.errors import Stopped, UserMistake
 from edge_client.execute import Executor, heartbeat
 from edge_client.identity import Identity
+from edge_client.ota import releases
+from edge_client.ota.releases import Releases
 from edge_client.state import State
 from edge_client.steps import (
     LONGEST_SLEEP_SECONDS,
@@ -40,6 +42,7 @@ from edge_client.steps import (
     GiveBack,
     Halt,
     Held,
+    Install,
     Renew,
     Sleep,
     Step,
@@ -57,7 +60,7 @@ from edge_client.transport import (
     Unreachable,
     WrongClock,
 )
-from edge_client.wire.device import WIRE, CheckIn, CheckInAnswer, Decline, TaskOffer
+from edge_client.wire.device import WIRE, CheckIn, CheckInAnswer, Decline, ReleaseOffer, TaskOffer
 from edge_client.wire.strict import printable
 
 LOOK_SECONDS = 5.0
@@ -73,6 +76,7 @@ it is asked at least this often."""
 _RENEW_AGAIN_SECONDS = 3600.0
 _FINAL = ("revoked", "unknown_device")
 
+_INSTALL_LEASE_SECONDS = 90.0
 _HOLD_PAUSE_SECONDS = 0.02
 """Between two held check-ins: a coordinator that does not wait as asked is not to be asked in a tight loop."""
 
@@ -145,6 +149,7 @@ class Agent:
         self._checkin_at = 0.0
         self._retry_at = 0.0
         self._status = status.Writer(executor.config.state_dir, surroundings.wall)
+        self._releases = Releases(executor.config, surroundings.now, surroundings.rng)
 
     def end(self) -> None:
         """Asks `run` to return soon; from a signal handler or another thread."""
@@ -207,11 +212,14 @@ class Agent:
         self._held = Held(offer) if offer is not None else None
         self._connect()
         self._around.notify("READY=1")
+        for words in self._releases.begin(lambda: self._around.notify("WATCHDOG=1")):
+            self._status.note(words)
         self._tell("starting", f"device {self._identity.device} of {self._identity.url}")
 
     def _look(self) -> tuple[Current, Desired]:
         if self._poll is not None and self._poll.done.is_set():
             self._heed_poll()
+        self._releases.tend()
         renew_at = self._identity.renew_at if self._identity is not None else None
         current = Current(
             now=self._around.now(),
@@ -226,6 +234,7 @@ class Agent:
             runtimes=tuple(self._around.runtimes),
             datasets=self._around.datasets(),
             models=self._around.models,
+            offers=self._releases.offers(),
         )
         return current, self._desired()
 
@@ -249,6 +258,8 @@ class Agent:
                 self._fetch(offer)
             case Work(offer):
                 self._work(offer)
+            case Install(release):
+                self._install(release)
             case GiveBack(offer, decline):
                 self._tell("declining", f"{offer.run_name}, round {offer.round}: {decline.words}")
                 self._do.give_back(self._linked(), offer, decline)
@@ -366,6 +377,8 @@ class Agent:
             self._do.take(answer.task, self._wall())
             self._held = Held(answer.task, "confirmed")
             self._task_ends_at = self._around.now() + answer.task.deadline_seconds
+        for words in self._releases.heard(answer.releases):
+            self._status.note(words)
         self._do.forget(self._wall(), held=answer.hold or self._held is not None)
         if self._held is None:
             self._tell_idle(answer)
@@ -426,6 +439,26 @@ class Agent:
         self._release()
         # A result is delivered before anything else is asked for.
         self._checkin_at = min(self._checkin_at, self._around.now())
+
+    def _install(self, offer: ReleaseOffer) -> None:
+        """Check-ins go on meanwhile, so that the coordinator knows where this device is, and gives it no task."""
+        assert self._identity is not None
+        what = f"installs {offer.model}:{offer.version}"
+        self._tell("installing", what)
+        message = self._message(0.0)
+        busy = replace(message, ineligible=(*message.ineligible, what))
+        watch = _Watch(self, lambda: False)
+
+        def going() -> None:
+            if watch() is not None:
+                raise Cancelled
+
+        with heartbeat(self._linked(), busy, _INSTALL_LEASE_SECONDS):
+            words = self._releases.install(self._identity.device, self._linked(), offer, going)
+        self._succeeded()
+        self._status.note(words)
+        self._tell("idle", words)
+        self._checkin_at = self._around.now()  # how it went is told at once
 
     def _interrupted(self, offer: TaskOffer, cause: Cause | None, words: str) -> None:
         if cause == "unwanted":
@@ -604,6 +637,7 @@ def message_of(config: EdgeConfig, state: State, around: Surroundings) -> CheckI
         models=around.models,
         ineligible=desired.ineligible,
         opted_out=desired.opted_out,
+        releases=releases.reports(config.state_dir),
     )
 
 

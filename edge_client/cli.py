@@ -301,6 +301,87 @@ def install_service(
         )
 
 
+Model = Annotated[
+    str | None, typer.Option("--model", help="Its name in the registry, where this device has several.")
+]
+Release = Annotated[
+    Path | None, typer.Option("--release", help="A release folder, rather than what is installed.")
+]
+
+
+@app.command()
+def predict(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="Rows: .npy, .npz (array x) or .csv.", metavar="FILE")],
+    model: Model = None,
+    release: Release = None,
+    leave_out: Annotated[
+        list[str] | None,
+        typer.Option("--leave-out", help="Column of a .csv that is no input, such as the label."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What the installed model says of the rows in FILE: class and probability, a line each.
+
+    Example: fedloop-edge predict readings.csv --leave-out label
+    """
+    from edge_client.infer import selftest
+    from edge_client.infer.predict import active_release, predictions
+    from edge_client.infer.rows import read_rows
+    from edge_client.infer.runtime import load as load_release
+
+    with _fit_release():
+        loaded = load_release(release or active_release(_config(context).state_dir, model))
+        selftest.require(loaded)
+        found = predictions(loaded, read_rows(file, loaded.manifest, tuple(leave_out or ())))
+    if as_json:
+        described = {"model": loaded.manifest.model, "version": loaded.manifest.version}
+        typer.echo(json.dumps({**described, "predictions": [asdict(each) for each in found]}))
+        return
+    for each in found:
+        pairs = [(each.label, each.probability)]
+        if isinstance(each.label, list) and isinstance(each.probability, list):
+            pairs = list(zip(each.label, each.probability, strict=True))
+        typer.echo("  ".join(f"{label} {probability:.4f}" for label, probability in pairs))
+
+
+@app.command("serve-model")
+def serve_model(
+    context: typer.Context,
+    path: Annotated[Path, typer.Option("--socket", help="Unix socket to listen on.")],
+    model: Model = None,
+    release: Release = None,
+    max_batch: Annotated[int, typer.Option(min=1, max=1024, help="Most rows that are run together.")] = 16,
+    max_wait_ms: Annotated[
+        float, typer.Option(min=0, max=1000, help="How long a request waits for others.")
+    ] = 2.0,
+) -> None:
+    """Answers programs of this device with the installed model, a JSON object a line, until it is ended.
+
+    A request is {"id": 1, "x": [row, …]}. A newly installed release is picked up without a restart.
+    Example: fedloop-edge serve-model --socket /run/user/1000/fedloop.sock
+    """
+    import asyncio
+
+    from edge_client.infer.predict import active_release
+    from edge_client.infer.service import Batching, Service
+
+    state_dir = _config(context).state_dir
+
+    def find() -> Path:
+        return release or active_release(state_dir, model)
+
+    async def serve() -> None:
+        batching = Batching(max_batch, max_wait_ms / 1000)
+        service = Service(find, batching, lambda line: typer.echo(line, err=True))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, service.end)
+        await service.serve(path)
+
+    with _fit_release():
+        asyncio.run(serve())
+
+
 @config_app.command("check")
 def config_check(context: typer.Context, as_json: AsJson = False) -> None:
     """Prints what holds and where each value came from. Example: fedloop-edge --config edge.toml config check"""
@@ -374,6 +455,20 @@ def _alone(state_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
+def _fit_release() -> Iterator[None]:
+    """A release that cannot be used here, and rows that do not fit it, are a person's to mend."""
+    from edge_client.connectors.connector import DataProblem
+    from edge_client.infer.runtime import WrongRows
+    from edge_client.train.golden import SelfTestFailed
+    from edge_client.wire.manifest import ManifestError
+
+    try:
+        yield
+    except (ManifestError, SelfTestFailed, DataProblem, WrongRows) as error:
+        raise UserMistake(str(error)) from None
+
+
+@contextmanager
 def _state(config: EdgeConfig) -> Iterator[State]:
     state = State(config.state_dir)
     try:
@@ -434,8 +529,24 @@ def _status_lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"takes no part in: {', '.join(document['opted_out'])}"
     if document["results_waiting"]:
         yield f"results that wait to be delivered: {document['results_waiting']}"
+    for model in document["models"]:
+        yield _model_line(model)
     for note in document.get("notes", ()):
         yield f"- {note}"
+
+
+def _model_line(model: dict[str, Any]) -> str:
+    version, last = model["version"], model["last"]
+    runs = "no version runs" if version is None else f"version {version} in slot {model['active']}"
+    if model["on_trial"]:
+        runs += ", on trial"
+    others = [f"{held} in slot {name}" for name, held in model["slots"].items() if name != model["active"]]
+    kept = f", {others[0]}" if others else ""
+    told = ""
+    if last is not None:
+        why = f" ({last['code']}: {last['words']})" if last["code"] else ""
+        told = f"; version {last['version']}: {last['standing']}{why}"
+    return f"model {model['model']}: {runs}{kept}{told}"
 
 
 def _confirm(sure: bool, question: str) -> None:

@@ -9,6 +9,8 @@
     proxy = "http://proxy:3128"          # default: HTTPS_PROXY, with NO_PROXY
     outbox_bytes = 1_000_000_000         # most disk kept for results that wait to be delivered
     download_bytes = 4_000_000_000       # most disk for models and artifacts
+    [releases]
+    root = "/etc/fedloop/root.json"      # the first root of the models' releases; default: pinned at first contact
     [labels]
     site = "berlin"
     [limits]                             # of a training process
@@ -60,6 +62,13 @@ _PLAIN: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
+class ReleaseTrust:
+    """`root`: a file with the first root of the releases' repository; empty: the one shown at first contact is pinned."""
+
+    root: str = ""
+
+
+@dataclass(frozen=True)
 class EdgeConfig:
     """What holds for this daemon. Sizes in bytes."""
 
@@ -76,6 +85,7 @@ class EdgeConfig:
     proxy: str = ""
     outbox_bytes: int = 1_000_000_000
     download_bytes: int = 4_000_000_000
+    releases: ReleaseTrust = ReleaseTrust()
 
 
 @dataclass(frozen=True)
@@ -143,7 +153,7 @@ def _from_file(path: Path | None, wrong: list[str]) -> dict[str, _Given]:
 
 def _beside(key: str, value: Any, folder: Path) -> Any:
     """A relative path in a file is meant from that file's folder, wherever the daemon is started."""
-    named = key == "state_dir" or (key.startswith("data.") and key.endswith(".path"))
+    named = key in ("state_dir", "releases.root") or (key.startswith("data.") and key.endswith(".path"))
     return str(folder / Path(value).expanduser()) if named and isinstance(value, str) else value
 
 
@@ -198,7 +208,7 @@ def _toml_value(text: str, key: str) -> Any:
 
 def _kinds() -> dict[str, Any]:
     """Every key whose name is fixed, and the kind of its value."""
-    tables = {"limits": Limits, "conditions": Conditions}
+    tables = {"limits": Limits, "conditions": Conditions, "releases": ReleaseTrust}
     return _PLAIN | {
         f"{table}.{name}": kind
         for table, cls in tables.items()
@@ -260,6 +270,7 @@ def _built(values: Mapping[str, Any], conditions: Conditions) -> EdgeConfig:
         limits=_limits(_table(values, "limits")),
         conditions=conditions,
         labels=_table(values, "labels"),
+        releases=ReleaseTrust(**_table(values, "releases")),
         data={
             name: DataConfig(
                 kind=table.pop("kind"),
@@ -294,7 +305,7 @@ def _usual_state_dir() -> Path:
 
 def _origins(config: EdgeConfig, given: Mapping[str, _Given]) -> dict[str, tuple[Any, str]]:
     shown_values: dict[str, Any] = {key: getattr(config, key) for key in _PLAIN}
-    for table in ("limits", "conditions"):
+    for table in ("limits", "conditions", "releases"):
         inner = getattr(config, table)
         shown_values.update({f"{table}.{each.name}": getattr(inner, each.name) for each in fields(inner)})
     shown_values.update({f"labels.{key}": value for key, value in config.labels.items()})

@@ -208,14 +208,14 @@ class Executor:
         return lost
 
     def wipe(self) -> None:
-        """All files of runs, results that wait and the task in hand go; identity and ledger stay."""
+        """All files of runs, models, results that wait and the task in hand go; identity and ledger stay."""
         for waiting in self.outbox.waiting():
             self.outbox.drop(waiting)
         for run in self.state.runs():
             self.state.forget_run(run)
         with self.state.change() as write:
             write.execute("DELETE FROM task")
-        for name in ("work", "blobs", "rules"):
+        for name in ("work", "blobs", "rules", "releases"):
             shutil.rmtree(self.config.state_dir / name, ignore_errors=True)
 
     def _job(self, offer: TaskOffer, folder: Path) -> Job:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_client import identity
+from edge_client.ota import releases
 from edge_client.state import State, daemon_pid
 from edge_client.wire.device import TaskOffer
 
@@ -105,6 +106,7 @@ def read(folder: Path) -> dict[str, Any]:
         "paused": paused,
         "results_waiting": waiting,
         "opted_out": list(opted_out),
+        "models": releases.shown(folder),
         "disk_free_bytes": shutil.disk_usage(folder).free,
         **last,
     }

@@ -4,6 +4,7 @@
     certificate runs out    renew
     finished results        deliver them
     a task in hand          is it still ours? may we? then fetch its files, work; else give it back
+    a model to run          install it, once no task is in hand
     nothing in hand         check in when it is time, holding the line where the coordinator asked for it
     all done                sleep until the next of these
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from edge_client.outbox import Waiting
-from edge_client.wire.device import Decline, TaskOffer
+from edge_client.wire.device import Decline, ReleaseOffer, TaskOffer
 
 HELD_SECONDS = 45.0
 """How long a check-in may be kept waiting; shorter than what balancers and proxies cut off."""
@@ -41,6 +42,14 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Offered:
+    """A release to run. `not_before`: after a failure, when it may be tried again (`now`)."""
+
+    offer: ReleaseOffer
+    not_before: float = 0.0
+
+
+@dataclass(frozen=True)
 class Current:
     """What is. `now` counts seconds on a clock that never jumps, `wall` seconds since 1970 by the best clock there is.
 
@@ -53,6 +62,7 @@ class Current:
         hold: the coordinator asked to be asked again at once.
         retry_at: after a failure, when the coordinator may be asked again (`now`).
         runtimes: that work here. datasets, models: as in a check-in.
+        offers: releases that this device is told to run, and does not.
     """
 
     now: float
@@ -67,6 +77,7 @@ class Current:
     runtimes: tuple[str, ...] = ()
     datasets: Mapping[str, int] = field(default_factory=dict)
     models: tuple[str, ...] = ()
+    offers: tuple[Offered, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,13 +137,20 @@ class GiveBack:
 
 
 @dataclass(frozen=True)
+class Install:
+    """Fetch, test and switch to a release, or back to one."""
+
+    offer: ReleaseOffer
+
+
+@dataclass(frozen=True)
 class Sleep:
     """Until `until` (`now`), or until something wakes the daemon."""
 
     until: float
 
 
-Step = Halt | Renew | Deliver | Discard | AskIn | Fetch | Work | GiveBack | Sleep
+Step = Halt | Renew | Deliver | Discard | AskIn | Fetch | Work | GiveBack | Install | Sleep
 
 
 def next_steps(current: Current, desired: Desired) -> list[Step]:
@@ -149,6 +167,7 @@ def next_steps(current: Current, desired: Desired) -> list[Step]:
     if not desired.paused:
         steps += [_send(waiting, desired) for waiting in current.outbox]
     steps += ready
+    steps = steps or _due(current, desired)
     if steps:
         return steps
     if current.held is not None or current.now >= current.checkin_at:
@@ -196,6 +215,14 @@ def _work(current: Current, desired: Desired) -> list[Step]:
     if current.held.state == "confirmed":
         return [Fetch(current.held.offer), Work(current.held.offer)]
     return [Work(current.held.offer)]
+
+
+def _due(current: Current, desired: Desired) -> list[Step]:
+    """One release at a time: the answer to the next check-in may change the others."""
+    if current.held is not None or desired.ineligible:
+        return []
+    due = [each.offer for each in current.offers if current.now >= each.not_before]
+    return [Install(due[0])] if due else []
 
 
 def _patience(current: Current, desired: Desired) -> float:

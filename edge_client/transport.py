@@ -147,6 +147,24 @@ class Link:
             )
         partial.replace(path)
 
+    @contextmanager
+    def stream(self, path: str, first: int = 0, last: int | None = None) -> Iterator[Stream]:
+        """Bytes of a file as they come, from the `first` on and to the `last`; also from 0 where ranges are not known.
+
+        Raises:
+            Unreachable, ServerRefused, CertificateExpired; within the block too.
+        """
+        end = "" if last is None else str(last)
+        headers = {"Range": f"bytes={first}-{end}"} if first or last is not None else {}
+        response = self._request("GET", path, None, SILENCE_SECONDS, headers)
+        try:
+            if response.status not in (200, 206):
+                raise _refusal(response, _limited(response))
+            yield Stream(_chunks(response), first if response.status == 206 else 0)
+        finally:
+            # Unread bytes of a broken-off answer must not be taken for the next one.
+            response.close() if response.length_remaining != 0 else response.release_conn()
+
     def upload(
         self, task: str, payload: Path, start: UploadStart, *, going: Callable[[], None] = lambda: None
     ) -> UploadState:
@@ -254,6 +272,14 @@ class Link:
             )
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise _failure(error, self.url) from None
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Bytes on their way. `first`: place in the file of the first of them."""
+
+    chunks: Iterator[bytes]
+    first: int
 
 
 class Piece:

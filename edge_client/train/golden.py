@@ -72,15 +72,13 @@ def question(manifest: Manifest) -> Question:
     """The question's arrays, from the shapes and fills in the manifest."""
     rows, golden = manifest.batch_size, manifest.golden
     x_shape, described = (rows, *manifest.input.shape), manifest.input
-    y = _ids((rows, *manifest.label_shape), 1, manifest.classes)
+    y = ids((rows, *manifest.label_shape), 1, manifest.classes)
     y[rows - golden.padded_rows :] = PADDING
     return Question(
-        params={
-            t.name: _floats(t.shape, 2 + k, golden.fills[t.name]) for k, t in enumerate(manifest.tensors)
-        },
-        x=_floats(x_shape, 0, golden.x)
+        params={t.name: floats(t.shape, 2 + k, golden.fills[t.name]) for k, t in enumerate(manifest.tensors)},
+        x=floats(x_shape, 0, golden.x)
         if described.dtype == "float32"
-        else _ids(x_shape, 0, described.vocab or manifest.classes),
+        else ids(x_shape, 0, described.vocab or manifest.classes),
         y=y,
     )
 
@@ -121,13 +119,15 @@ def _compare(signature: str, tensor: str, got: Glimpse, expected: Glimpse, toler
             raise SelfTestFailed(signature, tensor, what, a, b)
 
 
-def _words(shape: tuple[int, ...], stream: int) -> npt.NDArray[np.uint32]:
-    start = _mix(np.asarray([stream + 1], dtype=np.uint32))
+def words(shape: tuple[int, ...], stream: int) -> npt.NDArray[np.uint32]:
+    """The question's words, see above, shaped as asked."""
+    start = mix(np.asarray([stream + 1], dtype=np.uint32))
     count: npt.NDArray[np.uint32] = np.arange(math.prod(shape), dtype=np.uint32)
-    return _mix(start + count).reshape(shape)
+    return mix(start + count).reshape(shape)
 
 
-def _mix(n: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+def mix(n: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """Wellons' lowbias32."""
     n = n ^ (n >> np.uint32(16))
     n = n * np.uint32(0x7FEB352D)
     n = n ^ (n >> np.uint32(15))
@@ -135,10 +135,12 @@ def _mix(n: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     return n ^ (n >> np.uint32(16))
 
 
-def _floats(shape: tuple[int, ...], stream: int, fill: Fill) -> npt.NDArray[np.float32]:
-    unit = _words(shape, stream).astype(np.float64) / 2**31 - 1
+def floats(shape: tuple[int, ...], stream: int, fill: Fill) -> npt.NDArray[np.float32]:
+    """Float elements of a stream."""
+    unit = words(shape, stream).astype(np.float64) / 2**31 - 1
     return (fill.offset + fill.scale * unit).astype(np.float32)
 
 
-def _ids(shape: tuple[int, ...], stream: int, count: int) -> npt.NDArray[np.int32]:
-    return (_words(shape, stream) % np.uint32(count)).astype(np.int32)
+def ids(shape: tuple[int, ...], stream: int, count: int) -> npt.NDArray[np.int32]:
+    """Ids or labels of a stream, 0 to `count` - 1."""
+    return (words(shape, stream) % np.uint32(count)).astype(np.int32)

@@ -12,6 +12,7 @@ serves devices up to two minor versions old, and answers others with 426 `wire_v
     1.0  train tasks, uploads as they are
     1.1  evaluate tasks: federated evaluation on the device's held-out rows
     1.2  uploads may be deflated (`encoding`)
+    1.3  releases: a device says how they stand, and hears which it is to run
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-WIRE = (1, 2)
+WIRE = (1, 3)
 OLDEST_MINOR = WIRE[1] - 2
 
 PREFIX = "/device/v1"
@@ -72,6 +73,59 @@ class Enrolled:
     retry_seconds: float = 0.0
 
 
+ReleaseStanding = Literal["installing", "active", "failed", "rolled_back"]
+
+
+@dataclass(frozen=True)
+class ReleaseEvaluation:
+    """The new model and the one before it on the device's held-out rows: sums, nothing of the rows. Champion's are None where
+    there was no model before."""
+
+    labels: int
+    correct: int
+    loss_sum: float
+    champion_correct: int | None = None
+    champion_loss_sum: float | None = None
+
+
+@dataclass(frozen=True)
+class ReleaseReport:
+    """How a release stands on this device.
+
+    Attributes:
+        rollout: that told it to take it.
+        standing: `active`: it runs, after its self-test; `failed`: it never did; `rolled_back`: it did, and does no more.
+        code: stable reason of a failure, such as `self_test`, `wrong_runtime`, `memory`, `signature`, `crash_loop`.
+        words: for people.
+        golden_accuracy: on the manifest's real rows, None where it has none.
+    """
+
+    rollout: str
+    model: str
+    version: int
+    standing: ReleaseStanding
+    code: str = ""
+    words: str = ""
+    golden_accuracy: float | None = None
+    evaluation: ReleaseEvaluation | None = None
+
+
+@dataclass(frozen=True)
+class ReleaseOffer:
+    """Which version of a model this device is to run. Only what the signed repository says too is believed.
+
+    Attributes:
+        action: `roll_back`: to this version, which the device has in its other slot.
+        force: also if this device failed with it before.
+    """
+
+    rollout: str
+    model: str
+    version: int
+    action: Literal["install", "roll_back"] = "install"
+    force: bool = False
+
+
 @dataclass(frozen=True)
 class CheckIn:
     """POST /checkin.
@@ -89,6 +143,7 @@ class CheckIn:
         opted_out: runs this device takes no part in.
         working_on: the task it holds, if any; this renews the lease.
         wait_seconds: how long the device is ready to wait for a task within this request.
+        releases: how every model it was told to run stands.
     """
 
     wire: str
@@ -103,6 +158,7 @@ class CheckIn:
     opted_out: tuple[str, ...] = ()
     working_on: str | None = None
     wait_seconds: float = 0.0
+    releases: tuple[ReleaseReport, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,6 +225,7 @@ class CheckInAnswer:
         stop: the task in `working_on` is no longer wanted.
         hold: the device belongs to a run's pool: check in again at once, with `wait_seconds`.
         next_seconds: else come back after this long; already jittered.
+        releases: what it is to run from now on, where that is not what it reported.
     """
 
     wire: str
@@ -176,6 +233,7 @@ class CheckInAnswer:
     task: TaskOffer | None = None
     stop: bool = False
     hold: bool = False
+    releases: tuple[ReleaseOffer, ...] = ()
 
 
 @dataclass(frozen=True)

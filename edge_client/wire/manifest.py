@@ -17,9 +17,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from edge_client.wire.strict import Unfit, parse
+
+T = TypeVar("T")
 
 FORMAT = 1
 
@@ -178,19 +180,28 @@ def from_json(text: str | bytes, place: str = "manifest") -> Manifest:
     Raises:
         ManifestError: not JSON, of another format, or a key missing, unknown or of the wrong kind.
     """
+    manifest = parsed(Manifest, text, FORMAT, place)
+    _require_consistent(manifest, place)
+    return manifest
+
+
+def parsed(kind: type[T], text: str | bytes, current: int, place: str) -> T:
+    """A manifest of format `current`, by the kinds of its values alone.
+
+    Raises:
+        ManifestError: as `from_json`.
+    """
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{place} is not JSON: {error}") from None
     version = document.get("format") if isinstance(document, dict) else None
-    if version != FORMAT:
-        raise ManifestError(f"{place}: format is {version!r}, this software reads format {FORMAT}")
+    if version != current:
+        raise ManifestError(f"{place}: format is {version!r}, this software reads format {current}")
     try:
-        manifest = parse(Manifest, document, place)
+        return parse(kind, document, place)
     except Unfit as error:
         raise ManifestError(str(error)) from None
-    _require_consistent(manifest, place)
-    return manifest
 
 
 def signature_name(name: str) -> str:
@@ -202,7 +213,14 @@ def signature_name(name: str) -> str:
     return f"_{bound}" if bound[0].isdigit() else bound
 
 
-def require_file(manifest: Manifest, content: bytes, place: str = "artifact") -> None:
+class Describes(Protocol):
+    """A manifest of a file beside it."""
+
+    @property
+    def file(self) -> FileSpec: ...
+
+
+def require_file(manifest: Describes, content: bytes, place: str = "artifact") -> None:
     """Checks that `content` is the `.tflite` this manifest describes.
 
     Raises:

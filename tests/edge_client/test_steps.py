@@ -21,12 +21,14 @@ from edge_client.steps import (
     GiveBack,
     Halt,
     Held,
+    Install,
+    Offered,
     Renew,
     Sleep,
     Work,
     next_steps,
 )
-from edge_client.wire.device import BlobRef, Decline, ModelRef, TaskOffer
+from edge_client.wire.device import BlobRef, Decline, ModelRef, ReleaseOffer, TaskOffer
 
 BLOB = BlobRef("a" * 64, 1)
 OFFER = TaskOffer(
@@ -94,6 +96,32 @@ def current(**changes: Any) -> Current:
     ],
 )
 def test_the_next_steps(now: Current, desired: Desired, steps: list[object]) -> None:
+    assert next_steps(now, desired) == steps
+
+
+RELEASE = ReleaseOffer("r", "digits", 2)
+OTHER = ReleaseOffer("s", "other", 1)
+TOLD = current(offers=(Offered(RELEASE), Offered(OTHER)))
+
+
+@pytest.mark.parametrize(
+    ("now", "desired", "steps"),
+    [
+        (TOLD, WELL, [Install(RELEASE)]),
+        (replace(TOLD, checkin_at=0.0), WELL, [Install(RELEASE)]),
+        (replace(TOLD, outbox=(RESULT,)), WELL, [Deliver(RESULT)]),
+        (replace(TOLD, held=Held(OFFER, "fetched")), WELL, [Work(OFFER)]),
+        (replace(TOLD, held=Held(OFFER)), WELL, [AskIn(0.0)]),
+        (TOLD, Desired(ineligible=("on battery",)), [Sleep(130.0)]),
+        (TOLD, Desired(paused=True, ineligible=("paused by hand",)), [Sleep(130.0)]),
+        (replace(TOLD, retry_at=110.0), WELL, [Sleep(110.0)]),
+        (replace(TOLD, offers=(Offered(RELEASE, 101.0),)), WELL, [Sleep(130.0)]),
+        (replace(TOLD, offers=(Offered(RELEASE, 101.0), Offered(OTHER))), WELL, [Install(OTHER)]),
+    ],
+)
+def test_a_release_is_installed_when_nothing_else_is_to_be_done(
+    now: Current, desired: Desired, steps: list[object]
+) -> None:
     assert next_steps(now, desired) == steps
 
 

@@ -48,7 +48,7 @@ from edge_client.wire.strict import parse_message
 
 START = datetime(2026, 1, 5, 12, tzinfo=UTC)
 REPORT = CheckIn(
-    wire="1.2",
+    wire="1.3",
     software="1.0",
     runtimes={"litert": "2.1"},
     memory_bytes=2**30,

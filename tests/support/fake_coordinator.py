@@ -13,7 +13,7 @@ import tempfile
 import threading
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -96,7 +96,10 @@ class Authority:
 
 @dataclass
 class FakeCoordinator:
-    """Set the first group before or while it runs, read the second."""
+    """Set the first group before or while it runs, read the second.
+
+    `releases`: folder of a repository. `tampered`: path below `/releases/` -> what comes instead, of what is there.
+    """
 
     server_days: tuple[float, float] = (-1.0, 365.0)
     device_days: tuple[float, float] = (-0.01, 30.0)
@@ -109,6 +112,11 @@ class FakeCoordinator:
     hold: bool = False
     stop: bool = False
     next_seconds: float = 0.0
+    offers: tuple[wire.ReleaseOffer, ...] = ()
+    releases: Path | None = None
+    tampered: dict[str, Callable[[bytes], bytes]] = field(default_factory=dict)
+    knows_ranges: bool = True
+    cut_release_at: int | None = None
 
     authority: Authority = field(default_factory=Authority)
     url: str = ""
@@ -121,6 +129,7 @@ class FakeCoordinator:
     declined: dict[str, wire.Decline] = field(default_factory=dict)
     renewals: int = 0
     ranges: list[str] = field(default_factory=list)
+    served: list[tuple[str, int]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -237,6 +246,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.fake.cut_download_at is not None and "/blobs/" in self.path:
             content, self.fake.cut_download_at = content[: self.fake.cut_download_at], None
             self.close_connection = True
+        if self.fake.cut_release_at is not None and self.path.endswith(".tflite"):
+            content, self.fake.cut_release_at = content[: self.fake.cut_release_at], None
+            self.close_connection = True
         self.wfile.write(content)
 
     def _body(self, path: str) -> bytes:
@@ -265,6 +277,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/leave":
             self.fake.left.append(device)
             return 200, b"{}"
+        if path.startswith("/releases/"):
+            return self._release(path.removeprefix("/releases/"))
         if path.startswith("/blobs/"):
             return self._blob(path.removeprefix("/blobs/"))
         _, _, task, what = path.split("/")
@@ -315,11 +329,13 @@ class _Handler(BaseHTTPRequestHandler):
         fake.checkins.append((device, message))
         fake.changed.notify_all()
         if message.working_on is not None:
-            return _json(wire.CheckInAnswer("1.2", fake.next_seconds, stop=fake.stop))
+            return _json(wire.CheckInAnswer("1.3", fake.next_seconds, stop=fake.stop, releases=fake.offers))
         if message.wait_seconds and not fake.tasks:
             fake.changed.wait_for(lambda: bool(fake.tasks), min(message.wait_seconds, 1.0))
         task = fake.tasks.pop(0) if fake.tasks and not message.ineligible else None
-        return _json(wire.CheckInAnswer("1.2", fake.next_seconds, task=task, hold=fake.hold))
+        return _json(
+            wire.CheckInAnswer("1.3", fake.next_seconds, task=task, hold=fake.hold, releases=fake.offers)
+        )
 
     def _blob(self, digest: str) -> tuple[int, bytes]:
         if digest not in self.fake.blobs:
@@ -329,6 +345,24 @@ class _Handler(BaseHTTPRequestHandler):
             return 200, self.fake.blobs[digest]
         self.fake.ranges.append(wanted)
         return 206, self.fake.blobs[digest][int(wanted.removeprefix("bytes=").removesuffix("-")) :]
+
+    def _release(self, path: str) -> tuple[int, bytes]:
+        fake = self.fake
+        found = (
+            None
+            if fake.releases is None
+            else fake.releases / ("metadata/1.root.json" if path == "root" else path)
+        )
+        if found is None or not found.is_file():
+            raise _Refused(404, "not_found")
+        content = found.read_bytes()
+        if path in fake.tampered:
+            content = fake.tampered[path](content)
+        first, _, last = (self.headers.get("Range") or "bytes=-").removeprefix("bytes=").partition("-")
+        whole = not (first or last) or not fake.knows_ranges
+        content = content if whole else content[int(first) : int(last) + 1 if last else None]
+        fake.served.append((path, len(content)))
+        return 200 if whole else 206, content
 
     def _task(self, task: str, what: str, query: str, body: bytes) -> bytes:
         fake = self.fake

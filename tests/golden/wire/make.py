@@ -28,6 +28,7 @@ CURRENT = f"{wire.WIRE[0]}.{wire.WIRE[1]}"
 DEVICE = "5b9f7c1e-3f3f-4a52-9f0c-0d6f2f8f6a01"
 RUN = "0e0c1a52-7c1d-4e0b-8d63-5a0a3b6f2a02"
 TASK = "c2c8a7de-64d0-4b8c-a4c1-7e2f1a9d3b03"
+ROLLOUT = "9d1b8f0e-2c47-4d7e-8e55-6b3f0a7c9e04"
 BASE = "4f" * 32
 _PEM = "-----BEGIN {0}-----\nMA==\n-----END {0}-----\n"
 
@@ -66,8 +67,27 @@ def messages() -> dict[str, Any]:
             opted_out=("another-run",),
             working_on=None,
             wait_seconds=0.0,
+            releases=(
+                wire.ReleaseReport(
+                    ROLLOUT,
+                    "digits",
+                    4,
+                    "rolled_back",
+                    "crash_loop",
+                    "it ended the daemon three times",
+                    0.96875,
+                    wire.ReleaseEvaluation(40, 31, 12.25, 30, 13.5),
+                ),
+            ),
         ),
-        "checkin_answer": wire.CheckInAnswer(CURRENT, 7.5, train, stop=False, hold=True),
+        "checkin_answer": wire.CheckInAnswer(
+            CURRENT,
+            7.5,
+            train,
+            stop=False,
+            hold=True,
+            releases=(wire.ReleaseOffer(ROLLOUT, "digits", 3, "roll_back", force=True),),
+        ),
         "checkin_answer_evaluate": wire.CheckInAnswer(CURRENT, 7.5, _offer("evaluate", {})),
         "upload_start": wire.UploadStart(len(result()), "ab" * 32, len(result()), "identity"),
         "upload_state": wire.UploadState(100, accepted=False),

@@ -1,0 +1,41 @@
+"""Failpoints: named moments at which a test has this process killed, as a power cut would.
+
+`FEDLOOP_DEVICE_FAILPOINT=install.fetched:2` kills the process with SIGKILL the second time it reaches `install.fetched`.
+Unset, as always outside tests, a failpoint costs one comparison.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Literal, get_args
+
+Name = Literal[
+    "install.trusted",  # the signed documents were read and kept
+    "install.begun",  # the spare slot is marked empty
+    "install.manifest",  # the manifest lies in it
+    "install.part",  # a piece of the model file is in the part file
+    "install.fetched",  # the model file is whole
+    "install.tested",  # it passed its self-test
+    "install.flipping",  # the pointer is about to be renamed
+    "install.flipped",  # the new version is the active one, on trial
+    "install.proving",  # a start counted, the version has yet to prove itself
+    "install.proved",  # the trial is over
+    "install.turning",  # the way back was decided
+    "install.turned",  # and made durable
+]
+NAMES: tuple[str, ...] = get_args(Name)
+
+VARIABLE = "FEDLOOP_DEVICE_FAILPOINT"
+_name, _, _count = os.environ.get(VARIABLE, "").partition(":")
+_left = int(_count or 1)
+
+
+def reach(name: Name) -> None:
+    """Kills this process if the environment asks for it here."""
+    global _left
+    if name != _name:
+        return
+    _left -= 1
+    if _left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""Inference on a device with a released model: loading, its self-test, predictions."""

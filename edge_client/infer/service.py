@@ -1,0 +1,318 @@
+"""Predictions for other programs of this device, over a Unix socket, rows of several of them run together.
+
+A request and its answer are one line of JSON each; a connection may send many, and they are answered in order:
+
+    {"id": 7, "x": [[0.0, 0.1, …], …]}
+    {"id": 7, "model": "digits:3", "labels": [4, …], "probabilities": [0.98, …]}
+    {"id": 8, "error": "rows are [1, 3], digits takes [N, 8, 8]"}
+
+`x` is rows, nested as the model's input or flat. Requests wait at most `max_wait_seconds` for others, up to `max_batch` rows.
+A new active release is picked up between two batches; while it cannot be opened, the old one goes on. The socket belongs to its user alone
+(mode 0600).
+
+One thread runs the model, the event loop does the rest. What a client sends can end its own connection and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_client.errors import UserMistake
+from edge_client.infer import selftest
+from edge_client.infer.predict import Prediction, predictions
+from edge_client.infer.runtime import Loaded, WrongRows, checked_rows, load
+from edge_client.train.golden import SelfTestFailed
+from edge_client.wire.inference import MANIFEST_NAME
+from edge_client.wire.manifest import ManifestError
+
+LINE_BYTES = 8 * 2**20
+"""Of one request."""
+
+_MOST_ROWS = 4096
+_WAITING = 256
+"""Requests that wait for the model; who sends more waits before it is read."""
+
+
+@dataclass(frozen=True)
+class Batching:
+    max_batch: int = 16
+    max_wait_seconds: float = 0.002
+
+
+@dataclass
+class Counts:
+    """For whoever wants to know what batching brought."""
+
+    requests: int = 0
+    rows: int = 0
+    batches: int = 0
+
+
+@dataclass
+class _Waiting:
+    """Rows of one request. `answer`: the model that was asked, and what it said."""
+
+    x: npt.NDArray[Any]
+    answer: asyncio.Future[tuple[str, list[Prediction]]]
+
+
+class BadRequest(ValueError):
+    """The line is no request; the message says why."""
+
+
+class Service:
+    """The model and those who wait for it.
+
+    Args:
+        find: the folder of the release to run now.
+        say: one line for the log.
+
+    Raises:
+        UserMistake, ManifestError, SelfTestFailed: there is no release, or it cannot be used here.
+    """
+
+    def __init__(
+        self, find: Callable[[], Path], batching: Batching, say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self.counts = Counts()
+        self._find, self._batching, self._say = find, batching, say
+        folder = find()
+        self._stamp, self._loaded = _stamp(folder), _opened(folder)
+        self._queue: asyncio.Queue[_Waiting] = asyncio.Queue(_WAITING)
+        self._held: _Waiting | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self._busy: set[asyncio.Task[None]] = set()
+        self._ended = asyncio.Event()
+
+    @property
+    def model(self) -> str:
+        return f"{self._loaded.manifest.model}:{self._loaded.manifest.version}"
+
+    def end(self) -> None:
+        """Has `serve` answer what was asked so far, and return."""
+        self._ended.set()
+
+    async def serve(self, path: Path) -> None:
+        """Answers on the socket `path` until `end`; then removes it.
+
+        Raises:
+            UserMistake: something else lies at `path`, or another service listens there.
+        """
+        with _listening(path) as listener, ThreadPoolExecutor(1, "model") as thread:
+            server = await asyncio.start_unix_server(self._connected, sock=listener, limit=LINE_BYTES)
+            work = asyncio.create_task(self._run(thread))
+            self._say(f"runs {self.model} at {path}")
+            try:
+                await self._ended.wait()
+            finally:
+                server.close()
+                for idle in self._connections - self._busy:
+                    idle.cancel()
+                await asyncio.gather(*self._connections, return_exceptions=True)
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            while not self._ended.is_set() and (line := await _line(reader)):
+                self._busy.add(task)
+                await _tell(writer, await self._answer(line))
+                self._busy.discard(task)
+        except BadRequest as error:
+            with suppress(OSError):
+                await _tell(writer, {"id": None, "error": str(error)})
+        except (OSError, asyncio.CancelledError):
+            pass  # the other side is gone, or this service ends
+        finally:
+            self._connections.discard(task)
+            self._busy.discard(task)
+            writer.close()
+
+    async def _answer(self, line: bytes) -> dict[str, Any]:
+        name: Any = None
+        try:
+            request = _parsed(line)
+            name = request.get("id")
+            waiting = _Waiting(self._rows(request), asyncio.get_running_loop().create_future())
+            await self._queue.put(waiting)
+            model, found = await waiting.answer
+        except (BadRequest, WrongRows) as error:
+            return {"id": name, "error": str(error)}
+        return {
+            "id": name,
+            "model": model,
+            "labels": [each.label for each in found],
+            "probabilities": [each.probability for each in found],
+        }
+
+    def _rows(self, request: dict[str, Any]) -> npt.NDArray[Any]:
+        described = self._loaded.manifest.input
+        try:
+            x = np.asarray(request["x"])
+        except KeyError:
+            raise BadRequest("x is missing: rows to predict") from None
+        except (ValueError, OverflowError) as error:
+            raise BadRequest(f"x is no rows of numbers: {error}") from None
+        if x.ndim == 0 or not 0 < len(x) <= _MOST_ROWS:
+            raise BadRequest(f"x is {list(x.shape)}, expected 1 to {_MOST_ROWS} rows")
+        if x.shape[1:] == (math.prod(described.shape),):
+            x = x.reshape(len(x), *described.shape)
+        if x.dtype.kind == "f" and not np.isfinite(x).all():
+            raise BadRequest("x holds a number that is not finite")
+        return checked_rows(x, self._loaded.manifest)
+
+    async def _run(self, thread: Executor) -> None:
+        """One batch after the other."""
+        loop = asyncio.get_running_loop()
+        while True:
+            batch = await self._batch()
+            try:
+                model, found = await loop.run_in_executor(thread, self._ask, [each.x for each in batch])
+            # A release that takes other rows may have come in between; RuntimeError is the interpreter's.
+            except (ValueError, RuntimeError) as error:
+                for each in batch:
+                    if not each.answer.done():
+                        each.answer.set_exception(WrongRows(str(error)))
+                continue
+            start = 0
+            for each in batch:
+                if not each.answer.done():
+                    each.answer.set_result((model, found[start : start + len(each.x)]))
+                start += len(each.x)
+            self.counts.requests += len(batch)
+            self.counts.rows += start
+            self.counts.batches += 1
+
+    def _ask(self, parts: Sequence[npt.NDArray[Any]]) -> tuple[str, list[Prediction]]:
+        """In the model's thread."""
+        self._renew()
+        return self.model, predictions(self._loaded, np.concatenate(parts))
+
+    async def _batch(self) -> list[_Waiting]:
+        """What comes within the wait, up to the largest batch; a request is never cut.
+
+        A connection waits for its answer before its next request counts: once each has one here, no other can come.
+        """
+        first = self._held or await self._queue.get()
+        self._held = None
+        batch, rows = [first], len(first.x)
+        end = asyncio.get_running_loop().time() + self._batching.max_wait_seconds
+        while rows < self._batching.max_batch and len(batch) < len(self._connections):
+            try:
+                async with asyncio.timeout_at(end):
+                    following = await self._queue.get()
+            except TimeoutError:
+                break
+            if rows + len(following.x) > self._batching.max_batch:
+                self._held = following
+                break
+            batch.append(following)
+            rows += len(following.x)
+        return batch
+
+    def _renew(self) -> None:
+        """Opens the release that is active now, when it is another one."""
+        try:
+            folder = self._find()
+            stamp = _stamp(folder)
+            if stamp == self._stamp:
+                return
+            self._stamp = stamp
+            self._loaded = _opened(folder)
+        except (UserMistake, ManifestError, SelfTestFailed, OSError) as error:
+            self._say(f"goes on with {self.model}: {error}")
+        else:
+            self._say(f"runs {self.model} now")
+
+
+def _opened(folder: Path) -> Loaded:
+    loaded = load(folder)
+    selftest.require(loaded)
+    return loaded
+
+
+def _stamp(folder: Path) -> tuple[str, int, int]:
+    """Changes with every release that is installed. Raises ManifestError where there is none."""
+    try:
+        found = (folder / MANIFEST_NAME).stat()
+    except OSError as error:
+        raise ManifestError(f"{error.filename}: {error.strerror}") from None
+    return str(folder), found.st_ino, found.st_mtime_ns
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """One request; empty at the end.
+
+    Raises:
+        BadRequest: it is too long to be one, and where the next begins is unknown.
+    """
+    try:
+        return await reader.readline()
+    except ValueError:
+        raise BadRequest(f"a request has more than {LINE_BYTES} bytes") from None
+
+
+async def _tell(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
+    writer.write((json.dumps(answer) + "\n").encode())
+    await writer.drain()
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"not JSON: {error}"[:300]) from None
+    if not isinstance(request, dict):
+        raise BadRequest('expected an object such as {"id": 1, "x": [[…]]}')
+    return request
+
+
+@contextmanager
+def _listening(path: Path) -> Iterator[socket.socket]:
+    """A socket at `path` that its user alone can reach, and that is removed in the end."""
+    if path.exists():
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            raise UserMistake(f"--socket {path}: something else lies there")
+        if _answered(path):
+            raise UserMistake(f"--socket {path}: another service listens there")
+        path.unlink()  # of one that was killed
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    before = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise UserMistake(f"--socket {path}: {error.strerror or error}") from None
+    finally:
+        os.umask(before)
+    try:
+        yield listener
+    finally:
+        listener.close()
+        path.unlink(missing_ok=True)
+
+
+def _answered(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+    return True

@@ -1,0 +1,134 @@
+"""The manifest of an inference artifact: what a device must know before it trusts and runs a released model.
+
+A release is a folder of two files, `manifest.json` and `model.tflite`. The file has one signature,
+
+    infer(x) -> {logits}
+
+with params inside, in one of several precisions; x and logits are float32 (ids int32) on the outside, or integers whose
+scale the file says. The golden question is that of `edge_client.train.golden`, stream 0, one row after the other; besides,
+there may be real rows whose right classes are known. It is JSON with sorted keys; `format` changes when its meaning does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from edge_client.wire.manifest import (
+    FileSpec,
+    Fill,
+    InputSpec,
+    Lineage,
+    ManifestError,
+    Operator,
+    Tolerance,
+    parsed,
+)
+
+FORMAT = 1
+MANIFEST_NAME, MODEL_NAME = "manifest.json", "model.tflite"
+
+RuntimeKind = Literal["litert", "tflite-runtime", "tflite-micro"]
+"""ai-edge-litert; tflite-runtime 2.14, its predecessor; tflite-micro, for microcontrollers."""
+
+
+@dataclass(frozen=True)
+class GoldenRows:
+    """Questions and right answers.
+
+    Attributes:
+        x: how the rows of the synthetic question are spread; ids follow from the vocabulary.
+        logits: of each row, [classes] (of sequences: of the last place), as the float model gives them, in float32.
+        tolerance: of logits; follows from how far this file's own answers were off, so wider for integers.
+        real_x: real held-out rows, flattened, or empty; real_y their classes.
+        least_accuracy: on the real rows; below it the artifact is refused.
+    """
+
+    x: Fill
+    logits: tuple[tuple[float, ...], ...]
+    tolerance: Tolerance
+    real_x: tuple[tuple[float, ...], ...] = ()
+    real_y: tuple[int, ...] = ()
+    least_accuracy: float = 0.0
+
+
+@dataclass(frozen=True)
+class InferenceManifest:
+    """See the module's story.
+
+    Attributes:
+        model: name in the registry; architecture: as the zoo knows it, with its options.
+        version: in the registry.
+        precision: as `models.compress.step.Precision` names it.
+        runtimes: on which the golden answers were seen to be right when it was made; no other may take it.
+        arena_bytes: what tflite-micro needs, None where it does not run.
+        memory_bytes: resident memory that loading and one inference took, at most.
+        device_classes: classes it is for; empty: any.
+        dataset: logical name of the data a device may evaluate it on; empty: none.
+        params_sha256: of the float params it was made from.
+    """
+
+    model: str
+    version: int
+    architecture: str
+    options: Mapping[str, Any]
+    task: Literal["classification", "next_token"]
+    classes: int
+    input: InputSpec
+    precision: str
+    operators: tuple[Operator, ...]
+    minimum_runtime: str
+    runtimes: tuple[RuntimeKind, ...]
+    memory_bytes: int
+    file: FileSpec
+    golden: GoldenRows
+    arena_bytes: int | None = None
+    device_classes: tuple[str, ...] = ()
+    dataset: str = ""
+    params_sha256: str = ""
+    lineage: Lineage = field(default_factory=Lineage)
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+
+def from_json(text: str | bytes, place: str = "manifest") -> InferenceManifest:
+    """The manifest in `text`. `place`, such as a file name, begins every error.
+
+    Raises:
+        ManifestError: not JSON, of another format, or a key missing, unknown or of the wrong kind.
+    """
+    manifest = parsed(InferenceManifest, text, FORMAT, place)
+    _require_consistent(manifest, place)
+    return manifest
+
+
+def _require_consistent(manifest: InferenceManifest, place: str) -> None:
+    """What the kinds of the values do not say."""
+    golden, size = manifest.golden, math.prod(manifest.input.shape)
+    checks = (
+        (manifest.classes > 0, "classes is not positive"),
+        (all(n > 0 for n in manifest.input.shape), "input.shape: an extent is not positive"),
+        (
+            (manifest.input.vocab or 0) > 0 or manifest.input.dtype != "int32",
+            "input.vocab is needed for int32",
+        ),
+        (bool(golden.logits), "golden.logits is empty"),
+        (
+            all(len(row) == manifest.classes for row in golden.logits),
+            f"golden.logits: a row has not {manifest.classes} numbers",
+        ),
+        (len(golden.real_x) == len(golden.real_y), "golden.real_x has not one row for each of real_y"),
+        (all(len(row) == size for row in golden.real_x), f"golden.real_x: a row has not {size} numbers"),
+        (
+            min(golden.tolerance.absolute, golden.tolerance.relative) >= 0,
+            "golden.tolerance is negative",
+        ),
+    )
+    for holds, complaint in checks:
+        if not holds:
+            raise ManifestError(f"{place}.{complaint}")

@@ -1,0 +1,293 @@
+"""The installed model is of use: predictions of files, and of other programs over a socket."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edge_client.infer.runtime import WrongRows, load
+from edge_client.infer.service import LINE_BYTES
+from edge_client.wire import inference
+from edge_client.wire.manifest import ManifestError
+from tests.support.releases import released, rows
+
+pytestmark = pytest.mark.slow
+
+EDGE = Path(sys.executable).parent / "fedloop-edge"
+
+
+def edge(*arguments: str | Path, state: Path) -> subprocess.CompletedProcess[str]:
+    command = [EDGE, "--state-dir", state, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def install(state: Path, slot: str, version: int, model: str = "digits") -> None:
+    """Version `version` in a slot, made active, as an installation leaves it."""
+    source, folder = released("static-int8").folder, state / "releases" / model / slot
+    fresh = folder.with_suffix(".fresh")
+    fresh.mkdir(parents=True)
+    manifest = inference.from_json((source / "manifest.json").read_bytes())
+    (fresh / "manifest.json").write_text(replace(manifest, model=model, version=version).to_json())
+    shutil.copy(source / "model.tflite", fresh)
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)
+    point(state, slot, model)
+
+
+def point(state: Path, slot: str, model: str = "digits") -> None:
+    pointer = state / "releases" / model / "pointer.json"
+    pointer.with_suffix(".fresh").write_text(json.dumps({"active": slot}))
+    pointer.with_suffix(".fresh").rename(pointer)
+
+
+def expected(x: Any) -> list[int]:
+    return [int(label) for label in load(released("static-int8").folder).predict(x).argmax(-1)]
+
+
+def test_a_release_says_what_its_file_says() -> None:
+    loaded = load(released("static-int8").folder)
+
+    together, apart = loaded.predict(rows()[:9]), [loaded.predict(row[None])[0] for row in rows()[:9]]
+
+    np.testing.assert_allclose(together, apart, atol=1e-3 * np.abs(together).max())
+    assert together.shape == (9, 10) and together.dtype == np.float32
+    assert loaded.predict(rows()[:0]).shape == (0, 10)
+
+
+@pytest.mark.parametrize("x", [np.zeros((2, 8, 7)), np.zeros(()), np.full((1, 8, 8), "a")])
+def test_rows_that_do_not_fit_are_refused(x: Any) -> None:
+    with pytest.raises(WrongRows, match="digits takes"):
+        load(released("static-int8").folder).predict(x)
+
+
+def test_a_file_that_is_not_the_manifests_is_refused(tmp_path: Path) -> None:
+    folder = shutil.copytree(released("static-int8").folder, tmp_path / "release")
+    content = bytearray((folder / "model.tflite").read_bytes())
+    content[-100] ^= 1
+    (folder / "model.tflite").write_bytes(content)
+
+    with pytest.raises(ManifestError, match=r"model\.tflite has SHA-256"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "csv"])
+def test_rows_of_a_file_are_predicted(kind: str, tmp_path: Path) -> None:
+    x, path, state = rows()[:5], tmp_path / f"rows.{kind}", tmp_path / "state"
+    if kind == "csv":
+        names = ",".join([*(f"p{i}" for i in range(64)), "label"])
+        lines = [",".join([*map(str, row.reshape(-1)), "one"]) for row in x]
+        path.write_text("\n".join([names, *lines]) + "\n")
+    elif kind == "npz":
+        np.savez(path, x=x)
+    else:
+        np.save(path, x)
+    install(state, "b", 4)
+
+    done = edge("predict", path, "--json", *(["--leave-out", "label"] if kind == "csv" else []), state=state)
+
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["model"], answer["version"]) == ("digits", 4)
+    assert [each["label"] for each in answer["predictions"]] == expected(x)
+    assert all(0.1 < each["probability"] <= 1 for each in answer["predictions"])
+
+
+def test_what_a_person_gets_wrong_is_one_message(tmp_path: Path) -> None:
+    state, path = tmp_path / "state", tmp_path / "rows.npy"
+    np.save(path, np.zeros((2, 3)))
+
+    none = edge("predict", path, state=state)
+    install(state, "a", 1)
+    wrong_rows, no_file = edge("predict", path, state=state), edge("predict", "none.csv", state=state)
+    install(state, "a", 1, model="other")
+    which = edge("predict", path, state=state)
+
+    for done, words in [
+        (none, "this device has no release"),
+        (wrong_rows, "rows are [3], digits:1 takes [8, 8]"),
+        (no_file, "none.csv: No such file"),
+        (which, "name one with --model: digits, other"),
+    ]:
+        assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+@dataclass
+class Serving:
+    process: subprocess.Popen[str]
+    path: Path
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[Any]:
+        with socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(60)
+            link.connect(str(self.path))
+            with link.makefile("rwb") as file:
+                yield file
+
+    def ask(self, *requests: Any) -> list[dict[str, Any]]:
+        """Each on one connection, answered in order; bytes go as they are."""
+        with self.client() as file:
+            return [asked(file, request) for request in requests]
+
+
+def asked(file: Any, request: Any) -> dict[str, Any]:
+    file.write(request if isinstance(request, bytes) else json.dumps(request).encode() + b"\n")
+    file.flush()
+    answer: dict[str, Any] = json.loads(file.readline())
+    return answer
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *arguments: str) -> Iterator[Serving]:
+    state, path = folder / "state", folder / "s"
+    command = [EDGE, "--state-dir", state, "serve-model", "--socket", path, *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "runs digits" in line:
+                break
+        yield Serving(process, path)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_socket_answers_in_order_and_belongs_to_its_user(tmp_path: Path) -> None:
+    install(tmp_path / "state", "a", 2)
+    x = rows()[:3]
+
+    with serving(tmp_path) as service:
+        mode = stat.S_IMODE(service.path.stat().st_mode)
+        nested, flat = service.ask({"id": "n", "x": x.tolist()}, {"id": 2, "x": x.reshape(3, -1).tolist()})
+
+    assert mode == 0o600
+    assert nested == {**flat, "id": "n"} and flat["id"] == 2 and flat["model"] == "digits:2"
+    assert flat["labels"] == expected(x)
+
+
+BAD: Sequence[tuple[Any, str]] = [
+    (b"\n", "not JSON"),
+    (b"\xff\xfe\n", "not JSON"),
+    (b"[" * 100_000 + b"\n", "not JSON"),
+    ([1], "expected an object"),
+    ({}, "x is missing"),
+    ({"x": None}, "expected 1 to"),
+    ({"x": []}, "expected 1 to"),
+    ({"x": [[1, 2], [3]]}, "no rows of numbers"),
+    ({"x": [["a"] * 64]}, "takes float32"),
+    ({"x": [[10**400] * 64]}, "takes float32"),
+    (b'{"x": [[' + b",".join([b"NaN"] * 64) + b"]]}\n", "not finite"),
+    ({"x": [[0.0] * 63]}, "digits takes"),
+]
+
+
+def test_bad_requests_are_answered_and_good_ones_go_on(tmp_path: Path) -> None:
+    install(tmp_path / "state", "a", 2)
+    good = {"id": 9, "x": rows()[:1].tolist()}
+
+    with serving(tmp_path) as service:
+        *answers, last = service.ask(*(request for request, _ in BAD), good)
+        with service.client() as file:  # a request without end
+            with contextlib.suppress(BrokenPipeError):
+                file.write(b"[" * (LINE_BYTES + 1))
+                file.flush()
+            too_long = json.loads(file.readline())
+        with service.client() as file:  # gone before its answer
+            file.write(json.dumps(good).encode() + b"\n")
+        (after,) = service.ask(good)
+
+    for (_, words), answer in zip(BAD, answers, strict=True):
+        assert words in answer["error"], answer
+    assert "more than" in too_long["error"]
+    assert last["labels"] == after["labels"] == expected(rows()[:1])
+
+
+def test_many_clients_get_their_own_answers(tmp_path: Path) -> None:
+    install(tmp_path / "state", "a", 2)
+    x, got = rows()[:48], {}
+
+    with serving(tmp_path, "--max-batch", "8", "--max-wait-ms", "50") as service:
+
+        def client(first: int) -> None:
+            requests = [{"id": at, "x": x[at : at + 1].tolist()} for at in range(first, first + 4)]
+            got.update({answer["id"]: answer["labels"] for answer in service.ask(*requests)})
+
+        threads = [threading.Thread(target=client, args=(first,)) for first in range(0, 48, 4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert [got[at][0] for at in range(48)] == expected(x)
+
+
+def test_a_new_release_is_picked_up_and_a_broken_one_is_not(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    request = {"x": rows()[:1].tolist()}
+    install(state, "a", 1)
+
+    with serving(tmp_path) as service, service.client() as file:
+        first = asked(file, request)
+        install(state, "b", 2)
+        second = asked(file, request)
+        shutil.copytree(
+            state / "releases" / "digits" / "b", state / "releases" / "digits" / "a", dirs_exist_ok=True
+        )
+        (state / "releases" / "digits" / "a" / "model.tflite").write_bytes(b"broken")
+        point(state, "a")
+        broken = asked(file, request)
+
+    assert [each["model"] for each in (first, second, broken)] == ["digits:1", "digits:2", "digits:2"]
+    assert first["labels"] == second["labels"] == broken["labels"]
+
+
+def test_a_service_that_is_ended_answers_what_it_has_and_removes_its_socket(tmp_path: Path) -> None:
+    install(tmp_path / "state", "a", 1)
+
+    with (
+        serving(tmp_path, "--max-wait-ms", "1000") as service,
+        service.client() as idle,
+        service.client() as file,
+    ):
+        asked(idle, {"x": rows()[:1].tolist()})
+        file.write(json.dumps({"id": 5, "x": rows()[:2].tolist()}).encode() + b"\n")
+        file.flush()
+        asked(idle, [])  # answered at once, while the other waits for company
+        service.process.send_signal(signal.SIGTERM)
+        answer, end = json.loads(file.readline()), file.readline()
+        status = service.process.wait(60)
+
+    assert (answer["id"], answer["labels"], end, status) == (5, expected(rows()[:2]), b"", 0)
+    assert not service.path.exists()
+
+
+def test_a_socket_that_is_served_or_no_socket_is_not_taken(tmp_path: Path) -> None:
+    install(tmp_path / "state", "a", 1)
+    (tmp_path / "file").write_text("mine")
+
+    with serving(tmp_path) as service:
+        second = edge("serve-model", "--socket", service.path, state=tmp_path / "state")
+        other = edge("serve-model", "--socket", tmp_path / "file", state=tmp_path / "state")
+        assert service.ask({"x": rows()[:1].tolist()})[0]["labels"]
+    left = service.path.exists()  # it was killed
+    with serving(tmp_path) as again:
+        assert again.ask({"x": rows()[:1].tolist()})[0]["labels"]
+
+    assert second.returncode == other.returncode == 2 and left
+    assert "another service listens" in second.stderr and "something else lies" in other.stderr
+    assert (tmp_path / "file").read_text() == "mine"
