@@ -1,7 +1,7 @@
 """A data set as the arrays of a datacenter job: `python -P -m models.datasets.worker JOB.json`.
 
 The job file's `data` are keyword arguments of `models.datasets.load`, with `test_rows`: how many of the held-out
-rows to keep, drawn by the seed; 0: all. A process of its own because a data set may be a user's code. Writes
+rows to keep, drawn by the seed; 0: all; and `public_samples`: train on those rows only that a federation keeps from its clients. A process of its own because a data set may be a user's code. Writes
 `x_train`, `y_train`, `x_test`, `y_test` into the job's `arrays`, and what it found into `result.json`.
 
 With an `encoding`, `characters`, `bytes` or `bpe(n)`, the data set is a text, `shakespeare` or the file `path`, and what
@@ -27,7 +27,7 @@ def load(path: Path, report: process.Report) -> None:
     """The whole job, from its file."""
     job = jobs.read(path)
     asked: dict[str, Any] = dict(job.value("data"))
-    test_rows = asked.pop("test_rows", 0)
+    test_rows, public = asked.pop("test_rows", 0), asked.pop("public_samples", 0)
     report(stage="load")
     if "encoding" in asked:
         jobs.write_result(job.out, _text(job, asked, test_rows))
@@ -40,6 +40,8 @@ def load(path: Path, report: process.Report) -> None:
         )
     if 0 < test_rows < len(test):
         test = np.sort(np.random.default_rng(job.seed).choice(test, test_rows, replace=False))
+    if public:
+        train = np.sort(datasets.public_rows(dataset, public, job.seed))
     folder = job.file("arrays", job.value("arrays"))
     for part, rows in (("train", train), ("test", test)):
         np.save(folder / f"x_{part}.npy", dataset.x[rows], allow_pickle=False)

@@ -15,6 +15,7 @@ converter prints goes to standard error.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule, Node
 
 from edge_client.process import die_with_parent, own_stdout
 from edge_client.train import golden
@@ -48,8 +50,8 @@ from edge_client.wire.manifest import (
     Tolerance,
 )
 from edge_client.wire.strict import Unfit
-from models import zoo
-from models.export import cache
+from models import adaptation, zoo
+from models.export import cache, held
 from models.export.operators import ForeignOperator, minimum_runtime, operators
 from models.export.request import ExportRequest
 from models.export.trace import NotTraceable, Traced, traced
@@ -117,7 +119,7 @@ def convert(request: ExportRequest, cache_dir: Path) -> dict[str, Any]:
         entry = cache.find(folder, key)
         cached = entry is not None
         if entry is None:
-            tflite: bytes = watch.timed("convert", lambda: _tflite(graphs))
+            tflite: bytes = watch.timed("convert", lambda: _stored(_tflite(graphs), request))
             manifest = watch.timed("check", lambda: _checked(draft, spec, tflite))
             entry = cache.store(folder, key, tflite, manifest)
     return {
@@ -170,7 +172,10 @@ def _draft(request: ExportRequest, spec: ModelSpec, graphs: Traced) -> Manifest:
             changes={},
             tolerance=TOLERANCE,
         ),
-        lineage=Lineage(pipeline_step="export", code_version=f"fedloop {version('fedloop')}"),
+        lineage=Lineage(
+            pipeline_step="adapt" if request.model == adaptation.MODEL else "export",
+            code_version=f"fedloop {version('fedloop')}",
+        ),
     )
 
 
@@ -181,16 +186,44 @@ def _fill(value: torch.Tensor) -> Fill:
 
 
 class _Named(nn.Module):
-    """A traced graph that takes its inputs and gives its outputs by name."""
+    """A traced graph that takes its inputs and gives its outputs by name.
 
-    def __init__(self, graph: nn.Module, signature: SignatureSpec) -> None:
+    Tensors that the graph holds itself become buffers here and inputs there: the converter's own tracing loses those of a
+    module within a module.
+    """
+
+    def __init__(self, graph: GraphModule, signature: SignatureSpec) -> None:
         super().__init__()
-        self._graph = graph
+        self._graph = copy.deepcopy(graph)
         self._signature = signature
+        self._held = []
+        for name, value in _lifted(self._graph):
+            self.register_buffer(name, value)
+            self._held.append(name)
 
     def forward(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        outputs = self._graph(*(inputs[name] for name in self._signature.inputs))
+        constants = (getattr(self, name) for name in self._held)
+        outputs = self._graph(*(inputs[name] for name in self._signature.inputs), *constants)
         return dict(zip(self._signature.outputs, outputs, strict=True))
+
+
+def _lifted(graph: GraphModule) -> list[tuple[str, torch.Tensor]]:
+    """Makes what the graph holds its last inputs; their values under new names."""
+    inputs: dict[str, Node] = {}
+    values: list[tuple[str, torch.Tensor]] = []
+    last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
+    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
+        target = str(node.target)
+        if target not in inputs:
+            values.append((f"held_{len(inputs)}", getattr(graph, target).detach()))
+            with graph.graph.inserting_after(last):
+                last = inputs[target] = graph.graph.placeholder(values[-1][0])
+        node.replace_all_uses_with(inputs[target])
+        graph.graph.erase_node(node)
+    for target in inputs:
+        delattr(graph, target)
+    graph.recompile()
+    return values
 
 
 def _tflite(graphs: Traced) -> bytes:
@@ -214,6 +247,11 @@ def _tflite(graphs: Traced) -> bytes:
     except Exception as error:
         raise NotConvertible(f"LiteRT cannot take this model; {_reason(error)}") from error
     return bytes(converted.model_content())
+
+
+def _stored(tflite: bytes, request: ExportRequest) -> bytes:
+    """The file as it is kept: a frozen backbone as the integers that it was made of."""
+    return held.in_eight_bits(tflite) if request.model == adaptation.MODEL else tflite
 
 
 def _checked(draft: Manifest, spec: ModelSpec, tflite: bytes) -> Manifest:

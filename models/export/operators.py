@@ -50,14 +50,26 @@ def operators(tflite: bytes) -> tuple[Operator, ...]:
             over anything but one constant axis.
     """
     model = _model(tflite)
+    for graph in model.subgraphs:
+        for node in graph.operators:
+            if _checked(model.operatorCodes[node.opcodeIndex]) == "REVERSE_V2":
+                _require_one_axis(model, graph, node)
+    return builtin_operators(tflite)
+
+
+def builtin_operators(tflite: bytes) -> tuple[Operator, ...]:
+    """All operations in the file, sorted by name, in whatever version: which runtimes have them is for a trial to say.
+
+    Raises:
+        ForeignOperator: a custom or Flex operation.
+    """
+    model = _model(tflite)
     counts: dict[str, int] = {}
     versions: dict[str, int] = {}
     for graph in model.subgraphs:
         for node in graph.operators:
             code = model.operatorCodes[node.opcodeIndex]
-            name = _checked(code)
-            if name == "REVERSE_V2":
-                _require_one_axis(model, graph, node)
+            name = _builtin(code)
             counts[name] = counts.get(name, 0) + 1
             versions[name] = max(versions.get(name, 1), code.version)
     return tuple(Operator(name, versions[name], counts[name]) for name in sorted(counts))
@@ -76,7 +88,7 @@ def _model(tflite: bytes) -> Any:
     return schema.ModelT.InitFromObj(schema.Model.GetRootAsModel(tflite, 0))
 
 
-def _checked(code: Any) -> str:
+def _builtin(code: Any) -> str:
     """The operation's name."""
     builtin = max(code.builtinCode, code.deprecatedBuiltinCode)
     name: str = _NAMES.get(builtin, f"builtin {builtin}")
@@ -84,6 +96,12 @@ def _checked(code: Any) -> str:
         custom = _text(code.customCode)
         kind = "a Flex operation" if custom.startswith("Flex") else "a custom operation"
         raise ForeignOperator(f"{custom} is {kind}, which only a runtime built with it has")
+    return name
+
+
+def _checked(code: Any) -> str:
+    """The operation's name, when an artifact may use it."""
+    name = _builtin(code)
     if name not in ALLOWED:
         raise ForeignOperator(f"{name} is not among the operations that every supported runtime has")
     if code.version > ALLOWED[name]:

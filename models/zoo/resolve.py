@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any
 
 from torch import nn
 
-from models import user_code
+from models import adaptation, user_code
 from models.zoo.spec import InputDtype, ModelSpec, TaskKind
 
 GROUP = "fedloop.models"
@@ -38,6 +39,8 @@ def get(
     Raises:
         ModelNotFound: unknown name, or the builder refused; `UserCodeError` when a user's module cannot be imported.
     """
+    if name == adaptation.MODEL:
+        return _adapted(input_shape, classes, input_dtype, task, **options)
     builder = user_code.load(name) if ":" in name else _installed(name)
     try:
         built = builder(input_shape=input_shape, classes=classes, **options)
@@ -57,7 +60,28 @@ def get(
             f"model {name!r} must return a torch.nn.Module or a ModelSpec, got {type(built).__name__}"
         )
     spec: ModelSpec = built
-    return spec
+    return replace(spec, name=name, options={**options, **spec.options})  # what finds it again
+
+
+def _adapted(
+    input_shape: tuple[int, ...],
+    classes: int,
+    input_dtype: InputDtype,
+    task: TaskKind,
+    base: str,
+    base_options: dict[str, Any],
+    adapt: str,
+    backbone: str,
+) -> ModelSpec:
+    from models.zoo import adapted
+
+    whole = get(
+        base, input_shape=input_shape, classes=classes, input_dtype=input_dtype, task=task, **base_options
+    )
+    try:
+        return adapted.spec(whole, adapt, backbone)
+    except (adaptation.AdaptationError, OSError) as error:
+        raise ModelNotFound(f"model {base!r} cannot be adapted by {adapt}: {error}") from error
 
 
 def _installed(name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from models import zoo
-from models.compress.distil import Options, distil, distillation_loss
+from models.compress import report
+from models.compress.distil import Options, consensus, distil, distillation_loss, named, step
+from models.compress.step import Context, Data, Model, StepRefused
 from models.labels import PADDING
 from models.pretrain import params
 from models.zoo.spec import masked_cross_entropy
-
-OPTIONS = Options(epochs=1, temperature=3.0, alpha=0.7)
 
 
 def softmax(z: np.ndarray) -> np.ndarray:
@@ -38,8 +37,8 @@ def test_the_loss_equals_a_naive_twin(seed: int, temperature: float, alpha: floa
     soft = (p * np.log(p / q)).sum(-1).mean() * temperature**2
     hard = [-np.log(softmax(said)[row, label]) for row, label in enumerate(y) if label != PADDING]
     expected = alpha * soft + (1 - alpha) * (np.mean(hard) if hard else 0)
-    options = replace(OPTIONS, temperature=temperature, alpha=alpha)
-    actual = distillation_loss(torch.from_numpy(said), torch.from_numpy(taught), torch.from_numpy(y), options)
+    given_logits = torch.from_numpy(said), torch.from_numpy(taught)
+    actual = distillation_loss(*given_logits, torch.from_numpy(y), temperature, alpha)
     assert float(actual) == pytest.approx(expected, abs=1e-9)
 
 
@@ -48,7 +47,7 @@ def test_at_high_temperature_logits_are_matched() -> None:
     generator = torch.Generator().manual_seed(0)
     z, v = torch.randn(2, 1, 6, generator=generator, dtype=torch.float64)
     z, v = (z - z.mean()).requires_grad_(), v - v.mean()
-    loss = distillation_loss(z, v, torch.tensor([2]), replace(OPTIONS, temperature=1e3, alpha=1.0))
+    loss = distillation_loss(z, v, torch.tensor([2]), 1e3, 1.0)
     (gradient,) = torch.autograd.grad(loss, [z])
     torch.testing.assert_close(gradient, (z - v).detach() / 6, atol=1e-3, rtol=0)
 
@@ -58,7 +57,7 @@ def test_without_the_soft_term_it_is_plain_training() -> None:
         torch.randn(4, 3, generator=torch.Generator().manual_seed(0)),
         torch.tensor([0, 1, 2, PADDING]),
     )
-    loss = distillation_loss(logits, torch.full((4, 3), 7.0), y, replace(OPTIONS, alpha=0.0))
+    loss = distillation_loss(logits, torch.full((4, 3), 7.0), y, 3.0, 0.0)
     torch.testing.assert_close(loss, masked_cross_entropy(logits, y))
 
 
@@ -70,7 +69,7 @@ def test_padding_inside_a_sequence_does_not_count_and_an_unlabelled_sequence_doe
     changed_padding[0, 1] += torch.tensor([5.0, 0, 0, 0])
     changed_unlabelled[1, 1] += torch.tensor([5.0, 0, 0, 0])
     base, same, other = (
-        distillation_loss(z, taught, y, OPTIONS) for z in (said, changed_padding, changed_unlabelled)
+        distillation_loss(z, taught, y, 3.0, 0.7) for z in (said, changed_padding, changed_unlabelled)
     )
     torch.testing.assert_close(base, same)
     assert abs(float(base - other)) > 0.01
@@ -80,7 +79,7 @@ def test_a_student_learns_from_what_the_teacher_says_about_unlabelled_rows(world
     nothing = np.full(len(world["x"]), PADDING, np.int32)
     options = Options(epochs=30, batch_size=16, lr=0.01)
     result = distil(
-        world["teacher"], world["student"], world["x"], nothing, options, np.random.default_rng(0)
+        [world["teacher"]], world["student"], world["x"], nothing, options, np.random.default_rng(0)
     )
     x = torch.from_numpy(world["unseen"])
     wanted = world["teacher"](x).argmax(1)
@@ -101,7 +100,9 @@ def test_distilling_changes_neither_module_and_repeats_bit_for_bit(world: dict[s
     state = torch.random.get_rng_state()
     options = Options(epochs=3)
     results = [
-        distil(world["teacher"], world["student"], world["x"], world["y"], options, np.random.default_rng(1))
+        distil(
+            [world["teacher"]], world["student"], world["x"], world["y"], options, np.random.default_rng(1)
+        )
         for _ in range(2)
     ]
     assert results[0].losses == results[1].losses
@@ -110,6 +111,119 @@ def test_distilling_changes_neither_module_and_repeats_bit_for_bit(world: dict[s
     for before, module in zip(given, (world["teacher"], world["student"]), strict=True):
         assert all(np.array_equal(before[name], value) for name, value in tensors(module).items())
     assert torch.equal(state, torch.random.get_rng_state())
+
+
+@given(seed=st.integers(0, 10**6), temperature=st.floats(0.5, 10), teachers=st.integers(1, 4))
+def test_an_ensemble_speaks_with_the_mean_of_its_probabilities(
+    seed: int, temperature: float, teachers: int
+) -> None:
+    logits = np.random.default_rng(seed).normal(size=(teachers, 3, 5)) * 3
+    agreed = consensus([torch.from_numpy(each) for each in logits], temperature).numpy()
+    expected = np.mean([softmax(each / temperature) for each in logits], axis=0)
+    np.testing.assert_allclose(softmax(agreed / temperature), expected, atol=1e-9)
+
+
+def test_a_hint_brings_the_students_layer_nearer_to_the_teachers(world: dict[str, Any]) -> None:
+    """Of what the teacher's layer does over unseen rows, a linear map of the student's explains more with hints."""
+
+    def unexplained(student: nn.Module) -> float:
+        x = torch.from_numpy(world["unseen"])
+        with torch.no_grad():
+            ours, theirs = (module.get_submodule("hidden.0")(x) for module in (student, world["teacher"]))
+        ours = torch.cat([ours, torch.ones(len(x), 1)], 1)
+        rest = theirs - ours @ torch.linalg.lstsq(ours, theirs).solution
+        return float(rest.square().mean() / theirs.var(0).mean())
+
+    left = {}
+    for hint in (0.0, 10.0):
+        options = Options(epochs=15, lr=0.01, alpha=0.0, hint=hint)
+        student = zoo.get("mlp", input_shape=(8,), classes=3, hidden=[4]).build(2)
+        found = distil([world["teacher"]], student, world["x"], world["y"], options, np.random.default_rng(0))
+        left[hint] = unexplained(found.student)
+        assert set(found.student.state_dict()) == set(student.state_dict())  # the regressor is thrown away
+    assert left[10.0] < 0.9 * left[0.0]
+
+
+def test_hints_pass_between_maps_of_different_extent() -> None:
+    wide, narrow = (
+        zoo.get("cnn", input_shape=(6, 6), classes=3, channels=channels) for channels in ([6, 6], [2, 3])
+    )
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(20, 6, 6)).astype(np.float32), rng.integers(0, 3, 20).astype(np.int32)
+    layers = {"hint_teacher": "conv1", "hint_student": "conv2"}
+    options = Options(epochs=1, hint=1.0, **layers)
+    found = distil([wide.build(0)], narrow.build(1), x, y, options, rng)
+    assert np.isfinite(found.losses).all()
+    with pytest.raises(
+        StepRefused, match=r"hint_teacher = 'conv3' is no layer of the teacher; it has conv1, conv2"
+    ):
+        distil([wide.build(0)], narrow.build(1), x, y, Options(hint=1.0, hint_teacher="conv3"), rng)
+    with pytest.raises(StepRefused, match="name layers of one kind"):
+        distil(
+            [wide.build(0)],
+            narrow.build(1),
+            x,
+            y,
+            Options(hint=1.0, hint_teacher="fc", hint_student="conv1"),
+            rng,
+        )
+
+
+def test_a_step_distils_into_the_same_architecture_into_another_or_goes_on(world: dict[str, Any]) -> None:
+    spec = zoo.get("mlp", input_shape=(8,), classes=3, hidden=[32])
+    original = Model(spec, world["teacher"])
+    data = Data(world["x"], world["y"], world["unseen"], world["taught"])
+    context = Context(5, original)
+    again = step(original, data, Options(epochs=8, lr=0.01), context)
+    assert again.spec == spec and again.module is not original.module
+    assert report.accuracy(again.module, data.x_test, data.y_test) > 0.85
+    assert again.facts["teachers"]["original"]["accuracy"] == 1.0
+
+    other = step(original, data, Options(epochs=1, student="mlp(hidden=[4])"), context)
+    assert other.spec.options == {"hidden": [4]}
+    assert report.parameters(other.module) == 8 * 4 + 4 + 4 * 3 + 3
+
+    onwards = step(original, data, Options(epochs=0, start="current"), context)
+    assert all(np.array_equal(a, b) for a, b in zip(params.params_of(onwards.module).values(), params.params_of(original.module).values(), strict=True))  # fmt: skip
+
+    pruned = Model(spec, zoo.get("mlp", input_shape=(8,), classes=3, hidden=[9]).build(0))
+    with pytest.raises(StepRefused, match="cannot be born again; start = 'current' trains it"):
+        step(pruned, data, Options(), context)
+    with pytest.raises(StepRefused, match="give only one"):
+        step(pruned, data, Options(student="mlp", start="current"), context)
+
+
+def test_several_teachers_are_taken_by_name_and_must_fit(world: dict[str, Any]) -> None:
+    spec = zoo.get("mlp", input_shape=(8,), classes=3, hidden=[32])
+    other = zoo.get("mlp", input_shape=(8,), classes=4)
+    data = Data(world["x"], world["y"], world["unseen"], world["taught"])
+    models = {"one": Model(spec, world["teacher"]), "two": Model(spec, spec.build(9)), "odd": Model(other, other.build(0))}  # fmt: skip
+    context = Context(5, models["one"], models)
+    options = Options(epochs=1, teachers="one, two", student="logreg")
+    assert set(step(models["one"], data, options, context).facts["teachers"]) == {"one", "two"}
+    with pytest.raises(
+        StepRefused, match=r"teacher 'odd' takes \(8,\) to 4 classes, the student \(8,\) to 3"
+    ):
+        step(models["one"], data, Options(teachers="odd"), context)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("logregg", "did you mean 'logreg'"),
+        ("mlp(8)", "options are key=value"),
+        ("mlp(hiden=[4])", "hiden"),
+        ("mlp(hidden=open('x'))", "not of the form"),
+    ],
+)
+def test_a_student_that_cannot_be_is_refused(text: str, fault: str) -> None:
+    with pytest.raises(StepRefused, match=fault):
+        named(text, zoo.get("logreg", input_shape=(8,), classes=3))
+
+
+def test_a_students_vocabulary_is_the_teachers() -> None:
+    teacher = zoo.get("textcls", input_shape=(8,), classes=3, input_dtype="int32", vocab=50)
+    assert named("textcls(width=8, heads=2)", teacher).vocab == 50
 
 
 @pytest.fixture(scope="module")
@@ -122,5 +236,5 @@ def world() -> dict[str, Any]:
             parameter.mul_(3)
     student = zoo.get("mlp", input_shape=(8,), classes=3, hidden=[16]).build(2)
     x, unseen = (rng.normal(size=(rows, 8)).astype(np.float32) for rows in (300, 200))
-    y = teacher(torch.from_numpy(x)).argmax(1).int().numpy()
-    return {"teacher": teacher, "student": student, "x": x, "y": y, "unseen": unseen}
+    y, taught = (teacher(torch.from_numpy(rows)).argmax(1).int().numpy() for rows in (x, unseen))
+    return {"teacher": teacher, "student": student, "x": x, "y": y, "unseen": unseen, "taught": taught}

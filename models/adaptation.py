@@ -1,0 +1,112 @@
+"""Fine-tuning of a few params on a frozen, quantized backbone: what is trained, what is frozen, and how both become one model.
+
+    head        the last linear layer is trained, all else is frozen
+    lora(r)     that, and W + (alpha / r) · B · A for the weight W of every other linear layer; Hu 2021, section 4.1
+
+The frozen tensors are no params of such a model: they are constants of its code and of its artifact, which a device fetches
+once. So only what is trained travels, up and down. B starts at zero: the first model is the shipped one, but for the
+rounding of the backbone's matrices to 8 bits.
+
+Numpy alone: the coordinator makes backbones and merges models without a framework. The module is in `models.zoo.adapted`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+SCALE = ":scale"
+"""Ends the name of a backbone tensor that holds the steps of an int8 one, one for each index of its first axis."""
+
+LORA_A, LORA_B = "lora_a", "lora_b"
+MODEL = "adapted"
+"""The name in `models.zoo` of a model with a frozen backbone."""
+
+_LEVELS = 127
+_WRITTEN = re.compile(r"head|lora\(\s*(\d+)\s*(?:,\s*(\d+(?:\.\d*)?)\s*)?\)")
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+class AdaptationError(ValueError):
+    """Not an adaptation, or not one of this model; the message says what was expected."""
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """`rank` is 0 for `head`; `scale` is alpha / rank."""
+
+    kind: Literal["head", "lora"]
+    rank: int = 0
+    scale: float = 1.0
+
+
+def parse(text: str) -> Adaptation:
+    """`head`, `lora(r)` with alpha = r, or `lora(r, alpha)`.
+
+    Raises:
+        AdaptationError: something else.
+    """
+    match = _WRITTEN.fullmatch(text.strip())
+    if match is None:
+        raise AdaptationError(f"{text!r} is not an adaptation; expected head, lora(r) or lora(r, alpha)")
+    if match[1] is None:
+        return Adaptation("head")
+    rank, alpha = int(match[1]), float(match[2] or match[1])
+    if not 1 <= rank <= 4096 or alpha <= 0:
+        raise AdaptationError(f"{text!r}: expected a rank of 1 to 4096 and an alpha above 0")
+    return Adaptation("lora", rank, alpha / rank)
+
+
+def backbone(params: Arrays) -> dict[str, npt.NDArray[Any]]:
+    """The params as they are frozen: matrices and kernels int8 with their steps beside them, the rest float32.
+
+    Symmetric, one step for each index of the first axis, which is the output channel: |w - q·step| <= step / 2.
+    The head starts from here too.
+    """
+    frozen: dict[str, npt.NDArray[Any]] = {}
+    for name, value in params.items():
+        if value.ndim < 2:
+            frozen[name] = np.asarray(value, np.float32)
+            continue
+        largest = np.abs(value).max(axis=tuple(range(1, value.ndim)), keepdims=True)
+        step = np.where(largest > 0, largest / _LEVELS, 1).astype(np.float32)
+        frozen[name] = np.clip(np.rint(value / step), -_LEVELS, _LEVELS).astype(np.int8)
+        frozen[name + SCALE] = step
+    return frozen
+
+
+def restored(frozen: Arrays) -> dict[str, npt.NDArray[np.float32]]:
+    """The float32 params that a backbone stands for."""
+    return {
+        name: np.asarray(value * frozen[name + SCALE] if name + SCALE in frozen else value, np.float32)
+        for name, value in frozen.items()
+        if not name.endswith(SCALE)
+    }
+
+
+def merged(frozen: Arrays, trained: Arrays, adaptation: Adaptation) -> dict[str, npt.NDArray[np.float32]]:
+    """The whole model, float32: what was trained in its place, products of rank r added to their weights.
+
+    Raises:
+        AdaptationError: `trained` holds a tensor that has no place in the backbone.
+    """
+    whole = restored(frozen)
+    for name, value in trained.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == LORA_B:
+            continue
+        target = f"{layer}.weight" if kind == LORA_A else name
+        if target not in whole:
+            raise AdaptationError(f"tensor {name!r} belongs to {target!r}, which the backbone does not have")
+        if kind == LORA_A:
+            product = trained[f"{layer}.{LORA_B}"] @ value
+            whole[target] = np.asarray(whole[target] + adaptation.scale * product, np.float32)
+        else:
+            whole[target] = np.asarray(value, np.float32)
+    return whole

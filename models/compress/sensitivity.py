@@ -1,0 +1,160 @@
+"""Mixed precision: the layers that quantization hurts most stay as they are, all others are quantized.
+
+1. Every layer is quantized alone, and the mean KL divergence of the quantized model's probabilities from the float model's is
+   taken over held-out training rows: the layer's sensitivity (Dong 2019, "HAWQ", and Cai 2020, "ZeroQ", section 3.2, rank
+   layers so).
+2. The whole model is quantized. While its accuracy on the same rows is too far below the float model's, the most sensitive layer
+   that is still quantized is kept, and so on.
+
+Test rows are not looked at in between: what the step promises of them would not be true otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_client.train.trainer import score
+from models.compress import quantize, recipes, report
+from models.compress.recipes import Layer, Ranges
+from models.compress.step import Context, Data, Model, Precision, StepRefused
+from models.options import bounded
+
+_LEAST = 0.01
+"""Of the weights; a mixture with fewer in the lower precision is the float model by another name."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to mix.
+
+    Attributes:
+        precision: of the layers that bear it.
+        kept: of the sensitive ones.
+        max_accuracy_drop: how far below float32 the accuracy on held-out training rows may fall, as a fraction.
+        calibration_rows: at most so many of the other training rows set the ranges of activations.
+        held_out_rows: at most so many, and at most half of the training rows, measure sensitivity.
+    """
+
+    precision: Literal["float16", "weight-int8", "dynamic-int8", "static-int8", "int4"] = "static-int8"
+    kept: Literal["float32", "dynamic-int8"] = "float32"
+    max_accuracy_drop: float = bounded(0.005, 0.0, 1.0)
+    calibration_rows: int = bounded(256, 1, 100_000)
+    held_out_rows: int = bounded(500, 1, 100_000)
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What quantizing one layer alone does. `divergence`: mean KL in nats; `accuracy_loss`: as a fraction."""
+
+    layer: Layer
+    divergence: float
+    accuracy_loss: float
+
+
+@dataclass(frozen=True)
+class _HeldOut:
+    """Rows that measure, and what the float model says of them."""
+
+    x: npt.NDArray[Any]
+    y: npt.NDArray[np.int32]
+    logits: npt.NDArray[np.float32]
+
+    @property
+    def accuracy(self) -> float:
+        return float(score(self.logits, self.y).accuracy)
+
+
+def mixed(model: Model, data: Data, options: Options, context: Context) -> Model:
+    """`model` with a `.tflite` in which as few layers as the bound on accuracy allows are kept.
+
+    Raises:
+        StepRefused: the conversion is wrong, there is too little to measure on, or no mixture holds the bound.
+    """
+    context.tell({"step": "convert"})
+    float32, _ = quantize.faithful(model, data.x_test)
+    chosen = context.rng().permutation(len(data.x_train))
+    held = chosen[: min(options.held_out_rows, len(chosen) // 2)]
+    if not len(held):
+        raise StepRefused(
+            "mixed needs two or more training rows: some to measure sensitivity, others to calibrate on"
+        )
+    x = data.x_train[held]
+    rows = _HeldOut(x, data.y_train[held], report.logits(float32, x))
+    ranges = recipes.calibrate(float32, data.x_train[chosen[len(held) :][: options.calibration_rows]])
+
+    ranking = sensitivities(float32, options.precision, ranges, rows, context)
+    tflite, kept, accuracy = _mixture(float32, ranking, ranges, rows, options, context)
+    quantize.require_weights(tflite, options.precision, least=_LEAST)
+    facts = quantize.gated(float32, tflite, data, "mixed", max_drop=1.0)
+    about = {
+        "kept": [sensitivity.layer.name for sensitivity in kept],
+        "held_out_accuracy": {"float32": rows.accuracy, "mixed": accuracy},
+        "sensitivities": [
+            {
+                **asdict(s.layer),
+                "divergence": s.divergence,
+                "accuracy_loss": s.accuracy_loss,
+                "kept": s in kept,
+            }
+            for s in ranking
+        ],
+    }
+    return Model(model.spec, model.module, tflite, "mixed", {**facts, **about})
+
+
+def sensitivities(
+    float32: bytes, precision: Precision, ranges: Ranges, rows: _HeldOut, context: Context
+) -> list[Sensitivity]:
+    """Of all layers with weights, the most sensitive first."""
+    found = []
+    layers = recipes.layers(float32)
+    for place, layer in enumerate(layers):
+        context.tell({"step": "sensitivity", "layer": layer.name, "number": place + 1, "of": len(layers)})
+        logits = report.logits(recipes.quantize_one(float32, layer, precision, ranges), rows.x)
+        loss = rows.accuracy - float(score(logits, rows.y).accuracy)
+        found.append(Sensitivity(layer, divergence(rows.logits, logits), loss))
+    return sorted(found, key=lambda s: -s.divergence)
+
+
+def divergence(expected: npt.NDArray[np.float32], actual: npt.NDArray[np.float32]) -> float:
+    """Mean KL(expected ‖ actual) of the softmaxes over the last axis, in nats."""
+    p, q = (_log_softmax(logits.astype(np.float64)) for logits in (expected, actual))
+    return float((np.exp(p) * (p - q)).sum(-1).mean())
+
+
+def _mixture(
+    float32: bytes,
+    ranking: Sequence[Sensitivity],
+    ranges: Ranges,
+    rows: _HeldOut,
+    options: Options,
+    context: Context,
+) -> tuple[bytes, list[Sensitivity], float]:
+    """The first mixture that holds the bound, the layers it keeps, and its accuracy on the held-out rows."""
+    accuracies = []
+    for count in range(len(ranking)):
+        kept = list(ranking[:count])
+        scopes = {s.layer.scope: options.kept for s in kept}
+        tflite = recipes.quantize(float32, options.precision, ranges, scopes)
+        accuracy = float(score(report.logits(tflite, rows.x), rows.y).accuracy)
+        context.tell({"step": "mix", "kept": count, "accuracy": accuracy})
+        if rows.accuracy - accuracy <= options.max_accuracy_drop + 1e-9:
+            return tflite, kept, accuracy
+        accuracies.append(accuracy)
+    best = f"{max(accuracies):.4f} at best" if accuracies else "the model has no layer that can be quantized"
+    raise StepRefused(
+        f"no mixture of {options.precision} and {options.kept} is within {100 * options.max_accuracy_drop:.1f} points of "
+        f"float32 ({rows.accuracy:.4f} on {len(rows.x)} held-out rows): {best}; raise max_accuracy_drop, or choose "
+        "dynamic-int8 or weight-int8, which leave activations in float32"
+    )
+
+
+def _log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    shifted = logits - logits.max(-1, keepdims=True)
+    result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return result

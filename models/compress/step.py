@@ -1,0 +1,90 @@
+"""What a step of a compression takes and gives: a model on its way to a device, and the data it may use.
+
+A step is a pure function `(Model, Data, options, Context) -> Model`, registered in `models.compress.pipeline.STEPS` under its
+`kind` with a dataclass of options (`models.options`). Steps that change float params give a `Model` with a `module`;
+quantization gives one with a `tflite` besides, whose precision says what became of it. A module whose layers changed size or
+number is still told by its spec and its params alone: `models.compress.structure.rebuilt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from models.zoo.spec import ModelSpec
+
+Precision = Literal[
+    "float32", "float16", "weight-int8", "dynamic-int8", "static-int8", "mixed", "int4", "codebook"
+]
+Options = TypeVar("Options", contravariant=True)
+
+
+class StepRefused(ValueError):
+    """The step cannot be done on this model, or its result is not what was asked for; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model between two steps. Never changed in place.
+
+    Attributes:
+        spec: as in the zoo; names, shapes of input and output, loss.
+        module: float, in evaluation mode; may have fewer channels or more layers than `spec.module()`.
+        tflite: the file for devices, once there is one: `infer(x[1, …]) -> logits[1, …]`.
+        precision: of `tflite`, float32 while there is none.
+        facts: what the step found out, as JSON, for the report.
+    """
+
+    spec: ModelSpec
+    module: nn.Module
+    tflite: bytes | None = None
+    precision: Precision = "float32"
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Rows that teach and calibrate, and rows that score. Labels are int32, `PADDING` where there is none.
+
+    Attributes:
+        x_train: [N, …]; x_test: [M, …], never trained or calibrated on.
+        x_extra: rows without labels, for a teacher.
+    """
+
+    x_train: npt.NDArray[Any]
+    y_train: npt.NDArray[np.int32]
+    x_test: npt.NDArray[Any]
+    y_test: npt.NDArray[np.int32]
+    x_extra: npt.NDArray[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What else a step may use.
+
+    Attributes:
+        seed: of the step; a generator of its own is made from it, so that a step resumed alone draws the same.
+        original: the model the pipeline began with: the teacher, unless the step names others.
+        teachers: further ones by name.
+        tell: progress, any JSON.
+    """
+
+    seed: int
+    original: Model
+    teachers: Mapping[str, Model] = field(default_factory=dict)
+    tell: Callable[[Mapping[str, Any]], None] = lambda line: None
+
+    def rng(self) -> np.random.Generator:
+        return np.random.default_rng(self.seed)
+
+
+class Step(Protocol[Options]):
+    """One kind of step."""
+
+    def __call__(self, model: Model, data: Data, options: Options, context: Context) -> Model:
+        """Raises StepRefused."""

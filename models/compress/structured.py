@@ -1,0 +1,202 @@
+"""Structured pruning: whole channels go, so that the model is smaller and faster on any device.
+
+torch-pruning finds which layers must lose the same channel together (DepGraph, Fang 2023): a convolution, its norm, what reads
+it, and everything a residual connection adds it to. A group's channel is worth the mean magnitude of all its weights in those layers;
+the least worth go, in rounds with fine-tuning between them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from models.compress import report, sparsity
+from models.compress.prune import labelled
+from models.compress.step import Context, Data, Model, StepRefused
+from models.compress.structure import StructureError, rebuilt
+from models.compress.tuning import Tuning, tune
+from models.job import JobError
+from models.options import bounded
+from models.pretrain.params import params_of
+from models.zoo.spec import ModelSpec
+
+_ROOTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_KNOWN = (*_ROOTS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
+
+
+@dataclass(frozen=True)
+class Options(Tuning):
+    """How to prune channels; the options of `Tuning` are those of the fine-tuning after every round.
+
+    Attributes:
+        ratio: share of the channels of every layer that goes; with `global` of all layers together. Weights go about twice: a ratio of
+            0.5 leaves a quarter of the weights between two layers that both lose half.
+        rounds: the channels go in so many rounds, each with its own fine-tuning.
+        per_layer: `uniform` takes the same share from every layer, `global` ranks channels of all layers together, and a
+            layer that would lose all of them keeps all.
+        norm: of a channel's weights, `l1` or `l2`.
+        round_to: channels that are left are a multiple of this; groups of a GroupNorm stay even in any case.
+        keep: layers whose name begins with one of these, separated by commas, keep all their output channels.
+    """
+
+    ratio: float = bounded(0.5, 0.0, 0.95)
+    rounds: int = bounded(2, 1, 100)
+    per_layer: Literal["uniform", "global"] = "uniform"
+    norm: Literal["l1", "l2"] = "l2"
+    round_to: int = bounded(1, 1, 1024)
+    keep: str = ""
+
+
+def structured(model: Model, data: Data, options: Options, context: Context) -> Model:
+    """`model` with fewer channels, fine-tuned; input and classes stay. Weights that are zero stay zero.
+
+    Raises:
+        StepRefused: channels of this architecture cannot be taken out, or the result would not be told by its params.
+    """
+    rng, rows = context.rng(), labelled(data, options)
+    _require_known_layers(model)
+    module = copy.deepcopy(model.module).requires_grad_(True)  # gradients are what torch-pruning traces
+    pruner = _pruner(module, model.spec, options)
+    for turn in range(1, options.rounds + 1):
+        _cut(pruner, module, model.spec)
+        tune(
+            module,
+            rows.x,
+            rows.y,
+            options,
+            rng,
+            lambda module, x, y: model.spec.loss(module(x), y),
+            after_step=sparsity.zeros_kept(module),
+            on_epoch=lambda epoch, loss, turn=turn: context.tell(  # type: ignore[misc]
+                {"stage": "structured", "round": turn, "epoch": epoch, "loss": loss}
+            ),
+        )
+    _require_told_by_params(module, model.spec)
+    facts = {
+        "ratio": options.ratio,
+        "channels": {
+            name: {"before": before, "after": _channels(module.get_submodule(name))}
+            for name, before in _widths(model.module).items()
+        },
+        "parameters": {"before": report.parameters(model.module), "after": report.parameters(module)},
+        "macs": {"before": report.macs(model.module, model.spec), "after": report.macs(module, model.spec)},
+        "bytes": {"before": 4 * report.parameters(model.module), "after": 4 * report.parameters(module)},
+    }
+    return Model(model.spec, module, facts=facts)
+
+
+def _require_known_layers(model: Model) -> None:
+    """torch-pruning follows channels through these layers. What it does to others' parameters nobody has checked."""
+    for name, layer in model.module.named_modules():
+        if layer._parameters and not isinstance(layer, _KNOWN):
+            raise StepRefused(
+                f"structured cannot take channels out of {model.spec.name!r}: {name or 'the module'} is a {type(layer).__name__}, "
+                "expected Linear, convolutions, BatchNorm and GroupNorm only; transformers and recurrent models become smaller "
+                "by kind = 'lowrank', or by kind = 'distil' into a smaller one"
+            )
+
+
+def _pruner(module: nn.Module, spec: ModelSpec, options: Options) -> Any:
+    """Of torch-pruning, ready to cut in rounds. The layer that gives the logits keeps its outputs."""
+    import torch_pruning
+
+    reached = sparsity.called(module, spec)
+    roots = [name for name in reached if isinstance(module.get_submodule(name), _ROOTS)]
+    kept = tuple(prefix.strip() for prefix in options.keep.split(",") if prefix.strip())
+    ignored = [name for name in roots if name == roots[-1] or (kept and name.startswith(kept))]
+    if options.per_layer == "uniform":
+        _require_something_left(module, [name for name in reached if name not in ignored], spec, options)
+    try:
+        return torch_pruning.pruner.BasePruner(
+            module,
+            spec.example_batch(1)[0],
+            importance=torch_pruning.importance.GroupMagnitudeImportance(p=1 if options.norm == "l1" else 2),
+            global_pruning=options.per_layer == "global",
+            pruning_ratio=options.ratio,
+            iterative_steps=options.rounds,
+            ignored_layers=[module.get_submodule(name) for name in ignored],
+            round_to=_multiple(module, options),
+            # its defaults are dicts that all pruners of a process share and write to
+            in_channel_groups={},
+            out_channel_groups={},
+            num_heads={},
+        )
+    except Exception as error:  # whatever the tracing of an architecture unknown to it runs into
+        raise _untraceable(spec, error) from error
+
+
+def _multiple(module: nn.Module, options: Options) -> int:
+    """What torch-pruning is to round to. It cuts as much from each group of a GroupNorm, and rounds that, not their sum."""
+    groups = {layer.num_groups for layer in module.modules() if isinstance(layer, nn.GroupNorm)}
+    return options.round_to // math.gcd(options.round_to, *groups) if groups else options.round_to
+
+
+def _require_something_left(
+    module: nn.Module, names: Sequence[str], spec: ModelSpec, options: Options
+) -> None:
+    """torch-pruning leaves a layer whole that would lose everything, and says nothing."""
+    multiple = _multiple(module, options)
+    for name in names:
+        layer = module.get_submodule(name)
+        if isinstance(layer, nn.GroupNorm):
+            groups, channels = layer.num_groups, layer.num_channels
+        elif isinstance(layer, _ROOTS):
+            groups, channels = 1, _channels(layer)
+        else:
+            continue
+        left = int(channels // groups * (1 - options.ratio))
+        if left - left % multiple < 1:
+            inside = f" in {groups} groups" if groups > 1 else ""
+            raise StepRefused(
+                f"ratio = {options.ratio} with round_to = {options.round_to} leaves nothing of {name} of {spec.name!r}, which has "
+                f"{channels} channels{inside}; lower ratio (at most {1 - groups / channels:.2f}), or name the layer in keep"
+            )
+
+
+def _cut(pruner: Any, module: nn.Module, spec: ModelSpec) -> None:
+    """One round, in place."""
+    try:
+        pruner.step()
+        x, _ = spec.example_batch(2)
+        with torch.no_grad():
+            logits = module.eval()(x)
+    except Exception as error:
+        raise _untraceable(spec, error) from error
+    if logits.shape[0] != len(x) or logits.shape[-1] != spec.classes:
+        raise _untraceable(
+            spec, f"it answers with {tuple(logits.shape)}, expected 2 rows of {spec.classes} classes"
+        )
+
+
+def _untraceable(spec: ModelSpec, problem: object) -> StepRefused:
+    return StepRefused(
+        f"structured cannot take channels out of {spec.name!r}, sizes are part of its forward pass: {problem}; "
+        "read sizes from tensors there, or use kind = 'prune' or 'lowrank'"
+    )
+
+
+def _require_told_by_params(module: nn.Module, spec: ModelSpec) -> None:
+    """What is passed on is the spec and the params; they must be the whole truth."""
+    x, _ = spec.example_batch(2)
+    try:
+        again = rebuilt(spec, params_of(module))
+    except (StructureError, JobError) as error:
+        raise _untraceable(spec, error) from error
+    with torch.no_grad():
+        if not torch.equal(again(x), module(x)):
+            raise _untraceable(spec, "rebuilt from its params it answers otherwise")
+
+
+def _widths(module: nn.Module) -> dict[str, int]:
+    """Layer -> output channels."""
+    return {name: _channels(layer) for name, layer in module.named_modules() if isinstance(layer, _ROOTS)}
+
+
+def _channels(layer: nn.Module) -> int:
+    return len(layer.get_parameter("weight"))

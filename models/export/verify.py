@@ -1,0 +1,112 @@
+"""A release tried on every runtime that we ship, each in a process of its own: which of them may claim it, and why not others.
+
+| runtime        | where                                                                   |
+|----------------|-------------------------------------------------------------------------|
+| litert         | this environment                                                        |
+| tflite-runtime | the interpreter that FEDLOOP_TFLITE_RUNTIME_PYTHON or an option names   |
+| tflite-micro   | this environment                                                        |
+
+A runtime that is not here is not claimed, and the verdict says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_client.process import bound, worker_environment
+from edge_client.wire.inference import RuntimeKind
+
+PYTHON_VARIABLE = "FEDLOOP_TFLITE_RUNTIME_PYTHON"
+"""Names the interpreter of an environment with tflite-runtime and this software."""
+
+RUNTIMES: tuple[RuntimeKind, ...] = ("litert", "tflite-runtime", "tflite-micro")
+
+_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one runtime said to a release.
+
+    Attributes:
+        refused: why it may not be claimed; empty where it passed.
+        accuracy: on the manifest's real rows.
+        memory_bytes: that opening it and one inference took; arena_bytes of tflite-micro.
+    """
+
+    runtime: RuntimeKind
+    refused: str = ""
+    accuracy: float | None = None
+    memory_bytes: int | None = None
+    arena_bytes: int | None = None
+
+    @property
+    def passed(self) -> bool:
+        return not self.refused
+
+
+def verify(folder: Path, tflite_runtime: Path | None = None) -> tuple[Verdict, ...]:
+    """The verdicts on the release in `folder`, in the order of `RUNTIMES`. Its manifest must claim all of them.
+
+    Args:
+        tflite_runtime: interpreter of an environment that has it; None: what FEDLOOP_TFLITE_RUNTIME_PYTHON names.
+    """
+    return tuple(_verdict(kind, folder, tflite_runtime) for kind in RUNTIMES)
+
+
+def _verdict(kind: RuntimeKind, folder: Path, tflite_runtime: Path | None) -> Verdict:
+    if kind == "litert":
+        return _asked(kind, [sys.executable, "-P", "-m", "edge_client.infer", str(folder)])
+    if kind == "tflite-micro":
+        return _asked(kind, [sys.executable, "-P", "-m", "models.export.micro", str(folder)])
+    named = os.environ.get(PYTHON_VARIABLE)
+    python = tflite_runtime or (Path(named) if named else None)
+    if python is None:
+        return Verdict(kind, f"not tried: {PYTHON_VARIABLE} names no interpreter that has it")
+    if not python.is_file():
+        return Verdict(kind, f"not tried: {python} does not exist")
+    return _asked(kind, [str(python), "-P", "-m", "edge_client.infer", str(folder)])
+
+
+def _asked(kind: RuntimeKind, command: Sequence[str]) -> Verdict:
+    """What a process answers that poses the golden question to its runtime."""
+    # The other environment has modules of its own.
+    environment = {name: value for name, value in worker_environment().items() if name != "PYTHONPATH"}
+    try:
+        done = subprocess.run(
+            bound(command),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        return Verdict(kind, f"gave no answer within {_SECONDS} seconds")
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        return Verdict(kind, _last_words(done))
+    if answer["runtime"] != kind:
+        return Verdict(kind, f"not tried: {command[0]} has {answer['runtime']}")
+    return Verdict(
+        kind,
+        answer.get("refused", ""),
+        answer.get("accuracy"),
+        answer.get("memory_bytes"),
+        answer.get("arena_bytes"),
+    )
+
+
+def _last_words(done: subprocess.CompletedProcess[str]) -> str:
+    said = (done.stderr.strip().splitlines() or ["nothing"])[-1][:300]
+    if done.returncode < 0:
+        return f"it crashed ({signal.Signals(-done.returncode).name}): {said}"
+    return f"it ended with status {done.returncode}: {said}"

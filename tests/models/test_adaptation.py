@@ -1,0 +1,169 @@
+"""Few trained params on a frozen, 8-bit backbone: what is trained, what stays, and the whole model afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from edge_client.train.litert_trainer import LiteRTRuntime
+from edge_client.train.torch_trainer import TorchRuntime, load, read
+from edge_client.train.trainer import Trainer, TrainTask
+from edge_client.wire import arrays, manifest
+from models import adaptation, zoo
+from models.compress import stored
+from models.export.request import ExportRequest, export
+from models.zoo.resolve import ModelNotFound
+from models.zoo.spec import ModelSpec
+from strategies.params import Params
+from tests.support.artifacts import BATCH, ROOT, cache_dir, lived_in, local_examples
+
+SHAPE, CLASSES = (12,), 5
+BASE = zoo.get("mlp", input_shape=SHAPE, classes=CLASSES, hidden=[16, 8])
+TASK = TrainTask(seed=5, batch_size=BATCH, lr=0.1, epochs=1)
+
+
+@pytest.mark.parametrize("written", ["heads", "lora", "lora(0)", "lora(2, 0)", "lora(2)(3)", "lora(99999)"])
+def test_what_is_no_adaptation_is_refused(written: str) -> None:
+    with pytest.raises(adaptation.AdaptationError, match="expected"):
+        adaptation.parse(written)
+
+
+def test_alpha_is_the_rank_unless_given() -> None:
+    assert adaptation.parse("lora(4)").scale == 1
+    assert adaptation.parse("lora( 4 , 8 )").scale == 2
+
+
+def test_a_backbone_is_off_by_half_a_step_at_most_and_is_its_own_backbone() -> None:
+    params = {"w": np.random.default_rng(0).normal(0, 2, (6, 3, 3)).astype(np.float32), "b": np.ones(6, "f4")}
+    params["w"][2] = 0
+
+    frozen = adaptation.backbone(params)
+    whole = adaptation.restored(frozen)
+
+    assert frozen["w"].dtype == np.int8
+    np.testing.assert_array_equal(whole["b"], params["b"])
+    half = np.abs(params["w"]).max(axis=(1, 2), keepdims=True) / 254
+    assert (np.abs(whole["w"] - params["w"]) <= half * 1.0001).all()
+    np.testing.assert_array_equal(adaptation.restored(adaptation.backbone(whole))["w"], whole["w"])
+
+
+@pytest.mark.parametrize("how", ["head", "lora(2, 4)"])
+def test_the_first_model_is_the_shipped_one_on_its_backbone(how: str, tmp_path: Path) -> None:
+    spec, frozen = adapted(how, tmp_path)
+    module = spec.build(3)
+    x = torch.randn(7, *SHAPE)
+
+    torch.testing.assert_close(module(x), with_params(adaptation.restored(frozen))(x))
+
+
+@pytest.mark.parametrize(
+    ("how", "trained"),
+    [
+        ("head", {"fc.weight", "fc.bias"}),
+        (
+            "lora(2, 4)",
+            {"fc.weight", "fc.bias"} | {f"hidden.{i}.lora_{part}" for i in (0, 1) for part in "ab"},
+        ),
+    ],
+)
+def test_a_step_is_pytorchs_in_litert_and_the_merged_model_answers_as_the_adapted_one(
+    how: str, trained: set[str], tmp_path: Path
+) -> None:
+    spec, frozen = adapted(how, tmp_path)
+    runtime = litert(spec, how, tmp_path)
+    module = spec.build(3)
+    params = lived_in(read(module), seed=1)
+    data = local_examples(spec, 2 * BATCH + 3, seed=2)
+
+    got, expected = (
+        Trainer(each).train(params, TASK, data).update.delta
+        for each in (runtime, TorchRuntime(module, spec.loss))
+    )
+
+    assert set(got) == set(expected) == set(params) == trained
+    for name in trained:
+        np.testing.assert_allclose(got[name], expected[name], atol=1e-5)
+        assert np.abs(got[name]).max() > 1e-4
+    after = {name: params[name] + got[name] for name in params}
+    whole = adaptation.merged(frozen, after, adaptation.parse(how))
+    assert {name: value.shape for name, value in whole.items()} == {
+        name: value.shape for name, value in read(BASE.build(0)).items()
+    }
+    if how == "head":
+        frozen_ones = adaptation.restored(frozen)
+        for name in whole.keys() - trained:
+            np.testing.assert_array_equal(whole[name], frozen_ones[name])
+    np.testing.assert_allclose(
+        runtime.logits(after, data.x), with_params(whole)(torch.from_numpy(data.x)).detach(), atol=1e-5
+    )
+
+
+def test_running_statistics_are_part_of_the_backbone(tmp_path: Path) -> None:
+    base = zoo.get("resnet8", input_shape=(8, 8), classes=10, norm="batch", width=8)
+    frozen = adaptation.backbone(lived_in(read(base.build(0)), seed=4))
+    module = of(base, "head", written(frozen, tmp_path)).build(0)
+
+    assert set(module.state_dict()) == {"fc.weight", "fc.bias"}
+    moved = module.state_dict(keep_vars=True)["fc.weight"]
+    assert [parameter is moved for _, parameter in module.named_parameters()] == [True, False]
+    merged = adaptation.merged(frozen, read(module), adaptation.parse("head"))
+    assert merged.keys() == read(base.build(0)).keys()
+
+
+def test_a_model_that_cannot_be_adapted_like_this_is_refused_in_words(tmp_path: Path) -> None:
+    logreg = zoo.get("logreg", input_shape=SHAPE, classes=CLASSES)
+    path = written(adaptation.backbone(read(logreg.build(0))), tmp_path)
+    with pytest.raises(ModelNotFound, match=r"no linear layer besides its head 'fc'; take adapt = 'head'"):
+        of(logreg, "lora(2)", path)
+    with pytest.raises(ModelNotFound, match="No such file"):
+        of(logreg, "head", tmp_path / "absent.safetensors")
+
+
+def adapted(how: str, folder: Path) -> tuple[ModelSpec, dict[str, np.ndarray]]:
+    """An adapted model, and its backbone."""
+    frozen = adaptation.backbone(lived_in(read(BASE.build(0)), seed=9))
+    return of(BASE, how, written(frozen, folder)), frozen
+
+
+def written(frozen: Params, folder: Path) -> Path:
+    path = folder / "backbone.safetensors"
+    path.write_bytes(arrays.encode(frozen))
+    return path
+
+
+def of(base: ModelSpec, how: str, backbone: Path) -> ModelSpec:
+    return zoo.get(
+        adaptation.MODEL,
+        input_shape=base.input_shape,
+        classes=base.classes,
+        base=base.name,
+        base_options=dict(base.options),
+        adapt=how,
+        backbone=str(backbone),
+    )
+
+
+def litert(spec: ModelSpec, how: str, folder: Path) -> LiteRTRuntime:
+    options = {
+        "base": BASE.name,
+        "base_options": dict(BASE.options),
+        "adapt": how,
+        "backbone": str(folder / "backbone.safetensors"),
+    }
+    request = ExportRequest(adaptation.MODEL, options, SHAPE, CLASSES, batch_size=BATCH)
+    found = export(request, cache_dir(), code_folder=ROOT)
+    described = manifest.from_json(found.manifest.read_bytes())
+    assert str(folder) not in found.manifest.read_text()
+    kept = stored.tensors(found.tflite.read_bytes())
+    large = [tensor.dtype for tensor in kept if tensor.constant and tensor.size >= 16 * 12]
+    assert large and set(large) == {"int8"}
+    return LiteRTRuntime(found.tflite, described)
+
+
+def with_params(params: Params) -> torch.nn.Module:
+    module = BASE.build(0).eval()
+    load(module, params)
+    return module

@@ -1,0 +1,71 @@
+"""Figures of a model: MACs by hand, accuracy alike in torch and LiteRT, latencies of what was asked, and Pareto fronts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models import zoo
+from models.compress import quantize, report
+from models.compress.step import Model
+
+
+def test_macs_are_those_counted_by_hand() -> None:
+    spec = zoo.get("cnn", input_shape=(8, 8), classes=10, channels=[8, 16], hidden=32)
+    module = spec.build(0)
+    convolutions = 8 * 8 * 8 * 9 + 4 * 4 * 16 * 8 * 9
+    assert report.macs(module, spec) == convolutions + 256 * 32 + 32 * 10
+    assert report.parameters(module) == 8 * 9 + 8 + 16 * 8 * 9 + 16 + 256 * 32 + 32 + 320 + 10
+
+
+def test_zeros_are_parameters_that_compress() -> None:
+    spec = zoo.get("mlp", input_shape=(64,), classes=10)
+    module = spec.build(0)
+    x, y = np.zeros((4, 64), np.float32), np.arange(4, dtype=np.int32)
+    before = report.figures(Model(spec, module), x, y)
+    module.get_submodule("hidden.0").weight.data[:32] = 0
+    after = report.figures(Model(spec, module), x, y)
+    assert (after.parameters, after.bytes) == (before.parameters, before.bytes)
+    assert after.nonzero == before.nonzero - 32 * 64
+    assert after.compressed_bytes < 0.7 * before.compressed_bytes < before.bytes
+
+
+@pytest.mark.slow
+def test_a_file_is_scored_as_its_module_is(tmp_path: Path) -> None:
+    spec = zoo.get("mlp", input_shape=(8,), classes=4)
+    module = spec.build(1)
+    quantize.convert(module, spec, tmp_path / "model.tflite")
+    content = (tmp_path / "model.tflite").read_bytes()
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(50, 8)).astype(np.float32), rng.integers(0, 4, 50).astype(np.int32)
+    np.testing.assert_allclose(report.logits(content, x), report.logits(module, x), atol=1e-5)
+    y[:10] = -1
+    expected = (report.logits(module, x)[10:].argmax(1) == y[10:]).mean()
+    assert report.accuracy(content, x, y) == pytest.approx(expected) == report.accuracy(module, x, y)
+    figures = report.figures(Model(spec, module, content), x, y)
+    assert figures.bytes == len(content)
+    found = report.latency({"file": content, "module": module}, x, turns=2)
+    assert set(found) == {"file", "module"} and min(found.values()) > 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
+def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
+    chosen = [points[place] for place in report.front(points)]
+    beaten = {
+        point for point in points if any(o != point and o[0] <= point[0] and o[1] >= point[1] for o in points)
+    }
+    assert chosen == sorted(set(points) - beaten)
+
+
+def test_the_plot_shows_rows_without_a_latency_too(tmp_path: Path) -> None:
+    rows = [
+        {"name": "source", "accuracy": 0.9, "bytes": 3000, "latency_us": None},
+        {"name": "quantize", "accuracy": 0.89, "bytes": 900, "latency_us": 12.0},
+    ]
+    report.plot(rows, tmp_path / "pareto.png")
+    assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    report.plot(rows[:1], tmp_path / "one.png")

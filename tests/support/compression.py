@@ -1,0 +1,43 @@
+"""Small trained models on digits, for steps of compression."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from models import datasets, zoo
+from models.compress.step import Context, Data, Model
+from models.compress.tuning import Tuning, tune
+
+
+def digits() -> Data:
+    loaded = datasets.load("digits", seed=7)
+    learnt, test = ~loaded.test, loaded.test
+    return Data(loaded.x[learnt], loaded.y[learnt], loaded.x[test], loaded.y[test])
+
+
+def trained(name: str, data: Data, epochs: int, lr: float = 3e-3, **options: Any) -> Model:
+    """One of the zoo, trained on `data` with one seed."""
+    spec = zoo.get(name, input_shape=data.x_train.shape[1:], classes=10, **options)
+    module = spec.build(7)
+    tune(
+        module,
+        data.x_train,
+        data.y_train,
+        Tuning(epochs=epochs, batch_size=32, lr=lr),
+        np.random.default_rng(7),
+        lambda module, x, y: spec.loss(module(x), y),
+    )
+    return Model(spec, module.eval())
+
+
+def context(model: Model, seed: int = 3) -> Context:
+    return Context(seed, model)
+
+
+def accuracy(model: Model, data: Data) -> float:
+    with torch.inference_mode():
+        said = model.module(torch.from_numpy(data.x_test)).argmax(-1).numpy()
+    return float((said == data.y_test).mean())
