@@ -12,10 +12,10 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 SOURCES := coordinator edge_client strategies models tests fedloop.py _fedloop_command.py
 
-.PHONY: help setup constrained demo demo-fleet test coverage check bench clean
+.PHONY: help setup constrained demo demo-fleet demo-loop test coverage check bench clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 setup: $(STAMP) ## make .venv with everything; nothing to do the second time
 
@@ -38,6 +38,9 @@ demo: setup ## the whole loop on digits: pretrain, distil, quantize, federate, r
 
 demo-fleet: setup ## a coordinator and four devices on this machine, as real processes, train digits together
 	$(BIN)/fedloop demo-fleet
+
+demo-loop: setup ## the whole circle: pretrain, compress, signed release, rollout to daemons, training there, next release
+	$(BIN)/fedloop demo-loop
 
 check: setup ## the fast loop: format, lint, types, import rules, unit tests
 	$(BIN)/ruff format --check $(SOURCES)

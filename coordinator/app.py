@@ -17,10 +17,11 @@ from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from coordinator.api import devices, events, runs, system, tokens, why
+from coordinator.api import devices, events, models, releases, rollouts, runs, system, tokens, why
 from coordinator.api.deps import admin
 from coordinator.db.store import is_disk_full
 from coordinator.device_api import answers, blobs, checkin, enrolment, uploads
+from coordinator.device_api import releases as device_releases
 from coordinator.errors import Refusal, UserError
 from coordinator.metrics import Metrics
 from coordinator.middleware import LimitedBodies, Observed, OnlyHosts
@@ -63,7 +64,7 @@ def operator_app(services: Services, runs_of_process: RunService, metrics: Metri
     app.state.runs = runs_of_process
     app.state.metrics = metrics
     app.state.started_at = services.clock()
-    for routes in (devices, tokens, why, runs, events, system):
+    for routes in (devices, tokens, why, runs, models, releases, rollouts, events, system):
         app.include_router(routes.router, prefix=OPERATOR_PREFIX, dependencies=[Depends(admin)])
     app.include_router(system.open_router)
     _answer_errors(app)
@@ -77,7 +78,7 @@ def device_app(services: Services, metrics: Metrics) -> FastAPI:
     """The device API. Its contract is `edge_client.wire.device`, so it has no OpenAPI document."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.services = services
-    for routes in (enrolment, checkin, blobs, uploads, answers):
+    for routes in (enrolment, checkin, blobs, uploads, answers, device_releases):
         app.include_router(routes.router, prefix=DEVICE_PREFIX)
     _answer_errors(app)
     app.add_middleware(Observed, api="device", metrics=metrics, failure=_failure)

@@ -20,7 +20,17 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from coordinator import compress_commands, device_commands, fleet_commands, ownership, pretrain_commands
+from coordinator import (
+    compress_commands,
+    device_commands,
+    export_commands,
+    fleet_commands,
+    model_commands,
+    ownership,
+    pretrain_commands,
+    release_commands,
+    rollout_commands,
+)
 from coordinator import doctor as checks
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.fleet_commands import ExperimentFile, Sets
@@ -124,6 +134,21 @@ def demo_fleet(out: Out = None, as_json: Json = False) -> None:
         Console(soft_wrap=True).print(fleet_lines(result), highlight=False)
 
 
+@app.command("demo-loop", epilog="Example: fedloop demo-loop --out runs/my-loop")
+def demo_loop(out: Out = None, as_json: Json = False) -> None:
+    """Run the whole circle on this machine: pretrain, compress, release, roll out to daemons, train there, release again."""
+    from coordinator import demo_loop as demonstration
+    from coordinator.display import RichProgress, loop_lines
+
+    folder = out or _default_out("demo-loop")
+    with RichProgress(Console(stderr=True)) as progress:
+        result = demonstration.demo_loop(folder, progress, lambda line: typer.echo(f"  $ {line}", err=True))
+    if as_json:
+        typer.echo((folder / "demo-loop.json").read_text("utf-8"))
+    else:
+        Console(soft_wrap=True).print(loop_lines(result), highlight=False)
+
+
 @app.command(epilog="Example: fedloop doctor --json")
 def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
     """Check this installation: who owns our names, which runtimes work, where data is looked for."""
@@ -145,8 +170,17 @@ app.command(epilog="Example: fedloop run my.toml --set federation.rounds=5 --out
 app.command(epilog="Example: fedloop compress runs/shakespeare --student charlm --set student.width=48")(
     compress_commands.compress
 )
+app.command(
+    "compress-search", epilog="Example: fedloop compress-search runs/digits --memory 64KB --accuracy 0.95"
+)(compress_commands.compress_search)
+app.command(epilog="Example: fedloop export runs/compressed --name digits --out runs/release")(
+    export_commands.export
+)
 app.add_typer(device_commands.app, name="device")
+app.add_typer(model_commands.app, name="model")
 app.add_typer(pretrain_commands.app, name="pretrain")
+app.add_typer(rollout_commands.app, name="rollout")
+app.add_typer(release_commands.app, name="release")
 
 
 def main() -> None:

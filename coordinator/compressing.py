@@ -1,8 +1,8 @@
-"""From a trained model to one that a device can run: distil where need be, then quantize.
+"""From a trained model to one that a device can run, by a pipeline of steps.
 
-    1. the source: a folder of `fedloop pretrain`, or of a finished run, with its model and its data
-    2. distil     a student, where one is asked for or devices cannot run the model itself
-    3. quantize   to float32 and int8 `.tflite`
+    1. the source: a folder of `fedloop pretrain`, of a finished run, or of an earlier compression, with its model and its data
+    2. the pipeline: a TOML file's; without one a student is distilled where need be, and quantized to int8
+    3. the steps, in a worker process, each kept as soon as it is done (`models.compress.pipeline`)
     4. the report, with the lineage of every file
 
 A pretraining's own training rows teach and calibrate. Of a run only the held-out rows are the coordinator's: half of
@@ -12,8 +12,10 @@ them calibrate, the other half score.
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,30 +30,46 @@ from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiment import Section, changed
 from coordinator.jobs import Job, JobFailed
 from coordinator.pretrain_config import Model
-from coordinator.pretraining import CONFIG, LINEAGE, MODEL, MODEL_KEYS, REPORT, Surroundings
+from coordinator.pretraining import LINEAGE, MODEL, MODEL_KEYS, REPORT, Surroundings
 from coordinator.sections import described, wrong
 from edge_client.files import write_durably
 from models import catalog
 
-PARAMS = "model.safetensors"
+PARAMS, TFLITE, PIPELINE = "model.safetensors", "model.tflite", "pipeline.toml"
 _STUDENTS = {"token sequences": "charlm", "tokens": "textcls", "images": "cnn", "any": "mlp"}
 
 
-class Compression(Section):
+class Pipeline(Section):
     """How to compress.
 
     Attributes:
-        student: `name` and options of the model to distil into.
-        rows: at most so many rows teach it.
-        test_rows: at most so many rows score every stage.
-        distil, quantize: options of those stages.
+        rows: at most so many rows teach and calibrate.
+        test_rows: at most so many rows score every step.
+        seed: of rows and steps; the source's own unless given.
+        step: `kind` and the options of that kind, one table a step.
     """
 
-    student: Model = Model()
     rows: int = Field(2000, ge=1)
     test_rows: int = Field(500, ge=1)
-    distil: dict[str, Any] = Field(default_factory=dict)
-    quantize: dict[str, Any] = Field(default_factory=dict)
+    seed: int | None = Field(None, ge=0)
+    step: list[dict[str, Any]] = Field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command asks for.
+
+    Attributes:
+        pipeline: without a step, the default one.
+        source: what messages call it.
+        student: of the default pipeline, as `name` and options.
+        sets: kind of a step -> options for all steps of that kind.
+    """
+
+    pipeline: Pipeline
+    source: str
+    student: Model = field(default_factory=Model)
+    sets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,101 +89,199 @@ class Source:
     lineage: Mapping[str, Any]
 
 
-def resolve(student: str | None, sets: Sequence[str]) -> Compression:
+def resolve(file: Path | None, student: str | None, sets: Sequence[str]) -> Asked:
     """The compression that a command asks for.
 
     Raises:
         UserError: listing every problem at once.
     """
-    document = changed({}, sets)
+    source = "compress" if file is None else str(file)
+    document = {} if file is None else experiment.read(file)
+    if file is not None and not document.get("step"):
+        raise UserError(f"{file}: has no step; expected tables [[step]], each with a kind and its options")
+    given = changed({}, sets)
+    own = {key: given.pop(key) for key in ("rows", "test_rows", "seed", "step") if key in given}
+    wanted = given.pop("student", {})
     if student is not None:
-        given = document.get("student", {})
-        document["student"] = {**(given if isinstance(given, dict) else {}), "name": student}
+        wanted = {**(wanted if isinstance(wanted, dict) else {}), "name": student}
+    if wanted and file is not None:
+        raise UserError(f"--student goes with the default pipeline; in {file} a step of kind distil names it")
+    options = {kind: value for kind, value in given.items() if isinstance(value, dict)}
+    problems = [
+        f"{key} is not a known key; known: rows, test_rows, seed, student, and kinds of steps with an option, as quantize.precision"
+        for key in given
+        if key not in options
+    ]
     try:
-        return Compression.model_validate(document)
+        pipeline = Pipeline.model_validate({**document, **own})
     except ValidationError as error:
-        raise wrong("compress", [described(item, Compression) for item in error.errors()]) from None
+        problems += [described(item, Pipeline) for item in error.errors()]
+    try:
+        model = Model.model_validate(wanted)
+    except ValidationError as error:
+        problems += [f"student.{described(item, Model)}" for item in error.errors()]
+    if problems:
+        raise wrong(source, problems)
+    return Asked(pipeline, source, model, options)
 
 
-def compress(folder: Path, asked: Compression, out: Path, surroundings: Surroundings) -> dict[str, Any]:
-    """Compresses the model in `folder` into the empty or new folder `out` and returns the report.
+def compress(folder: Path, asked: Asked, out: Path, surroundings: Surroundings) -> dict[str, Any]:
+    """Compresses the model in `folder` into `out` and returns the report.
+
+    `out` is new, empty, or what an earlier compression has left: steps that it holds already are not run again.
 
     Raises:
-        UserError: `folder` holds no trained model, or `out` is not empty.
-        RunInterrupted: a stage failed; the message says which and where its log is.
+        UserError: `folder` holds no trained model, the pipeline is wrong, or `out` is something else.
+        RunInterrupted: a step failed; the message says which and where its log is.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    begun = (out / PIPELINE).is_file()
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not begun)):
         raise UserError(f"--out {out}: the folder is not empty; name another one")
-    source = _source(folder, asked, out, surroundings)
-    student = _student(asked, source.model)
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        return _stages(source, student, asked, out, surroundings)
-    except JobFailed as error:
-        raise RunInterrupted(str(error)) from None
+    with tempfile.TemporaryDirectory(prefix="fedloop-") as scratch:
+        source = source_in(folder, asked.pipeline, Path(scratch), surroundings)
+        pipeline = _complete(asked, source)
+        teachers = _teachers(pipeline, asked.source)
+        out.mkdir(parents=True, exist_ok=True)
+        write_durably(
+            out / PIPELINE, tomlkit.dumps(pipeline.model_dump(mode="json", exclude_none=True)).encode()
+        )
+        try:
+            result = run_steps(
+                source, pipeline.step, out, surroundings, named=asked.source, teachers=teachers
+            )
+        except UserError:
+            if not begun:
+                shutil.rmtree(out)  # so that the command can be given again once the mistake is mended
+            raise
+    return write_report(source, result, out)
 
 
-def _stages(
+def run_steps(
     source: Source,
-    student: Mapping[str, Any] | None,
-    asked: Compression,
+    steps: Sequence[Mapping[str, Any]],
     out: Path,
     surroundings: Surroundings,
+    *,
+    named: str = "pipeline",
+    teachers: Mapping[str, Source] | None = None,
 ) -> dict[str, Any]:
+    """Runs `steps` on `source` in `out`, as a job, and gives its result.
+
+    Raises:
+        UserError: the worker found fault with what it was asked for, before it began.
+        RunInterrupted: a step failed.
+    """
+    checked = False
+
+    def heard(line: Mapping[str, Any]) -> None:
+        nonlocal checked
+        checked = checked or bool(line.get("checked"))
+        if line.get("stage") in ("compress", "kept") and line["pipeline_step"]:
+            words = f"step {line['pipeline_step']} of {line['steps_in_all']}: {line['kind']}"
+            watcher.stage(words + (", kept from before" if line["stage"] == "kept" else ""))
+        watcher.trained(line)
+
     watcher = surroundings.watcher
-    write_durably(out / CONFIG, tomlkit.dumps(asked.model_dump(mode="json", exclude_none=True)).encode())
-    model, params = student or source.model, source.params
-    report: dict[str, Any] = {"source": {"model": source.model["name"], "bytes": params.stat().st_size}}
-    if student is not None:
-        watcher.stage(f"distilling {source.model['name']} into {student['name']}")
-        distilled = jobs.run(
-            Job(
-                "distil",
-                student,
-                source.arrays,
-                options={"epochs": 6, "lr": 4e-3, **asked.distil},
-                seed=source.seed,
-                teacher=(source.model, source.params),
-            ),
-            out / "student",
-            watcher.trained,
-            surroundings.clock,
-        )
-        params = out / "student" / PARAMS
-        report["source"]["accuracy"] = distilled["teacher_accuracy"]
-        report["student"] = {
-            "model": student["name"],
-            "bytes": distilled["bytes"],
-            "parameters": distilled["parameters"],
-            "accuracy": distilled["test_accuracy"],
-        }
-    watcher.stage(f"quantizing {model['name']}")
-    quantized = jobs.run(
-        Job("quantize", model, source.arrays, options=asked.quantize, seed=source.seed, params=params),
-        out / "quantized",
-        watcher.trained,
-        surroundings.clock,
-    )
-    for kind in ("fp32", "int8"):
-        report[kind] = {"file": f"quantized/model_{kind}.tflite", **quantized[kind]}
-    report["test_rows"] = len(source.arrays["x_test"])
-    report["lineage"] = {
-        "parent": source.lineage,
-        "model_sha256": pretraining.sha256_of(params),
-        **{
-            f"{kind}_sha256": pretraining.sha256_of(out / "quantized" / f"model_{kind}.tflite")
-            for kind in ("fp32", "int8")
-        },
-        "seed": source.seed,
-        "code_version": version("fedloop"),
+    described_teachers = {
+        name: {"model": dict(teacher.model), "params": str(teacher.params.absolute())}
+        for name, teacher in (teachers or {}).items()
     }
-    _write(out / MODEL, {**model, "sha256": report["lineage"]["model_sha256"]})
+    job = Job(
+        "compress",
+        source.model,
+        source.arrays,
+        seed=source.seed,
+        params=source.params,
+        more={"steps": [dict(step) for step in steps], "pipeline": named, "teachers": described_teachers},
+    )
+    try:
+        return jobs.run(job, out, heard, surroundings.clock)
+    except JobFailed as error:
+        if not checked:
+            raise UserError(error.reason) from None
+        raise RunInterrupted(f"{error}; the same command goes on after the last step that was done") from None
+
+
+def write_report(source: Source, result: Mapping[str, Any], out: Path, **more: Any) -> dict[str, Any]:
+    """Says in `out` what its model is and came from; the report has the keys of `more` besides."""
+    first, *steps = result["rows"]
+    last = result["lineage"][-1]
+    model = out / PARAMS
+    report = {
+        "source": first,
+        "steps": steps,
+        "final": {
+            "model": result["model"]["name"],
+            "params": PARAMS,
+            "file": TFLITE if last["tflite_sha256"] else None,
+            **{key: result["rows"][-1][key] for key in ("accuracy", "bytes", "latency_us", "precision")},
+        },
+        "test_rows": len(source.arrays["x_test"]),
+        "lineage": {
+            "parent": source.lineage,
+            "model_sha256": pretraining.sha256_of(model),
+            "tflite_sha256": last["tflite_sha256"],
+            "data_fingerprint": result["data_fingerprint"],
+            "steps": result["lineage"],
+            "seed": source.seed,
+            "code_version": version("fedloop"),
+        },
+        **more,
+    }
+    about = {**result["model"], "precision": report["final"]["precision"]}
+    _write(out / MODEL, {**about, "sha256": report["lineage"]["model_sha256"]})
     _write(out / LINEAGE, report["lineage"])
     _write(out / REPORT, report)
     return report
 
 
-def _source(folder: Path, asked: Compression, out: Path, surroundings: Surroundings) -> Source:
+def _complete(asked: Asked, source: Source) -> Pipeline:
+    """The pipeline with every step and its options, the default one where none was given."""
+    steps = [dict(step) for step in asked.pipeline.step] or _default(asked, source.model)
+    kinds = [step.get("kind") for step in steps]
+    problems = [
+        f"{kind} is set, but the pipeline has no step of that kind; it has {', '.join(map(str, kinds))}"
+        for kind in asked.sets
+        if kind not in kinds
+    ]
+    if problems:
+        raise wrong(asked.source, problems)
+    steps = [{**step, **asked.sets.get(str(step.get("kind")), {})} for step in steps]
+    return asked.pipeline.model_copy(update={"step": steps, "seed": source.seed})
+
+
+def _default(asked: Asked, model: Mapping[str, Any]) -> list[dict[str, Any]]:
+    student = student_of(asked.student, model)
+    quantize = {"kind": "quantize", "precision": "static-int8"}
+    if student is None:
+        return [quantize]
+    return [{"kind": "distil", "student": student, "epochs": 6, "lr": 4e-3}, quantize]
+
+
+def _teachers(pipeline: Pipeline, named: str) -> dict[str, Source]:
+    """The models in the folders that steps name as teachers."""
+    names = [step["teachers"] for step in pipeline.step if isinstance(step.get("teachers"), str)]
+    folders = {part.strip() for name in names for part in name.split(",") if part.strip()}
+    found = {}
+    for folder in sorted(folders):
+        path = Path(folder)
+        if not (path / PARAMS).is_file() or not (path / MODEL).is_file():
+            raise UserError(
+                f"{named}: teachers: {folder} has no {PARAMS} with its {MODEL}; expected a folder of `fedloop pretrain`"
+            )
+        about = json.loads((path / MODEL).read_text("utf-8"))
+        found[folder] = Source(
+            {key: about[key] for key in ("name", "options", *MODEL_KEYS)}, path / PARAMS, {}, 0, {}
+        )
+    return found
+
+
+def source_in(folder: Path, asked: Pipeline, scratch: Path, surroundings: Surroundings) -> Source:
+    """The trained model in `folder`, with as many rows as asked for.
+
+    Raises:
+        UserError: there is none.
+    """
     if not (folder / PARAMS).is_file():
         raise UserError(
             f"{folder}: there is no {PARAMS} here; expected a finished folder of `fedloop pretrain`, "
@@ -174,38 +290,48 @@ def _source(folder: Path, asked: Compression, out: Path, surroundings: Surroundi
     if (folder / MODEL).is_file():
         return _pretrained(folder, asked)
     if (folder / "experiment.toml").is_file():
-        return _of_run(folder, asked, out, surroundings)
+        return _of_run(folder, asked, scratch, surroundings)
     raise UserError(
         f"{folder}: has neither {MODEL} nor experiment.toml, so what model {PARAMS} belongs to is unknown"
     )
 
 
-def _pretrained(folder: Path, asked: Compression) -> Source:
+def _pretrained(folder: Path, asked: Pipeline) -> Source:
     described_model = json.loads((folder / MODEL).read_text("utf-8"))
     lineage = json.loads((folder / LINEAGE).read_text("utf-8"))
     if pretraining.sha256_of(folder / PARAMS) != lineage["model_sha256"]:
         raise UserError(f"{folder / PARAMS}: is not the file that {LINEAGE} tells of; it was replaced since")
-    arrays = pretraining.read_arrays(folder)
-    rng = np.random.default_rng(lineage["seed"])
+    # what was compressed before has its rows beside it, and can be compressed further
+    again = (folder / PIPELINE).is_file()
+    arrays = _rows(folder / "arrays") if again else pretraining.read_arrays(folder)
+    seed = lineage["seed"] if asked.seed is None else asked.seed
+    rng = np.random.default_rng(seed)
     return Source(
         {key: described_model[key] for key in ("name", "options", *MODEL_KEYS)},
         folder / PARAMS,
         _fewer(arrays, {"train": asked.rows, "test": asked.test_rows}, rng),
-        lineage["seed"],
+        seed,
         lineage,
     )
 
 
-def _of_run(folder: Path, asked: Compression, out: Path, surroundings: Surroundings) -> Source:
+def _rows(folder: Path) -> dict[str, npt.NDArray[Any]]:
+    return {
+        path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(folder.glob("*.npy"))
+    }
+
+
+def _of_run(folder: Path, asked: Pipeline, scratch: Path, surroundings: Surroundings) -> Source:
     path = folder / "experiment.toml"
     run = experiment.resolve(experiment.read(path), str(path), "devices")
     data = run.data.model_dump(exclude_none=True)
     wanted = ("dataset", "path", "label", "site", "split", "features", "length", "vocab")
     found = pretraining.load_arrays(
-        {key: data[key] for key in wanted if key in data}, run.seed, out / "data", surroundings
+        {key: data[key] for key in wanted if key in data}, run.seed, scratch, surroundings
     )
-    held_out = {key: np.load(out / "data" / "arrays" / f"{key}_test.npy", mmap_mode="r") for key in "xy"}
-    rng = np.random.default_rng(run.seed)
+    held_out = {key: np.load(scratch / "arrays" / f"{key}_test.npy", mmap_mode="r") for key in "xy"}
+    seed = run.seed if asked.seed is None else asked.seed
+    rng = np.random.default_rng(seed)
     order = rng.permutation(len(held_out["x"]))
     parts = {"train": order[: len(order) // 2], "test": order[len(order) // 2 :]}
     arrays = {f"{key}_{part}": held_out[key][rows] for part, rows in parts.items() for key in "xy"}
@@ -219,7 +345,7 @@ def _of_run(folder: Path, asked: Compression, out: Path, surroundings: Surroundi
         {"name": run.model.name, "options": run.model.options, **{key: found[key] for key in MODEL_KEYS}},
         folder / PARAMS,
         _fewer(arrays, {"train": asked.rows, "test": asked.test_rows}, rng),
-        run.seed,
+        seed,
         lineage,
     )
 
@@ -235,28 +361,25 @@ def _fewer(
     return fewer
 
 
-def _student(asked: Compression, model: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The model to distil into; None where the source itself goes to devices."""
-    name = asked.student.name
+def student_of(wanted: Model, model: Mapping[str, Any]) -> str | None:
+    """The model to distil into, as an option of that step; None where the source itself goes to devices."""
+    name, options = wanted.name, wanted.options
     entry = catalog.MODELS.get(model["name"])
     if name is None:
-        if not asked.student.options and (entry is None or "litert" in entry.runtimes):
+        if not options and (entry is None or "litert" in entry.runtimes):
             return None
         name = _STUDENTS[entry.inputs if entry else "any"]
-    options = asked.student.options
     target = catalog.MODELS.get(name)
     if target is None and ":" not in name:
         raise UserError(f"student.name = {name!r} is unknown; known: {', '.join(catalog.MODELS)}")
     if target is not None:
         if "litert" not in target.runtimes:
             raise UserError(f"student.name = {name!r} cannot be exported for devices; take {_exportable()}")
-        if "vocab" in target.options.model_fields and "vocab" in model["options"]:
-            options = {"vocab": model["options"]["vocab"], **options}
         try:
-            options = target.options.model_validate(options).model_dump()
+            target.options.model_validate(options)
         except ValidationError as error:
             raise wrong("student", [described(item, target.options) for item in error.errors()]) from None
-    return {**model, "name": name, "options": options}
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})" if options else name
 
 
 def _exportable() -> str:

@@ -1,10 +1,9 @@
 """`fedloop demo`: the whole loop on digits, in one command.
 
     1. pretrain  a teacher on a small public part of the data, two processes, DistributedDataParallel
-    2. distil    a student that fits a small device
-    3. quantize  the student to int8, as a device would run it
-    4. federate  the student over 20 clients that keep the rest of the data to themselves
-    5. quantize  what they learnt together
+    2. compress  it: distil a student that fits a small device, quantize it to int8, as a device would run it
+    3. federate  the student over 20 clients that keep the rest of the data to themselves
+    4. compress  what they learnt together: quantize it
 
 Every stage leaves its files in a folder of its own; `demo.json` holds the closing table.
 """
@@ -30,6 +29,7 @@ from models import datasets
 PUBLIC_SAMPLES = 150
 SEED = 7
 _TEACHER = {"channels": [32, 64], "hidden": 64}
+_INT8 = {"kind": "quantize", "precision": "static-int8"}
 
 
 @dataclass(frozen=True)
@@ -91,22 +91,25 @@ def _stages(out: Path, surroundings: run.Surroundings) -> Demo:
     def params(folder: str) -> Path:
         return out / folder / "model.safetensors"
 
-    say(f"1/5 pretraining a teacher on {PUBLIC_SAMPLES} public samples, 2 processes")
+    say(f"1/4 pretraining a teacher on {PUBLIC_SAMPLES} public samples, 2 processes")
     teacher = job("pretrain", "teacher", model=teacher_model, options={"shift": 1}, processes=2)
-    say("2/5 distilling a student")
-    student = job("distil", "student", teacher=(teacher_model, params("teacher")))
-    say("3/5 quantizing the student")
-    student_int8 = job("quantize", "student-int8", params=params("student"))["int8"]
-    say("4/5 federated training: 20 clients, three runtimes")
+    say("2/4 distilling a student, and quantizing it")
+    steps = [{"kind": "distil", "student": "cnn"}, _INT8]
+    compressed = job(
+        "compress", "student", model=teacher_model, params=params("teacher"), more={"steps": steps}
+    )
+    _, student, student_int8 = compressed["rows"]
+    say("3/4 federated training: 20 clients, three runtimes")
     federated = run.simulate(_experiment(params("student")), out / "federated", surroundings)
-    say("5/5 quantizing the federated model")
-    final_int8 = job("quantize", "federated-int8", params=params("federated"))["int8"]
+    say("4/4 quantizing the federated model")
+    final = job("compress", "federated-int8", params=params("federated"), more={"steps": [_INT8]})
+    final_int8 = final["rows"][-1]
 
     rounds, clients = len(federated["rounds"]), federated["clients"]
     return Demo(
         stages=(
-            _float_stage("teacher", teacher, "DDP on 2 processes"),
-            _float_stage("student", student, "distilled"),
+            Stage("teacher", teacher["test_accuracy"], teacher["bytes"], f"{teacher['parameters']:,} parameters, DDP on 2 processes"),
+            Stage("student", student["accuracy"], student["bytes"], f"{student['parameters']:,} parameters, distilled"),
             Stage("student int8", student_int8["accuracy"], student_int8["bytes"], "static int8 .tflite"),
             Stage("federated", federated["final"]["test_accuracy"], params("federated").stat().st_size, f"{rounds} rounds, {clients} clients"),
             Stage("federated int8", final_int8["accuracy"], final_int8["bytes"], "static int8 .tflite"),
@@ -117,12 +120,6 @@ def _stages(out: Path, surroundings: run.Surroundings) -> Demo:
         report=out / "federated" / "report.json",
         curves=out / "federated" / "curves.png",
     )  # fmt: skip
-
-
-def _float_stage(name: str, result: Mapping[str, Any], detail: str) -> Stage:
-    return Stage(
-        name, result["test_accuracy"], result["bytes"], f"{result['parameters']:,} parameters, {detail}"
-    )
 
 
 def _heard(progress: Progress, line: Mapping[str, Any]) -> None:

@@ -77,7 +77,7 @@ def token(
         "any listed machine" if listed else "1 device" if made["uses"] == 1 else f"{made['uses']} devices"
     )
     typer.echo(f"fedloop-edge enroll {made['url']} {made['token']}")
-    typer.echo(f"good for {how_many}, until {_moment(made['expires_at'])}", err=True)
+    typer.echo(f"good for {how_many}, until {moment(made['expires_at'])}", err=True)
 
 
 @app.command("tokens", epilog="Example: fedloop device tokens")
@@ -91,7 +91,7 @@ def list_tokens(coordinator: Coordinator = None, as_json: Json = False) -> None:
     for each in () if as_json else found:
         who = "any listed machine" if each["listed_serials_only"] else f"group {_plain(each['group'])}"
         uses = f"{each['uses_left']} more device{'s' * (each['uses_left'] != 1)}"
-        ends = _moment(each["expires_at"])
+        ends = moment(each["expires_at"])
         typer.echo(f"{each['id']}  {who}, {uses}, until {ends}{', with approval' * each['needs_approval']}")
 
 
@@ -153,7 +153,7 @@ def list_devices(
 def show(device: Which, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """Show what is known of a device."""
     client = connect(coordinator)
-    found = client.get(f"/devices/{_id(client, device)}")
+    found = client.get(f"/devices/{device_id(client, device)}")
     if as_json:
         _print_json(found)
         return
@@ -183,7 +183,7 @@ def why(
 ) -> None:
     """Say in words why a device takes part in the runs, or does not."""
     client = connect(coordinator)
-    told = client.get(f"/devices/{_id(client, device)}/why", run=run)
+    told = client.get(f"/devices/{device_id(client, device)}/why", run=run)
     if as_json:
         _print_json(told)
         return
@@ -193,14 +193,14 @@ def why(
 
 def _change(coordinator: str | None, device: str, verb: str, words: str, as_json: bool) -> None:
     client = connect(coordinator)
-    changed = client.post(f"/devices/{_id(client, device)}/{verb}")
+    changed = client.post(f"/devices/{device_id(client, device)}/{verb}")
     if as_json:
         _print_json(changed)
     else:
         typer.echo(f"{_plain(changed['name'])} ({changed['id']}) {words}")
 
 
-def _id(client: OperatorClient, called: str) -> str:
+def device_id(client: OperatorClient, called: str) -> str:
     """The id of the one device called so; a whole id wins, then a name, then the beginning of an id."""
     found = client.get("/devices", called=called, limit=100)["devices"]
     for fits in (
@@ -259,7 +259,7 @@ def _table(found: list[dict[str, Any]]) -> Table:
             each["name"],
             each["group"],
             each["state"],
-            _moment(each["last_seen_at"]) if each["last_seen_at"] else "never",
+            moment(each["last_seen_at"]) if each["last_seen_at"] else "never",
             ", ".join(each["report"].get("runtimes", ())),
         )
         table.add_row(*(Text(_plain(cell)) for cell in cells))
@@ -282,7 +282,7 @@ def _shown(key: str, value: Any) -> str:
     if value is None or value in ({}, [], ""):
         return "-"
     if key.endswith(("_at", "_until")):
-        return _moment(value)
+        return moment(value)
     if isinstance(value, dict):
         return _plain(", ".join(f"{name} {each}" for name, each in value.items()))
     if isinstance(value, list):
@@ -290,7 +290,7 @@ def _shown(key: str, value: Any) -> str:
     return _plain(str(value))
 
 
-def _moment(text: str) -> str:
+def moment(text: str) -> str:
     return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 

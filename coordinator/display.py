@@ -14,6 +14,7 @@ from rich.text import Text
 
 from coordinator.demo import Demo
 from coordinator.demo_fleet import FleetDemo
+from coordinator.demo_loop import LoopDemo
 from coordinator.rounds.engine import RoundRecord
 
 
@@ -166,16 +167,91 @@ def tuning_table(found: dict[str, Any], most: int = 10) -> Group:
 
 
 def compressed_table(report: dict[str, Any], folder: Path) -> Group:
-    """Size and accuracy of a model at every stage of its compression."""
+    """What a model costs and what it is worth, before and after every step of its compression."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("stage", "accuracy", "bytes", ""):
-        table.add_column(heading, justify="right" if heading in ("accuracy", "bytes") else "left")
-    names = {"source": "source", "student": "student", "fp32": "fp32 .tflite", "int8": "int8 .tflite"}
-    for stage, name in names.items():
-        if row := report.get(stage):
-            detail = row.get("model") or f"{row['latency_us']:.0f} us a row"
-            table.add_row(name, _figure(row.get("accuracy"), 4), f"{row['bytes']:,}", detail)
-    return Group(table, "", f"files and report in {folder}/")
+    for heading in ("step", "", "accuracy", "nonzero", "MACs", "bytes", "zipped", "latency"):
+        table.add_column(heading, justify="left" if heading in ("step", "") else "right")
+    for row in (report["source"], *report["steps"]):
+        table.add_row(
+            f"{row['step']} {row['kind']}" if row["step"] else row["kind"],
+            row["model"] if row["precision"] == "float32" else row["precision"],
+            _figure(row["accuracy"], 4),
+            f"{row['nonzero']:,}",
+            f"{row['macs']:,}",
+            f"{row['bytes']:,}",
+            f"{row['compressed_bytes']:,}",
+            "-" if row["latency_us"] is None else f"{row['latency_us']:.1f} us",
+        )
+    return Group(table, "", f"files, report and pareto.png in {folder}/")
+
+
+def searched_table(report: dict[str, Any], folder: Path) -> Group:
+    """Every pipeline that was tried, which one was chosen and why, and what the chosen one came to."""
+    found = report["search"]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("pipeline", "", "accuracy", "bytes", "memory", "", "latency", ""):
+        table.add_column(heading, justify="left" if heading in ("pipeline", "") else "right", no_wrap=True)
+    refused: list[str] = []
+    for row in found["candidates"]:
+        if "refused" in row:
+            table.add_row(row["name"], "refused")
+            refused.append(f"{row['name']} refused: {row['refused']}")
+            continue
+        misses = ", ".join(row["missed"])
+        table.add_row(
+            row["name"] + (" *" if row["front"] else ""),
+            "few epochs" if row["rung"] == "short" else row["precision"],
+            f"{row['accuracy']:.4f}",
+            f"{row['bytes']:,}",
+            f"{row['memory_bytes']:,}",
+            row["runtime"],
+            f"{row['latency_us']:.1f} us",
+            "chosen" if row["name"] == found["chosen"] else f"misses {misses}" if misses else "fits",
+        )
+    words = [
+        *refused,
+        f"accuracy on {found['rows']} rows to choose by; * no other one beats it in everything",
+    ]
+    if found["chosen"] is None:
+        words.append(f"none fits {_bounds(found['budget'])}; {_nearest(found)}")
+    else:
+        words += [
+            f"chosen: {found['chosen']}, the smallest of those that fit {_bounds(found['budget'])} and are as accurate as "
+            "the best of them within a standard error",
+            *_delivered(report),
+        ]
+    return Group(table, "", *words, f"all that was tried and pareto.png in {folder / 'search'}/")
+
+
+def _bounds(budget: Mapping[str, Any]) -> str:
+    bounds = [f"accuracy >= {budget['accuracy']:.4f}"]
+    bounds += [f"memory <= {budget['memory_bytes']:,} bytes"] if budget["memory_bytes"] else []
+    bounds += [f"size <= {budget['size_bytes']:,} bytes"] if budget["size_bytes"] else []
+    bounds += [f"latency <= {budget['latency_us']:,.0f} us"] if budget["latency_us"] else []
+    return ", ".join(bounds)
+
+
+def _nearest(found: Mapping[str, Any]) -> str:
+    for row in found["candidates"]:
+        if row["name"] == found["nearest"]:
+            by = " and ".join(f"{name} by {100 * share:.1f} %" for name, share in row["missed"].items())
+            return f"the nearest is {row['name']}, which misses {by}"
+    return "every pipeline was refused"
+
+
+def _delivered(report: Mapping[str, Any]) -> list[str]:
+    """What the chosen one came to on rows that had no part in the choice."""
+    final, last = report["final"], report["steps"][-1]
+    words = f"accuracy {final['accuracy']:.4f} on {report['test_rows']} other held-out rows, {final['bytes']:,} bytes"
+    if "arena_bytes" in last["facts"]:
+        facts = last["facts"]
+        words += (
+            f"; in tflite-micro {facts['micro_accuracy']:.4f}, in an arena of {facts['arena_bytes']:,} bytes"
+        )
+    below = final["accuracy"] < report["search"]["budget"]["accuracy"]
+    return [words] + (
+        ["on these it is below the bound; a tighter --accuracy leaves more room"] if below else []
+    )
 
 
 def _scored(final: dict[str, Any]) -> str:
@@ -215,6 +291,30 @@ def fleet_lines(demo: FleetDemo) -> Group:
         f"simulation  test accuracy {demo.simulated_accuracy:.4f} with the same shares",
         "",
         f"devices: {runtimes};  {megabytes(demo.bytes_up)} up, {megabytes(demo.bytes_down)} down",
+        f"all {len(demo.stopped)} processes ended well" if not wrong else f"ended badly: {wrong}",
+        f"report: {demo.report}",
+    )
+
+
+def loop_lines(demo: LoopDemo) -> Group:
+    """Both turns of the circle, what came from what, and how the processes ended."""
+    lines = []
+    for what, turn in (("pretrained", demo.shipped), ("trained on devices", demo.learnt)):
+        there = ""
+        if turn.device_accuracy is not None and turn.before is not None:
+            there = (
+                f"; on the devices' own rows {turn.device_accuracy:.4f}, the release before {turn.before:.4f}"
+            )
+        lines.append(
+            f"digits:{turn.version}  {what}: {turn.bytes:,} bytes, accuracy {turn.accuracy:.4f}{there}; rollout {turn.rollout}"
+        )
+    wrong = {name: status for name, status in demo.stopped.items() if status}
+    return Group(
+        "",
+        *lines,
+        "",
+        demo.lineage.rstrip(),
+        "",
         f"all {len(demo.stopped)} processes ended well" if not wrong else f"ended badly: {wrong}",
         f"report: {demo.report}",
     )

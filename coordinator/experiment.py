@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.errors import UserError
 from coordinator.sections import described, model_problems, wrong
-from models import catalog
+from models import adaptation, catalog
 from models.datasets import DataError, parse_partition, sources
 from strategies import presets
 
@@ -68,12 +68,13 @@ class Data(Section):
 
 
 class Model(BaseModel):
-    """`name` and `init`; every other key is an option of the model."""
+    """`name`, `init` and `adapt`; every other key is an option of the model."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     name: str | None = None
     init: str | None = None
+    adapt: str | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -256,6 +257,7 @@ def _with_defaults(experiment: Experiment) -> Experiment:
         {
             "name": name,
             **({"init": _absolute(model.init)} if model.init else {}),
+            **({"adapt": model.adapt} if model.adapt is not None else {}),
             **_model_options(name, options),
         }
     )
@@ -368,6 +370,7 @@ def name_problem(dataset: str) -> str | None:
 def _model_problems(experiment: Experiment) -> Iterable[str]:
     model, name = experiment.model, experiment.model.name or ""
     yield from model_problems(name, model.options)
+    yield from _adapt_problems(experiment)
     entry = catalog.MODELS.get(name)
     if entry is None:
         return
@@ -380,6 +383,23 @@ def _model_problems(experiment: Experiment) -> Iterable[str]:
                 f"federation.runtimes asks for {runtime}, but model.name = {name!r} has no {runtime} version; "
                 f"{name} runs in: {', '.join(entry.runtimes)}"
             )
+
+
+def _adapt_problems(experiment: Experiment) -> Iterable[str]:
+    how = experiment.model.adapt
+    if how is None:
+        return
+    try:
+        adaptation.parse(how)
+    except adaptation.AdaptationError as error:
+        yield f"model.adapt = {error}"
+    if experiment.model.init is None:
+        yield f"model.adapt = {how!r} needs a trained model to go on from; give its params as model.init"
+    if "tensorflow" in experiment.federation.runtimes:
+        yield (
+            f"federation.runtimes asks for tensorflow, but model.adapt = {how!r} trains in: litert, torch; "
+            "leave tensorflow out"
+        )
 
 
 def _apply(document: dict[str, Any], setting: str) -> None:

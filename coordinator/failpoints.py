@@ -11,7 +11,7 @@ import signal
 import threading
 from typing import Literal, get_args
 
-Name = Literal[
+OfRounds = Literal[
     "intake.opened",  # an upload was announced, its row is written
     "intake.part_written",  # a piece of it is in the part file
     "intake.checked",  # it is whole and was found good
@@ -23,7 +23,21 @@ Name = Literal[
     "commit.blobs_stored",  # they are durable, no row names them
     "commit.done",  # the round is committed, nobody has heard
 ]
-NAMES: tuple[str, ...] = get_args(Name)
+OfReleases = Literal[
+    "release.files_stored",  # the files of new releases are durable, no metadata names them
+    "release.targets_stored",  # targets does, no snapshot names it
+    "release.snapshot_stored",  # a snapshot does, the timestamp names the one before
+    "release.timestamp_stored",  # all is there, but a root that came with it
+    "release.root_stored",  # the root too; keys it trusts no more are still kept
+]
+OfRegistry = Literal[
+    "registry.blobs_stored",  # the files of a new version are durable, no row names them
+    "registry.committed",  # its row is durable, nobody has heard
+]
+Name = OfRounds | OfReleases | OfRegistry
+NAMES: tuple[str, ...] = get_args(OfRounds)
+NAMES_OF_RELEASES: tuple[str, ...] = get_args(OfReleases)
+NAMES_OF_REGISTRY: tuple[str, ...] = get_args(OfRegistry)
 
 _name, _, _count = os.environ.get("FEDLOOP_FAILPOINT", "").partition(":")
 _left = int(_count or 1)

@@ -1,4 +1,4 @@
-"""Datacenter jobs: pretraining, planning, distillation and quantization as worker processes.
+"""Datacenter jobs: pretraining, planning and compression as worker processes.
 
 `run` writes the job file and its arrays into a folder, starts the worker, hands its progress on as it
 comes, and returns what the worker left in `result.json`. Frameworks are imported there and never here, and
@@ -32,7 +32,7 @@ from coordinator.rounds.events import Clock, EventLog, LineFile
 from edge_client.files import write_durably
 from edge_client.process import worker_environment
 
-Stage = Literal["load", "check", "plan", "tune", "pretrain", "serve", "distil", "quantize"]
+Stage = Literal["load", "check", "plan", "tune", "pretrain", "serve", "compress", "search", "export"]
 State = Literal["started", "finished", "failed", "preempted"]
 OnProgress = Callable[[Mapping[str, Any]], None]
 Beside = Callable[[Callable[[], None]], AbstractContextManager[None]]
@@ -48,8 +48,9 @@ _MODULES: Mapping[Stage, str] = {
     "tune": "models.pretrain.planner.tune",
     "pretrain": "models.pretrain.worker",
     "serve": "models.pretrain.server",
-    "distil": "models.compress.distil",
-    "quantize": "models.compress.quantize",
+    "compress": "models.compress.worker",
+    "search": "models.compress.search",
+    "export": "models.export.inference",
 }
 
 
@@ -77,16 +78,14 @@ class Job:
 
     Attributes:
         model: `name`, `input_shape`, `classes` and, where they differ from the defaults, `options`,
-            `input_dtype`, `task`. Of a distillation: the student.
-        arrays: `x_train`, `y_train`, `x_test`, `y_test`; a distillation may have `x_extra`, unlabelled. Or the
+            `input_dtype`, `task`.
+        arrays: `x_train`, `y_train`, `x_test`, `y_test`; a compression may have `x_extra`, unlabelled. Or the
             folder where they lie.
-        options: of the stage: `models.pretrain.training.Options`, `models.compress.distil.Options` or
-            `models.compress.quantize.Options`.
-        params: what to quantize.
-        teacher: model and params to distil from.
+        options: of the stage, such as `models.pretrain.training.Options`.
+        params: what to compress.
         processes: of a pretraining.
         plan: of a pretraining, keys of `models.pretrain.plan.ParallelPlan`; without one all is dp.
-        more: further keys of the job file, such as `checkpoint` of a pretraining.
+        more: further keys of the job file, such as `checkpoint` of a pretraining and `steps` of a compression.
     """
 
     stage: Stage
@@ -95,7 +94,6 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     params: Path | None = None
-    teacher: tuple[Mapping[str, Any], Path] | None = None
     processes: int = 1
     plan: Mapping[str, Any] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
@@ -131,7 +129,7 @@ def run(
     """Runs `job` in a process of its own and gives the contents of its `result.json`.
 
     `folder` then holds `job.json`, `arrays/`, `log.txt`, `result.json` and the stage's files:
-    `model.safetensors`, or `model_fp32.tflite` and `model_int8.tflite`. Blocks until the worker ended;
+    `model.safetensors`, `model.tflite`. Blocks until the worker ended;
     an exception in `on_progress` ends it.
 
     Raises:
@@ -295,9 +293,6 @@ def _write(job: Job, folder: Path) -> None:
         settings["plan"] = dict(job.plan)
     if job.params is not None:
         settings["params"] = str(job.params.absolute())
-    if job.teacher is not None:
-        model, params = job.teacher
-        settings["teacher"] = {"model": dict(model), "params": str(params.absolute())}
     write_durably(folder / "job.json", (json.dumps(settings, indent=2) + "\n").encode())
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 from sqlalchemy import Connection
 
-from coordinator import failpoints, planning, preparing
+from coordinator import adapting, failpoints, planning, preparing
 from coordinator.db import events
 from coordinator.db import runs as rows
 from coordinator.experiment import COHORT, Experiment
@@ -115,11 +115,20 @@ class LiveRun:
                 keep=self._keep,
             )
         services = self._services
-        last = self._read()
-        services.database.write(
-            partial(rows.end, run=self._run, state="finished", now=services.clock(), model_sha256=last.params)
-        ).result()
+        with services.blobs.naming:
+            model = self._whole()
+            services.database.write(
+                partial(rows.finish, run=self._run, now=services.clock(), model_sha256=model)
+            ).result()
         services.signals.notify("events")
+
+    def _whole(self) -> str:
+        """The blob of the model that the run came to, where it trained few of its params: merged with the others."""
+        blobs, last = self._services.blobs, self._read().params
+        if self._experiment.model.adapt is None:
+            return str(last)
+        params = adapting.whole(self._experiment, blobs.open_arrays(last), self._folder)
+        return blobs.put_arrays(params).sha256
 
     def _read(self) -> Any:
         return self._services.database.read(partial(rows.find, run=self._run))

@@ -44,6 +44,10 @@ class Metrics:
             buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256),
         )
 
+    def add(self, collector: Collector) -> None:
+        """Shows what another part of the process counts."""
+        self._registry.register(collector)
+
     def request(self, api: str, route: str, status: int, seconds: float, received: int, sent: int) -> None:
         self._requests.labels(api, route, str(status)).observe(seconds)
         self._bytes_in.labels(api).inc(received)

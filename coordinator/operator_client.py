@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlencode, urlsplit
@@ -42,11 +42,14 @@ class Unreachable(UserError):
 
 
 class Refused(UserError):
-    """The coordinator said no, in its own words; `code` is its stable code."""
+    """The coordinator said no, in its own words; `code` is its stable code, `details` what else a program can use."""
 
-    def __init__(self, status: int, code: str, message: str) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, details: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(message, code)
         self.status = status
+        self.details = details or {}
 
 
 class OperatorClient:
@@ -70,12 +73,41 @@ class OperatorClient:
         answer = self._call("POST", path, {} if body is None else body).data
         return json.loads(answer) if answer else None
 
-    def delete(self, path: str) -> None:
-        self._call("DELETE", path)
+    def put_bytes(self, path: str, piece: bytes, **query: Any) -> Any:
+        """What the coordinator answers to these bytes."""
+        headers = {"Content-Type": "application/octet-stream"}
+        return json.loads(self._call("PUT", _with_query(path, query), content=piece, headers=headers).data)
+
+    def put(self, path: str, body: Any) -> Any:
+        """What the coordinator answers to `body`."""
+        return json.loads(self._call("PUT", path, body).data)
+
+    def delete(self, path: str) -> Any:
+        """What the coordinator answers; None for an answer without a body."""
+        answer = self._call("DELETE", path).data
+        return json.loads(answer) if answer else None
 
     def download(self, path: str) -> bytes:
         """The bytes at `path`."""
         return self._call("GET", path).data
+
+    def fetch(self, path: str, into: Path, got: Callable[[int], None]) -> None:
+        """Writes the bytes at `path` into a file, piece by piece; `got` hears how many came.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        response = self._call("GET", path, preload=False)
+        try:
+            with into.open("wb") as file:
+                for piece in response.stream(2**20):
+                    file.write(piece)
+                    got(len(piece))
+        except urllib3.exceptions.HTTPError as error:
+            raise Unreachable(f"the coordinator at {self.url} went away: {_reason(error)}") from None
+        finally:
+            response.release_conn()
+            response.close()
 
     def events(self, path: str, after: int = 0) -> Iterator[dict[str, Any]]:
         """Server-Sent Events from `path` after the event `after`: each one's JSON, as they come.
@@ -103,6 +135,7 @@ class OperatorClient:
         path: str,
         body: Any = None,
         *,
+        content: bytes | None = None,
         headers: dict[str, str] | None = None,
         preload: bool = True,
     ) -> urllib3.BaseHTTPResponse:
@@ -112,6 +145,7 @@ class OperatorClient:
                 self.url + PREFIX + path,
                 headers={**self._headers, **(headers or {})},
                 json=body,
+                body=content,
                 preload_content=preload,
                 redirect=False,
             )
@@ -161,6 +195,7 @@ def _refused(response: urllib3.BaseHTTPResponse, url: str) -> Refused:
     try:
         error = json.loads(response.data)["error"]
         code, message = str(error["code"]), str(error["message"])
+        details = {key: value for key, value in error.items() if key not in ("code", "message")}
     except (ValueError, KeyError, TypeError):
         return Refused(
             response.status,
@@ -169,7 +204,7 @@ def _refused(response: urllib3.BaseHTTPResponse, url: str) -> Refused:
         )
     if code in ("no_token", "bad_token"):
         message += f"; the one used is from {_where_from()}"
-    return Refused(response.status, code, message)
+    return Refused(response.status, code, message, details)
 
 
 def _where_from() -> str:

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from coordinator import adapting
 from coordinator.blobs import Blobs
 from coordinator.errors import UserError
 from coordinator.experiment import Experiment, name_problem
 from coordinator.planning import MODEL_KEYS, model_for
 from coordinator.simulation.evaluation import accuracy_by_group, evaluate
 from coordinator.simulation.pool import WorkerPool
-from coordinator.simulation.preparation import build, export, load_data, starting_params
+from coordinator.simulation.preparation import export, load_data, start
 from edge_client.train.trainer import Evaluation
 from edge_client.wire import strict
 from edge_client.wire.device import BlobRef, ModelRef, RuntimeName
@@ -69,18 +70,18 @@ def prepare(
     data = _data(experiment, folder, pool, data_dir, notices)
     shape = _shape(experiment, data)
     model = model_for(experiment, shape)
-    params, trainable = build(experiment, model, pool)
-    if experiment.model.init is not None:
-        params = starting_params(Path(experiment.model.init), params)
+    model, params, trainable = start(experiment, model, folder, pool)
     runtimes = tuple(name for name in _PREFERRED if name in experiment.federation.runtimes)
+    if experiment.model.adapt is not None:
+        runtimes = _with_backbone(runtimes, experiment.model.adapt, notices)
     artifact: tuple[BlobRef, BlobRef] | None = None
     if "litert" in runtimes:
         artifact = _artifact(experiment, model, blobs, notices)
     if artifact is None:
         runtimes = tuple(name for name in runtimes if name != "litert")
     reference = ModelRef(
-        name=model["name"],
-        options=model["options"],
+        name=experiment.model.name or "",
+        options=experiment.model.options,
         input_shape=tuple(shape["input_shape"]),
         classes=shape["classes"],
         input_dtype=shape["input_dtype"],
@@ -132,7 +133,8 @@ def open_held_out(
     found = load_data(experiment, folder, pool, data_dir)
     if found["fingerprint"] != prepared.data["fingerprint"]:
         raise UserError("the data is not what the run began with (its fingerprint differs)")
-    pool.tell({"kind": "open", "folder": str(folder), "model": model_for(experiment, found)})
+    model = adapting.adapted(experiment, model_for(experiment, found), folder)
+    pool.tell({"kind": "open", "folder": str(folder), "model": model})
     test_rows = np.load(folder / "test_rows.npy", allow_pickle=False)
     sites = np.load(folder / "sites.npy", allow_pickle=False)
     of_rows = sites[test_rows] if sites.size else sites
@@ -191,6 +193,26 @@ def _artifact(
         notices.append(f"no LiteRT device takes part: {error}")
         return None
     return _stored(blobs, exported.tflite.read_bytes()), _stored(blobs, exported.manifest.read_bytes())
+
+
+def _with_backbone(
+    runtimes: tuple[RuntimeName, ...], adapt: str, notices: list[str]
+) -> tuple[RuntimeName, ...]:
+    """Of the runtimes those whose devices get the backbone: it is in the artifact, nowhere else.
+
+    Raises:
+        UserError: none of them.
+    """
+    if "litert" not in runtimes:
+        raise UserError(
+            f"model.adapt = {adapt!r}: devices get the frozen backbone with the LiteRT artifact; "
+            "allow litert in federation.runtimes"
+        )
+    if len(runtimes) > 1:
+        notices.append(
+            f"model.adapt = {adapt!r}: only LiteRT devices take part, whose artifact holds the backbone"
+        )
+    return ("litert",)
 
 
 def _stored(blobs: Blobs, content: bytes) -> BlobRef:

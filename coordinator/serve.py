@@ -41,6 +41,8 @@ from coordinator.fleets.deployments import Deployment
 from coordinator.fleets.device import DeviceFleet
 from coordinator.metrics import Metrics
 from coordinator.pki import Authority
+from coordinator.releases.renewal import ReleaseGauges, keep_fresh
+from coordinator.rollouts.service import RolloutThread
 from coordinator.runs import RunService
 from coordinator.serve_options import at_ports
 from coordinator.services import Services, utc_now
@@ -76,6 +78,7 @@ def serve(settings: Settings, announce: Announce) -> None:
         services = stack.enter_context(_services(settings))
         metrics = Metrics(services.database, services.signals)
         services.database.on_commit = metrics.commit
+        metrics.add(ReleaseGauges(services.releases, services.clock))
         runs = RunService(services, _fleet_of)
         context = services.authority.server_context()
         servers = (
@@ -84,6 +87,9 @@ def serve(settings: Settings, announce: Announce) -> None:
         )
         runs.start()
         stack.callback(runs.close)
+        rollouts = RolloutThread(services, services.releases)
+        rollouts.start()
+        stack.callback(rollouts.close)
         place = _place(settings)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_until_told(services, servers, context, lambda: _told(place, settings.home, announce)))
@@ -97,7 +103,11 @@ async def _until_told(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     serving = [asyncio.create_task(server.serve(sockets=[server.socket])) for server in servers]
-    beside = [asyncio.create_task(_certificate(services, context)), asyncio.create_task(_watchdog())]
+    beside = [
+        asyncio.create_task(_certificate(services, context)),
+        asyncio.create_task(keep_fresh(services.releases, services.clock)),
+        asyncio.create_task(_watchdog()),
+    ]
     for server, task in zip(servers, serving, strict=True):
         task.add_done_callback(lambda ended: stop.set())  # one that fails ends the other, and is told below
         await asyncio.wait(

@@ -18,6 +18,8 @@ from coordinator.fleets.deployments import Deployments
 from coordinator.fleets.pacing import Pacing
 from coordinator.part_files import PartFiles
 from coordinator.pki import Authority
+from coordinator.releases.incoming import Incoming
+from coordinator.releases.repository import Repository
 from coordinator.settings import Settings
 from coordinator.signals import Signals
 
@@ -47,3 +49,20 @@ class Services:
     def part_files(self) -> PartFiles:
         """Uploads on their way."""
         return PartFiles(self.settings.home / "uploads")
+
+    @cached_property
+    def releases(self) -> Repository:
+        """What devices may install, signed."""
+        return Repository(self.settings.home / "releases", self.clock)
+
+    @cached_property
+    def incoming_releases(self) -> Incoming:
+        """What people send to be published."""
+        return Incoming(self.settings.home / "releases" / "incoming")
+
+    @cached_property
+    def incoming_models(self) -> Incoming:
+        """What people send to be registered; what the process before got of it is sent anew."""
+        incoming = Incoming(self.settings.home / "models" / "incoming")
+        incoming.clear()
+        return incoming

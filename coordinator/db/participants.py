@@ -36,6 +36,12 @@ def candidates(connection: Connection, now: datetime) -> list[Candidate]:
     return [_candidate(row) for row in connection.execute(query)]
 
 
+def everyone(connection: Connection) -> list[Candidate]:
+    """Active devices that ever checked in, by id, however long ago."""
+    query = select(*_CANDIDATE).where(devices.c.state == "active", devices.c.last_seen_at.is_not(None))
+    return [_candidate(row) for row in connection.execute(query.order_by(devices.c.id))]
+
+
 def candidate(connection: Connection, device: str) -> Candidate | None:
     """One device, whatever its state."""
     row = connection.execute(select(*_CANDIDATE).where(devices.c.id == device)).one_or_none()

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, and_, func, insert, select, update
 
-from coordinator.db import events, rounds
+from coordinator.db import events, registry, rounds
 from coordinator.db import tables as t
 
 LIVE = t.LIVE_RUNS
@@ -129,6 +129,14 @@ def end(
     return devices
 
 
+def finish(connection: Connection, run: str, now: datetime, model_sha256: str) -> list[str] | None:
+    """Ends a run after its last round, with the model it came to; as `end`."""
+    connection.execute(
+        update(t.runs).where(t.runs.c.id == run, t.runs.c.state.in_(LIVE)).values(params=model_sha256)
+    )
+    return end(connection, run, "finished", now, model_sha256=model_sha256)
+
+
 def records(connection: Connection, run: str) -> list[dict[str, Any]]:
     """The lines of the report: committed rounds, in order."""
     query = (
@@ -170,8 +178,8 @@ def blobs_of_round(connection: Connection, run: str, number: int) -> set[str]:
 
 
 def blobs_in_use(connection: Connection) -> set[str]:
-    """Every blob that a row needs, of runs and of open work."""
-    used = rounds.blobs_in_use(connection)
+    """Every blob that a row needs: of runs, of open work and of registered models."""
+    used = rounds.blobs_in_use(connection) | registry.blobs_in_use(connection)
     for row in connection.execute(select(t.runs.c.params, t.runs.c.strategy_state, t.runs.c.prepared)):
         refs = [(row.prepared or {}).get(key) for key in ("artifact", "manifest")]
         used |= {digest for digest in (row.params, row.strategy_state) if digest}

@@ -17,7 +17,7 @@ from coordinator.errors import Refusal
 router = APIRouter()
 
 
-class _BlobResponse(FileResponse):
+class BlobResponse(FileResponse):
     """Larger blocks: each costs a hop to a thread and back."""
 
     chunk_size = 2**20
@@ -35,15 +35,15 @@ async def fetch_blob(
         if _is_digest(sha256) and services.blobs.path(sha256).exists():
             raise Refusal(403, "not_yours", "no open task of this device refers to this blob")
         raise Refusal(404, "not_found", "there is no such blob")
-    _require_range(request.headers.get("range"), services.blobs.path(sha256).stat().st_size)
-    return _BlobResponse(
+    require_range(request.headers.get("range"), services.blobs.path(sha256).stat().st_size)
+    return BlobResponse(
         services.blobs.path(sha256),
         media_type="application/octet-stream",
         headers={"etag": f'"{sha256}"', "cache-control": "private, immutable"},
     )
 
 
-def _require_range(asked: str | None, size_bytes: int) -> None:
+def require_range(asked: str | None, size_bytes: int) -> None:
     """One range, as a device that goes on with a download asks for it; many small ones cost more than they carry."""
     if asked is None:
         return

@@ -1,7 +1,7 @@
 """Check-in: a device says what it is and can, and hears what to do.
 
 1. agree on a version of the wire
-2. keep the report; renew the lease of what it works on, or lease it a task that waits
+2. keep the report, and how releases stand; renew the lease of what it works on, or lease it a task that waits
 3. a device that matches a live run is held until there is something for it; others are told a time
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -24,6 +24,8 @@ from coordinator.device_api.bodies import message_of
 from coordinator.device_api.identity import Caller, Calling
 from coordinator.errors import Refusal
 from coordinator.fleets import matching, offers
+from coordinator.rollouts import engine, plan, reports
+from coordinator.rollouts.reports import Heard
 from coordinator.services import Services
 from edge_client.wire.device import (
     OLDEST_MINOR,
@@ -45,13 +47,14 @@ router = APIRouter()
 class _Found:
     """What the rows have for a device: a task to start, or that the one it works on is not wanted.
 
-    `declined`: runs whose tasks ended, because the device's owner opted out of them.
+    `declined`: runs whose tasks ended, because the device's owner opted out of them. `releases`: what it is to run.
     """
 
     offer: TaskOffer | None = None
     stop: bool = False
     worth_holding: bool = False
     declined: tuple[str, ...] = ()
+    releases: Heard = field(default_factory=Heard)
 
 
 @router.post("/checkin")
@@ -62,6 +65,7 @@ async def check_in(
 ) -> Mapping[str, Any]:
     said = await message_of(CheckIn, request)
     wire = _agreed(said.wire)
+    _require_sound(said)
     topic = f"device:{caller.id}"
     pace = await run_in_threadpool(_pace, services)
     hold_seconds = min(max(said.wait_seconds, 0.0), LONGEST_HOLD_SECONDS)
@@ -72,13 +76,21 @@ async def check_in(
     services.signals.notify("devices")
     _tell(services, caller, said, found)
     if not found.worth_holding:
-        return to_json(CheckInAnswer(wire, 0.0 if found.stop else pace, found.offer, found.stop))
+        return _answer(wire, 0.0 if found.stop else pace, found)
+    if found.releases.is_new:
+        return _answer(wire, 0.0, found, hold=True)
     with services.pacing.room(services.settings.held, caller.id) as held:
         if held and await _arrives(request, services, topic, seen, hold_seconds):
             found = await _written(services, lambda at: _look(at, services, caller, said))
             _tell(services, caller, said, found)
     again = 0.0 if held and hold_seconds > 0 else pace
-    return to_json(CheckInAnswer(wire, again, found.offer, found.stop, hold=held and found.worth_holding))
+    return _answer(wire, again, found, hold=held and found.worth_holding)
+
+
+def _answer(wire: str, next_seconds: float, found: _Found, *, hold: bool = False) -> Mapping[str, Any]:
+    return to_json(
+        CheckInAnswer(wire, next_seconds, found.offer, found.stop, hold=hold, releases=found.releases.offers)
+    )
 
 
 def _agreed(theirs: str) -> str:
@@ -98,6 +110,13 @@ def _agreed(theirs: str) -> str:
     return f"{agreed[0]}.{agreed[1]}"
 
 
+def _require_sound(said: CheckIn) -> None:
+    try:
+        engine.require_sound(said.releases)
+    except ValueError as error:
+        raise Refusal(422, "malformed", f"CheckIn.releases: {error}") from None
+
+
 def _record(
     connection: Connection, services: Services, caller: Caller, said: CheckIn, due_seconds: float
 ) -> _Found:
@@ -109,6 +128,14 @@ def _record(
 
 
 def _look(connection: Connection, services: Services, caller: Caller, said: CheckIn) -> _Found:
+    """The task to start or go on with, and the releases to run."""
+    found = _task(connection, services, caller, said)
+    if not plan.knows_releases(said.wire):
+        return found
+    return replace(found, releases=reports.check_in(connection, caller.id, said.releases, services.clock()))
+
+
+def _task(connection: Connection, services: Services, caller: Caller, said: CheckIn) -> _Found:
     """The task to start or go on with; leases are given and renewed here."""
     now = services.clock()
     until = now + timedelta(seconds=services.settings.lease_seconds)
@@ -132,7 +159,9 @@ def _look(connection: Connection, services: Services, caller: Caller, said: Chec
 
 
 def _tell(services: Services, caller: Caller, said: CheckIn, found: _Found) -> None:
-    """Wakes the runs that lost a task, and logs the device where it stands otherwise than before."""
+    """Wakes rollouts that may go on and runs that lost a task; logs the device where it stands otherwise than before."""
+    if found.releases.changed:
+        services.signals.notify(reports.TOPIC, "events")
     if found.declined:
         services.signals.notify("events", *(f"run:{run}" for run in found.declined))
     if found.stop:

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from coordinator.fleets.deployments import Deployment
-from edge_client.wire.device import WIRE, CheckIn, RuntimeName, TaskKind, negotiated, version
+from edge_client.wire.device import OLDEST_MINOR, WIRE, CheckIn, RuntimeName, TaskKind, negotiated, version
 
 Code = Literal[
     "pending",
@@ -146,7 +146,7 @@ _STANDING = {
 def _wire(report: CheckIn, kind: TaskKind) -> Reason | None:
     if knows(report, kind):
         return None
-    needed = ".".join(map(str, KIND_SINCE[kind]))
+    needed = ".".join(map(str, max(KIND_SINCE[kind], (WIRE[0], OLDEST_MINOR))))
     return Reason(
         "wire_version",
         f"it speaks wire {report.wire}, {kind} tasks need {needed} up to {WIRE[0]}.x; update its software",

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from coordinator import adapting
 from coordinator.errors import UserError
 from coordinator.experiment import Experiment, Runtime
 from coordinator.fleets.simulated import SimulatedClient
@@ -29,7 +30,7 @@ class Prepared:
 
     Attributes:
         found: what loading the data found (see `coordinator.simulation.workspace.prepare`).
-        params: where a fresh run starts.
+        params: where the run starts.
     """
 
     found: Mapping[str, Any]
@@ -54,13 +55,33 @@ def prepare(
     clients = _clients(experiment, found)
     model = model_for(experiment, found)
     progress.stage("building the model")
-    params, trainable = build(experiment, model, pool)
+    model, params, trainable = start(experiment, model, folder, pool)
     if any(client.runtime == "litert" for client in clients):
         progress.stage("exporting the model to LiteRT")
         exported = export(experiment, model)
         model |= {"tflite": str(exported.tflite), "manifest": str(exported.manifest)}
     pool.tell({"kind": "open", "folder": str(folder), "model": model})
     return Prepared(found, clients, params, trainable)
+
+
+def start(
+    experiment: Experiment, model: Mapping[str, Any], folder: Path, pool: WorkerPool
+) -> tuple[dict[str, Any], Params, tuple[str, ...]]:
+    """The model as workers are told of it, the params that a run begins with, and the names of those that are trained.
+
+    What a run that adapts a model keeps frozen lies in `folder` then.
+
+    Raises:
+        UserError: the model cannot be built, or `model.init` does not fit it.
+    """
+    params, trainable = build(experiment, model, pool)
+    if experiment.model.init is not None:
+        params = starting_params(Path(experiment.model.init), params)
+    if experiment.model.adapt is None:
+        return dict(model), params, trainable
+    adapting.freeze(params, folder)
+    told = adapting.adapted(experiment, model, folder)
+    return told, *build(experiment, told, pool)
 
 
 def build(

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator import planning, report
+from coordinator import adapting, planning, report
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiment import COHORT, Experiment, read, resolve
 from coordinator.fleets.simulated import SimulatedFleet
@@ -40,7 +40,7 @@ from coordinator.rounds.events import Clock, EventLog
 from coordinator.rounds.plan import RunPlan
 from coordinator.simulation.evaluation import accuracy_by_group, evaluate
 from coordinator.simulation.pool import WorkerDied, WorkerPool
-from coordinator.simulation.preparation import Prepared, prepare, starting_params
+from coordinator.simulation.preparation import Prepared, prepare
 from coordinator.simulation.virtual_time import virtual_time
 from edge_client.files import write_durably
 from strategies.params import Params, ShapeMismatch, Tensors, require_same_shapes
@@ -117,6 +117,7 @@ def _run(experiment: Experiment, out: Path, surroundings: Surroundings) -> dict[
         committed = checkpoints.load()
         prepared = prepare(experiment, work, pool, surroundings.data_dir, surroundings.progress)
         identity = {"data": prepared.found["fingerprint"], "experiment": _identity(experiment)}
+        identity |= adapting.fingerprint(experiment, work)
         if committed is not None:
             _require_same(committed, prepared, identity, out)
         state = _rounds(experiment, out, pool, prepared, checkpoints, committed, identity, surroundings)
@@ -125,9 +126,8 @@ def _run(experiment: Experiment, out: Path, surroundings: Surroundings) -> dict[
         sites = np.load(work / "sites.npy", allow_pickle=False)
         final = evaluate(pool, len(test_rows), state.params)
         of_rows = sites[test_rows] if sites.size else None
-        written = report.write(
-            out, experiment, prepared.found, prepared.clients, state.params, final, of_rows
-        )
+        model = adapting.whole(experiment, state.params, work)
+        written = report.write(out, experiment, prepared.found, prepared.clients, model, final, of_rows)
     shutil.rmtree(work)
     return written
 
@@ -159,7 +159,7 @@ def _rounds(
         )
 
     if committed is None:
-        start = _begun(experiment, prepared, run_plan)
+        start = _begun(prepared, run_plan)
         told = {
             "clients": len(prepared.clients),
             "rounds": run_plan.rounds,
@@ -204,10 +204,8 @@ def _rounds(
             file.close()
 
 
-def _begun(experiment: Experiment, prepared: Prepared, run_plan: RunPlan) -> RunState:
+def _begun(prepared: Prepared, run_plan: RunPlan) -> RunState:
     params = prepared.params
-    if experiment.model.init is not None:
-        params = starting_params(Path(experiment.model.init), params)
     return RunState(0, params, run_plan.strategy.init(params, prepared.trainable))
 
 
@@ -256,6 +254,10 @@ def _require_same(committed: Committed, prepared: Prepared, identity: Mapping[st
         )
     if committed.identity["data"] != identity["data"]:
         raise UserError(f"--resume {out}: the data is not what the run began with (its fingerprint differs)")
+    if committed.identity.get("backbone") != identity.get("backbone"):
+        raise UserError(
+            f"--resume {out}: the frozen backbone is not what the run began with; was model.init replaced?"
+        )
     try:
         require_same_shapes(committed.params, prepared.params)
     except ShapeMismatch as error:

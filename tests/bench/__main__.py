@@ -17,6 +17,7 @@ NAMES = (
     "device_memory",
     "rounds",
     "hostile",
+    "coordinator_kills",
     "loader",
     "sentiment",
     "collectives",
@@ -25,6 +26,8 @@ NAMES = (
     "planner",
     "recovery",
     "gpu_pretrain",
+    "predict",
+    "compression",
 )
 
 

@@ -190,7 +190,7 @@ def test_what_a_device_says_of_itself_cannot_command_a_terminal(
     fedloop: Any, coordinator: Door, enrolled: Device
 ) -> None:
     report = {
-        "wire": "1.2",
+        "wire": "1.3",
         "software": "1\x1b[2J",
         "runtimes": {"litert\x1b]0;x\x07": "2"},
         "memory_bytes": 1,

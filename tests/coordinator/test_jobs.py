@@ -88,17 +88,25 @@ def test_a_teacher_and_its_student_leave_their_params_and_figures(job: jobs.Job,
 
     arrays = {**job.arrays, "x_extra": job.arrays["x_test"]}
     lines.clear()
-    student = jobs.run(
+    compressed = jobs.run(
         replace(
-            job, stage="distil", arrays=arrays, teacher=(wide, tmp_path / "teacher" / "model.safetensors")
+            job,
+            stage="compress",
+            model=wide,
+            arrays=arrays,
+            params=tmp_path / "teacher" / "model.safetensors",
+            options={},
+            more={"steps": [{"kind": "distil", "student": "logreg"}]},
         ),
         tmp_path / "student",
         lines.append,
     )
-    assert {line["stage"] for line in lines} == {"distil"}
-    assert student["teacher_accuracy"] == teacher["test_accuracy"]
-    assert student["test_accuracy"] > 0.8
-    assert len(student["losses"]) == 30 * -(-60 // 16)  # 40 labelled rows and 20 unlabelled
+    assert lines[0] == {"checked": True}
+    assert [line["epoch"] for line in lines if "epoch" in line] == list(range(1, 31))
+    source, student = compressed["rows"]
+    assert source["accuracy"] == teacher["test_accuracy"]
+    assert student["accuracy"] > 0.8
+    assert student["facts"]["steps"] == 30 * -(-60 // 16)  # 40 labelled rows and 20 unlabelled
     params = safetensors.numpy.load((tmp_path / "student" / "model.safetensors").read_bytes())
     assert {name: value.shape for name, value in params.items()} == {"fc.bias": (3,), "fc.weight": (3, 4)}
     assert student["parameters"] == 15
@@ -112,10 +120,10 @@ def test_a_teacher_and_its_student_leave_their_params_and_figures(job: jobs.Job,
         ({"model": {**MODEL, "name": "logregg"}}, "'logregg' is unknown, did you mean 'logreg'"),
         ({"processes": 2, "options": {"shift": 1}}, "no images"),
         (
-            {"stage": "distil", "teacher": (MODEL, Path("/nowhere/teacher.safetensors"))},
+            {"stage": "compress", "params": Path("/nowhere/teacher.safetensors"), "more": {"steps": []}},
             r"/nowhere/teacher\.safetensors is not a readable \.safetensors file",
         ),
-        ({"stage": "quantize", "options": {}}, "params is missing"),
+        ({"stage": "compress", "more": {"steps": []}}, "params is missing"),
     ],
 )
 def test_a_failed_job_says_why_and_where_its_log_is(

@@ -11,7 +11,7 @@ import pytest
 from coordinator.fleets import matching
 from coordinator.fleets.deployments import Deployment, Selection
 from coordinator.fleets.matching import Candidate
-from edge_client.wire.device import BlobRef
+from edge_client.wire.device import BlobRef, TaskKind
 from tests.support.device_world import MODEL, REPORT, START
 
 REF = BlobRef("0" * 64, 10)
@@ -76,11 +76,12 @@ def test_what_keeps_a_device_out_is_told_in_words(device: Candidate, code: str, 
     assert words in reason.words
 
 
-def test_a_device_with_an_older_wire_trains_but_does_not_evaluate() -> None:
-    old = reported(wire="1.0")
-    assert matching.why_not(old, RUN, START, "train") == ()
-    (reason,) = matching.why_not(old, RUN, START, "evaluate")
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_a_device_with_a_wire_no_more_served_does_nothing(kind: TaskKind) -> None:
+    assert matching.why_not(reported(wire="1.1"), RUN, START, kind) == ()
+    (reason,) = matching.why_not(reported(wire="1.0"), RUN, START, kind)
     assert reason.code == "wire_version"
+    assert f"{kind} tasks need 1.1 up to" in reason.words
 
 
 def test_all_reasons_are_told_at_once() -> None:

@@ -21,6 +21,45 @@ OF_OPERATORS = {
     (409, "run_ended"),
     (421, "wrong_host"),
 }
+OF_RELEASES = {
+    (409, "unknown_release"),
+    (422, "bad_delegation"),
+    (422, "bad_path"),
+    (422, "bad_signature"),
+    (422, "changed_release"),
+    (422, "expired"),
+    (422, "extra_file"),
+    (422, "incomplete_release"),
+    (422, "missing_file"),
+    (422, "no_root"),
+    (422, "other_online_keys"),
+    (422, "weak_root"),
+    (422, "wrong_bytes"),
+    (422, "wrong_manifest"),
+    (422, "wrong_version"),
+}
+OF_ROLLOUTS = {
+    (404, "not_a_member"),
+    (404, "unknown_release"),
+    (404, "unknown_rollout"),
+    (409, "did_not_fail"),
+    (409, "no_devices"),
+    (409, "not_the_newest"),
+    (409, "rollout_state"),
+    (409, "rollout_under_way"),
+}
+OF_REGISTRY = {
+    (404, "unknown_alias"),
+    (404, "unknown_file"),
+    (404, "unknown_model"),
+    (404, "unknown_version"),
+    (409, "alias_moved"),
+    (409, "busy"),
+    (409, "missing_files"),
+    (409, "run_not_finished"),
+    (409, "wrong_name"),
+}
+OF_OPERATORS |= OF_RELEASES | OF_ROLLOUTS | OF_REGISTRY
 BY_STARLETTE = {(405, "method_not_allowed")}
 
 

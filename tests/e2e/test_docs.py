@@ -58,7 +58,7 @@ def test_the_reference_shows_every_key_with_its_default() -> None:
             assert known <= set(section), f"[{name}] in docs/experiment.md lacks {known - set(section)}"
     for key in OF_OTHERS:
         del document["data"][key]
-    del document["model"]["init"]
+    del document["model"]["init"], document["model"]["adapt"]
     del document["federation"]["max_examples"], document["simulation"]["names"]
     assert experiment.resolve(document, "docs/experiment.md") == experiment.resolve({}, "defaults")
 

@@ -92,10 +92,12 @@ def test_compress_takes_what_a_split_training_has_left(trained: dict[str, Path],
     assert done.returncode == 0, done.stderr
     report = report_of(out)
     assert report["lineage"]["parent"]["model_sha256"] == sha256(folder / "model.safetensors")
-    int8 = out / report["int8"]["file"]
-    assert report["lineage"]["int8_sha256"] == sha256(int8)
-    assert int8.stat().st_size == report["int8"]["bytes"] < report["source"]["bytes"]
-    assert report["int8"]["accuracy"] >= report["student"]["accuracy"] - 0.1
+    int8 = out / report["final"]["file"]
+    assert report["lineage"]["tflite_sha256"] == sha256(int8)
+    assert int8.stat().st_size == report["final"]["bytes"] < report["source"]["bytes"]
+    student, quantized = report["steps"]
+    assert (student["kind"], student["model"], quantized["kind"]) == ("distil", "charlm", "quantize")
+    assert quantized["accuracy"] >= student["accuracy"] - 0.1
 
 
 def test_digits_are_compressed_as_they_are(tmp_path: Path) -> None:
@@ -108,8 +110,9 @@ def test_digits_are_compressed_as_they_are(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     report = report_of(tmp_path / "c")
-    assert "student" not in report
-    assert report["int8"]["accuracy"] > 0.75
+    assert [step["kind"] for step in report["steps"]] == ["quantize"]
+    assert report["final"]["accuracy"] > 0.75
+    assert report["final"]["bytes"] < 0.6 * report["source"]["bytes"]
 
     (tmp_path / "d" / "model.safetensors").write_bytes(b"another")
     done = run_cli("compress", tmp_path / "d", "--out", tmp_path / "again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
+from coordinator.db import registry, rollouts  # noqa: F401  their tables belong to the metadata
 from coordinator.db.tables import metadata
 
 context.configure(

@@ -1,0 +1,170 @@
+"""From a folder with a model to a release folder: `manifest.json` beside `model.tflite`.
+
+    0. of a finished federated run: its params quantized as the shipped file was (`coordinator.compressing`), into `compressed/`
+    1. what the folder holds: `model.json`, `model.safetensors`, test rows, and a `.tflite` where it is compressed
+    2. export   in a process of its own: golden answers, a trial on every runtime, the manifest
+    3. the report, which says of every runtime whether it may have the release, and why not
+
+The job's own files lie in `export/` below the release.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator import compressing, jobs
+from coordinator.errors import RunInterrupted, UserError
+from coordinator.jobs import Job, JobFailed
+from coordinator.pretraining import LINEAGE, MODEL, MODEL_KEYS, REPORT, Surroundings, sha256_of
+from edge_client.files import write_durably
+
+PRECISIONS = (
+    "float32",
+    "float16",
+    "weight-int8",
+    "dynamic-int8",
+    "static-int8",
+    "mixed",
+    "int4",
+    "codebook",
+)
+"""As `models.compress.step.Precision`, which needs torch."""
+
+PARAMS, TFLITE, EXPERIMENT = "model.safetensors", "model.tflite", "experiment.toml"
+
+_ROWS = ("arrays", "data/arrays")
+"""Where a folder has its test rows: a compression's, a pretraining's."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for.
+
+    Attributes:
+        name, version: in the registry.
+        tflite: file to release; None: `model.tflite` of the folder, or float32 made from its params.
+        precision: of that file; None: as the folder says.
+        device_classes: it is for; none: any.
+        options: further ones of `models.export.inference.Options`.
+        tflite_runtime: interpreter of an environment that has it.
+    """
+
+    name: str
+    version: int = 1
+    tflite: Path | None = None
+    precision: str | None = None
+    device_classes: Sequence[str] = ()
+    options: Mapping[str, Any] | None = None
+    tflite_runtime: Path | None = None
+
+
+def export(folder: Path, wanted: Wanted, out: Path, surroundings: Surroundings) -> dict[str, Any]:
+    """Makes the release of the model in `folder` in the empty or new folder `out`, and returns the report.
+
+    Raises:
+        UserError: `folder` lacks something, or `out` is not empty.
+        RunInterrupted: the model cannot be released; the message says why.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out}: the folder is not empty; name another one")
+    if (folder / EXPERIMENT).is_file() and not (folder / MODEL).is_file():
+        folder = _quantized(folder, wanted, out, surroundings)
+    model = _document(folder / MODEL)
+    params, tflite = folder / PARAMS, wanted.tflite or folder / TFLITE
+    if wanted.precision not in (None, *PRECISIONS):
+        raise UserError(f"--precision {wanted.precision}: is unknown; known: {', '.join(PRECISIONS)}")
+    if wanted.tflite is not None and not tflite.is_file():
+        raise UserError(f"--tflite {tflite}: there is no such file")
+    if not params.is_file() and not tflite.is_file():
+        raise UserError(f"{folder}: has neither {PARAMS} nor {TFLITE}, so there is nothing to release")
+    more: dict[str, Any] = {
+        "release": str(out.absolute()),
+        "device_classes": list(wanted.device_classes),
+        "lineage": _lineage(folder),
+    }
+    if tflite.is_file():
+        precision = wanted.precision or model.get("precision")
+        if precision is None:
+            raise UserError(f"{tflite}: its precision is unknown; give --precision, static-int8 for example")
+        more |= {"tflite": str(tflite.absolute()), "precision": precision}
+    elif wanted.precision not in (None, "float32"):
+        raise UserError(
+            f"--precision {wanted.precision}: only float32 is made from params; compress the model first: "
+            f"fedloop compress {folder}"
+        )
+    if wanted.tflite_runtime is not None:
+        more["tflite_runtime"] = str(wanted.tflite_runtime.absolute())
+    surroundings.watcher.stage(f"exporting {wanted.name}:{wanted.version}")
+    job = Job(
+        "export",
+        {key: model[key] for key in ("name", "options", *MODEL_KEYS) if key in model},
+        _test_rows(folder),
+        options={"name": wanted.name, "version": wanted.version, **(wanted.options or {})},
+        params=params if params.is_file() else None,
+        more=more,
+    )
+    try:
+        report = jobs.run(job, out / "export", surroundings.watcher.trained, surroundings.clock)
+    except JobFailed as error:
+        raise RunInterrupted(str(error)) from None
+    # The release's own file takes any number of rows, so its hash is another one.
+    report["source"] = {"tflite_sha256": sha256_of(tflite) if tflite.is_file() else None}
+    write_durably(out / REPORT, (json.dumps(report, indent=2) + "\n").encode())
+    return report
+
+
+def _quantized(run: Path, wanted: Wanted, out: Path, surroundings: Surroundings) -> Path:
+    """The folder of the run's model, quantized: devices trained float params, and run integers made of them anew."""
+    if wanted.tflite is not None:
+        raise UserError(
+            f"--tflite: {run} is a run, whose file is made from its params; leave the option away"
+        )
+    step = {"kind": "quantize", "precision": wanted.precision or "static-int8"}
+    asked = compressing.Asked(compressing.Pipeline.model_validate({"step": [step]}), "export")
+    compressing.compress(run, asked, out / "compressed", surroundings)
+    return out / "compressed"
+
+
+def _test_rows(folder: Path) -> dict[str, npt.NDArray[Any]]:
+    for place in _ROWS:
+        if (folder / place / "x_test.npy").is_file():
+            return {
+                name: np.load(folder / place / f"{name}.npy", mmap_mode="r") for name in ("x_test", "y_test")
+            }
+    raise UserError(
+        f"{folder}: has no test rows ({', '.join(f'{place}/x_test.npy' for place in _ROWS)}); a release is tried on some"
+    )
+
+
+def _lineage(folder: Path) -> dict[str, Any]:
+    """The SHA-256 of the checkpoint it was made from, and of the data."""
+    if not (folder / LINEAGE).is_file():
+        return {}
+    known = _document(folder / LINEAGE)
+    parent = known.get("parent")
+    before = parent if isinstance(parent, dict) else {}
+    return {
+        "parent": before.get("model_sha256") or known.get("model_sha256"),
+        "data_fingerprint": known.get("data_fingerprint") or before.get("data_fingerprint"),
+    }
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{path.parent}: there is no {path.name} here; expected one of `fedloop compress`, `fedloop pretrain` or a finished run"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds {type(found).__name__}, expected an object")
+    return found

@@ -1,0 +1,108 @@
+"""What of a folder on disk belongs to a version: the command line's side of registering.
+
+`gather` takes a folder that Fedloop left, and by what lies in it knows its kind; `imported` takes files from elsewhere.
+Arrays, checkpoints and logs stay where they are.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from coordinator.errors import UserError
+from coordinator.registry.contents import Content, content_of, document
+from coordinator.registry.kinds import (
+    HF_CONFIG,
+    HF_INDEX,
+    LINEAGE,
+    MODEL,
+    PARAMS,
+    REPORT,
+    Kind,
+    is_compression,
+)
+from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
+
+_TOLD = (
+    LINEAGE,
+    REPORT,
+    MODEL,
+    "config.toml",
+    "pipeline.toml",
+    "experiment.toml",
+    "rounds.csv",
+    "curves.png",
+    "pareto.png",
+)
+_PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
+_SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
+
+Gathered = tuple[Kind, dict[str, Content]]
+
+
+def gather(folder: Path) -> Gathered:
+    """The kind of a folder of Fedloop, and its files by their paths in the version.
+
+    Raises:
+        UserError: there is no such folder, or it is none that Fedloop left.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder")
+    if (folder / MANIFEST_NAME).is_file():
+        return "inference", _files(folder, (MANIFEST_NAME, MODEL_NAME, REPORT))
+    found = _files(folder, (PARAMS, MODEL_NAME, *_TOLD))
+    if LINEAGE in found and is_compression(document(found, LINEAGE)):
+        return "compressed", found
+    if PARAMS in found:
+        found.pop(MODEL_NAME, None)
+        return "params", found
+    raise UserError(
+        f"{folder}: has no {PARAMS} and no {MANIFEST_NAME}; expected a finished folder "
+        "of `fedloop pretrain`, `simulate`, `run`, `compress` or `export`. Models from elsewhere: fedloop model import"
+    )
+
+
+def imported(path: Path) -> Gathered:
+    """The kind of a file or folder from elsewhere, and its files.
+
+    Raises:
+        UserError: it is neither safetensors nor .tflite; pickles are never opened.
+    """
+    if path.is_dir():
+        return "weights", _hugging_face(path)
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such file or folder")
+    if path.suffix == ".safetensors":
+        return "weights", {PARAMS: content_of(path)}
+    if path.suffix == ".tflite":
+        return "tflite", {MODEL_NAME: content_of(path)}
+    if path.suffix in _PICKLED:
+        raise UserError(f"{path}: {_PICKLE_WORDS}")
+    if path.suffix == ".onnx":
+        raise UserError(f"{path}: ONNX files are not taken; import its weights as safetensors")
+    raise UserError(
+        f"{path}: expected a .safetensors file, a .tflite file or a Hugging Face folder of safetensors"
+    )
+
+
+_PICKLE_WORDS = (
+    "is a file of Python pickles, which can run any program when it is read, so it is not opened; save the weights as "
+    "safetensors first (safetensors.torch.save_file)"
+)
+
+
+def _hugging_face(folder: Path) -> dict[str, Content]:
+    shards = sorted(each.name for each in folder.glob("*.safetensors") if _SHARD.fullmatch(each.name))
+    if not shards:
+        pickles = sorted(each.name for each in folder.iterdir() if each.suffix in _PICKLED)
+        if pickles:
+            raise UserError(f"{folder / pickles[0]}: {_PICKLE_WORDS}")
+        raise UserError(f"{folder}: has no .safetensors files")
+    if not (folder / HF_CONFIG).is_file():
+        raise UserError(f"{folder}: has no {HF_CONFIG}; expected a Hugging Face folder, or name one file")
+    index = (HF_INDEX,) if (folder / HF_INDEX).is_file() else ()
+    return _files(folder, (HF_CONFIG, *index, *shards))
+
+
+def _files(folder: Path, names: tuple[str, ...]) -> dict[str, Content]:
+    return {name: content_of(folder / name) for name in names if (folder / name).is_file()}

@@ -1,0 +1,97 @@
+"""How models, versions, aliases and files of a version are written, and what is refused as a name.
+
+A version is `name:number` or `name@alias`; a name alone means its newest version.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from coordinator.errors import UserError
+from coordinator.releases.roles import ReleaseName
+
+FILES_LIMIT = 1000
+"""Most files of one version."""
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_PATH = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}/){0,3}[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A version as somebody asks for it: by number, by alias, or with neither the newest one."""
+
+    model: str
+    number: int | None = None
+    alias: str | None = None
+
+
+def reference(text: str) -> Reference:
+    """What `name:number`, `name@alias` or `name` refers to.
+
+    Raises:
+        UserError: `bad_reference`, it is of none of these forms.
+    """
+    model, mark, which = re.fullmatch(r"([^:@]*)([:@]?)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    if _NAME.fullmatch(model):
+        if not mark:
+            return Reference(model)
+        if mark == ":" and re.fullmatch(r"[1-9][0-9]{0,8}", which):
+            return Reference(model, number=int(which))
+        if mark == "@" and _NAME.fullmatch(which):
+            return Reference(model, alias=which)
+    raise UserError(
+        f"{text[:100]!r} names no version; expected name:number or name@alias, such as digits:3 or digits@champion",
+        "bad_reference",
+    )
+
+
+def model_name(text: str) -> str:
+    """The name of a model, as given. Releases and the files on devices are called so too.
+
+    Raises:
+        UserError: `bad_name`.
+    """
+    if not ReleaseName(text, 1).is_valid:
+        raise UserError(
+            f"{text[:100]!r} is no name for a model; expected 1 to 63 small letters, digits and dashes, no dash first, "
+            "and not `rollouts`",
+            "bad_name",
+        )
+    return text
+
+
+def alias_name(text: str) -> str:
+    """An alias, as given. Raises: UserError: `bad_name`."""
+    if not _NAME.fullmatch(text):
+        raise UserError(
+            f"{text[:100]!r} is no alias; expected 1 to 63 small letters, digits and dashes, no dash first",
+            "bad_name",
+        )
+    return text
+
+
+def file_path(text: str) -> str:
+    """The path of a file within its version, as given: at most three folders deep, nowhere outside, nothing hidden.
+
+    Raises:
+        UserError: `bad_path`.
+    """
+    if not _PATH.fullmatch(text):
+        raise UserError(
+            f"{text[:100]!r} is no path for a file of a version; expected letters, digits, `.`, `_`, `-`, at most three "
+            "folders and no name that begins with a dot",
+            "bad_path",
+        )
+    return text
+
+
+def digest(text: str) -> str:
+    """A SHA-256 in hex, as given. Raises: UserError: `bad_digest`."""
+    if not _DIGEST.fullmatch(text):
+        raise UserError(
+            f"{text[:100]!r} is no SHA-256; expected 64 hexadecimal digits in small letters", "bad_digest"
+        )
+    return text

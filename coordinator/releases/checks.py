@@ -1,0 +1,198 @@
+"""What must hold of signed metadata that comes to the coordinator before anything of it is kept. Pure: no disk, no network.
+
+Signatures, thresholds and expiry are judged by `tuf` itself, as on a device. Besides there are rules of ours: the
+versions follow one another, a release has its two files and never changes, and nothing is delegated but rollouts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+
+from tuf.api.exceptions import RepositoryError
+from tuf.api.metadata import Metadata, Root, TargetFile, Targets
+from tuf.api.serialization import DeserializationError
+
+from coordinator.errors import Refusal
+from coordinator.releases import roles
+from coordinator.releases.roles import METADATA_LIMITS_BYTES, ReleaseName, release_of
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def read_root(data: bytes) -> Metadata[Root]:
+    """A root as sent. Raises: Refusal: 413 `oversized`, 422 `malformed`."""
+    return _read(data, Root, roles.ROOT)
+
+
+def read_targets(data: bytes) -> Metadata[Targets]:
+    """Targets as sent. Raises: Refusal: 413 `oversized`, 422 `malformed`."""
+    return _read(data, Targets, roles.TARGETS)
+
+
+def check_chain(trusted: Metadata[Root] | None, chain: Sequence[Metadata[Root]], now: datetime) -> Root:
+    """The root to trust after `chain`, each of which its forerunner and itself must have signed (spec 5.3).
+
+    `trusted`: None for a repository that begins.
+
+    Raises:
+        Refusal: 422 `wrong_version`, `bad_signature`, `expired`, `weak_root`.
+    """
+    newest = trusted
+    for each in chain:
+        version = newest.signed.version + 1 if newest is not None else 1
+        if each.signed.version != version:
+            raise Refusal(422, "wrong_version", f"root has version {each.signed.version}, expected {version}")
+        for signer in (each,) if newest is None else (newest, each):
+            _verify(signer.signed, roles.ROOT, each)
+        newest = each
+    if newest is None:
+        raise Refusal(422, "no_root", "a repository begins with a root: `fedloop release init`")
+    _require_strong(newest.signed)
+    _require_fresh(newest.signed, roles.ROOT, now)
+    return newest.signed
+
+
+def check_targets(
+    root: Root, current: Targets | None, new: Metadata[Targets], rollouts_keys: Collection[str], now: datetime
+) -> None:
+    """Lets targets pass that may follow `current` under `root`. `rollouts_keys`: ids of those the coordinator holds.
+
+    Raises:
+        Refusal: 422 `bad_signature`, `wrong_version`, `expired`, `bad_path`, `incomplete_release`, `changed_release`,
+            `bad_delegation`, `other_online_keys`; 413 `oversized`.
+    """
+    _verify(root, roles.TARGETS, new)
+    expected = 1 if current is None else current.version + 1
+    if new.signed.version != expected:
+        raise Refusal(
+            422,
+            "wrong_version",
+            f"targets has version {new.signed.version}, expected {expected}; fetch first",
+        )
+    _require_fresh(new.signed, roles.TARGETS, now)
+    _require_releases(new.signed.targets)
+    if current is not None:
+        _require_unchanged(current.targets, new.signed.targets)
+    require_delegation(new.signed, rollouts_keys)
+
+
+def require_online_keys(root: Root, held: Mapping[str, Collection[str]]) -> None:
+    """Refuses a root under which this coordinator could not sign. `held`: role -> ids of the keys it has."""
+    for role in (roles.SNAPSHOT, roles.TIMESTAMP):
+        named = root.get_delegated_role(role)
+        if named.threshold != 1 or not set(named.keyids) & set(held[role]):
+            raise _other_keys(f"root trusts for {role}")
+
+
+def require_delegation(new: Targets, rollouts_keys: Collection[str]) -> None:
+    """Refuses targets that delegate anything but rollouts to this coordinator."""
+    delegated = (new.delegations.roles or {}) if new.delegations is not None else {}
+    role = delegated.get(roles.ROLLOUTS)
+    if role is None or len(delegated) != 1 or role.paths != [roles.ROLLOUTS_PATHS] or not role.terminating:
+        raise Refusal(
+            422,
+            "bad_delegation",
+            f"targets must delegate {roles.ROLLOUTS_PATHS} to the role {roles.ROLLOUTS}, terminating, and nothing else",
+        )
+    if role.threshold != 1 or not set(role.keyids) & set(rollouts_keys):
+        raise _other_keys("targets trusts for rollouts")
+
+
+def releases_in(targets: Mapping[str, TargetFile]) -> dict[ReleaseName, tuple[TargetFile, TargetFile]]:
+    """Each release's manifest and model file."""
+    names = sorted({name for path in targets if (name := release_of(path)) is not None})
+    return {name: (targets[name.manifest], targets[name.file]) for name in names}
+
+
+def is_signed(delegator: Root | Targets, role: str, metadata: Metadata[Root] | Metadata[Targets]) -> bool:
+    """Whether enough of the keys that `delegator` names for a role have signed."""
+    try:
+        _verify(delegator, role, metadata)
+    except Refusal:
+        return False
+    return True
+
+
+def _read(data: bytes, kind: type, role: str) -> Metadata:  # type: ignore[type-arg]
+    if len(data) > METADATA_LIMITS_BYTES[role]:
+        limit = METADATA_LIMITS_BYTES[role]
+        raise Refusal(413, "oversized", f"{role} has {len(data)} bytes, at most {limit} are taken")
+    try:
+        metadata: Metadata = Metadata.from_bytes(data)  # type: ignore[type-arg]
+    except (DeserializationError, RecursionError) as error:
+        raise Refusal(
+            422, "malformed", f"{role} is no TUF metadata: {str(error.__cause__ or error)[:200]}"
+        ) from None
+    if not isinstance(metadata.signed, kind):
+        raise Refusal(422, "malformed", f"expected {role} metadata, this is {metadata.signed.type}")
+    return metadata
+
+
+def _verify(delegator: Root | Targets, role: str, metadata: Metadata[Root] | Metadata[Targets]) -> None:
+    try:
+        delegator.verify_delegate(role, metadata.signed_bytes, metadata.signatures)
+    except (RepositoryError, ValueError) as error:
+        raise Refusal(
+            422,
+            "bad_signature",
+            f"{role} {metadata.signed.version} is not signed as root {delegator.version} asks: {error}"
+            if isinstance(delegator, Root)
+            else f"{role} {metadata.signed.version} is not signed as targets asks: {error}",
+        ) from None
+
+
+def _require_strong(root: Root) -> None:
+    role = root.get_delegated_role(roles.ROOT)
+    if role.threshold < 2 or not root.consistent_snapshot:
+        raise Refusal(422, "weak_root", "root must need two signatures, and consistent snapshots")
+    offline = {key for name in (roles.ROOT, roles.TARGETS) for key in root.get_delegated_role(name).keyids}
+    online = {
+        key for name in (roles.SNAPSHOT, roles.TIMESTAMP) for key in root.get_delegated_role(name).keyids
+    }
+    if offline & online:
+        raise Refusal(422, "weak_root", "a key that lies online may not sign root or targets")
+
+
+def _require_fresh(signed: Root | Targets, role: str, now: datetime) -> None:
+    if signed.is_expired(now):
+        raise Refusal(
+            422, "expired", f"{role} {signed.version} expired at {signed.expires:%Y-%m-%d %H:%M} UTC"
+        )
+
+
+def _require_releases(targets: Mapping[str, TargetFile]) -> None:
+    for path, target in targets.items():
+        name = release_of(path)
+        if name is None:
+            raise Refusal(
+                422,
+                "bad_path",
+                f"target {path[:200]!r} is no file of a release, as `model/1/manifest.json` is",
+            )
+        if missing := {name.manifest, name.file} - targets.keys():
+            raise Refusal(422, "incomplete_release", f"release {name} lacks {min(missing)}")
+        if set(target.hashes) != {"sha256"} or not _SHA256.fullmatch(target.hashes["sha256"]):
+            raise Refusal(422, "malformed", f"target {path} must have one hash, SHA-256 in hex")
+        if target.length > roles.TARGET_LIMIT_BYTES:
+            raise Refusal(
+                413, "oversized", f"target {path} has {target.length} bytes, at most 2 GiB are taken"
+            )
+
+
+def _require_unchanged(before: Mapping[str, TargetFile], after: Mapping[str, TargetFile]) -> None:
+    """A release may be withdrawn; devices that run it must never meet another one under its name."""
+    for path in sorted(before.keys() & after.keys()):
+        if (before[path].length, before[path].hashes) != (after[path].length, after[path].hashes):
+            raise Refusal(
+                422, "changed_release", f"{path} was released with other bytes; make a new version of it"
+            )
+
+
+def _other_keys(what: str) -> Refusal:
+    return Refusal(
+        422,
+        "other_online_keys",
+        f"{what} no key that this coordinator has; see `fedloop release online-keys`",
+    )

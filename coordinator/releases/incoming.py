@@ -1,0 +1,79 @@
+"""Files on their way in: sent in pieces, named by the SHA-256 they are to have, judged when they are published or registered."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from coordinator.errors import Refusal
+from coordinator.releases.roles import TARGET_LIMIT_BYTES
+
+
+class Incoming:
+    """The uploads in one folder. They grow by pieces in order; an upload cut short goes on where it stopped."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+
+    def offset(self, sha256: str) -> int:
+        """Bytes that are here."""
+        path = self._path(sha256)
+        return path.stat().st_size if path.exists() else 0
+
+    def write(self, sha256: str, offset: int, piece: bytes) -> int:
+        """Adds a piece; how far the upload is. A piece that is not the next one changes nothing.
+
+        Raises:
+            Refusal: 404 `not_found`: no SHA-256; 413 `oversized`.
+            OSError: the disk is full.
+        """
+        path = self._path(sha256)
+        with self._lock:
+            here = self.offset(sha256)
+            if offset != here:
+                return here
+            if here + len(piece) > TARGET_LIMIT_BYTES:
+                raise Refusal(413, "oversized", f"a file here has at most {TARGET_LIMIT_BYTES} bytes")
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                with path.open("ab") as file:
+                    file.write(piece)
+            except OSError:
+                with path.open("r+b") as file:
+                    file.truncate(here)
+                raise
+            return here + len(piece)
+
+    def file(self, sha256: str) -> Path:
+        """Where an upload lies. Raises: Refusal: 422 `missing_file`: nothing of it was sent."""
+        path = self._path(sha256)
+        if not path.exists():
+            raise Refusal(422, "missing_file", f"the file with SHA-256 {sha256} was not sent")
+        return path
+
+    def read(self, sha256: str, limit_bytes: int) -> bytes:
+        """A small upload. Raises: Refusal: 422 `missing_file`; 413 `oversized`."""
+        path = self.file(sha256)
+        if path.stat().st_size > limit_bytes:
+            raise Refusal(413, "oversized", f"metadata of this kind has at most {limit_bytes} bytes")
+        return path.read_bytes()
+
+    def take(self, sha256: str, place: Path) -> None:
+        """Moves an upload to `place`, on the same disk; from then on nothing is added to it.
+
+        Raises:
+            Refusal: 422 `missing_file`: nothing of it was sent.
+        """
+        with self._lock:
+            self.file(sha256).rename(place)
+
+    def clear(self) -> None:
+        """Forgets all uploads."""
+        for path in self._folder.glob("*"):
+            path.unlink(missing_ok=True)
+
+    def _path(self, sha256: str) -> Path:
+        if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef"):
+            raise Refusal(404, "not_found", "expected a SHA-256 in hex")
+        return self._folder / sha256

@@ -1,0 +1,55 @@
+"""The keys a coordinator signs with by itself: snapshot, timestamp, rollouts. One file a key, `<role>-<key id>.pem`.
+
+Which of them count is not said here but by the root, and for rollouts by targets: new keys wait here until people
+have signed for them, and old ones go when nobody asks for them any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from securesystemslib.signer import CryptoSigner, SSlibKey
+
+from coordinator.releases.roles import ONLINE_ROLES
+from edge_client.files import write_durably
+
+
+class OnlineKeys:
+    """The key files in one folder, which is closed to others."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def signers(self, role: str) -> list[CryptoSigner]:
+        """All keys kept for a role, in the order of their ids."""
+        return [_read(path) for path in sorted(self._folder.glob(f"{role}-*.pem"))]
+
+    def public(self, role: str) -> dict[str, SSlibKey]:
+        """Their public halves by key id."""
+        return {signer.public_key.keyid: signer.public_key for signer in self.signers(role)}
+
+    def make(self, role: str) -> SSlibKey:
+        """A new key for a role, durable when this returns."""
+        signer = CryptoSigner.generate_ed25519()
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_durably(self._path(role, signer.public_key.keyid), signer.private_bytes, mode=0o600)
+        return signer.public_key
+
+    def forget(self, key_ids: Collection[str]) -> None:
+        """Removes keys that no metadata asks for any more."""
+        for role in ONLINE_ROLES:
+            for key_id in key_ids:
+                self._path(role, key_id).unlink(missing_ok=True)
+
+    def _path(self, role: str, key_id: str) -> Path:
+        return self._folder / f"{role}-{key_id}.pem"
+
+
+def _read(path: Path) -> CryptoSigner:
+    key = serialization.load_pem_private_key(path.read_bytes(), None)
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ValueError(f"{path}: not an Ed25519 key")
+    return CryptoSigner(key)

@@ -1,0 +1,87 @@
+"""Who signs what in the repository of releases, for how long, and how its targets are named.
+
+    role        key      says                                       expires after
+    root        offline  which keys count, two of two sign it       a year
+    targets     offline  which releases exist, byte for byte        half a year
+    rollouts    online   which device is to run which of them       30 days, renewed
+    snapshot    online   which versions of these belong together    7 days, renewed
+    timestamp   online   that this is the newest                    a day, renewed
+
+`rollouts` is a delegation of `targets` for the paths `rollouts/*`, and terminating: whoever holds its key chooses among
+releases that exist, and adds none. TUF specification 1.0.33, sections 2.1, 4.3 to 4.6 and 6.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+
+from coordinator.errors import UserError
+from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
+from edge_client.wire.rollouts import is_release, manifest_path, model_path
+
+ROOT, TARGETS, ROLLOUTS, SNAPSHOT, TIMESTAMP = "root", "targets", "rollouts", "snapshot", "timestamp"
+
+OFFLINE_KEYS = ("root-1", "root-2", "targets")
+"""Names of the key files that `fedloop release keygen` makes."""
+ONLINE_ROLES = (SNAPSHOT, TIMESTAMP, ROLLOUTS)
+
+LIFETIMES = {
+    ROOT: timedelta(days=365),
+    TARGETS: timedelta(days=180),
+    ROLLOUTS: timedelta(days=30),
+    SNAPSHOT: timedelta(days=7),
+    TIMESTAMP: timedelta(days=1),
+}
+ROLLOUTS_PATHS = "rollouts/*"
+
+METADATA_LIMITS_BYTES = {ROOT: 512_000, TARGETS: 5_000_000}
+"""What a device takes at most (`tuf.ngclient.UpdaterConfig`)."""
+TARGET_LIMIT_BYTES = 2**31
+
+_RELEASE_PATH = re.compile(r"([a-z0-9-]{1,63})/([1-9][0-9]{0,8})/(.+)", re.DOTALL)
+
+
+@dataclass(frozen=True, order=True)
+class ReleaseName:
+    """A version of a model of the registry, written `model:version`."""
+
+    model: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.model}:{self.version}"
+
+    @property
+    def manifest(self) -> str:
+        """Target path of its manifest."""
+        return manifest_path(self.model, self.version)
+
+    @property
+    def file(self) -> str:
+        """Target path of its model file."""
+        return model_path(self.model, self.version)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether a release may be called so. The name of the delegation is taken."""
+        return is_release(self.model, self.version) and self.model != ROLLOUTS
+
+
+def release_of(path: str) -> ReleaseName | None:
+    """The release that a target path belongs to; None: it is no path of a release."""
+    found = _RELEASE_PATH.fullmatch(path)
+    if found is None or found[3] not in (MANIFEST_NAME, MODEL_NAME):
+        return None
+    name = ReleaseName(found[1], int(found[2]))
+    return name if name.is_valid else None
+
+
+def release_named(text: str) -> ReleaseName:
+    """The release written `model:version`. Raises: UserError: it is not of this form."""
+    model, _, version = text.partition(":")
+    name = ReleaseName(model, int(version) if version.isdecimal() and len(version) < 10 else 0)
+    if not name.is_valid:
+        raise UserError(f"{text[:100]!r} is no release; expected a model and a version, such as cnn:3")
+    return name

@@ -1,0 +1,146 @@
+"""The files of a repository of releases: where each lies, how it is read and written, and which are swept away.
+
+metadata/1.root.json      every root there was; a device follows them one by one
+metadata/N.targets.json   N.rollouts.json, N.snapshot.json: consistent snapshots, never changed once named
+metadata/timestamp.json   the one file that is replaced: it names the snapshot that counts
+targets/cnn/1/<sha256>.model.tflite, targets/rollouts/<sha256>.cnn.json
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tuf.api.metadata import Metadata, MetaFile, Root, Snapshot, TargetFile, Targets, Timestamp
+
+from coordinator.releases import roles
+from edge_client.files import make_durably, write_durably
+
+KEPT_SNAPSHOTS = 16
+"""Old states that devices in the middle of an update may still read."""
+TIMESTAMP = "timestamp.json"
+
+_METADATA = re.compile(r"[1-9][0-9]{0,9}\.(root|targets|rollouts|snapshot)\.json|timestamp\.json")
+_TARGET = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+){1,2}")
+
+_S = TypeVar("_S", Root, Targets, Snapshot, Timestamp)
+
+
+class StoredRepository:
+    """The files below one folder. It knows names and nothing of signatures; whoever writes takes turns."""
+
+    def __init__(self, folder: Path) -> None:
+        self._metadata = folder / "metadata"
+        self._targets = folder / "targets"
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a repository: the timestamp is written last."""
+        return (self._metadata / TIMESTAMP).exists()
+
+    def metadata_file(self, name: str) -> Path | None:
+        """Where the metadata of this file name lies, such as `3.targets.json`."""
+        path = self._metadata / name
+        return path if _METADATA.fullmatch(name) and path.is_file() else None
+
+    def target_file(self, path: str) -> Path | None:
+        """Where a target lies, by its path with the hash before the file name."""
+        if not _TARGET.fullmatch(path) or any(part.startswith(".") for part in path.split("/")):
+            return None
+        found = self._targets / path
+        return found if found.is_file() else None
+
+    def place_of(self, target: TargetFile) -> Path:
+        """Where a target of these bytes lies, or is to lie."""
+        folder, _, name = target.path.rpartition("/")
+        return self._targets / folder / f"{target.hashes['sha256']}.{name}"
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def bytes_of(self, name: str) -> bytes:
+        return (self._metadata / name).read_bytes()
+
+    def read(self, kind: type[_S], name: str) -> Metadata[_S]:
+        """Metadata of ours, as a file name has it."""
+        return Metadata[_S].from_bytes(self.bytes_of(name))
+
+    def newest_root(self) -> int:
+        return max(_number(path) for path in self._metadata.glob("*.root.json"))
+
+    def timestamp(self) -> Metadata[Timestamp]:
+        return self.read(Timestamp, TIMESTAMP)
+
+    def snapshot(self) -> Metadata[Snapshot]:
+        """The one that the timestamp names."""
+        return self.read(Snapshot, f"{self.timestamp().signed.snapshot_meta.version}.snapshot.json")
+
+    def targets_name(self) -> str:
+        """File name of the targets that the snapshot names."""
+        return f"{self.snapshot().signed.meta['targets.json'].version}.targets.json"
+
+    def rollouts(self) -> Metadata[Targets]:
+        """The delegated role's metadata that the snapshot names."""
+        return self.read(Targets, f"{self.snapshot().signed.meta['rollouts.json'].version}.rollouts.json")
+
+    def all_targets(self) -> list[bytes]:
+        """Every targets metadata there was."""
+        return [path.read_bytes() for path in self._metadata.glob("*.targets.json")]
+
+    def meta(self, name: str, version: int) -> MetaFile:
+        """How the metadata above a file names it: version, length and hash."""
+        return MetaFile.from_data(version, self.bytes_of(name), ["sha256"])
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def write(self, metadata: Metadata[Any], name: str) -> None:
+        """Durable when this returns."""
+        self._metadata.mkdir(parents=True, exist_ok=True)
+        write_durably(self._metadata / name, metadata.to_bytes())
+
+    def store(self, target: TargetFile, source: Path) -> None:
+        """Copies a target's bytes in, durable when this returns.
+
+        Raises:
+            LengthOrHashMismatchError: they are not its bytes; checked on the copy, since the source may still change.
+        """
+
+        def copy(temporary: Path) -> None:
+            shutil.copyfile(source, temporary)
+            with temporary.open("rb") as file:
+                target.verify_length_and_hashes(file)
+
+        path = self.place_of(target)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_durably(path, copy)
+
+    def store_bytes(self, target: TargetFile, content: bytes) -> None:
+        path = self.place_of(target)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, content)
+
+    def sweep(self) -> None:
+        """Removes online metadata and rollouts that only long past states name, and what cut-short writes left."""
+        newest = self.snapshot().signed.version
+        for path in self._metadata.glob("*.snapshot.json"):
+            if _number(path) <= newest - KEPT_SNAPSHOTS:
+                path.unlink()
+        snapshots = [self.read(Snapshot, path.name) for path in self._metadata.glob("*.snapshot.json")]
+        oldest = min(snapshot.signed.meta["rollouts.json"].version for snapshot in snapshots)
+        named = set()
+        for path in self._metadata.glob("*.rollouts.json"):
+            if _number(path) < oldest:
+                path.unlink()
+                continue
+            targets = self.read(Targets, path.name).signed.targets.values()
+            named |= {self.place_of(target) for target in targets}
+        for path in (self._targets / roles.ROLLOUTS).glob("*.json"):
+            if path not in named:
+                path.unlink()
+        for path in (*self._metadata.glob(".*.tmp"), *self._targets.rglob(".*.tmp")):
+            path.unlink()
+
+
+def _number(path: Path) -> int:
+    return int(path.name.partition(".")[0])

@@ -1,0 +1,167 @@
+"""`fedloop model` against a real `fedloop serve`, and a SIGKILL of it between files and row, and after."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from coordinator import failpoints
+from coordinator.errors import UserError
+from coordinator.model_commands import app
+from coordinator.operator_client import Refused, Unreachable
+from edge_client.process import bound
+from tests.support import model_folders as left
+from tests.support.cli import FEDLOOP, assert_refused, run_cli
+
+pytestmark = pytest.mark.slow
+
+Fedloop = Callable[..., Result]
+
+
+@contextmanager
+def served(home: Path, failpoint: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    """A coordinator; commands of this process find it."""
+    command = [str(FEDLOOP), "serve", "--home", str(home), "--operator", "127.0.0.1:0"]
+    command += ["--device", "127.0.0.1:0"]
+    with (home.parent / "serve.log").open("ab") as log, pytest.MonkeyPatch.context() as patch:
+        environment = {**os.environ, "FEDLOOP_FAILPOINT": failpoint}
+        process = subprocess.Popen(bound(command), stdout=subprocess.PIPE, stderr=log, env=environment)
+        assert process.stdout is not None
+        try:
+            patch.setenv("FEDLOOP_COORDINATOR", json.loads(process.stdout.readline())["operator"])
+            patch.setenv("FEDLOOP_ADMIN_TOKEN", (home / "admin.token").read_text().strip())
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with served(tmp_path_factory.mktemp("coordinator") / "home"):
+        yield
+
+
+def fedloop(*args: str | Path) -> Result:
+    """`fedloop model …`; a user's mistake is raised as it is."""
+    done = CliRunner().invoke(app, [str(each) for each in args])
+    if isinstance(done.exception, UserError):
+        raise done.exception
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done
+
+
+def test_from_folders_to_a_graph_and_back(coordinator: None, tmp_path: Path) -> None:
+    params = left.pretrained(tmp_path / "teacher")
+    student, small = left.compressed(tmp_path / "small", params)
+    left.release(tmp_path / "release", 3, student, small)
+    assert fedloop("add", tmp_path / "teacher", "--name", "digits").stdout.startswith("digits:1  pretrain")
+    assert fedloop("add", tmp_path / "small", "--name", "digits").stdout.startswith("digits:2  compress")
+    assert fedloop("add", tmp_path / "release", "--name", "digits").stdout.startswith("digits:3  release")
+
+    assert fedloop("alias", "digits:2", "champion").stdout == "digits@champion means digits:2\n"
+    moved = fedloop("alias", "digits:3", "champion", "--expect", "2").stdout
+    assert moved == "digits@champion means digits:3, before digits:2\n"
+    with pytest.raises(Refused, match="digits@champion means digits:3 by now"):
+        fedloop("alias", "digits:1", "champion", "--expect", "2")
+    assert fedloop("aliases", "digits").stdout.splitlines()[0].endswith("champion: digits:2 -> digits:3")
+
+    assert "champion = 3" in fedloop("list").stdout
+    listed = json.loads(fedloop("list", "digits", "--json").stdout)
+    assert [version["number"] for version in listed] == [3, 2, 1]
+    assert "made from data " + left.DATA in fedloop("show", "digits:1").stdout
+    assert json.loads(fedloop("show", "digits@champion", "--json").stdout)["number"] == 3
+
+    lines = fedloop("lineage", "digits@champion").stdout.splitlines()
+    order = ["lineage of digits:3", "data dddd", "digits:1", "digits:2", "digits:3 @champion"]
+    places = [next(place for place, line in enumerate(lines) if each in line) for each in order]
+    assert places == sorted(places)
+    assert '"digits:2" -> "digits:3"' in fedloop("lineage", "digits:1", "--dot").stdout
+    assert json.loads(fedloop("lineage", "digits:1", "--json").stdout)["cut"] is False
+
+    found = json.loads(fedloop("diff", "digits:1", "digits:2", "--json").stdout)["differences"]
+    assert {"what": "stage", "before": "pretrain", "after": "compress"} in found
+    assert "have the same" in fedloop("diff", "digits:1", "digits:1").stdout
+
+    fedloop("export", "digits:3", "--out", tmp_path / "back")
+    for name in ("manifest.json", "model.tflite"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "release" / name).read_bytes()
+    again = fedloop("add", tmp_path / "back", "--name", "digits").stdout
+    assert again.startswith("digits:3  release")
+
+
+def test_what_was_made_elsewhere_is_imported(coordinator: None, tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").write_bytes(left.params(60))
+    fedloop("import", tmp_path / "m.safetensors", "--name", "foreign")
+    (tmp_path / "m.tflite").write_bytes(left.tflite(60))
+    fedloop("import", tmp_path / "m.tflite", "--name", "foreign", "--parent", "foreign:1")
+    graph = json.loads(fedloop("lineage", "foreign", "--json").stdout)
+    assert graph["edges"] == [{"parent": "foreign:1", "child": "foreign:2", "relation": "params"}]
+
+
+def test_a_large_file_goes_in_pieces(coordinator: None, tmp_path: Path) -> None:
+    large = left.tflite(0) + bytes(5 * 2**20)
+    (tmp_path / "m.tflite").write_bytes(large)
+    fedloop("import", tmp_path / "m.tflite", "--name", "large")
+    fedloop("export", "large", "--out", tmp_path / "out")
+    assert (tmp_path / "out" / "model.tflite").read_bytes() == large
+
+
+def test_mistakes_are_told_in_one_line(coordinator: None, tmp_path: Path) -> None:
+    left.pretrained(tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").write_bytes(left.params(9))
+    done = run_cli("model", "add", tmp_path / "run", "--name", "digits")
+    assert_refused(done, str(tmp_path / "run"), "model.safetensors", "lineage.json")
+    (tmp_path / "model.pt").write_bytes(b"x")
+    assert_refused(run_cli("model", "import", tmp_path / "model.pt", "--name", "digits"), "pickles")
+    with pytest.raises(UserError, match="no name for a model"):
+        fedloop("import", _tflite(tmp_path), "--name", "Not/This")
+    with pytest.raises(UserError, match="no release folder"):
+        left.pretrained(tmp_path / "run")
+        fedloop("add", tmp_path / "run", "--name", "digits", "--renumber")
+    with pytest.raises(Refused, match="there is no model nobody"):
+        fedloop("show", "nobody:1")
+    with pytest.raises(Refused, match="names no version"):
+        fedloop("show", "a:b:c")
+    with pytest.raises(Refused, match="there is no run"):
+        fedloop("add-run", "nobody", "--name", "digits")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_bytes(b"x")
+    fedloop("import", _tflite(tmp_path), "--name", "mistakes")
+    with pytest.raises(UserError, match="not an empty folder"):
+        fedloop("export", "mistakes", "--out", tmp_path / "full")
+
+
+@pytest.mark.parametrize("failpoint", failpoints.NAMES_OF_REGISTRY)
+def test_killed_while_it_registers_nothing_is_half(tmp_path: Path, failpoint: str) -> None:
+    """Whoever got no answer asks once more, and there is one version whatever had happened."""
+    home = tmp_path / "home"
+    left.pretrained(tmp_path / "run")
+    with served(home, failpoint) as process:
+        with pytest.raises(Unreachable):
+            fedloop("add", tmp_path / "run", "--name", "digits")
+        process.wait(60)
+        stored = {path.name for path in (home / "blobs").iterdir()}
+    with served(home):
+        known = json.loads(fedloop("list", "--json").stdout)
+        assert len(known) == (failpoint == "registry.committed")
+        kept = {path.name for path in (home / "blobs").iterdir()}
+        assert kept == (stored if known else set())
+        again = json.loads(fedloop("add", tmp_path / "run", "--name", "digits", "--json").stdout)
+        assert again["version"] == "digits:1"
+        fedloop("export", "digits:1", "--out", tmp_path / "back")
+        assert (tmp_path / "back" / "model.safetensors").read_bytes() == left.params(0)
+
+
+def _tflite(folder: Path) -> Path:
+    (folder / "m.tflite").write_bytes(left.tflite(70))
+    return folder / "m.tflite"

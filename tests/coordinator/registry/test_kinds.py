@@ -1,0 +1,239 @@
+"""What is read of folders and files before anything is registered, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.db.registry import Input, NewVersion
+from coordinator.errors import UserError
+from coordinator.registry import folders
+from coordinator.registry.contents import content_of
+from coordinator.registry.kinds import examine
+from edge_client.wire import arrays
+from tests.support import model_folders as left
+
+
+def examined(folder: Path) -> NewVersion:
+    return examine(*folders.gather(folder))
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(UserError) as told:
+        examined(folder)
+    return told.value.code
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_a_pretraining_names_its_data_and_its_parent(tmp_path: Path) -> None:
+    left.pretrained(tmp_path, 3, parent="a" * 64)
+    found = examined(tmp_path)
+    assert (found.kind, found.stage) == ("params", "pretrain")
+    assert set(found.inputs) == {Input("data", left.DATA), Input("params", "a" * 64)}
+    assert found.metrics == {"pretrain": {"test_accuracy": 0.903, "test_loss": 0.3, "parameters": 15}}
+
+
+def test_a_run_names_its_data_and_itself(tmp_path: Path) -> None:
+    run = "0b9f2c1e-0000-4000-8000-000000000000"
+    left.run_left(tmp_path, run=run)
+    found = examined(tmp_path)
+    assert (found.kind, found.stage) == ("params", "run")
+    assert set(found.inputs) == {Input("data", left.DATA), Input("run", run)}
+    assert found.metrics["run"] == {"test_accuracy": 0.95, "test_loss": 0.2, "rounds": 2}
+
+
+def test_a_compression_names_its_parent_and_leaves_its_steps_behind(tmp_path: Path) -> None:
+    left.compressed(tmp_path, "a" * 64)
+    found = examined(tmp_path)
+    assert (found.kind, found.stage) == ("compressed", "compress")
+    assert Input("params", "a" * 64) in found.inputs
+    assert not [file.path for file in found.files if "/" in file.path]
+    assert found.metrics["1-quantize"]["accuracy"] == 0.88
+
+
+def test_a_compression_may_have_no_tflite(tmp_path: Path) -> None:
+    left.compressed(tmp_path, "a" * 64)
+    (tmp_path / "model.tflite").unlink()
+    assert refused(tmp_path) == "missing_file"
+    change(tmp_path / "lineage.json", tflite_sha256=None)
+    assert "model.tflite" not in {file.path for file in examined(tmp_path).files}
+
+
+def test_a_release_names_its_params_and_its_file(tmp_path: Path) -> None:
+    small = left.tflite(1)
+    left.release(tmp_path, 1, "e" * 64, small)
+    found = examined(tmp_path)
+    assert (found.kind, found.stage) == ("inference", "release")
+    assert {Input("params", "e" * 64), Input("params", left.sha256(small))} < set(found.inputs)
+    released = len(left.released(small))
+    assert found.metrics["release"] == {"bytes": released, "memory_bytes": 10_000_000, "accuracy": 0.87}
+    (tmp_path / "report.json").unlink()
+    assert "accuracy" not in examined(tmp_path).metrics["release"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.tflite"])
+def test_a_replaced_file_is_refused(tmp_path: Path, name: str) -> None:
+    left.compressed(tmp_path / "compressed", "a" * 64)
+    other = left.params(77) if name.endswith("safetensors") else left.tflite(77)
+    (tmp_path / "compressed" / name).write_bytes(other)
+    assert refused(tmp_path / "compressed") == "hash_mismatch"
+
+
+def test_a_replaced_model_of_a_pretraining_run_or_release_is_refused(tmp_path: Path) -> None:
+    left.pretrained(tmp_path / "pretrained")
+    left.run_left(tmp_path / "run")
+    left.release(tmp_path / "release", 1, "e" * 64, left.tflite(1))
+    for folder in ("pretrained", "run"):
+        (tmp_path / folder / "model.safetensors").write_bytes(left.params(9))
+    (tmp_path / "release" / "model.tflite").write_bytes(left.tflite(9))
+    assert {refused(tmp_path / each) for each in ("pretrained", "run", "release")} == {"hash_mismatch"}
+
+
+def test_documents_that_disagree_are_refused(tmp_path: Path) -> None:
+    left.pretrained(tmp_path)
+    change(tmp_path / "report.json", final={"model_sha256": "0" * 64})
+    assert refused(tmp_path) == "hash_mismatch"
+    left.pretrained(tmp_path)
+    change(tmp_path / "model.json", sha256="0" * 64)
+    assert refused(tmp_path) == "hash_mismatch"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"a": 1, "a": 2}', "\x00", "[" * 100_000, "9" * 5000],
+)
+def test_documents_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
+    left.pretrained(tmp_path)
+    (tmp_path / "lineage.json").write_text(text)
+    assert refused(tmp_path) == "bad_document"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"data_fingerprint": "../../etc"},
+        {"data_fingerprint": 7},
+        {"parent": {"sha256": ["x"]}},
+        {"seed": float("nan")},
+        {"code_version": "a\0b"},
+        {"code_version": "\ud800"},
+        {"seed": {"deep": {"deeper": [float("inf")]}}},
+    ],
+)
+def test_values_that_cannot_be_kept_are_refused(tmp_path: Path, values: dict[str, Any]) -> None:
+    left.pretrained(tmp_path)
+    change(tmp_path / "lineage.json", **values)
+    assert refused(tmp_path) in ("bad_digest", "bad_document")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 8,
+        (2**63 - 1).to_bytes(8, "little") + b"{}",
+        (100 * 2**20).to_bytes(8, "little") + b"{}",
+        pickle.dumps({"weights": [1, 2, 3]}),
+        left.params(0)[:-4],
+        left.params(0) + b"more",
+        (8).to_bytes(8, "little") + b'{"a":1} ',
+    ],
+    ids=["empty", "ones", "endless", "huge", "pickle", "cut", "longer", "no tensors"],
+)
+def test_files_that_are_no_safetensors_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as told:
+        examine(*folders.imported(path))
+    assert told.value.code == "bad_file"
+
+
+def test_a_kind_that_does_not_fit_the_files_is_refused(tmp_path: Path) -> None:
+    left.pretrained(tmp_path)
+    _, contents = folders.gather(tmp_path)
+    for kind in ("inference", "tflite"):
+        with pytest.raises(UserError) as told:
+            examine(kind, contents)  # type: ignore[arg-type]
+        assert told.value.code == "missing_file"
+
+
+def test_a_tflite_without_its_mark_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.tflite").write_bytes(left.params(0))
+    with pytest.raises(UserError, match="TFL3"):
+        examine(*folders.imported(tmp_path / "m.tflite"))
+
+
+def hugging_face(folder: Path, *, sharded: bool = True) -> None:
+    """A folder as `save_pretrained` leaves it."""
+    tensors = {"embed.weight": np.ones((4, 2), np.float16), "head.weight": np.ones((2, 2), np.float32)}
+    left.write(folder, "config.json", {"model_type": "bert", "architectures": ["BertModel"]})
+    if not sharded:
+        left.write(folder, "model.safetensors", arrays.encode(tensors))
+        return
+    shards = {name: f"model-{place:05}-of-00002.safetensors" for place, name in enumerate(tensors, 1)}
+    for name, shard in shards.items():
+        left.write(folder, shard, arrays.encode({name: tensors[name]}))
+    left.write(folder, "model.safetensors.index.json", {"metadata": {}, "weight_map": shards})
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_hugging_face_folder_is_imported(tmp_path: Path, sharded: bool) -> None:
+    hugging_face(tmp_path, sharded=sharded)
+    left.write(tmp_path, "training_args.bin", pickle.dumps({}))
+    found = examine(*folders.imported(tmp_path))
+    assert (found.kind, found.stage) == ("weights", "import")
+    assert found.about["model"] == {"model_type": "bert", "architectures": ["BertModel"]}
+    assert (found.about["parameters"], found.about["dtypes"]) == (12, ["F16", "F32"])
+    assert not [file.path for file in found.files if file.path.endswith(".bin")]
+
+
+def test_an_index_that_is_wrong_is_refused(tmp_path: Path) -> None:
+    hugging_face(tmp_path)
+    shards = sorted(tmp_path.glob("model-*"))
+    wrong = {"embed.weight": shards[1].name, "head.weight": shards[1].name}
+    left.write(tmp_path, "model.safetensors.index.json", {"weight_map": wrong})
+    with pytest.raises(UserError, match=r"embed\.weight"):
+        examine(*folders.imported(tmp_path))
+    hugging_face(tmp_path)
+    shards[0].unlink()
+    with pytest.raises(UserError, match=r"embed\.weight"):
+        examine(*folders.imported(tmp_path))
+    shards[0].write_bytes(shards[1].read_bytes())
+    with pytest.raises(UserError, match=r"'head\.weight' is in"):
+        examine(*folders.imported(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.pkl", "last.ckpt"])
+def test_pickles_are_refused_unopened(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(UserError, match="pickles"):
+            folders.imported(path)
+
+
+def test_what_is_nothing_of_ours_is_told(tmp_path: Path) -> None:
+    for missing in (folders.gather, folders.imported):
+        with pytest.raises(UserError, match="there is no such"):
+            missing(tmp_path / "absent")
+    with pytest.raises(UserError, match="fedloop model import"):
+        folders.gather(tmp_path)
+    (tmp_path / "m.onnx").write_bytes(b"x")
+    with pytest.raises(UserError, match="ONNX"):
+        folders.imported(tmp_path / "m.onnx")
+    (tmp_path / "model.safetensors").write_bytes(left.params(0))
+    with pytest.raises(UserError, match="fedloop model import"):
+        examined(tmp_path)
+
+
+def test_files_are_known_by_their_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    content = content_of(tmp_path / "a")
+    assert (content.sha256, content.size_bytes) == (left.sha256(b"abc"), 3)

@@ -1,0 +1,122 @@
+"""Real daemons and a real coordinator: a good release reaches all of them, a bad one is halted and they go back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ai_edge_litert.interpreter import Interpreter
+
+from coordinator.local_fleet import LocalFleet, local_fleet
+from edge_client.infer import runtime, selftest
+from edge_client.wire import inference
+from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
+from edge_client.wire.manifest import FileSpec
+from tests.support.released import HIDDEN, digits, release_folder
+from tests.support.signed_releases import SignedReleases
+
+pytestmark = pytest.mark.slow
+
+HANGS_SECONDS = 200
+CONFIG = {"runtimes": ["litert"], "data": {"digits": {"kind": "numpy", "path": "data.npz"}}}
+
+
+def test_a_good_release_reaches_all_and_a_bad_one_is_taken_back(tmp_path: Path) -> None:
+    releases = SignedReleases(tmp_path / "coordinator" / "releases")
+    releases.publish(
+        release_folder(tmp_path / "good", 1), bad_release(release_folder(tmp_path / "bad", 2), version=2)
+    )
+    with local_fleet(tmp_path) as fleet:
+        for name in ("ada", "bob", "eve"):
+            fleet.add(name, CONFIG, held_out_rows(name)).start()
+        until(lambda: seen(fleet) == 3)
+
+        fedloop(fleet, "rollout", "start", "digits:1", "--phases", "30,100")
+        until(lambda: shown(fleet)["phases"][0]["installing"] + shown(fleet)["phases"][0]["active"] > 0)
+        fleet.coordinator.kill()
+        fleet.serve()
+        until(lambda: shown(fleet)["state"] == "finished")
+        assert active(fleet) == [1, 1, 1]
+
+        fedloop(fleet, "rollout", "start", "digits:2", "--phases", "60,100")
+        until(lambda: shown(fleet)["state"] == "rolled_back")
+        told = fedloop(fleet, "rollout", "show", "digits")
+        assert "the champion's" in told and "phase 1, 60 %, open: 2 rolled back" in told
+        assert "phase 2, 100 %, to come: 1 waiting" in told
+        assert active(fleet) == [1, 1, 1]
+        assert set(fleet.stop().values()) == {0}
+
+
+def bad_release(folder: Path, version: int) -> Path:
+    """The release with the weights of its last layer gone: it runs as its manifest says, and answers nonsense."""
+    content = (folder / MODEL_NAME).read_bytes()
+    interpreter = Interpreter(model_content=content)
+    interpreter.allocate_tensors()
+    weights = next(
+        interpreter.get_tensor(each["index"]).tobytes()
+        for each in interpreter.get_tensor_details()
+        if tuple(each["shape"]) == (10, HIDDEN[-1])
+    )
+    assert content.count(weights) == 1
+    content = content.replace(weights, bytes(len(weights)))
+    manifest = inference.from_json((folder / MANIFEST_NAME).read_bytes())
+    manifest = replace(
+        manifest, version=version, file=FileSpec(hashlib.sha256(content).hexdigest(), len(content))
+    )
+    answers = runtime.Model(content, manifest).predict(selftest.synthetic_rows(manifest, 4))
+    golden = replace(manifest.golden, logits=tuple(tuple(map(float, row)) for row in answers))
+    (folder / MODEL_NAME).write_bytes(content)
+    (folder / MANIFEST_NAME).write_text(replace(manifest, golden=golden).to_json())
+    return folder
+
+
+def held_out_rows(name: str) -> dict[str, Any]:
+    x, y = digits()
+    chosen = np.random.default_rng(len(name) + ord(name[0])).permutation(len(x))[:120]
+    return {"x": x[chosen[:60]], "y": y[chosen[:60]], "x_test": x[chosen[60:]], "y_test": y[chosen[60:]]}
+
+
+def fedloop(fleet: LocalFleet, *args: str) -> str:
+    program = Path(sys.executable).parent / "fedloop"
+    environment = {"FEDLOOP_HOME": str(fleet.home), "FEDLOOP_COORDINATOR": fleet.operator_url}
+    done = subprocess.run(
+        [program, *args], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def shown(fleet: LocalFleet) -> dict[str, Any]:
+    """The newest rollout."""
+    newest = fleet.client.get("/rollouts", limit=1)[0]["id"]
+    found: dict[str, Any] = fleet.client.get(f"/rollouts/{newest}")
+    return found
+
+
+def seen(fleet: LocalFleet) -> int:
+    return sum(each["last_seen_at"] is not None for each in fleet.client.get("/devices")["devices"])
+
+
+def active(fleet: LocalFleet) -> list[int]:
+    """Which version each device has in its active slot, as its pointer says."""
+    versions = []
+    for name in fleet.devices:
+        pointer = json.loads((fleet.folder_of(name) / "state/releases/digits/pointer.json").read_bytes())
+        versions.append(pointer[pointer["active"]]["version"])
+    return versions
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + HANGS_SECONDS
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.2)
