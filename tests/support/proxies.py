@@ -153,16 +153,14 @@ class Line(_Listener):
     ) -> None:
         """Each chunk leaves when its delay is over; chunks overlap, so that delay costs no bandwidth."""
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_IN_FLIGHT)
-        leaving = asyncio.create_task(self._leave(under_way, writer, count))
-        try:
+        # A group: where leaving fails, nobody takes from the queue any more, and `put` would wait for ever.
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._leave(under_way, writer, count))
             while chunk := await reader.read(_CHUNK_BYTES):
                 await under_way.put((self._loop.time() + self._delay_seconds, chunk))
             if self._is_dead:
                 raise ConnectionAbortedError
             await under_way.put((self._loop.time() + self._delay_seconds, b""))
-            await leaving
-        finally:
-            leaving.cancel()
 
     async def _leave(
         self,
