@@ -134,6 +134,7 @@ async def upload_file(
 def publish_releases(asked: PublishRequest, services: Serving) -> Published:
     """Verifies what was signed and uploaded, and makes it what devices see. All of it or nothing."""
     incoming = services.incoming_releases
+    sent = [asked.targets, *asked.roots, *asked.files.values()]
     try:
         version = services.releases.publish(
             incoming.read(asked.targets, roles.METADATA_LIMITS_BYTES[roles.TARGETS]),
@@ -141,9 +142,9 @@ def publish_releases(asked: PublishRequest, services: Serving) -> Published:
             [incoming.read(each, roles.METADATA_LIMITS_BYTES[roles.ROOT]) for each in asked.roots],
         )
     except Refusal:
-        incoming.clear()  # whatever was wrong with it, it is sent anew
+        incoming.forget(sent)  # whatever was wrong with it, it is sent anew
         raise
-    incoming.clear()
+    incoming.forget(sent)
     return Published(version=version)
 
 

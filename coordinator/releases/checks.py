@@ -6,10 +6,12 @@ versions follow one another, a release has its two files and never changes, and 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 
+from securesystemslib.signer import Key
 from tuf.api.exceptions import RepositoryError
 from tuf.api.metadata import Metadata, Root, TargetFile, Targets
 from tuf.api.serialization import DeserializationError
@@ -49,7 +51,7 @@ def check_chain(trusted: Metadata[Root] | None, chain: Sequence[Metadata[Root]],
         newest = each
     if newest is None:
         raise Refusal(422, "no_root", "a repository begins with a root: `fedloop release init`")
-    _require_strong(newest.signed)
+    require_strong(newest.signed)
     _require_fresh(newest.signed, roles.ROOT, now)
     return newest.signed
 
@@ -72,10 +74,47 @@ def check_targets(
             f"targets has version {new.signed.version}, expected {expected}; fetch first",
         )
     _require_fresh(new.signed, roles.TARGETS, now)
-    _require_releases(new.signed.targets)
+    require_sound(current, new.signed)
+    role = new.signed.get_delegated_role(roles.ROLLOUTS)
+    if role.threshold != 1 or not set(role.keyids) & set(rollouts_keys):
+        raise _other_keys("targets trusts for rollouts")
+
+
+def require_sound(current: Targets | None, new: Targets) -> None:
+    """Lets targets pass that hold whole releases, change none of `current`, and delegate rollouts alone.
+
+    Raises:
+        Refusal: 422 `bad_path`, `incomplete_release`, `changed_release`, `bad_delegation`; 413 `oversized`.
+    """
+    _require_releases(new.targets)
     if current is not None:
-        _require_unchanged(current.targets, new.signed.targets)
-    require_delegation(new.signed, rollouts_keys)
+        require_unchanged(current.targets, new.targets)
+    delegated = (new.delegations.roles or {}) if new.delegations is not None else {}
+    role = delegated.get(roles.ROLLOUTS)
+    if role is None or len(delegated) != 1 or role.paths != [roles.ROLLOUTS_PATHS] or not role.terminating:
+        raise Refusal(
+            422,
+            "bad_delegation",
+            f"targets must delegate {roles.ROLLOUTS_PATHS} to the role {roles.ROLLOUTS}, terminating, and nothing else",
+        )
+
+
+def require_strong(root: Root) -> None:
+    """Lets a root pass that two people must sign, with keys of which none lies online.
+
+    Keys count by what they are: one key under two ids would be two signatures of one person.
+
+    Raises:
+        Refusal: 422 `weak_root`.
+    """
+    role = root.get_delegated_role(roles.ROOT)
+    if role.threshold < 2 or not root.consistent_snapshot:
+        raise Refusal(422, "weak_root", "root must need two signatures, and consistent snapshots")
+    if len(_keys_of(root, roles.ROOT)) < len(role.keyids):
+        raise Refusal(422, "weak_root", "root names one key under two ids; two signatures need two keys")
+    offline = _keys_of(root, roles.ROOT) | _keys_of(root, roles.TARGETS)
+    if offline & (_keys_of(root, roles.SNAPSHOT) | _keys_of(root, roles.TIMESTAMP)):
+        raise Refusal(422, "weak_root", "a key that lies online may not sign root or targets")
 
 
 def require_online_keys(root: Root, held: Mapping[str, Collection[str]]) -> None:
@@ -86,24 +125,15 @@ def require_online_keys(root: Root, held: Mapping[str, Collection[str]]) -> None
             raise _other_keys(f"root trusts for {role}")
 
 
-def require_delegation(new: Targets, rollouts_keys: Collection[str]) -> None:
-    """Refuses targets that delegate anything but rollouts to this coordinator."""
-    delegated = (new.delegations.roles or {}) if new.delegations is not None else {}
-    role = delegated.get(roles.ROLLOUTS)
-    if role is None or len(delegated) != 1 or role.paths != [roles.ROLLOUTS_PATHS] or not role.terminating:
-        raise Refusal(
-            422,
-            "bad_delegation",
-            f"targets must delegate {roles.ROLLOUTS_PATHS} to the role {roles.ROLLOUTS}, terminating, and nothing else",
-        )
-    if role.threshold != 1 or not set(role.keyids) & set(rollouts_keys):
-        raise _other_keys("targets trusts for rollouts")
-
-
 def releases_in(targets: Mapping[str, TargetFile]) -> dict[ReleaseName, tuple[TargetFile, TargetFile]]:
     """Each release's manifest and model file."""
     names = sorted({name for path in targets if (name := release_of(path)) is not None})
     return {name: (targets[name.manifest], targets[name.file]) for name in names}
+
+
+def content_of(key: Key) -> str:
+    """What a key is, whatever id it has: metadata may give any id to any key."""
+    return json.dumps([key.keytype, key.scheme, key.keyval], sort_keys=True)
 
 
 def is_signed(delegator: Root | Targets, role: str, metadata: Metadata[Root] | Metadata[Targets]) -> bool:
@@ -143,16 +173,10 @@ def _verify(delegator: Root | Targets, role: str, metadata: Metadata[Root] | Met
         ) from None
 
 
-def _require_strong(root: Root) -> None:
-    role = root.get_delegated_role(roles.ROOT)
-    if role.threshold < 2 or not root.consistent_snapshot:
-        raise Refusal(422, "weak_root", "root must need two signatures, and consistent snapshots")
-    offline = {key for name in (roles.ROOT, roles.TARGETS) for key in root.get_delegated_role(name).keyids}
-    online = {
-        key for name in (roles.SNAPSHOT, roles.TIMESTAMP) for key in root.get_delegated_role(name).keyids
-    }
-    if offline & online:
-        raise Refusal(422, "weak_root", "a key that lies online may not sign root or targets")
+def _keys_of(root: Root, role: str) -> set[str]:
+    """The public keys that count for a role (`content_of`)."""
+    named = (root.keys.get(key_id) for key_id in root.get_delegated_role(role).keyids)
+    return {content_of(key) for key in named if key is not None}
 
 
 def _require_fresh(signed: Root | Targets, role: str, now: datetime) -> None:
@@ -175,14 +199,19 @@ def _require_releases(targets: Mapping[str, TargetFile]) -> None:
             raise Refusal(422, "incomplete_release", f"release {name} lacks {min(missing)}")
         if set(target.hashes) != {"sha256"} or not _SHA256.fullmatch(target.hashes["sha256"]):
             raise Refusal(422, "malformed", f"target {path} must have one hash, SHA-256 in hex")
-        if target.length > roles.TARGET_LIMIT_BYTES:
+        limit = roles.MANIFEST_LIMIT_BYTES if path == name.manifest else roles.TARGET_LIMIT_BYTES
+        if target.length > limit:
             raise Refusal(
-                413, "oversized", f"target {path} has {target.length} bytes, at most 2 GiB are taken"
+                413, "oversized", f"target {path} has {target.length} bytes, at most {limit} are taken"
             )
 
 
-def _require_unchanged(before: Mapping[str, TargetFile], after: Mapping[str, TargetFile]) -> None:
-    """A release may be withdrawn; devices that run it must never meet another one under its name."""
+def require_unchanged(before: Mapping[str, TargetFile], after: Mapping[str, TargetFile]) -> None:
+    """A release may be withdrawn; devices that run it must never meet another one under its name.
+
+    Raises:
+        Refusal: 422 `changed_release`.
+    """
     for path in sorted(before.keys() & after.keys()):
         if (before[path].length, before[path].hashes) != (after[path].length, after[path].hashes):
             raise Refusal(

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from coordinator.errors import Refusal
 from coordinator.releases.roles import TARGET_LIMIT_BYTES
+
+ABANDONED_SECONDS = 86_400.0
 
 
 class Incoming:
@@ -67,6 +72,15 @@ class Incoming:
         """
         with self._lock:
             self.file(sha256).rename(place)
+
+    def forget(self, digests: Iterable[str]) -> None:
+        """Removes these uploads, and those that nobody went on with for a day; other people's stay."""
+        for sha256 in digests:
+            self._path(sha256).unlink(missing_ok=True)
+        for path in self._folder.glob("*"):
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    path.unlink()
 
     def clear(self) -> None:
         """Forgets all uploads."""

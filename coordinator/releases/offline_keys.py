@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from securesystemslib.signer import CryptoSigner, Key, SSlibKey
 
 from coordinator.errors import UserError
+from coordinator.releases.checks import content_of
 from coordinator.releases.roles import OFFLINE_KEYS
 from edge_client.files import write_durably
 
@@ -30,9 +32,11 @@ def make(folder: Path, names: Sequence[str], passphrase: bytes | None) -> list[P
     Raises:
         UserError: one of them exists, or the folder cannot be written.
     """
-    for name in names:
-        if (folder / f"{name}.pem").exists():
-            raise UserError(f"{folder / name}.pem exists; a key is never overwritten, give another folder")
+    for path in (folder / f"{name}.{half}" for name in names for half in ("pem", "pub")):
+        if path.exists():
+            raise UserError(
+                f"{path} exists; a key is never overwritten, give another folder, or --key for those to make"
+            )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return [_make(folder, name, passphrase) for name in names]
@@ -68,9 +72,10 @@ def public_keys(folders: Sequence[Path]) -> dict[str, Key]:
             if not path.exists():
                 continue
             key = read_public(read_json(path), path)
-            if name in found and found[name].keyid != key.keyid:
+            content = content_of(key)
+            if name in found and content_of(found[name]) != content:
                 raise UserError(f"{path}: another {name} than in a folder given before")
-            if key.keyid in {other.keyid for at, other in found.items() if at != name}:
+            if content in {content_of(other) for at, other in found.items() if at != name}:
                 raise UserError(
                     f"{path}: the same key under two names; two signatures must come from two keys"
                 )
@@ -101,7 +106,7 @@ def load(path: Path, passphrase: bytes | None) -> CryptoSigner:
         raise UserError(
             f"{path}: a passphrase was given for a key that has none, or the other way round"
         ) from None
-    except ValueError:
+    except (ValueError, UnsupportedAlgorithm):
         raise UserError(f"{path}: wrong passphrase, or no private key in PEM") from None
     if not isinstance(private, Ed25519PrivateKey):
         raise UserError(f"{path}: expected an Ed25519 key")

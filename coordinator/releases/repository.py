@@ -192,6 +192,7 @@ class Repository:
                 checks.check_targets(
                     root, before.signed if before is not None else None, signed, held[roles.ROLLOUTS], now
                 )
+                self._require_never_other(before, signed)
             elif not checks.is_signed(root, roles.TARGETS, signed):
                 raise Refusal(
                     422, "bad_signature", "the new root needs targets signed by its own targets key"
@@ -338,6 +339,12 @@ class Repository:
 
     # -- checks that need the disk -------------------------------------------------------------------------------
 
+    def _require_never_other(self, before: Metadata[Targets] | None, new: Metadata[Targets]) -> None:
+        """A release that was withdrawn comes back as it was or not at all: devices may run it still."""
+        for each in map(checks.read_targets, self._stored.all_targets()):
+            if before is not None and each.signed.version <= before.signed.version:
+                checks.require_unchanged(each.signed.targets, new.signed.targets)
+
     def _check_files(self, targets: Mapping[str, TargetFile], files: Mapping[str, Path]) -> None:
         needed = {path for path, target in targets.items() if not self._stored.place_of(target).exists()}
         if extra := files.keys() - targets.keys():
@@ -350,6 +357,8 @@ class Repository:
                     targets[path].verify_length_and_hashes(file)
             except LengthOrHashMismatchError as error:
                 raise _wrong_bytes(path, error) from None
+            except FileNotFoundError:  # the same upload was published by another call meanwhile
+                raise Refusal(422, "missing_file", f"{path}: its upload is gone; publish once more") from None
         for name, (_, model) in checks.releases_in(targets).items():
             if name.manifest in files:
                 _check_manifest(name, files[name.manifest], model)

@@ -39,6 +39,8 @@ ROLLOUTS_PATHS = "rollouts/*"
 METADATA_LIMITS_BYTES = {ROOT: 512_000, TARGETS: 5_000_000}
 """What a device takes at most (`tuf.ngclient.UpdaterConfig`)."""
 TARGET_LIMIT_BYTES = 2**31
+MANIFEST_LIMIT_BYTES = 32_000_000
+"""No device reads a larger one (`edge_client.ota.install.MANIFEST_BYTES`)."""
 
 _RELEASE_PATH = re.compile(r"([a-z0-9-]{1,63})/([1-9][0-9]{0,8})/(.+)", re.DOTALL)
 

@@ -13,8 +13,9 @@ what follows from the root that lies beside the keys: whoever had this folder in
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
 
 TRUSTED_ROOT = "trusted-root.json"
 
+_ROOT_NAME = re.compile(r"[1-9][0-9]{0,8}\.root\.json")
+
 
 class Staging:
     """A staging folder. Every method raises `UserError` where what lies in it is not what it should be."""
@@ -42,7 +45,7 @@ class Staging:
 
     def roots(self) -> list[Metadata[Root]]:
         """Published roots, the first one first."""
-        paths = self._published.glob("*.root.json")
+        paths = [path for path in self._published.glob("*.root.json") if _ROOT_NAME.fullmatch(path.name)]
         return [self._root(path) for path in sorted(paths, key=lambda path: int(path.name.partition(".")[0]))]
 
     def published_targets(self) -> Metadata[Targets] | None:
@@ -90,7 +93,8 @@ class Staging:
         return found
 
     def changes(self) -> list[str]:
-        """What those who sign agree to, a line each."""
+        """What those who sign agree to, a line each: all that a sound document can change is among them."""
+        self._require_sound()
         lines, before = [], self.published_targets()
         if (root := self.next_root()) is not None:
             old = self.roots()[-1].signed if self.roots() else None
@@ -101,13 +105,13 @@ class Staging:
             lines.append(f"targets {new.version}, until {new.expires:%Y-%m-%d}")
             there, here = checks.releases_in(old_targets), checks.releases_in(new.targets)
             for name in sorted(here.keys() - there.keys()):
-                file = here[name][1]
+                manifest, file = here[name]
                 lines.append(f"  adds {name}: {file.length} bytes, SHA-256 {file.hashes['sha256']}")
+                lines.append(f"    its manifest: SHA-256 {manifest.hashes['sha256']}")
             lines += [f"  withdraws {name}" for name in sorted(there.keys() - here.keys())]
-            if before is None or _rollouts_keys(before.signed) != _rollouts_keys(new):
-                lines.append(
-                    f"  rollouts are signed by key {', '.join(_short(k) for k in _rollouts_keys(new))}"
-                )
+            keys = _rollouts_keys(new)
+            if before is None or _rollouts_keys(before.signed).keys() != keys.keys():
+                lines.append(f"  rollouts are signed by {', '.join(map(_named, keys.values()))}")
         return lines
 
     def missing(self) -> list[str]:
@@ -208,6 +212,7 @@ class Staging:
             UserError: the staged documents do not follow from the trusted root, or files are not what they name.
         """
         self._require_trusted(trusted)
+        self._require_sound()
         self.new_files()
         published = [root.signed for root in self.roots()[-1:]]
         made = 0
@@ -259,6 +264,19 @@ class Staging:
             root.version += 1
         root.expires = now + LIFETIMES[roles.ROOT]
         return root
+
+    def _require_sound(self) -> None:
+        """That a coordinator would take what is staged: whoever carried the folder may have written what no list shows."""
+        root, targets, before = self.next_root(), self.next_targets(), self.published_targets()
+        path = self.folder / "root.json"
+        try:
+            if root is not None:
+                checks.require_strong(root.signed)
+            path = self.folder / "targets.json"
+            if targets is not None:
+                checks.require_sound(before.signed if before is not None else None, targets.signed)
+        except Refusal as error:
+            raise UserError(f"{path} must not be signed: {error}") from None
 
     def _require_trusted(self, trusted: Path) -> None:
         """That roots follow one another from the trusted one, and published targets from them."""
@@ -343,20 +361,27 @@ def _unsigned(delegator: Root, role: str, metadata: Metadata[Root] | Metadata[Ta
 
 
 def _key_changes(old: Root | None, new: Root) -> list[str]:
+    """Who signs from now on, and who no more, by what keys are: an id may be given to another key."""
     lines = []
     for role, named in new.roles.items():
-        before = set(old.roles[role].keyids) if old is not None else set()
-        lines += [f"{role} is signed by {_named(new.keys[key])}" for key in named.keyids if key not in before]
-        lines += [
-            f"{role} is signed no more by {_named(old.keys[key])}"
-            for key in sorted(before - set(named.keyids))
-            if old is not None
-        ]
+        here = _keys_named(new.keys, named.keyids)
+        there = _keys_named(old.keys, old.roles[role].keyids) if old is not None else {}
+        lines += [f"{role} is signed by {_named(here[key])}" for key in here if key not in there]
+        lines += [f"{role} is signed no more by {_named(there[key])}" for key in there if key not in here]
+        if old is not None and old.roles[role].threshold != named.threshold:
+            lines.append(f"{role} needs {named.threshold} signatures, {old.roles[role].threshold} before")
     return lines
 
 
-def _rollouts_keys(targets: Targets) -> list[str]:
-    return targets.get_delegated_role(roles.ROLLOUTS).keyids
+def _rollouts_keys(targets: Targets) -> dict[str, Key]:
+    delegations = targets.delegations
+    assert delegations is not None
+    return _keys_named(delegations.keys, targets.get_delegated_role(roles.ROLLOUTS).keyids)
+
+
+def _keys_named(keys: Mapping[str, Key], key_ids: Iterable[str]) -> dict[str, Key]:
+    """Content -> key, of those that are there."""
+    return {checks.content_of(keys[key_id]): keys[key_id] for key_id in key_ids if key_id in keys}
 
 
 def _named(key: Key) -> str:

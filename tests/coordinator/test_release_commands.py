@@ -8,13 +8,14 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from tuf.api.metadata import Metadata
 from typer.testing import CliRunner, Result
 
 from coordinator.errors import UserError
@@ -77,6 +78,11 @@ def test_keys_are_encrypted_closed_and_never_overwritten(tmp_path: Path) -> None
     before = (tmp_path / "keys/root-1.pem").read_bytes()
     assert "never overwritten" in refused("keygen", tmp_path / "keys")
     assert (tmp_path / "keys/root-1.pem").read_bytes() == before
+    theirs = tmp_path / "of-a-colleague"
+    theirs.mkdir()
+    shutil.copy(tmp_path / "keys/root-1.pub", theirs)
+    assert "root-1.pub exists" in refused("keygen", theirs)
+    assert (theirs / "root-1.pub").read_bytes() == (tmp_path / "keys/root-1.pub").read_bytes()
 
 
 def test_an_empty_passphrase_must_be_meant(tmp_path: Path) -> None:
@@ -149,6 +155,81 @@ def test_keys_sign_for_one_repository(staged: Path) -> None:
     release("init", *both, "--online", staged / "online.json", "--staging", staged / "evil")
     words = "sign", "--keys", staged / "keys", "--staging", staged / "evil"
     assert "does not follow from" in refused(*words)
+
+
+def other_bytes_under_a_name(stick: Path) -> None:
+    edit(
+        stick / "targets.json",
+        lambda it: it["targets"]["cnn/1/model.tflite"]["hashes"].update(sha256="a" * 64),
+    )
+
+
+def a_delegation_of_theirs(stick: Path) -> None:
+    def add(targets: dict[str, Any]) -> None:
+        theirs = targets["delegations"]["roles"][0] | {"name": "theirs", "paths": ["*/*/*"]}
+        targets["delegations"]["roles"].append(theirs)
+
+    edit(stick / "targets.json", add)
+
+
+def no_delegation(stick: Path) -> None:
+    edit(stick / "targets.json", lambda it: it.pop("delegations"))
+
+
+def one_signature_for_root(stick: Path) -> None:
+    edit(stick / "root.json", lambda it: it["roles"]["root"].update(threshold=1))
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    document = json.loads(path.read_text())
+    change(document["signed"])
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    "forge", [other_bytes_under_a_name, a_delegation_of_theirs, no_delegation, one_signature_for_root]
+)
+def test_what_whoever_carried_the_folder_wrote_is_not_signed(
+    tmp_path: Path, forge: Callable[[Path], None]
+) -> None:
+    """Each of these changes nothing that is listed, and devices would believe the signatures under it."""
+    releases, keys, stick = *signed_with_key_files(tmp_path), tmp_path / "stick"
+    release("extend", "--root", "--staging", stick)
+    forge(stick)
+    assert "must not be signed" in refused("sign", "--keys", keys, "--staging", stick)
+    assert "must not be signed" in refused("staged", "--staging", stick)
+    assert all(not Metadata.from_file(str(stick / f"{name}.json")).signatures for name in ("root", "targets"))
+    assert releases.repository.releases()
+
+
+def test_another_key_under_an_old_id_is_shown(tmp_path: Path) -> None:
+    signed_with_key_files(tmp_path)
+    stick = tmp_path / "stick"
+    release("extend", "--root", "--staging", stick)
+
+    def exchange(root: dict[str, Any]) -> None:
+        root["keys"][root["roles"]["targets"]["keyids"][0]]["keyval"]["public"] = "a" * 64
+
+    def exchange_rollouts(targets: dict[str, Any]) -> None:
+        (key,) = targets["delegations"]["keys"].values()
+        key["keyval"]["public"] = "b" * 64
+
+    edit(stick / "root.json", exchange)
+    edit(stick / "targets.json", exchange_rollouts)
+    said = release("staged", "--staging", stick).output
+    assert "targets is signed by" in said and "targets is signed no more by" in said
+    assert "rollouts are signed by" in said
+
+
+def signed_with_key_files(folder: Path) -> tuple[SignedReleases, Path]:
+    """A published repository with a release, its keys as files, and what was published fetched into `stick`."""
+    releases, keys = SignedReleases(folder / "coordinator"), folder / "keys"
+    releases.publish(release_folder(folder / "one"))
+    keys.mkdir()
+    for name, signer in releases.signers.items():
+        (keys / f"{name}.pem").write_bytes(signer.private_bytes)
+    Staging(folder / "stick").update(releases.repository.roots(), releases.repository.targets())
+    return releases, keys
 
 
 def test_one_key_under_two_names_is_no_second_signature(staged: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
-from securesystemslib.signer import CryptoSigner
+from securesystemslib.signer import CryptoSigner, Signature, SSlibKey
 from tuf.api.metadata import Metadata, Root, TargetFile, Targets
 
 from coordinator.api.deps import read_admin_token
@@ -138,6 +140,10 @@ def huge(world: World) -> None:
     world.targets.targets[NEW.file].length = 2**40
 
 
+def huge_manifest(world: World) -> None:
+    world.targets.targets[NEW.manifest].length = 10**8
+
+
 def of_another_model(world: World) -> None:
     manifest = json.loads((world.new / MANIFEST_NAME).read_text())
     exchange_manifest(world, json.dumps(manifest | {"model": "other"}).encode())
@@ -174,6 +180,18 @@ def root_with_one_signature(world: World) -> None:
     root = world.releases.signed_root(2).signed
     root.roles["root"].threshold = 1
     sign_root(world, root)
+
+
+def root_with_one_key_under_two_ids(world: World) -> None:
+    mine = world.releases.signers["root-1"]
+    root = world.releases.signed_root(2).signed
+    root.revoke_key(world.releases.signers["root-2"].public_key.keyid, "root")
+    twin = SSlibKey("2" * 64, mine.public_key.keytype, mine.public_key.scheme, mine.public_key.keyval)
+    root.add_key(twin, "root")
+    sign_root(world, root)
+    signed = Metadata[Root].from_bytes(world.roots[0])
+    signed.signatures[twin.keyid] = Signature(twin.keyid, signed.signatures[mine.public_key.keyid].signature)
+    world.roots = [signed.to_bytes()]
 
 
 def root_that_skips_a_version(world: World) -> None:
@@ -234,6 +252,7 @@ HOSTILE: list[tuple[Callable[[World], None], int, str]] = [
     (half_a_release, 422, "incomplete_release"),
     (traversal_in_the_hash, 422, "malformed"),
     (huge, 413, "oversized"),
+    (huge_manifest, 413, "oversized"),
     (of_another_model, 422, "wrong_manifest"),
     (manifest_is_nonsense, 422, "wrong_manifest"),
     (changed_release, 422, "changed_release"),
@@ -241,6 +260,7 @@ HOSTILE: list[tuple[Callable[[World], None], int, str]] = [
     (delegates_to_a_stranger, 422, "other_online_keys"),
     (root_with_other_online_keys, 422, "other_online_keys"),
     (root_with_one_signature, 422, "weak_root"),
+    (root_with_one_key_under_two_ids, 422, "weak_root"),
     (root_that_skips_a_version, 422, "wrong_version"),
     (root_of_strangers, 422, "bad_signature"),
     (root_is_nonsense, 422, "malformed"),
@@ -272,6 +292,13 @@ def test_a_withdrawn_release_is_gone_and_its_number_is_free_for_nobody_online(wo
     world.releases.withdraw("cnn", 1)
     assert world.seen("cnn/1/model.tflite") is None
     assert world.releases.repository.releases() == []
+    with pytest.raises(Refusal) as refused:
+        world.releases.publish(release_folder(world.folder / "other", content=b"other"))
+    assert refused.value.code == "changed_release"
+    world.releases.targets.version -= 1
+    world.releases.targets.targets.clear()
+    world.releases.publish(world.folder / "one")
+    assert world.seen("cnn/1/model.tflite") == b"weights"
 
 
 def test_a_lost_targets_key_is_replaced_by_the_root_keys(world: World) -> None:
@@ -364,6 +391,14 @@ def test_uploads_go_on_where_they_stopped(api: TestClient) -> None:
     assert api.put(path, params={"offset": 0}, content=b"abc").json() == {"offset": 3}
     assert api.put(path, params={"offset": 9}, content=b"abc").json() == {"offset": 3}
     assert api.get(path).json() == {"offset": 3}
+
+
+def test_a_publish_leaves_other_peoples_uploads_alone(api: TestClient, tmp_path: Path) -> None:
+    other, abandoned = upload(api, b"of somebody else"), upload(api, b"of last week")
+    last_week = time.time() - 7 * 86_400
+    os.utime(tmp_path / "home/releases/incoming" / abandoned, (last_week, last_week))
+    assert api.post("/api/v1/releases", json={"targets": upload(api, b"nonsense")}).status_code == 422
+    assert [path.name for path in (tmp_path / "home/releases/incoming").iterdir()] == [other]
 
 
 def test_bad_requests_are_refused_with_a_code(api: TestClient) -> None:
