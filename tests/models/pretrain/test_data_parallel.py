@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ def _resident() -> tuple[int, int]:
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, *rest = line.split()
         if not key.endswith(":"):
-            ours = line.endswith("(deleted)") and "/tmp" in line
+            ours = line.endswith("(deleted)") and tempfile.gettempdir() in line
         elif ours and key == "Rss:":
             found += int(rest[0]) * 1024
         elif ours and key == "Size:":
