@@ -23,11 +23,21 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from edge_client import identity, status, transport
+from edge_client import identity, status
+from edge_client.backoff import Backoff
 from edge_client.config import EdgeConfig
 from edge_client.errors import Stopped, UserMistake
 from edge_client.execute import Executor, heartbeat
+from edge_client.failures import (
+    LONGEST_WAIT_SECONDS,
+    Cancelled,
+    CertificateExpired,
+    ServerRefused,
+    Unreachable,
+    WrongClock,
+)
 from edge_client.identity import Identity
+from edge_client.link import SILENCE_SECONDS, Link, pinned, unverified_date
 from edge_client.ota import releases
 from edge_client.ota.releases import Releases
 from edge_client.state import State
@@ -51,15 +61,6 @@ from edge_client.steps import (
     next_steps,
 )
 from edge_client.train.process import Interrupted, TrainingFailed
-from edge_client.transport import (
-    Backoff,
-    Cancelled,
-    CertificateExpired,
-    Link,
-    ServerRefused,
-    Unreachable,
-    WrongClock,
-)
 from edge_client.wire.device import WIRE, CheckIn, CheckInAnswer, Decline, ReleaseOffer, TaskOffer
 from edge_client.wire.strict import printable
 
@@ -306,7 +307,7 @@ class Agent:
 
     def _hear_clock(self) -> None:
         assert self._identity is not None
-        link = Link(self._identity.url, transport.pinned(self._identity.ca_pem), proxy=self._do.config.proxy)
+        link = Link(self._identity.url, pinned(self._identity.ca_pem), proxy=self._do.config.proxy)
         try:
             date = link.date("/ca")
         finally:
@@ -334,7 +335,7 @@ class Agent:
         assert self._identity is not None
         if self._link is not None:
             self._link.close()
-        context = transport.pinned(self._identity.ca_pem, self._identity.credentials)
+        context = pinned(self._identity.ca_pem, self._identity.credentials)
         self._link = Link(self._identity.url, context, proxy=self._do.config.proxy)
 
     def _linked(self) -> Link:
@@ -351,7 +352,7 @@ class Agent:
         if self._poll is None:
             self._poll = _Poll(self._do, self._linked(), self._message(wait_seconds), self._wake)
         # Woken without an answer: a person or a signal wants something. The answer is heeded when it comes.
-        self._wake.wait(min(wait_seconds + transport.SILENCE_SECONDS, LONGEST_SLEEP_SECONDS))
+        self._wake.wait(min(wait_seconds + SILENCE_SECONDS, LONGEST_SLEEP_SECONDS))
 
     def _heed_poll(self) -> None:
         poll, self._poll = self._poll, None
@@ -364,9 +365,7 @@ class Agent:
         self._heard(date)
         self._hold = answer.hold and not self._desired().ineligible
         self._checkin_at = self._around.now() + (
-            _HOLD_PAUSE_SECONDS
-            if self._hold
-            else min(max(1.0, answer.next_seconds), transport.LONGEST_WAIT_SECONDS)
+            _HOLD_PAUSE_SECONDS if self._hold else min(max(1.0, answer.next_seconds), LONGEST_WAIT_SECONDS)
         )
         if answer.stop and self._held is not None:
             self._do.give_back(None, self._held.offer, None)
@@ -555,7 +554,7 @@ class Agent:
 
     def _clock_diagnosis(self, error: WrongClock) -> str:
         assert self._identity is not None
-        date = transport.unverified_date(self._identity.url, self._do.config.proxy)
+        date = unverified_date(self._identity.url, self._do.config.proxy)
         behind = None if date is None else date - self._around.wall()
         if behind is None or abs(behind) <= CLOCK_TOLERANCE_SECONDS:
             return f"{error}; this machine's clock agrees with the coordinator's: its certificate must be renewed"

@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from edge_client import datasets, identity, transport
+from edge_client import datasets, identity
 from edge_client.agent import CLOCK_TOLERANCE_SECONDS, clock_words
 from edge_client.config import EdgeConfig
 from edge_client.errors import UserMistake
+from edge_client.failures import CertificateExpired, ServerRefused, Unreachable
 from edge_client.identity import Identity
+from edge_client.link import Link, pinned, unverified_date
 from edge_client.state import State
 from edge_client.train.resolve import installed_runtimes
-from edge_client.transport import CertificateExpired, Link, ServerRefused, Unreachable
 
 _LITTLE_DISK_BYTES = 500_000_000
 _RENEWED = "the daemon renews it by itself: fedloop-edge run"
@@ -98,7 +99,7 @@ def _data(config: EdgeConfig) -> Iterator[Check]:
 
 
 def _coordinator(config: EdgeConfig, who: Identity, wall: Callable[[], float]) -> Iterator[Check]:
-    link = Link(who.url, transport.pinned(who.ca_pem, who.credentials), proxy=config.proxy)
+    link = Link(who.url, pinned(who.ca_pem, who.credentials), proxy=config.proxy)
     try:
         date = link.date("/ca")
         yield Check("coordinator", True, who.url)
@@ -108,7 +109,7 @@ def _coordinator(config: EdgeConfig, who: Identity, wall: Callable[[], float]) -
         yield Check("certificate", False, "expired", _RENEWED)
     except (Unreachable, ServerRefused) as error:
         yield Check("coordinator", False, str(error), "check the address, the network, the proxy")
-        yield _clock(transport.unverified_date(who.url, config.proxy), wall())
+        yield _clock(unverified_date(who.url, config.proxy), wall())
     finally:
         link.close()
 

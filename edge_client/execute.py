@@ -7,7 +7,6 @@ rule's state of a run in `rules/<run>`.
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import shutil
@@ -19,11 +18,14 @@ from pathlib import Path
 from typing import Protocol
 
 from edge_client.config import EdgeConfig
+from edge_client.failures import ServerRefused, Unreachable
+from edge_client.files import NO_ROOM, SPARE_BYTES, file_sha256
 from edge_client.ledger import Ledger
+from edge_client.link import Link, understood
 from edge_client.outbox import Outbox, OutboxFull, Waiting
 from edge_client.state import State
 from edge_client.train.process import Done, Job, TrainingFailed
-from edge_client.transport import Link, ServerRefused, Unreachable, file_sha256, understood
+from edge_client.transfer import download, upload
 from edge_client.wire.device import (
     BlobRef,
     CheckIn,
@@ -56,9 +58,6 @@ _ABOUT_US = {
 """Codes that say nothing about the task: it may be taken once they are mended."""
 
 _LONGEST_BEAT_SECONDS = 600.0
-_SPARE_BYTES = 4_000_000
-"""Disk that downloads leave for the daemon's own files."""
-
 _LARGEST = 2**53
 _LATE_SECONDS = 3600.0
 """A result that the coordinator cannot take so long after its round is over is given up."""
@@ -111,9 +110,9 @@ class Executor:
         self._require_room(offer, needed, folder)
         for ref in needed:
             try:
-                link.download(ref, folder / ref.sha256, going=going)
+                download(link, ref, folder / ref.sha256, going=going)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                if error.errno not in NO_ROOM:
                     raise
                 (folder / f"{ref.sha256}.part").unlink(missing_ok=True)
                 raise TrainingFailed("limits", f"this device's disk: {error.strerror}") from None
@@ -254,7 +253,7 @@ class Executor:
             link.post(f"/tasks/{waiting.task}/evaluation", json.loads(path.read_bytes()))
             return
         start = UploadStart(waiting.size_bytes, waiting.sha256, waiting.decoded_bytes, waiting.encoding)
-        link.upload(waiting.task, path, start, going=going)
+        upload(link, waiting.task, path, start, going=going)
 
     def _rule_state(self, run: str) -> Path:
         return self.config.state_dir / "rules" / run
@@ -278,7 +277,7 @@ class Executor:
             self._drop_blobs(keep={ref.sha256 for ref in needed})
         have = sum(_size(folder / name) for ref in needed for name in (ref.sha256, f"{ref.sha256}.part"))
         result = offer.params.size_bytes if offer.kind == "train" else 0
-        free, short = shutil.disk_usage(folder).free, wanted - have + result + _SPARE_BYTES
+        free, short = shutil.disk_usage(folder).free, wanted - have + result + SPARE_BYTES
         if short > free:
             raise TrainingFailed(
                 "limits",

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors that say that a disk is full, or has no more for us."""
+
+SPARE_BYTES = 4_000_000
+"""Disk that downloads leave for the daemon's own files."""
+
+_PIECE_BYTES = 1024 * 1024
 
 
 def write_durably(path: Path, content: bytes, *, mode: int = 0o666) -> None:
@@ -46,3 +56,13 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def file_sha256(path: Path, going: Callable[[], None] = lambda: None) -> str:
+    """Lower-case hex digest, `going` called between the pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_PIECE_BYTES):
+            going()
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -28,10 +28,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from edge_client import transport
 from edge_client.errors import UserMistake
+from edge_client.failures import Unreachable
 from edge_client.files import sync_folder, write_durably
-from edge_client.transport import Credentials, Link, Unreachable, understood
+from edge_client.link import Credentials, Link, pinned, understood, unverified_ca
 from edge_client.wire.device import Enrolled, EnrolRequest, RenewRequest
 
 RENEW_FROM, RENEW_SPREAD = 2 / 3, 0.1
@@ -91,9 +91,9 @@ def enrol(
     parsed = _token(token)
     if not url.startswith("https://"):
         raise UserMistake(f"the coordinator's address is {url!r}, expected https://HOST:PORT")
-    ca_pem = _vouched_ca(transport.unverified_ca(url, proxy), parsed, url)
+    ca_pem = _vouched_ca(unverified_ca(url, proxy), parsed, url)
     next_folder = _next(state_dir)
-    link = Link(url, transport.pinned(ca_pem), proxy=proxy)
+    link = Link(url, pinned(ca_pem), proxy=proxy)
     try:
         request = EnrolRequest(parsed.text, _csr(_key(next_folder), name), name, serial_number)
         while True:
@@ -118,7 +118,7 @@ def renew(state_dir: Path, identity: Identity, *, expired: bool, proxy: str = ""
     certificate = identity.credentials.certificate.read_text("ascii")
     request = RenewRequest(certificate, csr, _proof(identity, csr))
     shown = None if expired else identity.credentials
-    link = Link(identity.url, transport.pinned(identity.ca_pem, shown), proxy=proxy)
+    link = Link(identity.url, pinned(identity.ca_pem, shown), proxy=proxy)
     try:
         answer = understood(Enrolled, link.post("/renew", request))
     finally:

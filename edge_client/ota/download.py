@@ -10,7 +10,6 @@ the whole, which are checked whatever way it came.
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,21 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from edge_client.failpoints import reach
+from edge_client.failures import ServerRefused
+from edge_client.files import NO_ROOM, SPARE_BYTES, file_sha256
+from edge_client.link import Link
 from edge_client.ota.repository import PATH
 from edge_client.ota.trouble import PutOff
-from edge_client.transport import Link, ServerRefused, file_sha256
 from edge_client.wire import blocks
 
 if TYPE_CHECKING:
     from tuf.api.metadata import TargetFile
 
-SPARE_BYTES = 4_000_000
-"""Disk that downloads leave for the daemon's own files."""
-
 MOST_RANGES = 64
 """More holes than this, and one long request is the quicker way."""
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,13 @@ import psutil
 
 from edge_client.config import EdgeConfig
 from edge_client.failpoints import reach
-from edge_client.files import sync_file, sync_folder
+from edge_client.files import NO_ROOM, sync_file, sync_folder
+from edge_client.link import Link
 from edge_client.ota import download, slots
 from edge_client.ota.proof import Proof, Question
 from edge_client.ota.repository import Repository
 from edge_client.ota.slots import Pointer, Slot
 from edge_client.ota.trouble import NotSigned, PutOff, Unfit
-from edge_client.transport import Link
 from edge_client.wire import inference, rollouts
 from edge_client.wire.device import ReleaseOffer
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME, InferenceManifest
@@ -98,6 +98,8 @@ def _installed(device: Device, link: Link, offer: ReleaseOffer, going: Callable[
             raise NotSigned(f"{what} was offered, but what is signed does not say that for this device")
         reach("install.trusted")
         pointer = slots.read(state_dir, offer.model)
+        if offer.version == rollouts.NO_MODEL:
+            return _give_up(device, pointer)
         if pointer.running is not None and pointer.running.version == offer.version:
             slots.write(state_dir, slots.renamed(pointer, offer.rollout))
             return f"{what} runs already"
@@ -112,7 +114,7 @@ def _installed(device: Device, link: Link, offer: ReleaseOffer, going: Callable[
             return _turn(device, pointer, spare, offer, going)
         return _fetch_and_test(device, link, repository, pointer, offer, going)
     except OSError as error:
-        if error.errno not in download.NO_ROOM:
+        if error.errno not in NO_ROOM:
             raise
         raise PutOff("disk", f"this device's disk: {error.strerror}") from None
 
@@ -134,6 +136,17 @@ def _turn(
     slots.write(state_dir, slots.turned_back(pointer, slot))
     reach("install.turned")
     return f"{pointer.model}:{spare.version} runs again"
+
+
+def _give_up(device: Device, pointer: Pointer) -> str:
+    """No version runs any more."""
+    state_dir = device.config.state_dir
+    reach("install.turning")
+    slots.write(state_dir, slots.given_up(pointer))
+    reach("install.turned")
+    for name in ("a", "b"):
+        _clear(slots.slot_folder(state_dir, pointer.model, name), ())
+    return f"{pointer.model} runs no more: there was no version before"
 
 
 def _fetch_and_test(

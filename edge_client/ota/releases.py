@@ -18,13 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from edge_client.backoff import Backoff
 from edge_client.config import EdgeConfig
 from edge_client.failpoints import reach
+from edge_client.link import Link
 from edge_client.ota import proof, slots
 from edge_client.ota.slots import Pointer
 from edge_client.ota.trouble import NotSigned, PutOff, Unfit
 from edge_client.steps import Offered
-from edge_client.transport import Backoff, Link
 from edge_client.wire import rollouts
 from edge_client.wire.device import ReleaseOffer, ReleaseReport
 from edge_client.wire.inference import MANIFEST_NAME
@@ -69,7 +70,7 @@ class Releases:
         notes = []
         self._offers = {}
         for offer in list(offers)[:MOST_OFFERS]:
-            if not rollouts.is_release(offer.model, offer.version):
+            if not rollouts.is_told(offer.model, offer.version, offer.action):
                 notes.append(
                     f"an offer of {printable(offer.model, 70)!r}, which is no model's name, is ignored"
                 )

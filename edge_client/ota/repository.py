@@ -22,9 +22,10 @@ from tuf.api import exceptions
 from tuf.ngclient import Updater
 from tuf.ngclient.fetcher import FetcherInterface
 
+from edge_client.failures import ServerRefused
 from edge_client.files import sync_file, sync_folder, write_durably
+from edge_client.link import Link
 from edge_client.ota.trouble import PutOff
-from edge_client.transport import Link, ServerRefused
 from edge_client.wire import rollouts
 from edge_client.wire.rollouts import Rollout
 from edge_client.wire.strict import Unfit, printable

@@ -18,7 +18,7 @@ from typing import Literal
 
 from edge_client.files import sync_folder, write_durably
 from edge_client.wire.device import ReleaseEvaluation, ReleaseOffer, ReleaseReport
-from edge_client.wire.rollouts import is_release
+from edge_client.wire.rollouts import NO_MODEL, is_release
 from edge_client.wire.strict import Unfit, loads, parse
 
 SlotName = Literal["a", "b"]
@@ -115,6 +115,8 @@ def is_news(pointer: Pointer, offer: ReleaseOffer) -> bool:
     Force is for one more try: not again by the same rollout.
     """
     running = pointer.running
+    if offer.version == NO_MODEL:
+        return running is not None or (pointer.last is not None and pointer.last.standing == "installing")
     if running is not None and running.version == offer.version:
         return running.rollout != offer.rollout
     if pointer.failure(offer.version) is None:
@@ -177,8 +179,9 @@ def renamed(pointer: Pointer, rollout: str) -> Pointer:
     assert running is not None and pointer.active is not None
     slot = replace(running, rollout=rollout)
     held = replace(pointer, a=slot) if pointer.active == "a" else replace(pointer, b=slot)
-    done = pointer.last is not None and pointer.last.version == running.version
-    return replace(held, last=None if done else pointer.last)
+    last = pointer.last  # what was being installed is given up: this rollout wants what runs
+    done = last is not None and (last.version == running.version or last.standing == "installing")
+    return replace(held, last=None if done else last)
 
 
 def turned_back(pointer: Pointer, slot: Slot) -> Pointer:
@@ -191,6 +194,16 @@ def turned_back(pointer: Pointer, slot: Slot) -> Pointer:
     words = f"told to run version {slot.version}"
     last = ReleaseReport(left.rollout, pointer.model, left.version, "rolled_back", "told", words)
     return replace(turned, last=last)
+
+
+def given_up(pointer: Pointer) -> Pointer:
+    """No version runs any more: told to, since none did before this one."""
+    left = pointer.running
+    last = None
+    if left is not None:
+        words = "told to run no version"
+        last = ReleaseReport(left.rollout, pointer.model, left.version, "rolled_back", "told", words)
+    return replace(pointer, active=None, a=None, b=None, trial_starts=None, last=last)
 
 
 def started(pointer: Pointer) -> Pointer:

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from edge_client.ledger import Ledger
+from edge_client.link import SILENCE_SECONDS
 from edge_client.outbox import Outbox
 from edge_client.state import State
-from edge_client.transport import SILENCE_SECONDS
 from tests.support import fake_coordinator
 from tests.support.fake_coordinator import FakeCoordinator
 from tests.support.proxies import ConnectProxy

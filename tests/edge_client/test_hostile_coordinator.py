@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from edge_client import transport
 from edge_client.agent import SOON_FOR_SECONDS, SOON_SECONDS, Wake
+from edge_client.failures import LONGEST_WAIT_SECONDS, Unreachable
+from edge_client.link import Link, pinned
 from edge_client.steps import LONGEST_SLEEP_SECONDS
 from edge_client.train.process import TrainingFailed
-from edge_client.transport import LONGEST_WAIT_SECONDS, Link
+from edge_client.transfer import download
 from edge_client.wire.device import BlobRef, to_json
 from tests.support.edge import Daemon, daemon, enrolled
 from tests.support.fake_coordinator import FakeCoordinator
@@ -120,9 +121,9 @@ def test_more_than_the_disk_has_free_is_declined(coordinator: FakeCoordinator, t
 def test_more_bytes_than_were_announced_are_not_stored(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     who = enrolled(coordinator, tmp_path)
     blob = coordinator.add_blob(b"x" * 5_000_000)
-    link = Link(who.url, transport.pinned(who.ca_pem, who.credentials))
-    with pytest.raises(transport.Unreachable, match="not what its hash says"):
-        link.download(BlobRef(blob.sha256, 1000), tmp_path / "blob")
+    link = Link(who.url, pinned(who.ca_pem, who.credentials))
+    with pytest.raises(Unreachable, match="not what its hash says"):
+        download(link, BlobRef(blob.sha256, 1000), tmp_path / "blob")
     assert not (tmp_path / "blob").exists() and not (tmp_path / "blob.part").exists()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from edge_client import identity
 from edge_client.errors import UserMistake
-from edge_client.transport import ServerRefused, Unreachable
+from edge_client.failures import ServerRefused, Unreachable
 from tests.support.edge import enrolled
 from tests.support.fake_coordinator import Authority, FakeCoordinator
 

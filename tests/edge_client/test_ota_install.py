@@ -14,9 +14,9 @@ from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Metadata
 
 from coordinator.services import utc_now
+from edge_client.failures import Unreachable
 from edge_client.ota import download, proof, slots
 from edge_client.ota.trouble import NotSigned, PutOff, Unfit
-from edge_client.transport import Unreachable
 from edge_client.wire.device import ReleaseOffer
 from edge_client.wire.inference import GoldenRows
 from edge_client.wire.manifest import Fill, Tolerance

@@ -15,9 +15,9 @@ import pytest
 from edge_client import config
 from edge_client.execute import Executor
 from edge_client.ledger import Ledger
+from edge_client.link import Answer as Heard
 from edge_client.outbox import Outbox
 from edge_client.state import State
-from edge_client.transport import Answer as Heard
 from edge_client.wire import arrays
 from edge_client.wire import device as wire
 from edge_client.wire.messages import TaskMessage, result_header

@@ -10,12 +10,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from edge_client import config, identity, transport
+from edge_client import config, identity
 from edge_client.config import EdgeConfig
 from edge_client.infer import runtime, selftest
+from edge_client.link import Link, pinned
 from edge_client.ota import install, proof, slots
 from edge_client.ota.slots import Pointer
-from edge_client.transport import Link
 from edge_client.wire.device import ReleaseOffer
 from tests.support import released
 from tests.support.edge import enrolled
@@ -69,7 +69,7 @@ class World:
 
     @property
     def link(self) -> Link:
-        return Link(self.coordinator.url, transport.pinned(self.who.ca_pem, self.who.credentials))
+        return Link(self.coordinator.url, pinned(self.who.ca_pem, self.who.credentials))
 
     def install(self, offer: ReleaseOffer, prove: install.Prove | None = None) -> str:
         """The daemon's installer, as the daemon calls it; `prove`: by default without a process of its own."""

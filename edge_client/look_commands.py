@@ -1,0 +1,160 @@
+"""`fedloop-edge status`, `doctor`, `ledger` and the like: what this device does, has and told. They change nothing but `ledger --wipe`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from edge_client.errors import UserMistake
+from edge_client.given import AsJson, Sure, configuration, confirm, loaded, opened
+
+_FULL_BYTES = 1_000_000
+
+
+def status(context: typer.Context, as_json: AsJson = False) -> None:
+    """What the daemon is doing. Example: fedloop-edge status --json"""
+    from edge_client import status as reader
+
+    document = reader.read(configuration(context).state_dir)
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+        return
+    for line in _status_lines(document):
+        typer.echo(line)
+
+
+def doctor(context: typer.Context, as_json: AsJson = False) -> None:
+    """Looks for what keeps this device from working, and says how to mend it.
+
+    Exit code 1 where something is not well. Example: fedloop-edge doctor
+    """
+    from edge_client.doctor import examine
+
+    checks = []
+    for check in examine(configuration(context)):
+        checks.append(check)
+        if not as_json:
+            typer.echo(f"{'ok  ' if check.well else 'FAIL'} {check.name}: {check.found}")
+            if check.mend:
+                typer.echo(f"     {check.mend}")
+    if as_json:
+        typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
+    if not all(check.well for check in checks):
+        raise typer.Exit(1)
+
+
+def ledger(
+    context: typer.Context,
+    as_json: AsJson = False,
+    show: Annotated[int | None, typer.Option(help="Entry whose payload to look at.")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="What else the coordinator learns, key by key.")
+    ] = False,
+    wipe: Annotated[bool, typer.Option("--wipe", help="Forget all of it.")] = False,
+    sure: Sure = False,
+) -> None:
+    """Everything that ever left this device. Example: fedloop-edge ledger --show 3"""
+    from edge_client import disclosure
+    from edge_client.ledger import Ledger
+
+    config = configuration(context)
+    with opened(config) as state:
+        book = Ledger(state)
+        if wipe:
+            confirm(sure, "Forget everything this device has recorded about what left it?")
+            book.wipe()
+            typer.echo("the ledger is empty")
+        elif explain:
+            typer.echo(json.dumps(disclosure.explained(config, state), indent=2))
+        elif show is not None:
+            disclosure.show(book, book.entry(show), as_json, typer.echo)
+        else:
+            disclosure.table(book.entries(), as_json, typer.echo)
+
+
+def config_check(context: typer.Context, as_json: AsJson = False) -> None:
+    """Prints what holds and where each value came from. Example: fedloop-edge --config edge.toml config check"""
+    origins = loaded(context).origins
+    if as_json:
+        document = {key: {"value": value, "origin": origin} for key, (value, origin) in origins.items()}
+        typer.echo(json.dumps(document, indent=2, default=str))
+        return
+    width = max(len(key) for key in origins)
+    for key, (value, origin) in origins.items():
+        typer.echo(f"{key:<{width}}  {json.dumps(value, default=str)}  ({origin})")
+
+
+def data_preview(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument()] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Schema and row count of a configured data set, as a training would read it. Nothing leaves the device.
+
+    NAME is what experiments call it; without one all are read.
+    Example: fedloop-edge data preview digits
+    """
+    from edge_client import datasets
+
+    config = configuration(context)
+    tables = config.data
+    if not tables:
+        raise UserMistake(
+            "no data set is configured; add a table [data.NAME] to the configuration (--config FILE): "
+            '[data.digits] with kind = "csv", path = "digits.csv" and label = "digit", for example'
+        )
+    if name is not None and name not in tables:
+        raise UserMistake(
+            f"no data set {name!r} is configured; there are: {', '.join(sorted(tables)) or 'none'}"
+        )
+    memory = config.limits.memory_bytes
+    found = {each: datasets.preview(table, memory) for each, table in tables.items() if name in (None, each)}
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    for each, view in found.items() if not as_json else ():
+        typer.echo(f"{each}:")
+        for key, value in view.items():
+            typer.echo(f"  {key}: {value if isinstance(value, str) else json.dumps(value)}")
+    if any("problem" in view for view in found.values()):
+        raise typer.Exit(2)
+
+
+def _status_lines(document: dict[str, Any]) -> Iterator[str]:
+    if not document["enrolled"]:
+        yield "not enrolled: fedloop-edge enroll URL TOKEN"
+        return
+    yield f"device {document['device']} ({document['name']}) of {document['coordinator']}"
+    running = (
+        f"running as process {document['pid']}" if document["running"] else "not running: fedloop-edge run"
+    )
+    yield running + (", paused: fedloop-edge resume" if document["paused"] else "")
+    if "state" in document:
+        yield f"{document['state']}: {document['words']}"
+    if document["disk_free_bytes"] < _FULL_BYTES:
+        yield "the disk of the state folder is full: make room, then it goes on by itself"
+    if document["opted_out"]:
+        yield f"takes no part in: {', '.join(document['opted_out'])}"
+    if document["results_waiting"]:
+        yield f"results that wait to be delivered: {document['results_waiting']}"
+    for model in document["models"]:
+        yield _model_line(model)
+    for note in document.get("notes", ()):
+        yield f"- {note}"
+
+
+def _model_line(model: dict[str, Any]) -> str:
+    version, last = model["version"], model["last"]
+    runs = "no version runs" if version is None else f"version {version} in slot {model['active']}"
+    if model["on_trial"]:
+        runs += ", on trial"
+    others = [f"{held} in slot {name}" for name, held in model["slots"].items() if name != model["active"]]
+    kept = f", {others[0]}" if others else ""
+    told = ""
+    if last is not None:
+        why = f" ({last['code']}: {last['words']})" if last["code"] else ""
+        told = f"; version {last['version']}: {last['standing']}{why}"
+    return f"model {model['model']}: {runs}{kept}{told}"
