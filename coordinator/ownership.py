@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from importlib.metadata import packages_distributions
+from importlib.metadata import distributions
 from pathlib import Path
 
 NAMES = ("coordinator", "edge_client", "strategies", "models")
@@ -20,7 +20,7 @@ def problems() -> list[str]:
     """One sentence for each name that is not ours alone; empty when all is well."""
     found = {name: _location(name) for name in NAMES}
     home = Path(__file__).resolve().parent.parent
-    return shadowed(found, home) + contested(packages_distributions())
+    return shadowed(found, home) + contested(_owners())
 
 
 def shadowed(found: Mapping[str, Path | None], home: Path) -> list[str]:
@@ -43,6 +43,21 @@ def contested(owners: Mapping[str, Sequence[str]]) -> list[str]:
         for name in NAMES
         for other in sorted(set(owners.get(name, ())) - {DISTRIBUTION})
     ]
+
+
+def _owners() -> dict[str, list[str]]:
+    """Which distributions install which of `NAMES`.
+
+    `importlib.metadata.packages_distributions` says it of all names, and takes as long as the rest of a command's start.
+    """
+    owners: dict[str, list[str]] = {name: [] for name in NAMES}
+    for distribution in distributions():
+        declared = distribution.read_text("top_level.txt")
+        packages = f"\n{declared or distribution.read_text('RECORD') or ''}\n"
+        for name in NAMES:
+            if any(f"\n{name}{end}" in packages for end in ("\n", "/", ".py,")):
+                owners[name].append(distribution.metadata["Name"])
+    return owners
 
 
 def _location(name: str) -> Path | None:

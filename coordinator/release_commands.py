@@ -9,18 +9,22 @@ from __future__ import annotations
 import json
 import os
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from securesystemslib.signer import CryptoSigner, Key
 
 from coordinator.errors import UserError
 from coordinator.operator_client import Coordinator, connect
-from coordinator.releases import offline_keys, roles
+from coordinator.releases import roles
 from coordinator.releases.roles import OFFLINE_KEYS, ONLINE_ROLES, release_named
-from coordinator.releases.staging import TRUSTED_ROOT, Staging
-from coordinator.services import utc_now
+
+if TYPE_CHECKING:
+    # What signs and stages is imported by the commands that do; every `fedloop` command imports this module.
+    from securesystemslib.signer import CryptoSigner, Key
+
+    from coordinator.releases.staging import Staging
 
 PASSPHRASE = "FEDLOOP_RELEASE_PASSPHRASE"
 
@@ -66,6 +70,8 @@ def keygen(
 
     The passphrase is asked for, or read from FEDLOOP_RELEASE_PASSPHRASE.
     """
+    from coordinator.releases import offline_keys
+
     names = tuple(key or OFFLINE_KEYS)
     if unknown := set(names) - set(OFFLINE_KEYS):
         raise UserError(f"--key {min(unknown)}: expected one of {', '.join(OFFLINE_KEYS)}")
@@ -90,16 +96,18 @@ def online_keys(
 @app.command(epilog="Example: fedloop release init --keys ~/keys --online online.json --staging stick/")
 def init(keys: KeyDirs, online: OnlineFile, staging: StagingDir) -> None:
     """Stage a new repository: a root that needs both root keys, and targets without any release. Then `sign`."""
+    from coordinator.releases import offline_keys
+
     named = offline_keys.public_keys(keys)
     if lacking := set(OFFLINE_KEYS) - named.keys():
         raise UserError(f"--keys: {min(lacking)}.pub is in none of these folders")
     found = _online(online)
-    Staging(staging).begin(
+    _staged(staging).begin(
         named | {role: found[role] for role in (roles.SNAPSHOT, roles.TIMESTAMP)},
         found[roles.ROLLOUTS],
-        utc_now(),
+        _now(),
     )
-    _show_staged(Staging(staging))
+    _show_staged(_staged(staging))
 
 
 @app.command(epilog="Example: fedloop release fetch --staging stick/")
@@ -107,9 +115,9 @@ def fetch(staging: StagingDir, coordinator: Coordinator = None) -> None:
     """Bring the staging folder up to what the coordinator has published."""
     from coordinator.releases import sending
 
-    for name in sending.fetch(connect(coordinator), Staging(staging)):
+    for name in sending.fetch(connect(coordinator), _staged(staging)):
         typer.echo(f"{name} was staged for an older state and is dropped; stage the change again")
-    _show_staged(Staging(staging))
+    _show_staged(_staged(staging))
 
 
 @app.command(epilog="Example: fedloop release add runs/export --staging stick/")
@@ -120,8 +128,8 @@ def add(
     staging: StagingDir,
 ) -> None:
     """Stage a release: its files are copied, the next targets name them. Then `sign`."""
-    typer.echo(f"staged {Staging(staging).add(folder, utc_now())}")
-    _show_staged(Staging(staging))
+    typer.echo(f"staged {_staged(staging).add(folder, _now())}")
+    _show_staged(_staged(staging))
 
 
 @app.command(epilog="Example: fedloop release withdraw cnn:3 --staging stick/")
@@ -129,8 +137,8 @@ def withdraw(
     release: Annotated[str, typer.Argument(metavar="NAME:VERSION", help="The release.")], staging: StagingDir
 ) -> None:
     """Stage that a release is no more. Devices that run it keep it until they are told another. Then `sign`."""
-    Staging(staging).withdraw(release_named(release), utc_now())
-    _show_staged(Staging(staging))
+    _staged(staging).withdraw(release_named(release), _now())
+    _show_staged(_staged(staging))
 
 
 @app.command(epilog="Example: fedloop release extend --root --staging stick/")
@@ -138,18 +146,20 @@ def extend(
     staging: StagingDir, root: Annotated[bool, typer.Option("--root", help="The root too.")] = False
 ) -> None:
     """Stage targets as they are for another half year, and the root for another year. Then `sign`."""
-    Staging(staging).extend(utc_now(), root=root)
-    _show_staged(Staging(staging))
+    _staged(staging).extend(_now(), root=root)
+    _show_staged(_staged(staging))
 
 
 @app.command("rotate-root", epilog="Example: fedloop release rotate-root --keys new-keys/ --staging stick/")
 def rotate_root(keys: KeyDirs, staging: StagingDir) -> None:
     """Stage a root that names the keys in these folders instead of those of the same names. Old and new then `sign`."""
+    from coordinator.releases import offline_keys
+
     named = offline_keys.public_keys(keys)
     if not named:
         raise UserError(f"--keys: none of {', '.join(OFFLINE_KEYS)} (.pub) is in these folders")
-    Staging(staging).change_keys(named, utc_now())
-    _show_staged(Staging(staging))
+    _staged(staging).change_keys(named, _now())
+    _show_staged(_staged(staging))
 
 
 @app.command(
@@ -157,14 +167,16 @@ def rotate_root(keys: KeyDirs, staging: StagingDir) -> None:
 )
 def rotate_online(online: OnlineFile, staging: StagingDir) -> None:
     """Stage root and targets that name new online keys, of `online-keys --rotate`. Then `sign`."""
-    Staging(staging).change_keys(_online(online), utc_now())
-    _show_staged(Staging(staging))
+    _staged(staging).change_keys(_online(online), _now())
+    _show_staged(_staged(staging))
 
 
 @app.command(epilog="Example: fedloop release sign --keys ~/keys --staging stick/")
 def sign(keys: KeyDirs, staging: StagingDir) -> None:
     """Sign what is staged with the keys in these folders. Needs no network. Says first what it is that is signed."""
-    staged = Staging(staging)
+    from coordinator.releases.staging import TRUSTED_ROOT
+
+    staged = _staged(staging)
     for line in staged.changes() or ["nothing is staged"]:
         typer.echo(line)
     made = sum(staged.sign(_signers(folder), folder / TRUSTED_ROOT) for folder in keys)
@@ -179,7 +191,7 @@ def sign(keys: KeyDirs, staging: StagingDir) -> None:
 @app.command(epilog="Example: fedloop release staged --staging stick/")
 def staged(staging: StagingDir) -> None:
     """Show what is staged and who has yet to sign it."""
-    _show_staged(Staging(staging))
+    _show_staged(_staged(staging))
 
 
 @app.command(epilog="Example: fedloop release publish --staging stick/")
@@ -198,7 +210,7 @@ def publish(staging: StagingDir, coordinator: Coordinator = None) -> None:
                 known[path] = bars.add_task(path, total=size)
             bars.update(known[path], completed=sent)
 
-        version = sending.publish(connect(coordinator), Staging(staging), progress)
+        version = sending.publish(connect(coordinator), _staged(staging), progress)
     typer.echo(f"published targets {version}")
 
 
@@ -234,6 +246,16 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
         typer.echo(f"warning: {line}", err=True)
 
 
+def _staged(folder: Path) -> Staging:
+    from coordinator.releases.staging import Staging
+
+    return Staging(folder)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
 def _show_staged(staging: Staging) -> None:
     for line in staging.changes() or ["nothing is staged"]:
         typer.echo(line)
@@ -249,6 +271,8 @@ def _show_missing(staging: Staging) -> None:
 
 
 def _signers(folder: Path) -> list[CryptoSigner]:
+    from coordinator.releases import offline_keys
+
     signers = []
     for path in offline_keys.key_files(folder):
         passphrase = _passphrase(f"Passphrase of {path}") if offline_keys.is_encrypted(path) else None
@@ -275,6 +299,8 @@ def _passphrase(prompt: str, *, confirm: bool = False) -> bytes:
 
 
 def _online(path: Path) -> dict[str, Key]:
+    from coordinator.releases import offline_keys
+
     document = offline_keys.read_json(path)
     if not isinstance(document, dict) or document.keys() != set(ONLINE_ROLES):
         raise UserError(

@@ -2,7 +2,7 @@
 
 `load` makes a Dataset from a name, `partition` says which training rows each client holds, `owners` says
 whose each held-out row is, `preview` tells a person what was understood. Numpy only: nothing here imports
-a training framework, and scikit-learn is imported only to read its bundled digits.
+a training framework, nor scikit-learn, whose bundled digits are read as a file.
 """
 
 from __future__ import annotations

@@ -118,3 +118,19 @@ def test_a_shadow_of_the_commands_own_package_is_told_too(shadow: Path, command:
     leads = f"the name 'coordinator' leads to {shadow / 'coordinator'}, not to {HOME / 'coordinator'}"
     assert leads in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("listed", ["top_level.txt", "RECORD"])
+def test_a_distribution_beside_ours_that_installs_one_of_our_names_is_found(
+    tmp_path: Path, listed: str
+) -> None:
+    about = tmp_path / "zoo-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: zoo\nVersion: 1.0\n")
+    (about / listed).write_text(
+        "animals\nmodels\n" if listed == "top_level.txt" else "animals/models/a.py,,\nmodels/__init__.py,,\n"
+    )
+    done = run(FEDLOOP, "simulate", "--out", tmp_path / "out", shadow=tmp_path)
+    assert done.returncode == 2
+    assert "the distribution 'zoo' also installs a top-level package 'models'" in done.stderr
+    assert "'strategies'" not in done.stderr

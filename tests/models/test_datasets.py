@@ -248,9 +248,17 @@ def test_preview_says_what_was_understood() -> None:
     assert "no sites" in lines[3]
 
 
-def test_importing_data_sets_imports_no_framework() -> None:
+def test_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    ours, theirs = load("digits"), load_digits()
+    np.testing.assert_array_equal(ours.x, (theirs.images / 16).astype(np.float32), strict=True)
+    np.testing.assert_array_equal(ours.y, theirs.target)
+
+
+def test_loading_digits_imports_no_framework() -> None:
     script = (
-        "import sys, models.datasets; "
+        "import sys, models.datasets; models.datasets.load('digits', seed=0); "
         "print([name for name in ('torch', 'tensorflow', 'jax', 'sklearn', 'pandas') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
