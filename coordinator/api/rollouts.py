@@ -117,7 +117,7 @@ class RolloutFailure(BaseModel):
 
 
 class RolloutMember(BaseModel):
-    """A device in a rollout. `told`: what it was told last; `previous`: the version it ran then."""
+    """A device in a rollout. `told`: what it was told last; `previous`: the version it ran then, null where it ran none."""
 
     device: str
     phase: int

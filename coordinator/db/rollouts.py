@@ -84,7 +84,7 @@ rollout_members = Table(
     Column("phase", Integer, nullable=False),
     Column("standing", String(16), nullable=False),
     Column("told", String(16), nullable=True),  # install | roll_back: what it was last told
-    Column("previous", Integer, nullable=True),  # version it ran when it was told
+    Column("previous", Integer, nullable=True),  # version it ran when it was told; null: none
     Column("force", Boolean, nullable=False),
     Column("code", String(40), nullable=True),
     Column("words", Text, nullable=True),
@@ -307,14 +307,14 @@ def standings(connection: Connection, rollout: str) -> dict[tuple[int, str], int
 
 
 def outstanding(connection: Connection, rollout: str) -> int:
-    """Devices that may have the release and had another before, and are yet to say that they went back."""
+    """Devices that may have the release, and are yet to say that they went back to what they had before."""
     at = rollout_members.c
     query = (
         select(func.count())
         .select_from(rollout_members)
         .join(devices, devices.c.id == at.device)
         .where(at.rollout == rollout, devices.c.state == "active")
-        .where(at.told.is_not(None), at.previous.is_not(None))
+        .where(at.told.is_not(None))
         .where(at.standing.in_(("waiting", "installing", "active")))
     )
     return int(connection.execute(query).scalar_one())

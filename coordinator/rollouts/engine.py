@@ -19,6 +19,7 @@ from typing import Any, Literal
 from coordinator.db.rollouts import Action, MemberRow, RolloutRow, Standing, State
 from coordinator.rollouts.gates import Tally, judge
 from edge_client.wire.device import ReleaseOffer, ReleaseReport
+from edge_client.wire.rollouts import NO_MODEL
 from edge_client.wire.strict import printable
 
 DECIDES_BY_ITSELF = ("created", "running", "halted")
@@ -77,9 +78,10 @@ def direction(rollout: RolloutRow, member: MemberRow) -> Direction | None:
     if member.standing in ("failed", "barred"):
         return None
     if rollout.state in GOES_BACK:
-        if rollout.keep or member.told is None or member.previous is None:
+        if rollout.keep or member.told is None:
             return None
-        return Direction(rollout.id, rollout.model, member.previous, "roll_back", False)
+        before = NO_MODEL if member.previous is None else member.previous
+        return Direction(rollout.id, rollout.model, before, "roll_back", False)
     is_open = rollout.state in ("running", "finished") and member.phase <= rollout.phase
     if member.standing == "rolled_back" or not (is_open or member.told):
         return None
@@ -201,13 +203,16 @@ def require_sound(reports: Sequence[ReleaseReport]) -> None:
 
 
 def _went_back(rollout: RolloutRow, member: MemberRow, of_model: Sequence[ReleaseReport]) -> bool:
-    """It says so, or it runs another version, be it by a newer rollout."""
-    runs = {report.version for report in of_model if report.standing == "active"}
-    busy = any(report.version == rollout.version and report.standing == "installing" for report in of_model)
-    if busy or rollout.version in runs:
+    """It says so, or it runs another version, be it by a newer rollout, or none where it had none."""
+    runs = {report.version: report.rollout for report in of_model if report.standing == "active"}
+    if rollout.version in runs:
+        return False
+    if member.previous is not None and runs.get(member.previous) == rollout.id:
+        return True  # by this rollout it runs what it ran before, whatever it was about to install
+    if any(report.version == rollout.version and report.standing == "installing" for report in of_model):
         return False
     said = any(report.rollout == rollout.id and report.standing == "rolled_back" for report in of_model)
-    return said or (member.standing == "active" and bool(runs))
+    return said or (member.standing == "active" and (bool(runs) or member.previous is None))
 
 
 def _way_back(

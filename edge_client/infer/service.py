@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from edge_client.errors import UserMistake
 from edge_client.infer import selftest
-from edge_client.infer.predict import Prediction, predictions
+from edge_client.infer.predict import NoRelease, Prediction, predictions
 from edge_client.infer.runtime import Loaded, WrongRows, checked_rows, load
 from edge_client.train.golden import SelfTestFailed
 from edge_client.wire.inference import MANIFEST_NAME
@@ -186,7 +186,7 @@ class Service:
             try:
                 model, found = await loop.run_in_executor(thread, self._ask, [each.x for each in batch])
             # A release that takes other rows may have come in between; RuntimeError is the interpreter's.
-            except (ValueError, RuntimeError) as error:
+            except (ValueError, RuntimeError, NoRelease) as error:
                 for each in batch:
                     if not each.answer.done():
                         each.answer.set_exception(WrongRows(str(error)))
@@ -236,6 +236,8 @@ class Service:
                 return
             self._stamp = stamp
             self._loaded = _opened(folder)
+        except NoRelease:
+            raise  # what was taken back answers nothing
         except (UserMistake, ManifestError, SelfTestFailed, OSError) as error:
             self._say(f"goes on with {self.model}: {error}")
         else:

@@ -115,7 +115,7 @@ class ReleaseOffer:
     """Which version of a model this device is to run. Only what the signed repository says too is believed.
 
     Attributes:
-        action: `roll_back`: to this version, which the device has in its other slot.
+        action: `roll_back`: to this version, which the device has in its other slot; to 0: it had none, and is to have none.
         force: also if this device failed with it before.
     """
 

@@ -17,6 +17,8 @@ from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
 from edge_client.wire.strict import Unfit, loads, parse_message
 
 PERMILLE = 1000
+NO_MODEL = 0
+"""The version that a `roll_back` names where a device had no model before: it is to have none again."""
 LARGEST_DOCUMENT_BYTES = 4_000_000
 """Of a rollouts document; a list of 100,000 devices."""
 
@@ -76,6 +78,12 @@ def from_json(content: bytes, model: str) -> Rollouts:
 def is_release(model: str, version: int) -> bool:
     """Whether a release may be called so; it becomes the name of a folder and of files."""
     return _NAME.fullmatch(model) is not None and 1 <= version < _LARGEST_VERSION
+
+
+def is_told(model: str, version: int, action: str) -> bool:
+    """Whether a device may be told so: to run a release, or to go back to none."""
+    none = (version, action) == (NO_MODEL, "roll_back")
+    return is_release(model, 1 if none else version)
 
 
 def rollouts_path(model: str) -> str:

@@ -21,6 +21,7 @@ from coordinator.rollouts import reports, service
 from coordinator.rollouts.gates import Gates
 from coordinator.rollouts.plan import Filter
 from edge_client.wire.device import ReleaseEvaluation, ReleaseReport
+from edge_client.wire.rollouts import NO_MODEL
 from tests.support.device_world import Refused, World, serving, sqlite
 from tests.support.rollout_devices import MemoryReleases, RolloutDevice
 
@@ -270,6 +271,47 @@ def test_who_was_told_and_never_took_it_does_not_hold_up_a_rollback(small: Fleet
     small.until(made, "halted")
     small.round()
     assert not deaf.check_in()
+    small.until(made, "rolled_back")
+
+
+def test_a_bad_first_release_leaves_devices_without_a_model(small: Fleet) -> None:
+    """There is no version to go back to, and what proved bad is not to answer on."""
+    for device in small.devices:
+        device.active, device.broken = None, frozenset({GOOD})
+    first, second, *_ = small.devices
+    first.broken = frozenset()
+    made = small.start(GOOD, percents=(100,), gates=Gates(install=1.0))
+    small.turn()
+    assert [offer.version for offer in first.check_in()] == [GOOD] and first.version == GOOD
+    first.check_in()
+    small.until(made, "rolled_back")
+    assert small.versions() == [None] * 4
+    assert [(offer.action, offer.version) for offer in first.offers] == [
+        ("install", GOOD),
+        ("roll_back", NO_MODEL),
+    ]
+    assert small.standings(made)[first.id] == "rolled_back" and small.standings(made)[second.id] == "failed"
+    assert small.round() == 0
+    small.until(small.start(4, percents=(100,)), "finished")
+    assert small.versions() == [4] * 4
+
+
+def test_who_could_not_fetch_a_bad_release_does_not_hold_up_a_rollback(small: Fleet) -> None:
+    """It still says that it installs the release, also once it was told that what it runs is right."""
+    made = small.start(BAD, percents=(100,), gates=Gates(deadline_seconds=600))
+    small.turn()
+    slow = small.devices.pop()
+    assert slow.client.check_in(wire="1.3", releases=slow.reports()).releases
+    slow.last = ReleaseReport(made.id, "digits", BAD, "installing", "disk", "no room")
+    slow.client.check_in(wire="1.3", releases=slow.reports())
+    small.round()
+    small.round()
+    small.world.clock.pass_seconds(600)
+    small.until(made, "halted")
+    busy = slow.last
+    assert [(offer.action, offer.version) for offer in slow.check_in()] == [("roll_back", 1)]
+    slow.last = busy
+    slow.check_in()
     small.until(made, "rolled_back")
 
 

@@ -251,7 +251,15 @@ def test_a_new_release_is_picked_up_and_a_broken_one_is_not(tmp_path: Path) -> N
         (state / "releases" / "digits" / "a" / "model.tflite").write_bytes(b"broken")
         point(state, "a")
         broken = asked(file, request)
+        pointer = state / "releases" / "digits" / "pointer.json"
+        last = {"version": 2, "standing": "rolled_back", "words": "told to run no version"}
+        pointer.write_text(json.dumps({"active": None, "last": last}))
+        taken_back = asked(file, request)
+        point(state, "b")
+        again = asked(file, request)
 
+    assert "digits:2 does not run here" in taken_back["error"] and "told to run" in taken_back["error"]
+    assert again["model"] == "digits:2"
     assert [each["model"] for each in (first, second, broken)] == ["digits:1", "digits:2", "digits:2"]
     assert first["labels"] == second["labels"] == broken["labels"]
 

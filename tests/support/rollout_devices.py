@@ -10,7 +10,7 @@ from coordinator.errors import Refusal
 from coordinator.releases.repository import Release
 from coordinator.releases.roles import ReleaseName
 from edge_client.wire.device import ReleaseEvaluation, ReleaseOffer, ReleaseReport
-from edge_client.wire.rollouts import Rollouts
+from edge_client.wire.rollouts import NO_MODEL, Rollouts
 from edge_client.wire.strict import parse
 from tests.support.device_world import TestDevice
 
@@ -98,7 +98,10 @@ class RolloutDevice:
         return (figures, *told)
 
     def _follow(self, offer: ReleaseOffer) -> None:
-        if self.active is not None and self.active[1] == offer.version:
+        if offer.version == NO_MODEL:
+            left, self.active, self.spare = self.active, None, None
+            self.last = left and ReleaseReport(left[0], self.model, left[1], "rolled_back", "told")
+        elif self.active is not None and self.active[1] == offer.version:
             self.active, self.last = (offer.rollout, offer.version), None
         elif offer.action == "roll_back":
             assert self.spare is not None and self.spare[1] == offer.version
