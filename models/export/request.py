@@ -1,7 +1,8 @@
 """Asking for an artifact, without torch in the asking process.
 
 The conversion runs in a process of its own (`models.export.convert`), because what it needs (torch, jax,
-the converter) is slow to import, large, and nobody else's business.
+the converter) is slow to import, large, and nobody else's business. A request that was answered before needs none of it
+where the model is ours (`models.export.answered`).
 
     exported = export(ExportRequest("cnn", {}, (8, 8), 10, batch_size=16), default_cache_dir())
 """
@@ -20,6 +21,7 @@ from typing import Any, Literal
 
 from edge_client.process import worker_environment
 from edge_client.wire.strict import Unfit, parse
+from models.export import answered
 
 TIMEOUT_SECONDS = 1800.0
 
@@ -69,7 +71,8 @@ class Exported:
 
     Attributes:
         cached: it was there already.
-        seconds: how long the steps took: `trace`, and unless cached `convert` and `check`.
+        seconds: how long the steps took: `trace`, and unless cached `convert` and `check`; none where the request was
+            answered before.
     """
 
     tflite: Path
@@ -91,7 +94,11 @@ def export(request: ExportRequest, cache_dir: Path, *, code_folder: Path | None 
     where = (code_folder or Path.cwd()).resolve()
     if not where.is_dir():
         raise ExportError(f"the folder of the model's code, {where}, does not exist")
-    document = {"request": request.to_json(), "cache_dir": str(cache_dir.resolve())}
+    folder, asked = cache_dir.resolve(), request.to_json()
+    digest = answered.digest(asked) if answered.known(request.model) else None
+    if digest is not None and (found := answered.find(folder, digest)) is not None:
+        return Exported(*found, cached=True)
+    document = {"request": asked, "cache_dir": str(folder)}
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "models.export.convert"],
@@ -107,7 +114,10 @@ def export(request: ExportRequest, cache_dir: Path, *, code_folder: Path | None 
         raise ExportError(
             f"exporting {request.model} took more than {TIMEOUT_SECONDS:.0f} s and was stopped"
         ) from None
-    return _answer(request, done)
+    exported = _answer(request, done)
+    if digest is not None and answered.digest(asked) == digest:  # nobody edited our code meanwhile
+        answered.keep(folder, digest, exported.tflite, exported.manifest)
+    return exported
 
 
 def default_cache_dir() -> Path:

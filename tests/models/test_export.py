@@ -19,6 +19,7 @@ from edge_client.train.trainer import Examples, Trainer, TrainTask
 from edge_client.wire import manifest
 from edge_client.wire.strict import Unfit
 from models import user_code
+from models.export import answered
 from models.export.request import ExportError, ExportRequest, default_cache_dir, export
 from models.zoo.spec import ModelSpec
 from tests.support.artifacts import ARCHITECTURES, ROOT, exported
@@ -160,6 +161,42 @@ def test_the_second_export_is_a_hit_that_converts_nothing() -> None:
     assert answer["cached"] is True
     assert (Path(answer["tflite"]), Path(answer["manifest"])) == (first.tflite, first.manifest)
     assert "convert" not in answer["seconds"]
+
+
+def test_a_request_answered_before_needs_no_process_where_the_model_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = exported("logreg")
+    folder = tmp_path / "artifacts"
+    folder.mkdir()
+    for path in (first.tflite, first.manifest):
+        (folder / path.name).write_bytes(path.read_bytes())
+    request = ARCHITECTURES["logreg"]
+    answered.keep(
+        tmp_path, answered.digest(request.to_json()), folder / first.tflite.name, folder / first.manifest.name
+    )
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
+
+    again = export(request, tmp_path, code_folder=tmp_path)
+    assert (again.cached, again.tflite, dict(again.seconds)) == (True, folder / first.tflite.name, {})
+
+    (folder / first.tflite.name).write_bytes(b"damaged")
+    with pytest.raises(pytest.fail.Exception, match="a process was started"):
+        export(request, tmp_path, code_folder=tmp_path)
+
+
+def test_what_decides_the_graphs_decides_which_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = ARCHITECTURES["logreg"].to_json()
+    first = answered.digest(request)
+    assert answered.digest(request) == first
+    assert answered.digest(request | {"batch_size": request["batch_size"] + 1}) != first
+    monkeypatch.setattr(answered, "version", lambda package: "another")
+    assert answered.digest(request) != first
+
+
+def test_only_models_of_our_own_are_known_by_their_request() -> None:
+    assert all(answered.known(name) for name in ("logreg", "mlp", "cnn", "resnet8", "charlm", "textcls"))
+    assert not any(answered.known(name) for name in ("nets:pooled", "adapted", "net.keras", "nothing"))
 
 
 @pytest.mark.slow
