@@ -174,10 +174,11 @@ class Agent:
             UserMistake: it was never enrolled.
         """
         try:
-            self.begin()
             with suppress(Ending):
+                self.begin()
                 while not self._ending:
                     self.tick()
+            self._releases.end()
             self._tell("stopped", "ended")
         except Stopped as error:
             self._tell("stopped", str(error))

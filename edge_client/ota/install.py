@@ -30,7 +30,7 @@ from edge_client.files import NO_ROOM, sync_file, sync_folder
 from edge_client.link import Link
 from edge_client.ota import download, slots
 from edge_client.ota.proof import Proof, Question
-from edge_client.ota.repository import Repository
+from edge_client.ota.repository import FOLDER, Repository
 from edge_client.ota.slots import Pointer, Slot
 from edge_client.ota.trouble import NotSigned, PutOff, Unfit
 from edge_client.wire import inference, rollouts
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 MANIFEST_BYTES = 32_000_000
 """Largest manifest that is read; its golden rows are most of it."""
+
+MOST_MODELS = 100
+"""What nobody signed for is remembered of no more models than this: whoever offers them may think of any number."""
 
 Prove = Callable[[Question, Callable[[], None]], Proof]
 """`edge_client.ota.proof.prove`."""
@@ -72,16 +75,18 @@ def install(device: Device, link: Link, offer: ReleaseOffer, going: Callable[[],
     try:
         return _installed(device, link, offer, going)
     except Unfit as unfit:
-        slots.write(
-            state_dir, slots.failed(slots.read(state_dir, offer.model), offer, unfit.code, unfit.words)
-        )
-        _clear(slots.slot_folder(state_dir, offer.model, slots.read(state_dir, offer.model).spare_name), ())
+        pointer = slots.failed(slots.read(state_dir, offer.model), offer, unfit.code, unfit.words)
+        slots.write(state_dir, pointer)
+        if pointer.spare is None:  # else it was refused before anything of it came
+            _clear(slots.slot_folder(state_dir, offer.model, pointer.spare_name), ())
         raise
     except PutOff as trouble:
-        # On a full disk not even this can be kept; the daemon says it all the same.
-        with suppress(OSError):
-            pointer = slots.read(state_dir, offer.model)
-            slots.write(state_dir, slots.put_off(pointer, offer, trouble.code, trouble.words))
+        known = slots.models(state_dir)
+        if offer.model in known or len(known) < MOST_MODELS:
+            # On a full disk not even this can be kept; the daemon says it all the same.
+            with suppress(OSError):
+                pointer = slots.read(state_dir, offer.model)
+                slots.write(state_dir, slots.put_off(pointer, offer, trouble.code, trouble.words))
         raise
 
 
@@ -90,7 +95,7 @@ def _installed(device: Device, link: Link, offer: ReleaseOffer, going: Callable[
     what = f"{offer.model}:{offer.version}"
     try:
         repository = Repository(
-            state_dir / "releases" / "tuf", link, root=Path(root) if root else None, going=going
+            state_dir / "releases" / FOLDER, link, root=Path(root) if root else None, going=going
         )
         repository.refresh()
         signed = repository.rollout_of(offer, device.id)
@@ -111,7 +116,9 @@ def _installed(device: Device, link: Link, offer: ReleaseOffer, going: Callable[
             )
         spare = pointer.spare
         if spare is not None and spare.version == offer.version:
-            return _turn(device, pointer, spare, offer, going)
+            words = _turned(device, pointer, spare, offer, going)
+            if words is not None:
+                return words
         return _fetch_and_test(device, link, repository, pointer, offer, going)
     except OSError as error:
         if error.errno not in NO_ROOM:
@@ -119,18 +126,20 @@ def _installed(device: Device, link: Link, offer: ReleaseOffer, going: Callable[
         raise PutOff("disk", f"this device's disk: {error.strerror}") from None
 
 
-def _turn(
+def _turned(
     device: Device, pointer: Pointer, spare: Slot, offer: ReleaseOffer, going: Callable[[], None]
-) -> str:
-    """The other slot holds that version: the way back, or forth, without a download."""
+) -> str | None:
+    """The other slot holds that version: the way back, or forth, without a download.
+
+    None: what it holds passes no more. That may be the disk's fault, so the release is to be fetched and tested as any other.
+    """
     state_dir = device.config.state_dir
     folder = slots.slot_folder(state_dir, pointer.model, pointer.spare_name)
     try:
         manifest = _manifest(folder / MANIFEST_NAME)
         proof = device.prove(Question(folder, manifest.memory_bytes), going)
     except (Unfit, OSError):
-        slots.write(state_dir, slots.begun(pointer, offer))  # whatever it holds, it is not what passed once
-        raise
+        return None
     reach("install.turning")
     slot = Slot(spare.version, offer.rollout, proof.golden_accuracy, spare.evaluation)
     slots.write(state_dir, slots.turned_back(pointer, slot))

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from edge_client.connectors import DataConfig
 from edge_client.ota.trouble import PutOff, Unfit
@@ -42,6 +42,8 @@ _BATCH = 64
 _LOOK_SECONDS = 0.2
 _LOG_BYTES = 4_096
 _WORST = 1e30
+_NOT_ITS_OWN = (signal.SIGKILL, signal.SIGXCPU)
+"""Signals that come from elsewhere: a person, the kernel where memory is short, the limit of processor time."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,26 @@ def prove(
         status = child.wait()
         log.seek(0)
         said = log.read()[-_LOG_BYTES:].decode("utf-8", "replace")
+    return judged(told, status, late=late, seconds=seconds, said=said)
+
+
+def judged(told: dict[str, Any], status: int, *, late: bool, seconds: float, said: str) -> Proof:
+    """What follows from how a child ended.
+
+    Args:
+        told: all that it reported. said: the end of its standard error.
+        status: its exit status, negative for a signal. late: it was ended because its time was up.
+
+    Raises:
+        Unfit, PutOff: as `prove`.
+    """
     if "code" in told:
         raise Unfit(told["code"], printable(str(told["words"]), 300))
+    if "later" in told:
+        raise PutOff("self_test_broken", printable(str(told["later"]), 300))
     if "passed" not in told:
-        _judge(status, late, seconds, said)
-    if told.get("at") == "candidate" and not late and status < 0:
+        _refuse(status, late, seconds, said)
+    if told.get("at") == "candidate" and not late and status < 0 and -status not in _NOT_ITS_OWN:
         raise Unfit(
             "crashed", f"it ended its process with {signal.Signals(-status).name} on this device's own rows"
         )
@@ -112,7 +129,7 @@ def prove(
     return Proof(told["passed"]["golden_accuracy"], evaluation, printable(note, 300))
 
 
-def _judge(status: int, late: bool, seconds: float, said: str) -> None:
+def _refuse(status: int, late: bool, seconds: float, said: str) -> NoReturn:
     if late:
         raise Unfit("too_slow", f"its self-test was not done after {seconds:g} s")
     if any(words in said for words in ("bad_alloc", "annot allocate memory", "MemoryError")):
@@ -259,7 +276,7 @@ def _tested(folder: Path, report: Report) -> Loaded | None:
         report(code="self_test", words=str(error))
         return None
     except ManifestError as error:
-        report(code="memory", words=str(error))
+        report(later=str(error))  # so much memory is allowed, and not free at this hour
         return None
     except (RuntimeError, ValueError) as error:
         # What an interpreter says of a file that it opens and cannot run.

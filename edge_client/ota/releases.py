@@ -21,6 +21,7 @@ from typing import Any
 from edge_client.backoff import Backoff
 from edge_client.config import EdgeConfig
 from edge_client.failpoints import reach
+from edge_client.failures import CertificateExpired, ServerRefused, Unreachable
 from edge_client.link import Link
 from edge_client.ota import proof, slots
 from edge_client.ota.slots import Pointer
@@ -60,10 +61,23 @@ class Releases:
         """After a start. What happened, in words for a person."""
         notes: list[str] = []
         for model in slots.models(self._config.state_dir):
-            for leftover in slots.folder_of(self._config.state_dir, model).glob(".*"):
-                leftover.unlink(missing_ok=True)  # of a write or a self-test that a crash ended
-            notes += self._begin(model, going)
+            try:
+                for leftover in slots.folder_of(self._config.state_dir, model).glob(".*"):
+                    leftover.unlink(missing_ok=True)  # of a write or a self-test that a crash ended
+                notes += self._begin(model, going)
+            except OSError as error:
+                # A full disk must not keep the daemon from starting.
+                notes.append(f"{model}: this device's disk: {error.strerror}")
+                self._on_trial_since[model] = self._now()
         return notes
+
+    def end(self) -> None:
+        """The daemon ends because it was told to, so that this start says nothing against a version on trial."""
+        for model in self._on_trial_since:
+            with suppress(OSError):
+                pointer = slots.read(self._config.state_dir, model)
+                if (after := slots.ended(pointer)) != pointer:
+                    slots.write(self._config.state_dir, after)
 
     def heard(self, offers: Iterable[ReleaseOffer]) -> list[str]:
         """Takes over the offers of an answer: those of before are no more. Notes."""
@@ -102,6 +116,11 @@ class Releases:
         asked = install.Device(device, self._config, self._prove)
         try:
             words = install.install(asked, link, offer, going)
+        except (Unreachable, ServerRefused, CertificateExpired, OSError):
+            self._later(
+                offer.model
+            )  # whatever is the matter with releases, the device goes on with its other work
+            raise
         except Unfit as unfit:
             self._done(offer)
             return f"{what} does not run here: {unfit.words} ({unfit.code})"
@@ -122,7 +141,10 @@ class Releases:
                 continue
             pointer = slots.read(self._config.state_dir, model)
             if pointer.trial_starts is not None:
-                slots.write(self._config.state_dir, slots.proved(pointer))
+                try:
+                    slots.write(self._config.state_dir, slots.proved(pointer))
+                except OSError:
+                    continue  # kept when the disk has room again
                 reach("install.proved")
             del self._on_trial_since[model]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from edge_client.wire.device import ReleaseOffer
 
 PATH = "/releases"
+FOLDER = "_tuf"
+"""Beside the models' folders, none of which can be called so."""
+
 _PINNED = "pinned.root.json"
 _NOT_FOUND = 404
 
@@ -92,7 +96,7 @@ class Repository:
             return None
         if target.length > rollouts.LARGEST_DOCUMENT_BYTES:
             raise PutOff("endless", f"{target.path} is {target.length} bytes long")
-        path = self._folder / "rollouts.json"
+        path = self._folder / ".rollouts"  # no name of a role's metadata
         with self._judged():
             assert self._updater is not None
             self._updater.download_target(target, str(path))
@@ -137,8 +141,14 @@ class Repository:
                 raise
             raise PutOff("missing", f"the coordinator has no releases: {refused.words}") from None
 
-    def _judged(self) -> _Judged:
-        return _Judged(self._fetcher)
+    @contextmanager
+    def _judged(self) -> Iterator[None]:
+        """What tuf found wrong, as a PutOff with its code."""
+        try:
+            yield
+        except (exceptions.RepositoryError, exceptions.DownloadError) as error:
+            code = _code(error, self._fetcher.last)
+            raise PutOff(code, printable(f"{_MEANING[code]}: {error}")) from None
 
     def _make_durable(self) -> None:
         """What was trusted protects against older metadata, after a power cut too."""
@@ -169,21 +179,6 @@ class _OverLink(FetcherInterface):
             if refused.status != _NOT_FOUND:
                 raise
             raise exceptions.DownloadHTTPError(f"there is no {url}", refused.status) from None
-
-
-class _Judged:
-    """What tuf found wrong, as a PutOff with its code."""
-
-    def __init__(self, fetcher: _OverLink) -> None:
-        self._fetcher = fetcher
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, exceptions.RepositoryError | exceptions.DownloadError):
-            code = _code(error, self._fetcher.last)
-            raise PutOff(code, printable(f"{_MEANING.get(code, 'not trusted')}: {error}")) from None
 
 
 def _code(error: Exception, last: str) -> str:

@@ -213,6 +213,13 @@ def started(pointer: Pointer) -> Pointer:
     return replace(pointer, trial_starts=pointer.trial_starts + 1)
 
 
+def ended(pointer: Pointer) -> Pointer:
+    """The daemon ends in order: its start does not count."""
+    if not pointer.trial_starts:
+        return pointer
+    return replace(pointer, trial_starts=pointer.trial_starts - 1)
+
+
 def is_crash_loop(pointer: Pointer) -> bool:
     """Whether the version on trial took more starts than it may."""
     return pointer.trial_starts is not None and pointer.trial_starts > TRIAL_STARTS

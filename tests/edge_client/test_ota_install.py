@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -15,11 +16,14 @@ from tuf.api.metadata import Metadata
 
 from coordinator.services import utc_now
 from edge_client.failures import Unreachable
-from edge_client.ota import download, proof, slots
+from edge_client.infer.predict import NoRelease, active_release
+from edge_client.ota import download, install, proof, slots
+from edge_client.ota.releases import Releases
 from edge_client.ota.trouble import NotSigned, PutOff, Unfit
 from edge_client.wire.device import ReleaseOffer
 from edge_client.wire.inference import GoldenRows
 from edge_client.wire.manifest import Fill, Tolerance
+from edge_client.wire.rollouts import NO_MODEL
 from tests.support import released
 from tests.support.ota import MODEL, Clock, World, world
 from tests.support.small_disk import fill, small_disk
@@ -354,6 +358,19 @@ def test_a_device_goes_back_to_the_other_slot_without_a_download(served: World) 
     assert (last.version, last.standing, last.code) == (2, "rolled_back", "told")
 
 
+def test_a_device_that_had_no_version_before_goes_back_to_none(served: World) -> None:
+    offer = served.roll_out(NO_MODEL, "back", action="roll_back")
+    models = Releases(served.config, lambda: 0.0, random.Random(7))
+    assert models.heard([offer]) == [] and [each.offer for each in models.offers()] == [offer]
+    assert "runs no more" in served.install(offer)
+    assert models.heard([offer]) == [] and models.offers() == ()
+    assert not list(served.state_dir.glob(f"releases/{MODEL}/[ab]/*"))
+    with pytest.raises(NoRelease, match=r"digits:1 does not run here.* told to run no version"):
+        active_release(served.state_dir)
+    served.install(served.roll_out(1, "again"))
+    assert served.runs() == 1
+
+
 def test_going_back_to_what_the_other_slot_does_not_hold_is_an_install(served: World) -> None:
     for version, kind in ((2, "second"), (3, "first")):
         served.publish(version, kind)  # type: ignore[arg-type]
@@ -408,3 +425,52 @@ def test_a_disk_that_fills_up_on_the_way_leaves_the_old_slot(
         monkeypatch.setattr(download, "fetch", before)
         ota.install(offer)
         assert ota.runs() == 2
+
+
+def test_a_release_that_is_too_large_leaves_the_other_slot_as_it_is(served: World) -> None:
+    served.publish(2, "second")
+    served.install(served.roll_out(2))
+    served.publish(3)
+    served.sets.append("download_bytes=1000")
+    with pytest.raises(Unfit) as told:
+        served.install(served.roll_out(3))
+    assert told.value.code == "limits"
+    served.install(served.roll_out(1, "back", action="roll_back"))
+    assert served.runs() == 1
+    assert served.bytes_served() == 6 * 1024, "of version 2: version 1 was here still"
+
+
+@pytest.mark.parametrize("name", ["model.tflite", "manifest.json"])
+def test_a_slot_that_was_damaged_is_fetched_anew_on_the_way_back(served: World, name: str) -> None:
+    """What the disk did to a file says nothing about the version."""
+    served.publish(2, "second")
+    served.install(served.roll_out(2))
+    (slots.slot_folder(served.state_dir, MODEL, "a") / name).write_bytes(b"torn")
+    served.install(served.roll_out(1, "back", action="roll_back"), proof.prove)
+    assert served.runs() == 1
+    assert served.pointer.failed == ()
+
+
+def test_a_model_may_be_called_as_anything_beside_it(ota: World) -> None:
+    """Signed metadata, of the delegated role too, lies where no model's folder can be."""
+    ota.publish(1, model="tuf")
+    entry = {"rollout": "r", "version": 1, "action": "install", "devices": [ota.who.device]}
+    ota.signed.repository.set_rollouts("tuf", {"model": "tuf", "rollouts": [entry]})
+    ota.install(ReleaseOffer("r", "tuf", 1))
+    assert slots.models(ota.state_dir) == ("tuf",)
+    kept = {path.name for path in ota.state_dir.rglob("*.json")}
+    assert {"rollouts.json", "targets.json", "snapshot.json", "pinned.root.json"} <= kept
+
+
+def test_offers_of_models_that_nobody_signed_fill_no_disk(
+    served: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "MOST_MODELS", 3)
+    served.coordinator.refusals = {"/releases/metadata": (404, "not_found")}
+    for number in range(5):
+        with pytest.raises(PutOff):
+            served.install(ReleaseOffer("r", f"other-{number}", 1))
+    assert len(slots.models(served.state_dir)) == 3
+    with pytest.raises(PutOff):
+        served.install(ReleaseOffer("r", MODEL, 2))
+    assert slots.reports(served.pointer)[1].standing == "installing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -158,7 +159,69 @@ def test_a_busy_hour_does_not_cost_a_version_that_proved_itself(two: World, code
     assert two.runs() == 2
 
 
+def test_restarts_by_a_person_are_no_crash_loop(two: World) -> None:
+    for _ in range(slots.TRIAL_STARTS + 2):
+        models = releases(two, prove=passes)
+        assert models.begin() == []
+        models.end()
+    assert two.pointer.running == slots.Slot(2, "rollout-2", 1.0)
+    assert two.pointer.trial_starts == 0
+
+
+def test_a_full_disk_keeps_no_daemon_from_starting(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    clock = Clock()
+    models = releases(two, clock, passes)
+    with monkeypatch.context() as patched:
+        patched.setattr(slots, "write_durably", full)
+        (words,) = models.begin()
+        assert "No space left" in words
+        clock.seconds += TRIAL_SECONDS
+        models.tend()
+        models.end()
+    assert two.pointer.trial_starts == 0
+    models.tend()
+    assert two.pointer.trial_starts is None
+
+
+def test_want_of_memory_at_this_hour_says_nothing_about_the_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fits within what this device allows, and the machine has not so much free just now."""
+    folder = released.release_folder(tmp_path / "a", 1, memory_bytes=2**60)
+    with pytest.raises(PutOff) as told:
+        proof.prove(Question(folder, 2**20))
+    assert told.value.code == "self_test_broken"
+    assert "memory" in told.value.words
+
+
+def test_an_evaluation_that_somebody_kills_costs_the_evaluation_only(tmp_path: Path) -> None:
+    """The kernel, where the machine has no memory left, or a person."""
+    told = {"passed": {"golden_accuracy": 0.5}, "at": "candidate"}
+    killed = proof.judged(told, -signal.SIGKILL, late=False, seconds=1.0, said="")
+    assert (killed.golden_accuracy, killed.note) == (0.5, "the evaluation broke off")
+    with pytest.raises(Unfit, match="SIGSEGV"):
+        proof.judged(told, -signal.SIGSEGV, late=False, seconds=1.0, said="")
+
+
 # -- offers --
+
+
+@pytest.mark.parametrize("status", [500, 403])
+def test_releases_that_cannot_be_read_keep_no_device_from_its_work(ota: World, status: int) -> None:
+    ota.publish(1)
+    ota.coordinator.offers = (ota.roll_out(1),)
+    ota.coordinator.refusals = {"/releases": (status, "broken")}
+    made = daemon(ota.state_dir)
+    made.ticks(lambda: any("refuses" in line or "broken" in line for line in made.told))
+    asked = len(ota.coordinator.checkins)
+    task = ota.coordinator.offer()
+    made.ticks(lambda: task.task in ota.coordinator.accepted)
+    assert len(ota.coordinator.checkins) > asked
+    ota.coordinator.refusals = {}
+    made.ticks(lambda: ota.runs() == 1)
 
 
 def test_offers_that_are_no_news_are_not_taken_up(two: World) -> None:
