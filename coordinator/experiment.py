@@ -16,6 +16,7 @@ import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.errors import UserError
+from coordinator.registry.references import RegisterAs, register_as
 from coordinator.sections import described, model_problems, wrong
 from models import adaptation, catalog
 from models.datasets import DataError, parse_partition, sources
@@ -68,13 +69,20 @@ class Data(Section):
 
 
 class Model(BaseModel):
-    """`name`, `init` and `adapt`; every other key is an option of the model."""
+    """`name`, `init`, `adapt` and `register`; every other key is an option of the model."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, serialize_by_alias=True)
 
     name: str | None = None
     init: str | None = None
     adapt: str | None = None
+    # a field `register` would hide the method of that name that every abstract class has
+    registered: str | None = Field(default=None, alias="register")
+
+    @property
+    def register_as(self) -> RegisterAs | None:
+        """The model of the registry that the result becomes a version of; None: of none."""
+        return None if self.registered is None else register_as(self.registered)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -258,6 +266,7 @@ def _with_defaults(experiment: Experiment) -> Experiment:
             "name": name,
             **({"init": _absolute(model.init)} if model.init else {}),
             **({"adapt": model.adapt} if model.adapt is not None else {}),
+            **({"register": model.registered} if model.registered is not None else {}),
             **_model_options(name, options),
         }
     )
@@ -371,6 +380,11 @@ def _model_problems(experiment: Experiment) -> Iterable[str]:
     model, name = experiment.model, experiment.model.name or ""
     yield from model_problems(name, model.options)
     yield from _adapt_problems(experiment)
+    if model.registered is not None:
+        try:
+            register_as(model.registered)
+        except UserError as error:
+            yield f"model.register: {error}"
     entry = catalog.MODELS.get(name)
     if entry is None:
         return

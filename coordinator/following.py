@@ -117,8 +117,16 @@ def _watch(
                 report.append_round(lines["rounds.csv"], record)
                 progress.round(record)
             case name if name in ENDS:
+                _tell_registered(progress, event)
                 return event
     raise AssertionError("the stream of events has no end of its own")
+
+
+def _tell_registered(progress: Progress, last: Mapping[str, Any]) -> None:
+    if "registered" in last:
+        progress.note(f"registered as {last['registered']}")
+    if "not_registered" in last:
+        progress.note(f"the run has finished, but its model was not registered: {last['not_registered']}")
 
 
 def record_of(event: Mapping[str, Any]) -> RoundRecord:

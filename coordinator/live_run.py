@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 from sqlalchemy import Connection
 
-from coordinator import adapting, failpoints, planning, preparing
+from coordinator import adapting, failpoints, finishing, planning, preparing
 from coordinator.db import events
 from coordinator.db import runs as rows
 from coordinator.experiment import COHORT, Experiment
@@ -114,13 +114,9 @@ class LiveRun:
                 monotonic=self._monotonic,
                 keep=self._keep,
             )
-        services = self._services
-        with services.blobs.naming:
-            model = self._whole()
-            services.database.write(
-                partial(rows.finish, run=self._run, now=services.clock(), model_sha256=model)
-            ).result()
-        services.signals.notify("events")
+        with self._services.blobs.naming:
+            finishing.finish(self._services, self._run, self._whole(), experiment.model.register_as)
+        self._services.signals.notify("events")
 
     def _whole(self) -> str:
         """The blob of the model that the run came to, where it trained few of its params: merged with the others."""

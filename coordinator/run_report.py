@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from coordinator import report
+from coordinator.db import registry
 from coordinator.db import runs as rows
 
 _OF_DATA = ("fingerprint", "classes", "input_shape", "task", "preview")
@@ -42,3 +43,9 @@ def document(connection: Connection, run: Row[Any]) -> dict[str, Any]:
     if scored:
         written["per_site"] = scored[-1]
     return written
+
+
+def versions(connection: Connection, run: str) -> list[str]:
+    """The versions in the registry that are the model of this run. Not of its report, which is a file of them."""
+    made = registry.made_from(connection, [run]).get(run, [])
+    return [str(version) for version, relation in made if relation == "run"]

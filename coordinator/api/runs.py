@@ -83,13 +83,13 @@ def list_rounds(run: str, services: Serving) -> list[dict[str, Any]]:
 
 @router.get("/runs/{run}/report")
 def get_report(run: str, services: Serving) -> dict[str, Any]:
-    """What the run has come to so far: the document that a simulation leaves as `report.json`."""
+    """What the run has come to so far: the document that a simulation leaves as `report.json`, and `versions` of it."""
 
     def read(connection: Connection) -> dict[str, Any]:
         found = rows.find(connection, run)
         if found is None:
             raise _unknown(run)
-        return run_report.document(connection, found)
+        return {**run_report.document(connection, found), "versions": run_report.versions(connection, run)}
 
     return services.database.read(read)
 

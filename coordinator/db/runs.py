@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, func, insert, select, update
+from sqlalchemy import Connection, Row, and_, func, insert, literal, select, update
 
 from coordinator.db import events, registry, rounds
 from coordinator.db import tables as t
@@ -38,6 +38,13 @@ def create(
 
 def find(connection: Connection, run: str) -> Row[Any] | None:
     return connection.execute(select(t.runs).where(t.runs.c.id == run)).one_or_none()
+
+
+def as_finished(connection: Connection, run: str, model_sha256: str) -> Row[Any]:
+    """The run as `finish` is about to leave it, but for the time."""
+    known = [column for column in t.runs.c if column.name not in ("state", "params")]
+    written = [literal("finished").label("state"), literal(model_sha256).label("params")]
+    return connection.execute(select(*known, *written).where(t.runs.c.id == run)).one()
 
 
 def newest(connection: Connection, limit: int, state: str | None = None) -> Sequence[Row[Any]]:
@@ -129,12 +136,21 @@ def end(
     return devices
 
 
-def finish(connection: Connection, run: str, now: datetime, model_sha256: str) -> list[str] | None:
+def finish(
+    connection: Connection,
+    run: str,
+    now: datetime,
+    model_sha256: str,
+    notices: Sequence[str],
+    **told: Any,
+) -> list[str] | None:
     """Ends a run after its last round, with the model it came to; as `end`."""
     connection.execute(
-        update(t.runs).where(t.runs.c.id == run, t.runs.c.state.in_(LIVE)).values(params=model_sha256)
+        update(t.runs)
+        .where(t.runs.c.id == run, t.runs.c.state.in_(LIVE))
+        .values(params=model_sha256, notices=list(notices))
     )
-    return end(connection, run, "finished", now, model_sha256=model_sha256)
+    return end(connection, run, "finished", now, model_sha256=model_sha256, **told)
 
 
 def records(connection: Connection, run: str) -> list[dict[str, Any]]:

@@ -28,6 +28,17 @@ class Reference:
     alias: str | None = None
 
 
+@dataclass(frozen=True)
+class RegisterAs:
+    """What a version to come is to be: the next number of `model`, and meant by `alias` if there is one."""
+
+    model: str
+    alias: str | None = None
+
+    def __str__(self) -> str:
+        return self.model + (f"@{self.alias}" if self.alias else "")
+
+
 def reference(text: str) -> Reference:
     """What `name:number`, `name@alias` or `name` refers to.
 
@@ -46,6 +57,16 @@ def reference(text: str) -> Reference:
         f"{text[:100]!r} names no version; expected name:number or name@alias, such as digits:3 or digits@champion",
         "bad_reference",
     )
+
+
+def register_as(text: str) -> RegisterAs:
+    """`name` or `name@alias`, said of a version that is not there yet.
+
+    Raises:
+        UserError: `bad_name`.
+    """
+    model, mark, alias = text.partition("@")
+    return RegisterAs(model_name(model), alias_name(alias) if mark else None)
 
 
 def model_name(text: str) -> str:

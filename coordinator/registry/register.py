@@ -17,10 +17,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from typing import Any
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Row
 
 from coordinator import experiment as experiments
 from coordinator import failpoints, run_report
@@ -116,15 +117,57 @@ def register_run(services: Services, model: str, run: str) -> tuple[VersionRow, 
         Refusal: 404 `unknown_run`, 409 `run_not_finished`.
     """
     model_name(model)
+    row = services.database.read(partial(runs_rows.find, run=run))
+    if row is None:
+        raise Refusal(404, "unknown_run", f"there is no run {run[:100]}")
+    if row.state != "finished" or row.params is None:
+        raise Refusal(
+            409, "run_not_finished", f"run {run} is {row.state}; only a finished run has a model to register"
+        )
     with ExitStack() as stack:
-        documents, params = services.database.read(partial(_of_run, run=run))
-        size_bytes = services.blobs.path(params).stat().st_size
-        files = {PARAMS: Sent(params, size_bytes)}
         with services.blobs.naming:
-            for path, content in documents.items():
-                files[path] = Sent(services.blobs.put(content), len(content))
-                stack.enter_context(services.blobs.held(files[path].sha256))
-        return register(services, model, "params", files)
+            version = version_of_run(services, stack, row)
+        return _written(services, model, version)
+
+
+def version_of_run(services: Services, stack: ExitStack, run: Row[Any]) -> NewVersion:
+    """What a run's row is as a version: its params, and beside them the documents that `fedloop run` writes.
+
+    Its files are blobs then, held until the stack is closed. `services.blobs.naming` must be held.
+
+    Raises:
+        UserError: what `examine` refuses.
+    """
+    contents = {}
+    for path, content in services.database.read(partial(_documents, run=run)).items():
+        contents[path] = _stored(services, services.blobs.put(content))
+    contents[PARAMS] = _stored(services, run.params)
+    stack.enter_context(services.blobs.held(*(content.sha256 for content in contents.values())))
+    return examine("params", contents)
+
+
+def put(
+    connection: Connection, model: str, version: NewVersion, now: datetime, number: int | None = None
+) -> tuple[VersionId, bool]:
+    """The version with these files, written down now if there is none; whether it is new. Its blobs must be held.
+
+    Raises:
+        Refusal: 409 `wrong_number`: another one than `number` is next.
+    """
+    known = registry.same_content(connection, model, version.content_sha256)
+    if known is not None:
+        return known, False
+    given = registry.add(connection, model, version, now, number)
+    if given is None:
+        following = registry.next_number(connection, model)
+        raise _Taken(
+            409,
+            "wrong_number",
+            f"{MANIFEST_NAME} says this is {model}:{number}, and the next is {model}:{following}; export it with "
+            f"--version {following}, or let the registry write the number: fedloop model add --renumber",
+            next=following,
+        )
+    return given, True
 
 
 def found(connection: Connection, which: Reference) -> VersionRow:
@@ -156,22 +199,10 @@ def _written(
     services: Services, model: str, version: NewVersion, number: int | None = None
 ) -> tuple[VersionRow, bool]:
     def work(connection: Connection) -> tuple[VersionRow, bool]:
-        known = _same(connection, model, version)
-        if known is not None:
-            return known, False
-        given = registry.add(connection, model, version, services.clock(), number)
-        if given is None:
-            following = registry.next_number(connection, model)
-            raise _Taken(
-                409,
-                "wrong_number",
-                f"{MANIFEST_NAME} says this is {model}:{number}, and the next is {model}:{following}; export it with "
-                f"--version {following}, or let the registry write the number: fedloop model add --renumber",
-                next=following,
-            )
-        row = registry.find(connection, given)
+        identity, is_new = put(connection, model, version, services.clock(), number)
+        row = registry.find(connection, identity)
         assert row is not None
-        return row, True
+        return row, is_new
 
     with services.blobs.naming:
         failpoints.reach("registry.blobs_stored")
@@ -253,19 +284,16 @@ def _main_file(version: VersionRow) -> str:
     return max(models, key=lambda file: (file.size_bytes, file.path)).sha256
 
 
-def _of_run(connection: Connection, run: str) -> tuple[dict[str, bytes], str]:
-    """What a run leaves beside its params, as `fedloop run` writes it, and the hash of these."""
-    row = runs_rows.find(connection, run)
-    if row is None:
-        raise Refusal(404, "unknown_run", f"there is no run {run[:100]}")
-    if row.state != "finished" or row.params is None:
-        raise Refusal(
-            409, "run_not_finished", f"run {run} is {row.state}; only a finished run has a model to register"
-        )
-    model: dict[str, Any] = {**(row.prepared or {}).get("model", {}), "sha256": row.params}
-    experiment = experiments.resolve(row.experiment, f"run {run}", "devices")
+def _documents(connection: Connection, run: Row[Any]) -> dict[str, bytes]:
+    model: dict[str, Any] = {**(run.prepared or {}).get("model", {}), "sha256": run.params}
+    experiment = experiments.resolve(run.experiment, f"run {run.id}", "devices")
     return {
-        REPORT: json.dumps(run_report.document(connection, row), indent=2).encode(),
+        REPORT: json.dumps(run_report.document(connection, run), indent=2).encode(),
         MODEL: json.dumps(model, indent=2).encode(),
         "experiment.toml": experiment.to_toml().encode(),
-    }, row.params
+    }
+
+
+def _stored(services: Services, digest: str) -> Content:
+    path = services.blobs.path(digest)
+    return Content(path, digest, path.stat().st_size)

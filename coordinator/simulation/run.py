@@ -116,6 +116,10 @@ def _run(experiment: Experiment, out: Path, surroundings: Surroundings) -> dict[
         checkpoints = Checkpoints(out / "checkpoint")
         committed = checkpoints.load()
         prepared = prepare(experiment, work, pool, surroundings.data_dir, surroundings.progress)
+        if (wanted := experiment.model.register_as) is not None:
+            surroundings.progress.note(
+                f"model.register is ignored: a simulation has no registry; afterwards: fedloop model add {out} --name {wanted.model}"
+            )
         identity = {"data": prepared.found["fingerprint"], "experiment": _identity(experiment)}
         identity |= adapting.fingerprint(experiment, work)
         if committed is not None:

@@ -172,6 +172,7 @@ VARIANTS: list[list[str]] = [
     ["model.name=mine.nets:build", 'model.depth=3', 'model.name2="ü \\"quoted\\" \\\\ text"', "model.flag=true"],
     ["strategy.name=scaffold", "local.steps=3", "local.lr=1e-7"],
     ["federation.runtimes={torch=1, litert=2, tensorflow=0.25}", "simulation.faults={nan=2, duplicate=1}"],
+    ["model.register=digits@candidate", "model.name=mlp"],
     ["model.init=/some/where.safetensors", "federation.deadline_seconds=0.125", "seed=9223372036854775807"],
 ]  # fmt: skip
 
@@ -326,6 +327,9 @@ def test_an_unknown_name_is_told_with_the_nearest_known(setting: str, words: str
         ("model.hidden=-1", "model.hidden = -1: input should be greater than or equal to 0"),
         ("strategy.server_lr=0", "strategy.server_lr: server_lr = 0 is not allowed for fedavg: expected > 0"),
         ("strategy.weighting=all", "strategy.weighting: weighting = 'all' is not allowed for fedavg: expected one of examples, uniform"),
+        ("model.register=Digits", "model.register: 'Digits' is no name for a model"),
+        ("model.register=digits@Best one", "model.register: 'Best one' is no alias"),
+        ("model.register=digits:3", "model.register: 'digits:3' is no name for a model"),
         ("data.partition=shards(0)", "data.partition: "),
         ("data.dataset=digits(3)", "data.dataset: data set 'digits' takes no options"),
         ("local=5", "local = 5: expected a table, [local] with keys of its own"),

@@ -65,6 +65,10 @@ class Coordinator(OperatorClient):
 class Told(Quiet):
     def __init__(self) -> None:
         self.rounds: list[int] = []
+        self.notes: list[str] = []
+
+    def note(self, words: str) -> None:
+        self.notes.append(words)
 
     def round(self, record: RoundRecord) -> None:
         self.rounds.append(record.round)
@@ -87,6 +91,22 @@ def test_what_is_left_is_what_a_simulation_leaves(tmp_path: Path) -> None:
         *("experiment.toml", "rounds.csv", "events.jsonl"),
         *("report.json", "curves.png", "model.safetensors"),
     }
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"registered": "digits:3"}, "registered as digits:3"),
+        ({"not_registered": "why"}, "not registered: why"),
+    ],
+)
+def test_what_became_of_the_model_in_the_registry_is_told(
+    tmp_path: Path, more: dict[str, str], words: str
+) -> None:
+    told = Told()
+    client = Coordinator([*EVENTS, {**FINISHED, **more}])
+    following.follow(client, "r", tmp_path / "out", told, wait=lambda seconds: None)
+    assert told.notes[-1].endswith(words)
 
 
 @pytest.mark.parametrize(

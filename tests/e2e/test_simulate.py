@@ -95,8 +95,10 @@ def test_the_same_experiment_gives_the_same_bits_with_another_number_of_workers(
     default_run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "again"
-    done = run_cli("simulate", "--out", out, "--set", "simulation.workers=1")
+    sets = ("--set", "simulation.workers=1", "--set", "model.register=digits@candidate")
+    done = run_cli("simulate", "--out", out, *sets)
     assert done.returncode == 0, done.stderr
+    assert "model.register is ignored" in done.stderr
     again, first = report_of(out), report_of(default_run)
     assert again["final"] == first["final"]
     timeless: list[list[dict[str, Any]]] = [
