@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.demo import Demo
-from coordinator.demo_fleet import FleetDemo
-from coordinator.demo_loop import LoopDemo
-from coordinator.rounds.engine import RoundRecord
+if TYPE_CHECKING:
+    # What a coordinator serves with comes with them, and takes longer to import than a short run's own process works.
+    from coordinator.demo import Demo
+    from coordinator.demo_fleet import FleetDemo
+    from coordinator.demo_loop import LoopDemo
+    from coordinator.rounds.engine import RoundRecord
 
 
 class RichProgress:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from coordinator.experiment import Fault
 from coordinator.rounds.plan import generator
 from edge_client.wire import arrays
 from edge_client.wire.messages import TaskMessage, encode_result
 from strategies.params import Params
 from strategies.update import Update
+
+if TYPE_CHECKING:
+    from coordinator.experiment import Fault
 
 
 def assign(faults: Mapping[Fault, int], clients: list[str], seed: int) -> dict[str, str]:

@@ -13,16 +13,19 @@ something within the beginning (tp, cp, ep, zero of 2 or 3): they would not miss
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from models.pretrain.data.batches import Batch
 from models.pretrain.parallelize import Stage, whole_name
-from models.pretrain.passes import Pass
 from models.pretrain.plan import ParallelPlan, PlanError
 from models.pretrain.training import Options
 from models.zoo.layout import Layout
+
+if TYPE_CHECKING:
+    from models.pretrain.passes import Pass
 
 
 class Frozen(Stage):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from models.labels import PADDING
+from models.pretrain.whole import whole
 from models.zoo.spec import ModelSpec, masked_cross_entropy
 
 Objective = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -21,7 +21,7 @@ def objective_of(spec: ModelSpec) -> Objective:
 
     def summed(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         counted = (y != PADDING).sum()
-        logits = _whole(logits)
+        logits = whole(logits)  # they may be split by class
         # without a counted label the mean is 0 / 0; times 0 it would still be NaN
         return spec.loss(logits, y) * counted if counted else logits.sum() * 0
 
@@ -30,11 +30,6 @@ def objective_of(spec: ModelSpec) -> Objective:
 
 def summed_cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Cross-entropy in float32, summed over labels that are not `PADDING`."""
-    return _whole(
+    return whole(  # what is computed of split logits is split
         F.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), ignore_index=PADDING, reduction="sum")
     )
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` unsplit: logits, and what is computed of them, may be split by class."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from models.pretrain import compiling
-from models.pretrain.data_parallel import sharding
-from models.pretrain.model_parallel import context, experts, recompute, tensor
+from models.pretrain.model_parallel import recompute
 from models.pretrain.plan import ParallelPlan, Sizes
 from models.pretrain.world import World
 from models.zoo import ModelSpec
@@ -80,6 +79,10 @@ def sizes_of(spec: ModelSpec) -> Sizes:
 
 def parallelize(module: nn.Module, layout: Layout | None, world: World) -> Parallel:
     """Takes `module` apart as the plan of `world` says; it must not be used otherwise afterwards."""
+    # What splits and shares takes long to import; who only asks for `sizes_of` or a name needs none of it.
+    from models.pretrain.data_parallel import sharding
+    from models.pretrain.model_parallel import context, experts, tensor
+
     plan = world.plan
     module = module.to(world.device)
     numbers = stage_numbers(plan, world.place("pp"))

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from edge_client.files import write_durably
 from models.job import JobError
 from models.pretrain.parallelize import whole_name
+from models.pretrain.whole import whole as unsplit
 from models.pretrain.world import World
 from models.zoo import ModelSpec
 
@@ -50,8 +50,7 @@ def gather(parts: Sequence[nn.Module], spec: ModelSpec, world: World) -> nn.Modu
         found = mine.get(name)
         full = None
         if found is not None:
-            full = found.detach()
-            full = full.full_tensor() if isinstance(full, DTensor) else full
+            full = unsplit(found.detach())
         full = _from_stage(full, tensor, world) if staged else full
         if whole is not None and full is not None:
             with torch.no_grad():

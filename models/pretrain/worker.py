@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ import torch
 
 from edge_client import process
 from models import job as jobs
-from models.pretrain import evaluation, initial, params, profiling, trainer, world
-from models.pretrain import plan as plans
+from models.pretrain import check, evaluation, initial, params, profiling, trainer, world
 from models.pretrain.data import prefetch, sources
 from models.pretrain.recovery import hang
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
@@ -52,7 +51,7 @@ def pretrain(path: Path, report: process.Report) -> None:
     spec, options = job.spec(), job.options(Options)
     policy, resume = job.table("checkpoint", Policy), job.flag("resume", True)
     profile, hang_seconds = job.table("profile", Profile), _hang_seconds(job)
-    plan = plan_of(job, int(os.environ.get("WORLD_SIZE", 1)))
+    plan = check.plan_of(job, int(os.environ.get("WORLD_SIZE", 1)))
     data = sources.of(job, spec, options.shift)
     spec = initial.starting(job, spec)
 
@@ -186,18 +185,6 @@ def _hang_seconds(job: jobs.Job) -> float:
 def _checkpointer(job: jobs.Job, policy: Policy, training: trainer.Trainer) -> Checkpointer:
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return Checkpointer(job.out / policy.folder, policy, training.identity, training.world, run)
-
-
-def plan_of(job: jobs.Job, processes: int) -> plans.ParallelPlan:
-    """The plan of a job, its dp as large as `processes` allow where it names none."""
-    given = job.settings.get("plan", {})
-    if not isinstance(given, dict):
-        raise jobs.JobError(f"{job.path}: plan is {given!r}, expected an object")
-    try:
-        plan = plans.from_table(given)
-    except plans.PlanError as error:
-        raise jobs.JobError(f"{job.path}: {error}") from None
-    return plan if "dp" in given else replace(plan, dp=max(1, processes // plan.processes))
 
 
 def work(path: Path, report: process.Report) -> None:
