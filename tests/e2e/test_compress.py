@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from models.compress.pipeline import STEPS
-from tests.support.cli import assert_refused, options, report_of, run_cli, started
+from tests.support.cli import assert_refused, options, report_of, run_cli, run_here, started
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +87,7 @@ def test_bad_pipelines_are_refused_with_step_and_key(here: Path) -> None:
 
     def refused(text: str, *words: str, sets: tuple[str, ...] = ()) -> None:
         (here / "bad.toml").write_text(text)
-        done = run_cli("compress", source, "--pipeline", "bad.toml", "--out", out, *options(sets), cwd=here)
+        done = run_here("compress", source, "--pipeline", "bad.toml", "--out", out, *options(sets), cwd=here)
         assert_refused(done, "bad.toml", *words)
         assert not out.exists()
 
@@ -104,10 +104,10 @@ def test_a_folder_of_something_else_is_left_alone(here: Path) -> None:
     occupied = here / "occupied"
     occupied.mkdir()
     (occupied / "mine.txt").write_text("mine")
-    done = run_cli("compress", here / "runs" / "teacher", "--out", occupied, cwd=here)
+    done = run_here("compress", here / "runs" / "teacher", "--out", occupied, cwd=here)
     assert_refused(done, "the folder is not empty")
     shutil.rmtree(occupied)
-    missing = run_cli("compress", here / "runs" / "teacher", "--pipeline", "no.toml", cwd=here)
+    missing = run_here("compress", here / "runs" / "teacher", "--pipeline", "no.toml", cwd=here)
     assert_refused(missing, "no.toml: no such")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models.export.micro import MicroModel
-from tests.support.cli import assert_refused, report_of, run_cli
+from tests.support.cli import assert_refused, report_of, run_cli, run_here
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def test_a_budget_that_makes_no_sense_is_refused(
     tmp_path_factory: pytest.TempPathFactory, source: Path, options: tuple[str, ...], words: str
 ) -> None:
     here = tmp_path_factory.mktemp("refused")
-    assert_refused(run_cli("compress-search", str(source), *options, "--out", "out", cwd=here), words)
+    assert_refused(run_here("compress-search", str(source), *options, "--out", "out", cwd=here), words)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli import assert_refused, options, report_of, run_cli
+from tests.support.cli import assert_refused, options, report_of, run_cli, run_here
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,7 @@ def test_own_model_and_data_run_in_litert_and_pytorch(folder: Path) -> None:
 
 def test_tensorflow_clients_are_refused_for_a_model_without_a_twin(folder: Path) -> None:
     asked = [*SETTINGS, "federation.runtimes={torch=1, tensorflow=1}"]
-    done = run_cli("simulate", "--out", "run", *options(asked), cwd=folder)
+    done = run_here("simulate", "--out", "run", *options(asked), cwd=folder)
     assert_refused(done, "federation.runtimes", "tensorflow", "models:build", "tensorflow_twin")
 
 
@@ -115,13 +115,13 @@ def test_a_broken_model_is_told_in_one_message(folder: Path, kind: str) -> None:
     text, words = BROKEN[kind]
     (folder / "models.py").write_text(text)
     asked = [*SETTINGS, "simulation.workers=1"]
-    done = run_cli("simulate", "--out", "run", *options(asked), cwd=folder)
+    done = run_here("simulate", "--out", "run", *options(asked), cwd=folder)
     assert_refused(done, *words)
 
 
 def test_a_broken_loader_is_told_with_its_line(folder: Path) -> None:
     (folder / "data.py").write_text("def load():\n    rows = []\n    return rows[0]\n")
-    done = run_cli("simulate", "--out", "run", *options(SETTINGS), cwd=folder)
+    done = run_here("simulate", "--out", "run", *options(SETTINGS), cwd=folder)
     assert_refused(done, "data:load", "data.py", "line 3", "IndexError")
 
 

@@ -17,7 +17,7 @@ import safetensors.numpy
 from coordinator import pretrain_config
 from models.pretrain.plan import ParallelPlan
 from tests.support import require
-from tests.support.cli import assert_refused, options, report_of, run_cli, started
+from tests.support.cli import assert_refused, options, report_of, run_cli, run_here, started
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +115,7 @@ def test_digits_are_compressed_as_they_are(tmp_path: Path) -> None:
     assert report["final"]["bytes"] < 0.6 * report["source"]["bytes"]
 
     (tmp_path / "d" / "model.safetensors").write_bytes(b"another")
-    done = run_cli("compress", tmp_path / "d", "--out", tmp_path / "again")
+    done = run_here("compress", tmp_path / "d", "--out", tmp_path / "again")
     assert_refused(done, "was replaced since")
 
 
@@ -141,14 +141,14 @@ def test_a_killed_command_is_taken_up_where_it_was(tmp_path: Path) -> None:
 
 def test_what_cannot_be_trained_is_refused_before_anything_starts(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    done = run_cli("pretrain", "--plan", "tp=2,pp=2,ep=2", "--out", out)
+    done = run_here("pretrain", "--plan", "tp=2,pp=2,ep=2", "--out", out)
     assert_refused(done, "tp needs a model", "2 stages need as many layers", "ep needs a model with experts")
     assert list(out.iterdir()) == []
-    done = run_cli("pretrain", "--plan", "dp=2,zerro=1", "--set", "train.lrr=1", "--out", out)
+    done = run_here("pretrain", "--plan", "dp=2,zerro=1", "--set", "train.lrr=1", "--out", out)
     assert_refused(done, "2 problems", "did you mean 'zero'", "did you mean 'lr'")
-    assert_refused(run_cli("pretrain", tmp_path / "no.toml"), "no such experiment file")
-    assert_refused(run_cli("pretrain", "--resume", tmp_path), "there is no pretraining here")
-    assert_refused(run_cli("compress", tmp_path), "there is no model.safetensors here")
+    assert_refused(run_here("pretrain", tmp_path / "no.toml"), "no such experiment file")
+    assert_refused(run_here("pretrain", "--resume", tmp_path), "there is no pretraining here")
+    assert_refused(run_here("compress", tmp_path), "there is no model.safetensors here")
 
 
 def test_plans_are_ranked_with_reasons(tmp_path: Path) -> None:

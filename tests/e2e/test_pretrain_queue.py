@@ -16,7 +16,7 @@ import pytest
 
 from coordinator.jobs import Beside
 from coordinator.pretrain_queue import Queue
-from tests.support.cli import Started, assert_refused, options, report_of, run_cli, started
+from tests.support.cli import Started, assert_refused, options, report_of, run_cli, run_here, started
 from tests.support.pretraining import training
 from tests.support.processes import HANGS_SECONDS
 
@@ -85,10 +85,10 @@ def test_ctrl_c_while_waiting_leaves_the_queue_and_says_how_to_go_on(tmp_path: P
 
 def test_what_could_never_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
     queue, out = tmp_path / "queue", tmp_path / "out"
-    assert_refused(run_cli(*asked(queue, out, 20), "--slots", "1"), "needs 2 processes", "--slots is 1")
-    none = run_cli(*asked(queue, out, 20), "--set", "checkpoint.every=0")
+    assert_refused(run_here(*asked(queue, out, 20), "--slots", "1"), "needs 2 processes", "--slots is 1")
+    none = run_here(*asked(queue, out, 20), "--set", "checkpoint.every=0")
     assert_refused(none, "no checkpoints", "checkpoint.every above 0")
-    assert_refused(run_cli("pretrain", "--priority", "5", "--out", out), "--priority needs --slots")
+    assert_refused(run_here("pretrain", "--priority", "5", "--out", out), "--priority needs --slots")
     assert not out.exists()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from edge_client.wire import arrays
-from tests.support.cli import assert_refused, options, report_of, run_cli, started
+from tests.support.cli import assert_refused, options, report_of, run_cli, run_here, started
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +115,7 @@ def test_a_finished_run_is_left_as_it_is(default_run: Path) -> None:
     (default_run / "work" / "x.npy").touch()
     resumed = run_cli("simulate", "--resume", default_run)
     assert resumed.returncode == 0 and "already finished" in resumed.stderr
-    assert_refused(run_cli("simulate", "--out", default_run), "not empty", f"--resume {default_run}")
+    assert_refused(run_here("simulate", "--out", default_run), "not empty", f"--resume {default_run}")
     assert {path: path.stat().st_mtime_ns for path in default_run.rglob("*")} == before
 
 
@@ -183,7 +183,7 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_ends_in_one_message_and_exit_code_two(tmp_path: Path, kind: str) -> None:
     arguments, words = BAD[kind]
-    done = run_cli("simulate", *arguments, cwd=tmp_path)
+    done = run_here("simulate", *arguments, cwd=tmp_path)
     assert_refused(done, "error:", *words)
     runs = tmp_path / "runs"
     assert not runs.exists() or not any(path.is_file() for path in runs.rglob("*"))
@@ -191,13 +191,13 @@ def test_bad_input_ends_in_one_message_and_exit_code_two(tmp_path: Path, kind: s
 
 def test_every_bad_value_of_a_file_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("[local]\nlr = 'fast'\n[federation]\nrounds = 0\nclient = 3\n")
-    done = run_cli("simulate", "mine.toml", cwd=tmp_path)
+    done = run_here("simulate", "mine.toml", cwd=tmp_path)
     assert_refused(done, "mine.toml", "3 problems", "local.lr", "federation.rounds", "federation.client ")
 
 
 def test_a_file_that_is_no_toml_says_where(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("[local]\nlr = = 3\n")
-    assert_refused(run_cli("simulate", "mine.toml", cwd=tmp_path), "mine.toml", "line 2")
+    assert_refused(run_here("simulate", "mine.toml", cwd=tmp_path), "mine.toml", "line 2")
 
 
 def test_an_unknown_option_of_the_command_is_refused(tmp_path: Path) -> None:

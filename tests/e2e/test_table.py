@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.cli import assert_refused, options, report_of, run_cli
+from tests.support.cli import assert_refused, options, report_of, run_cli, run_here
 
 pytestmark = pytest.mark.slow
 
@@ -125,11 +125,13 @@ def test_a_broken_table_is_refused_by_line_and_column(
     text = path.read_text("utf-8").splitlines()
     broken(text)
     path.write_text("\n".join(text) + "\n", "utf-8")
-    done = run_cli("simulate", "--out", "run", *options(settings(path)), cwd=tmp_path)
+    done = run_here("simulate", "--out", "run", *options(settings(path)), cwd=tmp_path)
     assert_refused(done, str(path), *BROKEN[broken])
 
 
 def test_a_column_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
     path = write(tmp_path / "patients.csv", rows())
-    done = run_cli("simulate", "--out", "run", *options([*settings(path), "data.site=hospitl"]), cwd=tmp_path)
+    done = run_here(
+        "simulate", "--out", "run", *options([*settings(path), "data.site=hospitl"]), cwd=tmp_path
+    )
     assert_refused(done, str(path), "'hospitl'", "hospital")

@@ -21,10 +21,11 @@ from edge_client.wire import inference
 from edge_client.wire.inference import InferenceManifest
 from models.compress.quantize import convert
 from models.compress.step import Precision
-from models.export.inference import NotReleasable, Options, release
+from models.export.inference import NotReleasable, Options, readable, release
 from models.export.verify import RUNTIMES, verify
+from models.job import JobError
 from models.pretrain.params import params_of
-from tests.support.cli import run_cli
+from tests.support.cli import run_cli, run_here
 from tests.support.releases import Released, constrained_python, model, released, source, tflite
 
 pytestmark = pytest.mark.slow
@@ -95,6 +96,20 @@ def test_a_runtime_that_is_not_here_is_not_claimed(tmp_path: Path) -> None:
     verdict = {each.runtime: each for each in verify(made, tmp_path / "no-python")}["tflite-runtime"]
 
     assert not verdict.passed and "no-python does not exist" in verdict.refused
+    (tmp_path / "no-program").touch()
+    verdict = {each.runtime: each for each in verify(made, tmp_path / "no-program")}["tflite-runtime"]
+    assert not verdict.passed and "no-program is not executable" in verdict.refused
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"PK: a zip, and not a flatbuffer", b"\x1c\0\0\0TFL3" + b"\xff" * 60]
+)
+def test_a_file_that_is_no_tflite_is_refused_in_words(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.tflite").write_bytes(content)
+    with pytest.raises(JobError, match=r"model\.tflite is no \.tflite file"):
+        readable(tmp_path / "model.tflite")
+    with pytest.raises(JobError, match="No such file"):
+        readable(tmp_path / "absent.tflite")
 
 
 def test_memory_and_arena_are_measured() -> None:
@@ -203,7 +218,7 @@ def test_the_float_params_of_a_federated_run_become_an_integer_file_again(tmp_pa
     ],
 )
 def test_a_wrong_argument_is_one_message(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    done = run_cli("export", _compressed(tmp_path / "c"), "--out", tmp_path / "release", *arguments)
+    done = run_here("export", _compressed(tmp_path / "c"), "--out", tmp_path / "release", *arguments)
 
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
 

@@ -6,6 +6,7 @@ test runs, in one folder for all tests.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -14,11 +15,14 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import pytest
+
+from coordinator import cli
 from tests.support.processes import HANGS_SECONDS, Marked, pidfd, pids, read_proc
 
 FEDLOOP = Path(sys.executable).parent / "fedloop"
@@ -42,6 +46,25 @@ def run_cli(
         timeout=HANGS_SECONDS,
         check=False,
     )
+
+
+def run_here(
+    *args: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which spares a second: for what the command refuses before it starts anything."""
+    out, errors = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
+        patch.setattr(sys, "argv", [str(FEDLOOP), *map(str, args)])
+        for name, value in _environment(env).items():
+            patch.setenv(name, value)
+        if cwd is not None:
+            patch.chdir(cwd)
+        code: Any = 0
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = ended.code or 0
+    return subprocess.CompletedProcess(list(args), code, out.getvalue(), errors.getvalue())
 
 
 def simulate(
@@ -84,7 +107,7 @@ class Started:
         """Waits for a condition; False when the command ended before it held."""
         with pidfd(self.process.pid) as ended:
             while not condition():
-                if ended.poll(2):
+                if ended.poll(5):
                     return False
         return True
 
