@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, Any
@@ -19,6 +18,7 @@ import typer
 from coordinator.device_commands import device_id, moment
 from coordinator.errors import UserError
 from coordinator.operator_client import Coordinator, connect
+from coordinator.releases.roles import release_named
 from coordinator.rollouts.gates import Gates
 from edge_client.wire.strict import printable
 
@@ -39,7 +39,6 @@ Json = Annotated[
 ]
 
 _FILTERS = {"group": "groups", "class": "device_classes", "runtime": "runtimes", "id": "ids"}
-_RELEASE = re.compile(r"([a-z0-9][a-z0-9-]{0,62}):([1-9][0-9]{0,8})")
 _ENDED = ("rolled_back", "aborted", "finished")
 _GATES = {each.name: each.type for each in fields(Gates)}
 
@@ -75,10 +74,10 @@ def start(
     as_json: Json = False,
 ) -> None:
     """Start a rollout. Its devices and their order are fixed now."""
-    model, version = _release(release)
+    named = release_named(release)
     asked = {
-        "model": model,
-        "version": version,
+        "model": named.model,
+        "version": named.version,
         "phases": _phases(phases),
         "filter": _filter(filters or []),
         "gates": _gates(gates or []),
@@ -87,9 +86,7 @@ def start(
     if as_json:
         _print_json(made)
     else:
-        typer.echo(
-            f"rollout {made['id']} of {model}:{version}; see it: fedloop rollout show {made['id'][:8]}"
-        )
+        typer.echo(f"rollout {made['id']} of {named}; see it: fedloop rollout show {made['id'][:8]}")
 
 
 @app.command("list", epilog="Example: fedloop rollout list --model digits")
@@ -198,13 +195,6 @@ def _id(known: list[dict[str, Any]], called: str | None) -> str:
     raise UserError(f"{called!r} may be any of {len(found)} rollouts: {some}; give more of the id")
 
 
-def _release(text: str) -> tuple[str, int]:
-    parsed = _RELEASE.fullmatch(text)
-    if parsed is None:
-        raise UserError(f"{text!r} is no release; expected MODEL:VERSION, such as digits:4")
-    return parsed[1], int(parsed[2])
-
-
 def _phases(text: str) -> list[float]:
     try:
         return [float(each) for each in text.split(",")]
@@ -283,6 +273,8 @@ def _phase_line(phase: Mapping[str, Any]) -> str:
             f"accuracy {compared['accuracy']:.4f}, champion {compared['champion_accuracy']:.4f} "
             f"over {compared['labels']:.0f} labels"
         )
+    elif phase["active"]:
+        figures.append("not compared with a champion")
     state = "passed" if phase["passed_at"] else "open" if phase["opened_at"] else "to come"
     told = "; ".join([", ".join(stands) or "no devices", *figures])
     return f"phase {phase['number'] + 1}, {phase['percent']:g} %, {state}: {told}"

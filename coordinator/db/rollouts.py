@@ -277,23 +277,29 @@ def failed_before(connection: Connection, model: str, version: int) -> set[str]:
 
 
 def tallies(connection: Connection, rollout: str) -> dict[int, Tally]:
-    """Figures by number of phase, of devices that may still take part; phases without any are left out."""
+    """Figures by number of phase, of devices that may still take part; phases without any are left out.
+
+    In the comparison no device counts for more labels than the median one has: of n that compared, one that lies
+    about how many it holds weighs 2/n at most.
+    """
     at = rollout_members.c
     took_part = [_count(at.standing == each) for each in ("installing", "active", "failed", "rolled_back")]
+    takes_part = and_(at.rollout == rollout, at.standing != "barred", devices.c.state == "active")
     compared = at.champion_correct.is_not(None)
+    most = _median_labels(connection, and_(takes_part, compared))
+    weight = case((at.labels > most, most / at.labels), else_=1.0)
     summed = ("labels", "correct", "loss_sum", "champion_correct", "champion_loss_sum")
     query = (
         select(
             at.phase,
             func.count(),
-            _count(at.told.is_not(None)),
             *took_part,
             _count(at.golden_accuracy.is_not(None)),
             func.coalesce(func.sum(at.golden_accuracy), 0.0),
-            *(func.coalesce(func.sum(case((compared, at[name]))), 0.0) for name in summed),
+            *(func.coalesce(func.sum(case((compared, at[name] * weight))), 0.0) for name in summed),
         )
         .join(devices, devices.c.id == at.device)
-        .where(at.rollout == rollout, at.standing != "barred", devices.c.state == "active")
+        .where(takes_part)
         .group_by(at.phase)
     )
     return {row[0]: Tally(*row[1:]) for row in connection.execute(query)}
@@ -320,8 +326,8 @@ def outstanding(connection: Connection, rollout: str) -> int:
     return int(connection.execute(query).scalar_one())
 
 
-def failures(connection: Connection, rollout: str) -> list[FailureRow]:
-    """Why devices could not run it, the most frequent reason first."""
+def failures(connection: Connection, rollout: str, limit: int = 50) -> list[FailureRow]:
+    """Why devices could not run it, the most frequent reason first; the codes are the devices' own, so at most `limit`."""
     at = rollout_members.c
     reason = func.coalesce(at.code, "")
     query = (
@@ -329,10 +335,14 @@ def failures(connection: Connection, rollout: str) -> list[FailureRow]:
         .where(at.rollout == rollout, at.standing.in_(("failed", "barred")))
         .group_by(reason)
         .order_by(func.count().desc(), reason)
+        .limit(limit)
     )
     found = connection.execute(query).all()
-    words = {row.device: member(connection, rollout, row.device) for row in found}
-    return [FailureRow(row[0], row.devices, row.device, _words(words[row.device])) for row in found]
+    said = select(at.device, at.words).where(
+        at.rollout == rollout, at.device.in_([row.device for row in found])
+    )
+    words = {row.device: row.words or "" for row in connection.execute(said)}
+    return [FailureRow(row[0], row.devices, row.device, words[row.device]) for row in found]
 
 
 def to_wake(connection: Connection, model: str) -> list[str]:
@@ -401,6 +411,16 @@ def _pair(row: Row[Any]) -> tuple[RolloutRow, MemberRow]:
     return RolloutRow(*row[: len(_ROLLOUT)]), MemberRow(*row[len(_ROLLOUT) :])
 
 
+def _median_labels(connection: Connection, which: ColumnElement[bool]) -> float:
+    """How many labels the median one of these members has, the lower one of two; 0 where there is none."""
+    labels = (
+        select(rollout_members.c.labels).join(devices, devices.c.id == rollout_members.c.device).where(which)
+    )
+    count = connection.execute(select(func.count()).select_from(labels.subquery())).scalar_one()
+    middle = labels.order_by(rollout_members.c.labels).offset(max(count - 1, 0) // 2).limit(1)
+    return float(connection.execute(middle).scalar_one_or_none() or 0.0)
+
+
 def _count(which: ColumnElement[bool]) -> ColumnElement[int]:
     return func.coalesce(func.sum(case((which, 1), else_=0)), 0)
 
@@ -410,7 +430,3 @@ def _mark(
 ) -> None:
     unmarked = and_(rollout_phases.c.rollout == rollout, which, rollout_phases.c[column].is_(None))
     connection.execute(update(rollout_phases).where(unmarked).values({column: now}))
-
-
-def _words(found: MemberRow | None) -> str:
-    return (found.words if found is not None else None) or ""

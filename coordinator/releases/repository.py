@@ -28,8 +28,8 @@ from coordinator.releases.roles import LIFETIMES, ONLINE_ROLES, ReleaseName
 from coordinator.releases.stored import TIMESTAMP, StoredRepository
 from edge_client.wire import inference
 from edge_client.wire.manifest import ManifestError
+from edge_client.wire.rollouts import LARGEST_DOCUMENT_BYTES, rollouts_path
 from edge_client.wire.rollouts import from_json as read_rollouts
-from edge_client.wire.rollouts import rollouts_path
 from edge_client.wire.strict import Unfit
 
 _Online = TypeVar("_Online", Targets, Snapshot, Timestamp)
@@ -206,12 +206,19 @@ class Repository:
 
         Raises:
             Refusal: 404 `no_repository`; 422 `malformed`: of another model, or no such document; 409 `unknown_release`: it
-                has a version installed that does not exist.
+                has a version installed that does not exist; 413 `oversized`: no device would take it.
         """
         with self._lock:
             self._require_repository()
             self._check_rollouts(model, document)
-            data = (json.dumps(document, sort_keys=True, indent=1) + "\n").encode()
+            data = (json.dumps(document, sort_keys=True, separators=(",", ":")) + "\n").encode()
+            if len(data) > LARGEST_DOCUMENT_BYTES:
+                raise Refusal(
+                    413,
+                    "oversized",
+                    f"{rollouts_path(model)} would have {len(data)} bytes, and devices take {LARGEST_DOCUMENT_BYTES}: "
+                    "it names too many devices",
+                )
             target = TargetFile.from_data(rollouts_path(model), data, ["sha256"])
             now, rollouts = self._clock(), self._stored.rollouts().signed
             self._stored.store_bytes(target, data)

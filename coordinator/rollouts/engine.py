@@ -24,8 +24,6 @@ from edge_client.wire.strict import printable
 
 DECIDES_BY_ITSELF = ("created", "running", "halted")
 GOES_BACK = ("halted", "rolled_back", "aborted")
-MOST_LABELS = 10_000.0
-"""What one device weighs at most in the comparison of candidate and champion."""
 
 _LARGEST_VERSION = 10**9
 _MANY_LABELS = 10**15
@@ -273,19 +271,14 @@ def _figures(member: MemberRow, report: ReleaseReport) -> MemberRow:
     found = report.evaluation
     if found is None:
         return member
-    weight = min(1.0, MOST_LABELS / found.labels)
     compared = found.champion_correct is not None and found.champion_loss_sum is not None
     return replace(
         member,
-        labels=found.labels * weight,
-        correct=found.correct * weight,
-        loss_sum=found.loss_sum * weight,
-        champion_correct=found.champion_correct * weight
-        if compared and found.champion_correct is not None
-        else None,
-        champion_loss_sum=found.champion_loss_sum * weight
-        if compared and found.champion_loss_sum is not None
-        else None,
+        labels=found.labels,
+        correct=found.correct,
+        loss_sum=found.loss_sum,
+        champion_correct=found.champion_correct if compared else None,
+        champion_loss_sum=found.champion_loss_sum if compared else None,
     )
 
 

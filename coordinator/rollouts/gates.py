@@ -31,7 +31,7 @@ class Gates:
             has fewer), before the deadline lets the rest be left behind.
         deadline_seconds: how long a phase waits for silent devices.
         soak_seconds: how long a phase lasts at least, so that crashes have time to show.
-        golden_accuracy: least mean over devices that reported it; None: not asked.
+        golden_accuracy: least mean over devices that reported it, of which there must be one; None: not asked.
         max_accuracy_drop: most that the candidate's pooled accuracy may lie below the champion's; None: not asked.
         max_loss_increase: most that its mean loss a label may lie above the champion's; None: not asked.
         min_labels: pooled labels without which candidate and champion are not compared.
@@ -84,13 +84,12 @@ class Tally:
 
     Attributes:
         devices: those that count: not barred, not shut out meanwhile.
-        told: of these, told to take the release.
         golden, golden_sum: devices that told a golden accuracy, and its sum.
-        labels, correct, …: pooled over the devices that compared both models on rows of their own.
+        labels, correct, …: pooled over the devices that compared both models on rows of their own, none of which counts for
+            more labels than the median one has.
     """
 
     devices: int = 0
-    told: int = 0
     installing: int = 0
     active: int = 0
     failed: int = 0
@@ -156,9 +155,11 @@ def _hopeless(gates: Gates, seen: Tally) -> str | None:
 def _failures(gates: Gates, seen: Tally) -> Iterator[str]:
     if seen.answers and seen.active / seen.answers < gates.install:
         yield _install_words(gates, seen)
-    if gates.golden_accuracy is not None and seen.golden:
-        mean = seen.golden_sum / seen.golden
-        if mean < gates.golden_accuracy:
+    if gates.golden_accuracy is not None:
+        mean = seen.golden_sum / seen.golden if seen.golden else None
+        if mean is None:
+            yield "no device told a golden accuracy, which is asked for; has the manifest real rows?"
+        elif mean < gates.golden_accuracy:
             yield f"golden accuracy is {mean:.4f} on {seen.golden} devices, expected {gates.golden_accuracy:g} at least"
     if seen.labels >= gates.min_labels:
         yield from _worse(gates, seen)

@@ -19,6 +19,8 @@ from coordinator.fleets.matching import Candidate
 from edge_client.wire.device import negotiated, version
 
 DEFAULT_PHASES = (1.0, 10.0, 50.0, 100.0)
+MOST_DEVICES = 100_000
+"""Of a rollout: as many as one signed document names (`edge_client.wire.rollouts.LARGEST_DOCUMENT_BYTES`)."""
 RELEASES_SINCE = (1, 3)
 """The wire version that brought releases."""
 

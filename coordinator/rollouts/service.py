@@ -34,6 +34,8 @@ from coordinator.services import Services
 
 _log = structlog.get_logger("fedloop.rollouts")
 
+_OPEN = ("created", "running")
+
 _LOOK_AGAIN_SECONDS = 5.0
 """Deadlines pass without a signal."""
 
@@ -62,7 +64,7 @@ def start(
 
     Raises:
         UserError: phases or gates are none.
-        Refusal: 404 `unknown_release`; 409 `rollout_under_way`, `no_devices`.
+        Refusal: 404 `unknown_release`; 409 `rollout_under_way`, `no_devices`, `too_many_devices`.
     """
     percents, gates = plan.require_phases(percents), require_gates(gates)
     if not any(each.name.model == model and each.name.version == version for each in releases.releases()):
@@ -154,7 +156,7 @@ def force(services: Services, rollout: str, device: str) -> MemberRow:
 
 def turn(services: Services, releases: Releases) -> bool:
     """Decides what can be decided and has it signed; whether anything changed."""
-    database, changed = services.database, False
+    database, changed = services.database, _halt_withdrawn(services, releases)
     for rollout in database.read(partial(rollouts.in_states, states=engine.DECIDES_BY_ITSELF)):
         # Figures of a large fleet are looked at beside the one writer, which looks again only where they decide something.
         while database.read(partial(_decision, rollout=rollout.id, now=services.clock())) is not None:
@@ -223,6 +225,13 @@ def _create(connection: Connection, made: RolloutRow, percents: Sequence[float],
             "no_devices",
             "no device fits: none that the filter admits has checked in with wire 1.3 or newer",
         )
+    if len(fit) > plan.MOST_DEVICES:
+        raise Refusal(
+            409,
+            "too_many_devices",
+            f"{len(fit)} devices fit, and a rollout names {plan.MOST_DEVICES} at most; start one for each part of them, "
+            "with --filter",
+        )
     members = [
         MemberRow(made.id, device, number, "waiting", made.created_at)
         for number, devices_of in enumerate(phases)
@@ -246,8 +255,9 @@ def _decision(connection: Connection, rollout: str, now: datetime) -> engine.Dec
     row = known(connection, rollout)
     if row.state not in engine.DECIDES_BY_ITSELF:
         return None
-    outstanding = rollouts.outstanding(connection, row.id)
-    return engine.decide(row, _tallies(connection, row), outstanding, now)
+    if row.state == "halted":
+        return engine.decide(row, (), rollouts.outstanding(connection, row.id), now)
+    return engine.decide(row, _tallies(connection, row), 0, now)
 
 
 def _decide(connection: Connection, rollout: str, now: datetime) -> bool:
@@ -257,6 +267,25 @@ def _decide(connection: Connection, rollout: str, now: datetime) -> bool:
         return False
     _enter(connection, known(connection, rollout), decision, now)
     return True
+
+
+def _halt_withdrawn(services: Services, releases: Releases) -> bool:
+    """Halts rollouts whose release was withdrawn: nobody can install it any more, and who did goes back."""
+
+    def halt(connection: Connection, rollout: str, reason: str) -> bool:
+        row = known(connection, rollout)
+        if row.state in _OPEN:
+            _enter(connection, row, engine.Decision("halted", row.phase, reason), services.clock())
+        return row.state in _OPEN
+
+    open_now = services.database.read(partial(rollouts.in_states, states=_OPEN))
+    released = {(each.name.model, each.name.version) for each in releases.releases()} if open_now else set()
+    changed = False
+    for row in open_now:
+        if (row.model, row.version) not in released:
+            words = f"{row.model}:{row.version} was withdrawn"
+            changed |= services.database.write(partial(halt, rollout=row.id, reason=words)).result()
+    return changed
 
 
 def _tallies(connection: Connection, row: RolloutRow) -> list[Tally]:

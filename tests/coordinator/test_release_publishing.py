@@ -324,6 +324,12 @@ def test_rollouts_name_releases_that_exist(world: World) -> None:
         assert refused.value.code == code
     repository.set_rollouts("cnn", {"model": "cnn", "rollouts": [entry]})
     assert repository.rollouts("cnn") == {"model": "cnn", "rollouts": [entry]}
+    many = [f"{number:036}" for number in range(100_000)]
+    repository.set_rollouts("cnn", {"model": "cnn", "rollouts": [entry | {"devices": many}]})
+    more = {"model": "cnn", "rollouts": [entry | {"devices": many}, entry | {"devices": many[:5000]}]}
+    with pytest.raises(Refusal) as refused:
+        repository.set_rollouts("cnn", more)
+    assert refused.value.code == "oversized"
 
 
 # -- over the operator API --------------------------------------------------------------------------------------------

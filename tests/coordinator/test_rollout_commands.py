@@ -126,8 +126,8 @@ def test_a_rollout_is_paused_resumed_and_aborted(fedloop: Console) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["digits"], "expected MODEL:VERSION"),
-        (["digits:0"], "expected MODEL:VERSION"),
+        (["digits"], "expected a model and a version"),
+        (["digits:0"], "expected a model and a version"),
         (["digits:9"], "digits:9 is not published"),
         (["digits:2", "--phases", "10,5"], "growing percentages"),
         (["digits:2", "--phases", "10,x"], "expected percentages"),

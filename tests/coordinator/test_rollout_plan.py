@@ -167,6 +167,8 @@ def test_golden_accuracy_and_loss_are_asked_for_where_wanted() -> None:
     golden = tallies(4, 0, 0, golden=4, golden_sum=3.2)
     assert judge(Gates(golden_accuracy=0.8), golden, 0).outcome == "pass"
     assert judge(Gates(golden_accuracy=0.81), golden, 0).outcome == "fail"
+    untold = judge(Gates(golden_accuracy=0.8), tallies(4, 0, 0), 0)
+    assert untold.outcome == "fail" and "no device told" in untold.reasons[0]
     losses = tallies(4, 0, 0, labels=10, correct=9, champion_correct=9, loss_sum=6.0, champion_loss_sum=4.0)
     assert judge(Gates(max_loss_increase=0.3), losses, 0).outcome == "pass"
     assert judge(Gates(max_loss_increase=0.1), losses, 0).outcome == "fail"

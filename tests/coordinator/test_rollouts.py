@@ -17,7 +17,7 @@ from coordinator.db.events import since
 from coordinator.db.rollouts import RolloutRow
 from coordinator.db.store import Database
 from coordinator.errors import Refusal
-from coordinator.rollouts import reports, service
+from coordinator.rollouts import plan, reports, service
 from coordinator.rollouts.gates import Gates
 from coordinator.rollouts.plan import Filter
 from edge_client.wire.device import ReleaseEvaluation, ReleaseReport
@@ -446,6 +446,16 @@ def test_what_cannot_be_rolled_out_is_refused(
     assert refused.value.code == code
 
 
+def test_a_release_that_is_withdrawn_halts_its_rollout(small: Fleet) -> None:
+    made = small.start(GOOD, percents=(50, 100), gates=Gates(soak_seconds=600))
+    small.turn()
+    small.round()
+    small.releases.released = [("digits", 1)]
+    assert "digits:2 was withdrawn" in str(small.until(made, "halted").reason)
+    small.until(made, "rolled_back")
+    assert set(small.versions()) == {1}
+
+
 def test_a_withdrawn_release_is_installed_by_nobody_and_holds_nothing_else_up(small: Fleet) -> None:
     made = small.start(GOOD, percents=(50, 100))
     small.turn()
@@ -481,16 +491,27 @@ def test_figures_that_cannot_be_are_refused(small: Fleet, bad: dict[str, Any]) -
         small.devices[0].client.check_in(wire="1.3", releases=(report,))
 
 
-def test_one_device_with_very_many_rows_does_not_outweigh_the_others(small: Fleet) -> None:
-    made = small.start(GOOD, percents=(100,))
+@pytest.mark.parametrize("labels", [40, 10**12])
+def test_one_device_that_praises_a_bad_release_does_not_outweigh_the_others(
+    small: Fleet, labels: int
+) -> None:
+    made = small.start(BAD, percents=(100,))
     small.turn()
-    liar = small.devices[0].client
+    liar = small.devices.pop().client
     liar.check_in(wire="1.3")
-    figures = ReleaseEvaluation(10**12, 10**12, 0.0, 0, 10.0**12)
-    report = ReleaseReport(made.id, "digits", GOOD, "active", evaluation=figures)
+    figures = ReleaseEvaluation(labels, labels, 0.0, 0, float(labels))
+    report = ReleaseReport(made.id, "digits", BAD, "active", evaluation=figures)
     liar.check_in(wire="1.3", releases=(report,))
-    found = small.world.services.database.read(partial(rows.tallies, rollout=made.id))
-    assert found[0].labels == 10_000
+    halted = small.until(made, "halted")
+    assert "accuracy is 0.6250, the champion's 0.6750, over 160 labels" in str(halted.reason)
+
+
+def test_a_rollout_is_for_no_more_devices_than_a_document_names(
+    small: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MOST_DEVICES", 3)
+    with pytest.raises(Refusal, match="4 devices fit, and a rollout names 3 at most"):
+        small.start(GOOD)
 
 
 def test_held_devices_are_woken_when_their_phase_opens(small: Fleet) -> None:
