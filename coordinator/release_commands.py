@@ -267,7 +267,7 @@ def _show_missing(staging: Staging) -> None:
     for line in missing:
         typer.echo(f"still to be signed: {line}")
     if not missing and staging.changes():
-        typer.echo("signed by all; next: fedloop release publish")
+        typer.echo(f"signed by all; next: fedloop release publish --staging {staging.folder}")
 
 
 def _signers(folder: Path) -> list[CryptoSigner]:

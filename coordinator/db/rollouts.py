@@ -43,7 +43,7 @@ Action = Literal["install", "roll_back"]
 GOES_ON = ("created", "running", "paused")
 """States in which a model's next rollout has to wait."""
 
-_REMEMBERED = 8
+REMEMBERED = 8
 """Newest rollouts of a model that say what devices are to run: so that a long history costs nothing."""
 
 rollouts = Table(
@@ -401,7 +401,7 @@ def _pairs(connection: Connection, which: ColumnElement[bool]) -> list[tuple[Rol
         select(*_ROLLOUT, *_MEMBER)
         .join(rollout_members, rollout_members.c.rollout == rollouts.c.id)
         .join(recent, recent.c.id == rollouts.c.id)
-        .where(which, recent.c.age <= _REMEMBERED)
+        .where(which, recent.c.age <= REMEMBERED)
         .order_by(rollouts.c.number.desc(), rollout_members.c.device)
     )
     return [_pair(row) for row in connection.execute(query)]

@@ -28,12 +28,16 @@ def publish(client: OperatorClient, staging: Staging, progress: Progress) -> int
     Raises:
         UserError: signatures are missing, or nothing is staged; or the coordinator's refusal, with its code.
     """
+    if not staging.folder.is_dir():
+        raise UserError(f"--staging {staging.folder}: there is no such folder")
     targets = staging.next_targets() or staging.published_targets()
     root = staging.next_root()
     if targets is None or (staging.next_targets() is None and root is None):
         raise UserError(f"{staging.folder}: nothing is staged; begin with `fedloop release add`")
     if missing := staging.missing():
-        raise UserError(f"{staging.folder}: not all have signed yet: {'; '.join(missing)}")
+        raise UserError(
+            f"{staging.folder}: not all have signed yet: {'; '.join(missing)}; `fedloop release sign`"
+        )
     files = {path: _send(client, path, file, progress) for path, file in staging.new_files().items()}
     roots = [root.to_bytes()] if root is not None else []
     body = {

@@ -76,8 +76,8 @@ def direction(rollout: RolloutRow, member: MemberRow) -> Direction | None:
     if member.standing in ("failed", "barred"):
         return None
     if rollout.state in GOES_BACK:
-        if rollout.keep or member.told is None:
-            return None
+        if rollout.keep or member.told is None or member.standing == "rolled_back":
+            return None  # it is back, and an older rollout may have something to say
         before = NO_MODEL if member.previous is None else member.previous
         return Direction(rollout.id, rollout.model, before, "roll_back", False)
     is_open = rollout.state in ("running", "finished") and member.phase <= rollout.phase

@@ -30,7 +30,7 @@ class Gates:
         answered: share of the phase's devices that must have answered, at least `min_answers` of them (or all, where it
             has fewer), before the deadline lets the rest be left behind.
         deadline_seconds: how long a phase waits for silent devices.
-        soak_seconds: how long a phase lasts at least, so that crashes have time to show.
+        soak_seconds: how long a phase that has devices lasts at least, so that crashes have time to show.
         golden_accuracy: least mean over devices that reported it, of which there must be one; None: not asked.
         max_accuracy_drop: most that the candidate's pooled accuracy may lie below the champion's; None: not asked.
         max_loss_increase: most that its mean loss a label may lie above the champion's; None: not asked.
@@ -140,7 +140,7 @@ def _waits(gates: Gates, newest: Tally, seen: Tally, waited_seconds: float) -> I
         yield words + (f", {least} are needed" if past else "")
     elif not seen.answers:
         yield "no device has answered"  # those of this phase were shut out meanwhile
-    if waited_seconds < gates.soak_seconds:
+    if newest.devices and waited_seconds < gates.soak_seconds:
         yield f"it lasts {gates.soak_seconds:g} s at least"
 
 

@@ -65,8 +65,8 @@ def _kept(connection: Connection, rollout: RolloutRow, before: MemberRow, after:
     if after is before:
         return before
     rollouts.save_member(connection, after)
-    if before.force and not after.force:
-        rollouts.redirect(connection, rollout.model)  # it was let try once more, and did
+    if (before.force and not after.force) or after.standing == "rolled_back" != before.standing:
+        rollouts.redirect(connection, rollout.model)  # it was let try once more, and did; or it is back
     if (before.standing, before.told) != (after.standing, after.told):
         events.record(
             connection,

@@ -114,7 +114,7 @@ def resume(services: Services, rollout: str) -> RolloutRow:
 def abort(services: Services, rollout: str, *, keep: bool = False) -> RolloutRow:
     """Ends it for good. Devices that have the release go back to what they had, unless they are to `keep` it.
 
-    A finished rollout can be aborted too, as long as it is the model's newest.
+    A finished rollout can be aborted too, once all newer ones of its model were taken back.
 
     Raises:
         Refusal: 404 `unknown_rollout`; 409 `rollout_state`, `not_the_newest`.
@@ -325,8 +325,13 @@ def _steer(
         row = known(connection, rollout)
         if row.state not in allowed:
             raise _wrong_state(row, _VERBS[state])
-        if row.state == "finished" and rollouts.newest(connection, 1, row.model)[0].id != row.id:
-            raise Refusal(409, "not_the_newest", f"{row.model} has a newer rollout; abort that one")
+        if row.state == "finished" and (newer := _in_force_after(connection, row)) is not None:
+            raise Refusal(
+                409,
+                "not_the_newest",
+                f"rollout {newer.id} of {newer.model}:{newer.version} is newer, and {newer.state}; only the newest that "
+                "holds can be taken back, so abort that one first",
+            )
         if keep:
             row = rollouts.change(connection, row, now, keep=True)
         after: rollouts.State = "created" if state == "running" and row.phase < 0 else state
@@ -339,6 +344,20 @@ def _steer(
     changed = services.database.write(work).result()
     services.signals.notify(TOPIC, "events")
     return changed
+
+
+def _in_force_after(connection: Connection, row: RolloutRow) -> RolloutRow | None:
+    """The newest rollout of the model that was made after this one and was not taken back."""
+    for each in rollouts.newest(connection, rollouts.REMEMBERED, row.model):
+        if each.id == row.id:
+            return None
+        if each.state not in engine.GOES_BACK or each.keep:
+            return each
+    raise Refusal(
+        409,
+        "not_the_newest",
+        f"{row.model} had {rollouts.REMEMBERED} rollouts since; none so old is taken back",
+    )
 
 
 def _sign(services: Services, releases: Releases, model: str) -> bool:

@@ -127,6 +127,7 @@ def test_a_phase_lasts_as_long_as_it_is_to_soak() -> None:
     gates = Gates(soak_seconds=600)
     assert judge(gates, tallies(3, 0, 0), 599).outcome == "wait"
     assert judge(gates, tallies(3, 0, 0), 600).outcome == "pass"
+    assert judge(gates, [*tallies(3, 0, 0), Tally()], 0).outcome == "pass"
 
 
 def compared(correct: float, champion: float, labels: float = 1000) -> list[Tally]:

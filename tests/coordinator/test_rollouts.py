@@ -229,6 +229,30 @@ def test_a_finished_rollout_can_be_taken_back_while_it_is_the_newest(small: Flee
         service.abort(small.world.services, made.id)
 
 
+def test_several_rollouts_are_taken_back_one_after_the_other(small: Fleet) -> None:
+    """Of one version for devices that came later, and of the version before that too."""
+    first, *others = small.devices
+    made = [
+        small.start(GOOD, percents=(100,), wanted=Filter(ids=tuple(device.id for device in others))),
+    ]
+    small.until(made[0], "finished")
+    for version in (GOOD, 4):
+        made.append(small.start(version, percents=(100,)))
+        small.until(made[-1], "finished")
+    assert set(small.versions()) == {4}
+    with pytest.raises(Refusal, match=f"rollout {made[2].id} of digits:4 is newer, and finished"):
+        service.abort(small.world.services, made[0].id)
+    seen = []
+    for rollout in reversed(made):
+        service.abort(small.world.services, rollout.id)
+        small.turn()
+        for _ in range(4):
+            small.round()
+        seen.append([first.version, *{device.version for device in others}])
+    assert seen == [[GOOD, GOOD], [1, GOOD], [1, 1]]
+    assert small.round() == 0
+
+
 def test_silent_devices_are_left_behind_after_the_deadline_and_caught_up_with(small: Fleet) -> None:
     made = small.start(GOOD, percents=(100,), gates=Gates(answered=0.5, deadline_seconds=600))
     small.turn()

@@ -104,9 +104,8 @@ class RolloutDevice:
         elif self.active is not None and self.active[1] == offer.version:
             self.active, self.last = (offer.rollout, offer.version), None
         elif offer.action == "roll_back":
-            assert self.spare is not None and self.spare[1] == offer.version
             assert self.active is not None
-            left = self.active
+            left = self.active  # what the other slot does not hold is fetched
             self.active, self.spare = (offer.rollout, offer.version), left
             self.last = ReleaseReport(left[0], self.model, left[1], "rolled_back", "told")
         elif offer.version in self.failed and not offer.force:
