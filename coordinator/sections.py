@@ -55,10 +55,10 @@ def model_problems(name: str, options: Mapping[str, Any]) -> Iterator[str]:
     """
     entry = catalog.MODELS.get(name)
     if entry is None:
-        if ":" not in name and name not in _installed_models():
+        if ":" not in name and not name.endswith(catalog.KERAS_FILE) and name not in _installed_models():
             yield (
                 f"model.name = {name!r} is unknown{nearest(name, catalog.MODELS)}; known: "
-                f"{', '.join(catalog.MODELS)}; your own is given as package.module:build"
+                f"{', '.join(catalog.MODELS)}; your own is given as package.module:build, or as a .keras file"
             )
         return
     try:

@@ -93,6 +93,11 @@ def build(
         UserError: the model cannot be built, or not for the runtimes asked for.
     """
     made = pool.one({"kind": "initial", "model": dict(model), "seed": experiment.seed})
+    if "torch" in experiment.federation.runtimes and made.values["framework"] == "keras":
+        raise UserError(
+            f"federation.runtimes asks for torch, as it does unless set, but model.name = {experiment.model.name!r} is a "
+            "Keras model, which trains in: litert, tensorflow; leave torch out: --set 'federation.runtimes={litert=1}'"
+        )
     if "tensorflow" in experiment.federation.runtimes and not made.values["twin"]:
         raise UserError(
             f"federation.runtimes asks for tensorflow, but model.name = {experiment.model.name!r} has no TensorFlow "

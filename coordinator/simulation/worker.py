@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,16 +80,21 @@ class Worker:
 
     def _initial(self, frame: Frame) -> Reply:
         """Builds the model and gives its initial params."""
+        from models.zoo import KerasSpec
+
+        spec, seed = self._spec(frame.values["model"]), frame.values["seed"]
+        if isinstance(spec, KerasSpec):
+            spec.require_trainable()
+            model = spec.build(seed)
+            return _begun("keras", model.trainable, True, spec.task, model.params())
         from edge_client.train import torch_trainer
         from models.zoo.trial import require_answers
 
-        spec = self._spec(frame.values["model"])
         require_answers(spec)
-        module = spec.build(frame.values["seed"])
-        params = torch_trainer.read(module)
-        trainable = list(torch_trainer.TorchRuntime(module, spec.loss).trainable)
-        values = {"trainable": trainable, "twin": spec.tensorflow_twin is not None, "task": spec.task}
-        return values, [arrays.encode(params)]
+        module = spec.build(seed)
+        trainable = torch_trainer.TorchRuntime(module, spec.loss).trainable
+        has_twin = spec.tensorflow_twin is not None
+        return _begun("torch", trainable, has_twin, spec.task, torch_trainer.read(module))
 
     def _open(self, frame: Frame) -> Reply:
         self._run = workspace.open_workspace(Path(frame.values["folder"]))
@@ -123,7 +128,7 @@ class Worker:
         """Scores the rows [start, stop) of the test part."""
         assert self._run is not None
         rows = self._run.test_rows[frame.values["start"] : frame.values["stop"]]
-        result = Trainer(self._runtime("torch")).evaluate(
+        result = Trainer(self._runtime("evaluation")).evaluate(
             self._candidate, Examples(self._run.x[rows], self._run.y[rows])
         )
         counts = arrays.encode({"correct": result.correct, "labels": result.labels})
@@ -132,7 +137,7 @@ class Worker:
     def _spec(self, model: dict[str, Any]) -> Any:
         from models import zoo
 
-        return zoo.get(
+        return zoo.find(
             model["name"],
             input_shape=tuple(model["input_shape"]),
             classes=model["classes"],
@@ -147,6 +152,7 @@ class Worker:
         return self._runtimes[name]
 
     def _made(self, name: str) -> Runtime:
+        """`evaluation`: in the framework that the model is of, whatever the clients run."""
         if name == "litert":
             from edge_client.train.litert_trainer import LiteRTRuntime
             from edge_client.wire import manifest
@@ -157,9 +163,18 @@ class Worker:
             artifact = LiteRTRuntime(Path(self._model["tflite"]), described)
             artifact.self_test()
             return artifact
-        from edge_client.train.torch_trainer import TorchRuntime
+        from models.zoo import KerasSpec
 
         spec = self._spec(self._model)
+        if name == "evaluation":
+            return self._runtime("tensorflow" if isinstance(spec, KerasSpec) else "torch")
+        if isinstance(spec, KerasSpec):
+            from edge_client.train.tensorflow_trainer import TensorFlowRuntime
+
+            model = spec.build(0)
+            return TensorFlowRuntime(model, trainable=model.trainable)
+        from edge_client.train.torch_trainer import TorchRuntime
+
         torch_runtime = TorchRuntime(spec.build(0), spec.loss)
         if name == "torch":
             return torch_runtime
@@ -168,6 +183,11 @@ class Worker:
         if spec.tensorflow_twin is None:
             raise UserError(f"model {self._model['name']!r} has no TensorFlow twin")
         return TensorFlowRuntime(spec.tensorflow_twin(), trainable=torch_runtime.trainable)
+
+
+def _begun(framework: str, trainable: Sequence[str], has_twin: bool, task: str, params: Params) -> Reply:
+    values = {"framework": framework, "trainable": list(trainable), "twin": has_twin, "task": task}
+    return values, [arrays.encode(params)]
 
 
 def serve(channel: socket.socket) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -32,7 +32,7 @@ from models.export.trace import Traced
 EXPORT_FORMAT = 1
 """Raise it when this package makes another file of the same graphs."""
 
-_MAKERS = ("torch", "litert-torch", "litert-converter", "ai-edge-litert")
+MAKERS = ("torch", "litert-torch", "litert-converter", "ai-edge-litert")
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,25 @@ class Entry:
 
 def key(traced: Traced, description: str) -> str:
     """Of both graphs and `description`, a text that holds all else that the manifest depends on."""
+    return key_of(content(traced), description, MAKERS)
+
+
+def key_of(content: Iterable[bytes], description: str, makers: Iterable[str]) -> str:
+    """Of all that decides the graphs, of `description` as for `key`, and of the distributions that make the file."""
     digest = hashlib.sha256(f"{EXPORT_FORMAT} {manifests.FORMAT}\n{description}\n".encode())
-    digest.update("\n".join(f"{name} {_version(name)}" for name in _MAKERS).encode())
-    for graph in (traced.train, traced.infer):
-        digest.update(graph.code.encode())
-        for name, constant in _constants(graph):
-            digest.update(f"{name} {constant.dtype} {tuple(constant.shape)}\n".encode())
-            digest.update(constant.detach().contiguous().cpu().numpy().tobytes())
+    digest.update("\n".join(f"{name} {_version(name)}" for name in makers).encode())
+    for part in content:
+        digest.update(part)
     return digest.hexdigest()
+
+
+def content(traced: Traced) -> Iterator[bytes]:
+    """Both graphs with their constants."""
+    for graph in (traced.train, traced.infer):
+        yield graph.code.encode()
+        for name, constant in _constants(graph):
+            yield f"{name} {constant.dtype} {tuple(constant.shape)}\n".encode()
+            yield constant.detach().contiguous().cpu().numpy().tobytes()
 
 
 def find(folder: Path, key: str) -> Entry | None:

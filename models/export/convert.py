@@ -2,11 +2,11 @@
 
     python -P -m models.export.convert [REQUEST.json]
 
-1. build the model, trace its training step and its logits (`models.export.trace`)
+1. build the model, trace its training step and its logits (`models.export.trace`; a Keras model: `models.export.keras`)
 2. look into the cache; a hit ends here, before anything slow is imported
 3. convert both graphs into one `.tflite`
 4. refuse operations that a runtime may not have (`models.export.operators`)
-5. ask PyTorch itself the golden question, and the new file too: a file that answers otherwise is not kept
+5. ask the model's own framework the golden question, and the new file too: a file that answers otherwise is not kept
 6. keep the file and its manifest
 
 The answer is `{"tflite", "manifest", "cached", "seconds"}` or `{"error"}`. Whatever the model's code or the
@@ -23,12 +23,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -38,6 +40,7 @@ from edge_client.train import golden
 from edge_client.train.golden import SelfTestFailed
 from edge_client.train.litert_trainer import LiteRTRuntime
 from edge_client.train.torch_trainer import TorchRuntime
+from edge_client.train.trainer import Runtime
 from edge_client.wire.manifest import (
     FileSpec,
     Fill,
@@ -47,6 +50,7 @@ from edge_client.wire.manifest import (
     Lineage,
     Manifest,
     SignatureSpec,
+    TensorSpec,
     Tolerance,
 )
 from edge_client.wire.strict import Unfit
@@ -54,7 +58,7 @@ from models import adaptation, zoo
 from models.export import cache, held
 from models.export.operators import ForeignOperator, minimum_runtime, operators
 from models.export.request import ExportRequest
-from models.export.trace import NotTraceable, Traced, traced
+from models.export.trace import NotConvertible, NotTraceable, Traced, traced
 from models.user_code import UserCodeError
 from models.zoo.spec import ModelSpec
 
@@ -67,11 +71,61 @@ GOLDEN_LR = 1.0
 _REASON_LENGTH = 200
 
 
-class NotConvertible(ValueError):
-    """The converter refused the graph, or made something else of it; the message names what it said."""
+_USER_ERRORS = (
+    Unfit,
+    zoo.KerasUnfit,
+    zoo.ModelNotFound,
+    UserCodeError,
+    NotTraceable,
+    NotConvertible,
+    ForeignOperator,
+)
 
 
-_USER_ERRORS = (Unfit, zoo.ModelNotFound, UserCodeError, NotTraceable, NotConvertible, ForeignOperator)
+class Program(Protocol):
+    """A model's two signatures before the converter, of whatever framework."""
+
+    framework: str
+    makers: tuple[str, ...]
+    tensors: tuple[TensorSpec, ...]
+    values: Mapping[str, npt.NDArray[np.float32]]
+
+    @property
+    def content(self) -> Iterable[bytes]:
+        """All that decides the graphs."""
+
+    def tflite(self) -> bytes:
+        """The file. Raises `NotConvertible`."""
+
+    def reference(self) -> Runtime:
+        """The model as it was written, with its framework's own gradients: nothing of what was traced is used."""
+
+
+class TorchProgram:
+    """A torch module's."""
+
+    framework = "PyTorch"
+    makers: tuple[str, ...] = cache.MAKERS
+
+    def __init__(self, spec: ModelSpec, batch_size: int) -> None:
+        self._spec, self._traced = spec, traced(spec, batch_size)
+        self.tensors = self._traced.tensors
+        values = zip(self.tensors, self._traced.values, strict=True)
+        self.values: Mapping[str, npt.NDArray[np.float32]] = {
+            tensor.name: value.numpy() for tensor, value in values
+        }
+
+    @property
+    def content(self) -> Iterable[bytes]:
+        return cache.content(self._traced)
+
+    def tflite(self) -> bytes:
+        file = _tflite(self._traced)
+        # A frozen backbone is kept as the integers that it was made of.
+        return held.in_eight_bits(file) if self._spec.name == adaptation.MODEL else file
+
+    def reference(self) -> Runtime:
+        return TorchRuntime(self._spec.build(seed=0), self._spec.loss)
 
 
 @dataclass
@@ -111,16 +165,16 @@ def convert(request: ExportRequest, cache_dir: Path) -> dict[str, Any]:
     """
     watch = Stopwatch({})
     spec = _spec(request)
-    graphs: Traced = watch.timed("trace", lambda: traced(spec, request.batch_size))
-    draft = _draft(request, spec, graphs)
+    program: Program = watch.timed("trace", lambda: _program(spec, request.batch_size))
+    draft = _draft(request, spec, program)
     folder = cache_dir / "artifacts"
-    key = cache.key(graphs, draft.to_json())
+    key = cache.key_of(program.content, draft.to_json(), program.makers)
     with cache.locked(folder, key):
         entry = cache.find(folder, key)
         cached = entry is not None
         if entry is None:
-            tflite: bytes = watch.timed("convert", lambda: _stored(_tflite(graphs), request))
-            manifest = watch.timed("check", lambda: _checked(draft, spec, tflite))
+            tflite: bytes = watch.timed("convert", program.tflite)
+            manifest = watch.timed("check", lambda: _checked(draft, program, tflite))
             entry = cache.store(folder, key, tflite, manifest)
     return {
         "tflite": str(entry.tflite),
@@ -130,8 +184,8 @@ def convert(request: ExportRequest, cache_dir: Path) -> dict[str, Any]:
     }
 
 
-def _spec(request: ExportRequest) -> ModelSpec:
-    return zoo.get(
+def _spec(request: ExportRequest) -> ModelSpec | zoo.KerasSpec:
+    return zoo.find(
         request.model,
         input_shape=request.input_shape,
         classes=request.classes,
@@ -141,12 +195,20 @@ def _spec(request: ExportRequest) -> ModelSpec:
     )
 
 
-def _draft(request: ExportRequest, spec: ModelSpec, graphs: Traced) -> Manifest:
+def _program(spec: ModelSpec | zoo.KerasSpec, batch_size: int) -> Program:
+    if isinstance(spec, ModelSpec):
+        return TorchProgram(spec, batch_size)
+    from models.export.keras import KerasProgram
+
+    return KerasProgram(spec, batch_size)
+
+
+def _draft(request: ExportRequest, spec: ModelSpec | zoo.KerasSpec, program: Program) -> Manifest:
     """The manifest but for the file and the golden answers."""
-    names = [tensor.signature_name for tensor in graphs.tensors]
-    changed = [tensor.signature_name for tensor in graphs.trainable]
+    names = [tensor.signature_name for tensor in program.tensors]
+    changed = [tensor.signature_name for tensor in program.tensors if tensor.trainable]
     vocab = spec.tokens if spec.input_dtype == "int32" else None
-    fills = {tensor.name: _fill(value) for tensor, value in zip(graphs.tensors, graphs.values, strict=True)}
+    fills = {name: _fill(value) for name, value in program.values.items()}
     return Manifest(
         model=request.model,
         options=dict(spec.options or request.options),
@@ -154,7 +216,7 @@ def _draft(request: ExportRequest, spec: ModelSpec, graphs: Traced) -> Manifest:
         classes=spec.classes,
         input=InputSpec(tuple(spec.input_shape), spec.input_dtype, vocab),
         batch_size=request.batch_size,
-        tensors=graphs.tensors,
+        tensors=program.tensors,
         signatures={
             "train": SignatureSpec(("x", "y", "lr", *names), ("loss", *changed)),
             "infer": SignatureSpec(("x", *names), ("logits",)),
@@ -179,9 +241,9 @@ def _draft(request: ExportRequest, spec: ModelSpec, graphs: Traced) -> Manifest:
     )
 
 
-def _fill(value: torch.Tensor) -> Fill:
+def _fill(value: npt.NDArray[np.float32]) -> Fill:
     """Spread as the untrained tensor is, and never all alike, so that a mix-up of elements shows."""
-    spread = float(value.std(correction=0)) * math.sqrt(3)
+    spread = float(value.std()) * math.sqrt(3)
     return Fill(offset=round(float(value.mean()), 3), scale=round(max(spread, 0.05), 3))
 
 
@@ -249,33 +311,28 @@ def _tflite(graphs: Traced) -> bytes:
     return bytes(converted.model_content())
 
 
-def _stored(tflite: bytes, request: ExportRequest) -> bytes:
-    """The file as it is kept: a frozen backbone as the integers that it was made of."""
-    return held.in_eight_bits(tflite) if request.model == adaptation.MODEL else tflite
-
-
-def _checked(draft: Manifest, spec: ModelSpec, tflite: bytes) -> Manifest:
-    """The finished manifest, once the file has been seen to agree with PyTorch."""
+def _checked(draft: Manifest, program: Program, tflite: bytes) -> Manifest:
+    """The finished manifest, once the file has been seen to agree with the framework that the model is of."""
     manifest = replace(
         draft,
         operators=operators(tflite),
         minimum_runtime=minimum_runtime(tflite),
         file=FileSpec(hashlib.sha256(tflite).hexdigest(), len(tflite)),
     )
-    manifest = replace(manifest, golden=_answered(manifest, spec))
+    manifest = replace(manifest, golden=_answered(manifest, program))
     try:
         LiteRTRuntime(tflite, manifest).self_test()
     except SelfTestFailed as error:
         raise NotConvertible(
-            f"the converted model does not compute what PyTorch does ({error}); "
-            "train this model with torch, or report its architecture"
+            f"the converted model does not compute what {program.framework} does ({error}); "
+            f"train this model with {program.framework}, or report its architecture"
         ) from error
     return manifest
 
 
-def _answered(manifest: Manifest, spec: ModelSpec) -> Golden:
-    """The golden answers, from the module and autograd as they are: nothing of what was traced is used."""
-    answers = golden.ask(TorchRuntime(spec.build(seed=0), spec.loss), manifest)
+def _answered(manifest: Manifest, program: Program) -> Golden:
+    """The golden answers, of the model as its framework computes it."""
+    answers = golden.ask(program.reference(), manifest)
     numbers = [answers.loss, answers.logits.norm, *(change.norm for change in answers.changes.values())]
     if not all(map(math.isfinite, numbers)):
         raise NotTraceable("the model's loss, logits or gradients are not finite on ordinary inputs")

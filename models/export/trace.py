@@ -34,6 +34,10 @@ class NotTraceable(ValueError):
     """The model cannot become a LiteRT graph; the message names what is in the way."""
 
 
+class NotConvertible(ValueError):
+    """The converter refused the graph, or made something else of it; the message names what it said."""
+
+
 @dataclass(frozen=True)
 class Traced:
     """Both graphs, and the tensors they take, in the order of the state dict."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from models.zoo.resolve import ModelNotFound, get
+from models.zoo.keras import KerasSpec, KerasUnfit
+from models.zoo.resolve import ModelNotFound, find, get
 from models.zoo.spec import ModelSpec
 
-__all__ = ["ModelNotFound", "ModelSpec", "get"]
+__all__ = ["KerasSpec", "KerasUnfit", "ModelNotFound", "ModelSpec", "find", "get"]

@@ -1,0 +1,221 @@
+"""A user's Keras model becomes the artifact that any model becomes: it trains as Keras does, or is refused with the reason.
+
+Steps are compared with TensorFlow's own gradients of the model as it was written, from the same start, as for PyTorch in
+`tests.parity.test_litert_training`.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from edge_client.train.litert_trainer import LiteRTRuntime
+from edge_client.train.tensorflow_trainer import TensorFlowRuntime
+from edge_client.train.trainer import Examples, Trainer, TrainTask
+from edge_client.wire import manifest
+from edge_client.wire.manifest import Manifest
+from models import zoo
+from models.export import convert
+from models.export.keras_gradients import OVERRIDES, relu
+from models.export.request import ExportRequest
+from models.export.trace import NotConvertible
+from models.zoo.keras import KerasSpec, KerasUnfit, of_file
+from strategies.client_rules import Proximal
+from tests.support.artifacts import cache_dir, lived_in
+from tests.support.keras_nets import NETS
+from tests.support.releases import constrained_python
+
+BATCH = 8
+
+SELF_TEST = """
+import sys
+from pathlib import Path
+from edge_client.train.litert_trainer import LiteRTRuntime
+from edge_client.wire import manifest
+
+LiteRTRuntime(Path(sys.argv[1]), manifest.from_json(Path(sys.argv[2]).read_bytes())).self_test()
+"""
+
+
+@functools.cache
+def exported(name: str) -> tuple[Path, Path, Manifest]:
+    """The artifact of one of `NETS`."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(convert, "_spec", lambda request: NETS[name])
+        answer = convert.convert(request_of(NETS[name]), cache_dir())
+    described = Path(answer["manifest"])
+    return Path(answer["tflite"]), described, manifest.from_json(described.read_bytes())
+
+
+def request_of(spec: KerasSpec) -> ExportRequest:
+    return ExportRequest(spec.name, {}, spec.input_shape, spec.classes, spec.input_dtype, spec.task, BATCH)
+
+
+def examples(spec: KerasSpec, count: int) -> Examples:
+    rng = np.random.default_rng(4)
+    labels = (count, *spec.input_shape) if spec.task == "next_token" else (count,)
+    y = rng.integers(0, spec.classes, labels).astype(np.int32)
+    if spec.input_dtype == "int32":
+        return Examples(rng.integers(0, spec.tokens, (count, *spec.input_shape)).astype(np.int32), y)
+    return Examples(rng.random((count, *spec.input_shape), np.float32), y)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_client_task_gives_the_update_that_keras_gives(name: str) -> None:
+    """Three steps, the last on a short batch; one rule that adds to the step."""
+    tflite, _, described = exported(name)
+    model = NETS[name].build(seed=3)
+    params = lived_in(model.params(), seed=9)
+    data = examples(NETS[name], 2 * BATCH + 3)
+    task = TrainTask(seed=5, batch_size=BATCH, lr=0.1, epochs=1, rule=Proximal(mu=0.7))
+
+    litert = Trainer(LiteRTRuntime(tflite, described))
+    plain = Trainer(TensorFlowRuntime(model, trainable=model.trainable))
+    got, expected = litert.train(params, task, data), plain.train(params, task, data)
+
+    assert described.trainable == model.trainable
+    assert {t.name: t.shape for t in described.tensors} == {n: v.shape for n, v in params.items()}
+    assert got.update.train_loss == pytest.approx(expected.update.train_loss, abs=1e-5)
+    assert got.update.delta.keys() == expected.update.delta.keys() == set(model.trainable)
+    for tensor, value in expected.update.delta.items():
+        np.testing.assert_allclose(got.update.delta[tensor], value, rtol=0, atol=1e-5, err_msg=tensor)
+    assert max(np.abs(value).max() for value in expected.update.delta.values()) > 1e-3
+    np.testing.assert_array_equal(litert.evaluate(params, data).correct, plain.evaluate(params, data).correct)
+
+
+def test_every_artifact_passes_its_golden_answers_on_the_constrained_runtime() -> None:
+    python = constrained_python()
+    for name in ("cnn", "varied", "next_token"):
+        tflite, described, _ = exported(name)
+
+        done = subprocess.run(
+            [python, "-c", SELF_TEST, tflite, described], capture_output=True, text=True, timeout=120
+        )
+
+        assert done.returncode == 0, (name, done.stderr)
+
+
+@tf.RegisterGradient("TestTwiceTheReluGradient")
+def _wrong(op: Any, dy: Any) -> Any:
+    return 2 * relu(op, dy)
+
+
+def test_a_file_with_a_wrong_gradient_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OVERRIDES, "Relu", "TestTwiceTheReluGradient")
+    monkeypatch.setattr(convert, "_spec", lambda request: NETS["mlp"])
+
+    with pytest.raises(
+        NotConvertible, match=r"does not compute what TensorFlow does .*train gave change of dense\."
+    ):
+        convert.convert(request_of(NETS["mlp"]), tmp_path)
+
+    assert not list(tmp_path.glob("**/*.tflite"))
+
+
+def test_the_same_seed_gives_the_same_params_under_the_same_names() -> None:
+    first, again, other = (NETS["cnn"].build(seed).params() for seed in (1, 1, 2))
+
+    assert list(first) == list(again) == list(other)
+    assert list(first)[:2] == ["conv2d.kernel", "conv2d.bias"]
+    for name, value in first.items():
+        np.testing.assert_array_equal(value, again[name])
+    assert np.abs(first["dense.kernel"] - other["dense.kernel"]).max() > 0.01
+
+
+def test_a_keras_file_is_the_model_with_its_weights(tmp_path: Path) -> None:
+    model = NETS["varied"].build(seed=1)
+    model.model.save(tmp_path / "net.keras")
+
+    spec = zoo.find(str(tmp_path / "net.keras"), input_shape=(9, 9, 1), classes=10)
+
+    assert isinstance(spec, KerasSpec)
+    found = spec.require_trainable()
+    assert found.trainable == model.trainable
+    for name, value in found.params().items():
+        np.testing.assert_array_equal(value, model.params()[name])
+
+
+def followed_by(*more: Any) -> Callable[[], Any]:
+    return lambda: keras.Sequential([keras.Input((8, 8)), *(each() for each in more)])
+
+
+def flat(*more: Any) -> Callable[[], Any]:
+    return followed_by(layers.Flatten, *more, lambda: layers.Dense(10))
+
+
+def images(*more: Any) -> Callable[[], Any]:
+    return flat(lambda: layers.Reshape((8, 8, 1)), *more, layers.Flatten)
+
+
+class _Own(keras.Model):
+    def call(self, x: Any) -> Any:
+        return x
+
+
+def two_outputs() -> Any:
+    x = keras.Input((8, 8))
+    return keras.Model(x, [layers.Dense(10)(layers.Flatten()(x)), x])
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "unknown layer": (
+        followed_by(lambda: layers.LSTM(4), lambda: layers.Dense(10)),
+        r"layer 'lstm' is a LSTM, .* layers that can be: .*GroupNormalization",
+    ),
+    "batch statistics": (flat(layers.BatchNormalization), r"freeze it \(trainable = False\), or take Group"),
+    "dropout": (flat(lambda: layers.Dropout(0.2)), r"'dropout' is random, .* leave dropout out \(rate=0\)"),
+    "activation": (flat(lambda: layers.Dense(4, activation="selu")), r"activation selu, .*take one of: .*relu6"),
+    "probabilities": (
+        followed_by(layers.Flatten, lambda: layers.Dense(10, activation="softmax")),
+        r"last layer 'dense' gives probabilities, expected logits; leave its activation out",
+    ),
+    "groups": (images(lambda: layers.Conv2D(4, 3), lambda: layers.Conv2D(4, 3, groups=2)), r"groups = 2"),
+    "dilation": (images(lambda: layers.Conv2D(4, 3, dilation_rate=2)), r"dilation_rate = \(2, 2\); take"),
+    "regularizer": (flat(lambda: layers.Dense(4, kernel_regularizer="l2")), r"adds to the loss"),
+    "constraint": (flat(lambda: layers.Dense(4, kernel_constraint="max_norm")), r"a constraint on kernel"),
+    "half precision": (flat(lambda: layers.Dense(4, dtype="mixed_float16")), r"computes in float16"),
+    "half weights": (flat(lambda: layers.Dense(4, dtype="float16")), r"dense/kernel is float16; params are"),
+    "subclass": (_Own, r"subclass of keras.Model with code of its own; make it of layers"),
+    "two outputs": (two_outputs, r"1 inputs and 2 outputs, expected one of each"),
+    "another shape": (lambda: keras.Sequential([keras.Input((64,)), layers.Dense(10)]), r"takes .*\(64,\), the data has \(8, 8\)"),
+    "classes": (followed_by(layers.Flatten, lambda: layers.Dense(9)), r"\[batch, 9\] .* expected \[batch, 10\]"),
+    "nothing to train": (followed_by(layers.Flatten, lambda: layers.Dense(10, trainable=False)), r"no trainable"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_trained_everywhere_is_refused_by_name(kind: str) -> None:
+    make, reason = REFUSED[kind]
+    with pytest.raises(KerasUnfit, match=reason):
+        KerasSpec("nets:own", make, (8, 8), 10).require_trainable()
+
+
+def test_a_file_with_code_in_it_or_none_at_all_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "code.keras"
+    followed_by(layers.Flatten, lambda: layers.Lambda(lambda x: x), lambda: layers.Dense(10))().save(path)
+    (tmp_path / "torn.keras").write_bytes(path.read_bytes()[:200])
+
+    for name in ("code.keras", "torn.keras"):
+        spec = of_file(str(tmp_path / name), (8, 8), 10, "float32", "classification")
+        with pytest.raises(KerasUnfit, match="cannot be read without running code from it"):
+            spec.build(0)
+    with pytest.raises(zoo.ModelNotFound, match=r"'none\.keras': there is no such file"):
+        zoo.find("none.keras", input_shape=(8, 8), classes=10)
+    with pytest.raises(zoo.ModelNotFound, match="is a file and has no options, got width"):
+        zoo.find(str(path), input_shape=(8, 8), classes=10, width=3)
+
+
+def test_what_needs_torch_refuses_a_keras_model(tmp_path: Path) -> None:
+    with pytest.raises(zoo.ModelNotFound, match=r"is a Keras model, .* this needs a torch\.nn\.Module"):
+        path = tmp_path / "net.keras"
+        NETS["mlp"].build(0).model.save(path)
+        zoo.get(str(path), input_shape=(8, 8), classes=10)
