@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 NAMES = (
+    "start_up",
     "aggregation",
     "simulation",
     "round_memory",
@@ -18,6 +19,7 @@ NAMES = (
     "rounds",
     "hostile",
     "coordinator_kills",
+    "simulation_kills",
     "loader",
     "sentiment",
     "collectives",
