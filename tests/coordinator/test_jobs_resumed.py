@@ -40,7 +40,7 @@ def settings(steps: int, processes: int) -> dict[str, Any]:
         "seed": 3,
         "processes": processes,
         "plan": {"dp": processes},
-        "more": {"checkpoint": {"every": 20, "background": False}},
+        "more": {"checkpoint": {"every": 40, "background": False}},
     }
 
 
@@ -59,7 +59,7 @@ def plain(folder: Path) -> jobs.Job:
 def test_a_training_whose_starter_was_killed_ends_as_if_it_had_not_been(
     tmp_path: Path, processes: int
 ) -> None:
-    asked = settings(1000, processes)
+    asked = settings(480, processes)
     whole = jobs.run(jobs.Job("pretrain", arrays=arrays(), **asked), tmp_path / "whole")
     np.savez(tmp_path / "arrays.npz", **arrays())
     with subprocess.Popen(
@@ -79,7 +79,7 @@ def test_a_training_whose_starter_was_killed_ends_as_if_it_had_not_been(
     heard: list[int] = []
     resumed = jobs.resume(folder, lambda line: heard.append(line["step"]))
 
-    assert 80 <= heard[0] < 1000 and heard[0] % 20 == 0  # from a checkpoint, not from the start
+    assert 80 <= heard[0] < 480 and heard[0] % 40 == 0  # from a checkpoint, not from the start
     assert resumed["losses"] == whole["losses"]
     assert resumed["model_sha256"] == whole["model_sha256"]
     record = jobs.read(folder)

@@ -3,6 +3,7 @@
 The moments are drawn by a seed and told by progress, never by time: bytes the run has written. One run is
 killed at each of them in turn and resumed each time, so that every later kill hits a run that was resumed
 already. After each kill the committed model must be, bit for bit, the undisturbed run's of that round.
+`python -m tests.bench --only simulation_kills` is the long edition.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tests.support.cli import (
     options,
     report_of,
     run_cli,
+    run_here,
     simulate,
     started,
 )
@@ -47,21 +49,34 @@ MIXED = (*SETTINGS, "federation.runtimes={litert=0.5, torch=0.5}", "strategy.nam
 TORCH = (*SETTINGS, "federation.runtimes={torch=1}", "strategy.name=scaffold")
 
 
-@pytest.mark.parametrize(
-    ("workers", "settings", "seed", "kills_in_rounds"), [(1, MIXED, 11, 6), (2, TORCH, 12, 2)]
-)
-def test_a_run_killed_anywhere_ends_in_the_model_of_an_undisturbed_one(
-    tmp_path: Path, workers: int, settings: tuple[str, ...], seed: int, kills_in_rounds: int
-) -> None:
+def test_a_run_killed_anywhere_ends_in_the_model_of_an_undisturbed_one(tmp_path: Path) -> None:
+    killed_anywhere(tmp_path, 1, MIXED, 11, kills_in_rounds=3)
+
+
+def test_state_of_clients_survives_kills_between_rounds_too(tmp_path: Path) -> None:
+    killed_anywhere(tmp_path, 2, TORCH, 12, kills_in_rounds=2, only_in_rounds=True)
+
+
+def killed_anywhere(
+    folder: Path,
+    workers: int,
+    settings: tuple[str, ...],
+    seed: int,
+    kills_in_rounds: int,
+    only_in_rounds: bool = False,
+) -> int:
+    """Kills a run while its data, model and first round are made, in rounds and in its report; how many times."""
     # The undisturbed run has the other number of workers: that must not matter either.
-    undisturbed = tmp_path / "undisturbed"
+    undisturbed = folder / "undisturbed"
     expected = simulate(undisturbed, [*settings, f"simulation.workers={3 - workers}"])
     bases = _bases(undisturbed) | {ROUNDS: expected["final"]["model_sha256"]}
-    out = tmp_path / "killed"
+    out = folder / "killed"
 
     committed = set()
     with no_shared_memory_left():
         points = _kill_points(out, undisturbed, seed, kills_in_rounds)
+        if only_in_rounds:
+            points = points[3:-1]
         for point in points:
             command: list[str | Path] = ["simulate", "--resume", out]
             if not (out / "experiment.toml").exists():
@@ -75,7 +90,8 @@ def test_a_run_killed_anywhere_ends_in_the_model_of_an_undisturbed_one(
         last = run_cli("simulate", "--resume", out)
         assert last.returncode == 0, last.stderr
 
-    assert 0 in committed and len(committed) >= 2 + kills_in_rounds // 3, (
+    assert only_in_rounds or 0 in committed
+    assert len(committed) >= 2 + (0 if only_in_rounds else kills_in_rounds // 3), (
         "the kills did not spread over the rounds"
     )
     report = report_of(out)
@@ -85,18 +101,24 @@ def test_a_run_killed_anywhere_ends_in_the_model_of_an_undisturbed_one(
     assert [e["round"] for e in _events(out) if e["event"] == "round_committed"] == list(range(1, ROUNDS + 1))
     assert {path.name for path in out.iterdir()} == {path.name for path in undisturbed.iterdir()}
 
-    again = run_cli("simulate", "--resume", out)
+    again = run_here("simulate", "--resume", out)
     assert again.returncode == 0 and "already finished" in again.stderr
+    return len(points)
 
 
 @pytest.mark.parametrize("moment", ["models.export.convert", "round_started"])
 def test_workers_die_with_a_parent_that_is_killed_alone(tmp_path: Path, moment: str) -> None:
     out = tmp_path / "run"
+    converts = moment == "models.export.convert"
 
     def is_now() -> bool:
-        return moment in _text(out / "events.jsonl") or any(moment in words for words in run.alive())
+        if converts:
+            return any(moment in words for words in run.alive())
+        return moment in _text(out / "events.jsonl")
 
-    with no_shared_memory_left(), started("simulate", "--out", out, *options(MIXED)) as run:
+    # A cache of its own, where nothing was converted yet.
+    cache = {"FEDLOOP_CACHE_DIR": str(tmp_path / "cache")} if converts else {}
+    with no_shared_memory_left(), started("simulate", "--out", out, *options(MIXED), env=cache) as run:
         assert run.reaches(is_now), run.errors()
         assert any("coordinator.simulation.worker" in words for words in run.alive())
         run.send(signal.SIGKILL)

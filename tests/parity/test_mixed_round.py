@@ -24,9 +24,8 @@ SETTINGS = (
     "local.steps=5",
     "simulation.workers=1",
 )
-# Control variates are zero in the first round; the second is the first to be corrected by them.
+# Control variates are zero in the first round, which therefore is FedAvg's; the second is the first to be corrected by them.
 STRATEGIES = {
-    "fedavg": ("strategy.name=fedavg", "federation.rounds=1"),
     "fedprox": ("strategy.name=fedprox", "strategy.mu=1.0", "federation.rounds=1"),
     "scaffold": ("strategy.name=scaffold", "federation.rounds=2"),
 }
