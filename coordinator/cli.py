@@ -32,8 +32,9 @@ from coordinator import (
     rollout_commands,
 )
 from coordinator import doctor as checks
+from coordinator.command_options import DataDir, Json, Sets
 from coordinator.errors import RunInterrupted, UserError
-from coordinator.fleet_commands import ExperimentFile, Sets
+from coordinator.fleet_commands import ExperimentFile
 
 app = typer.Typer(
     help="Federated learning from the datacenter to the device and back.",
@@ -43,18 +44,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-DataDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--data-dir", envvar="FEDLOOP_DATA_DIR", help="Folder that holds the data files.", show_envvar=True
-    ),
-]
 Out = Annotated[
     Path | None,
     typer.Option("--out", help="Folder for the results; new or empty. Default: runs/<name>-<time>."),
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON on standard output, nothing else there.")
 ]
 
 

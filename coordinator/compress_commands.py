@@ -10,34 +10,35 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from coordinator.fleet_commands import Sets
-from coordinator.pretrain_commands import DataDir, Json
+from coordinator.command_options import DataDir, Json, Sets
+
+Trained = Annotated[Path, typer.Argument(help="Folder of a pretraining or of a finished run.", metavar="DIR")]
+Student = Annotated[
+    str | None,
+    typer.Option(
+        "--student",
+        help="Model to distil into. Default: the model itself where devices can run it; a search narrows it.",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", help="Folder for the results; one begun before is gone on with. Default: a new one in runs/."
+    ),
+]
 
 
 def compress(
-    folder: Annotated[
-        Path, typer.Argument(help="Folder of a pretraining or of a finished run.", metavar="DIR")
-    ],
+    folder: Trained,
     pipeline: Annotated[
         Path | None,
         typer.Option(
             "--pipeline", help="TOML file with the steps. Default: distil if need be, quantize to int8."
         ),
     ] = None,
-    student: Annotated[
-        str | None,
-        typer.Option(
-            "--student", help="Model to distil into. Default: none where devices can run the model itself."
-        ),
-    ] = None,
+    student: Student = None,
     sets: Sets = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            help="Folder for the results; one begun before is gone on with. Default: runs/compressed-<time>.",
-        ),
-    ] = None,
+    out: Out = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
@@ -50,7 +51,7 @@ def compress(
     from coordinator.pretraining import Surroundings
 
     asked = compressing.resolve(pipeline, student, sets or [])
-    where = out or Path("runs") / f"compressed-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+    where = out or _new_folder("compressed")
     with RichProgress(Console(stderr=True)) as progress:
         report = compressing.compress(folder, asked, where, Surroundings(data_dir, progress))
     if as_json:
@@ -60,9 +61,7 @@ def compress(
 
 
 def compress_search(
-    folder: Annotated[
-        Path, typer.Argument(help="Folder of a pretraining or of a finished run.", metavar="DIR")
-    ],
+    folder: Trained,
     memory: Annotated[
         str | None,
         typer.Option("--memory", help="Of the arena in tflite-micro, or in LiteRT, at most: 64KB, 1MiB."),
@@ -78,18 +77,9 @@ def compress_search(
     first: Annotated[
         bool, typer.Option("--first", help="End with the first pipeline that fits, without the others.")
     ] = False,
-    student: Annotated[
-        str | None,
-        typer.Option("--student", help="Model to distil into. Default: the model's own kind, narrower."),
-    ] = None,
+    student: Student = None,
     sets: Sets = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            help="Folder for the results; one begun before is gone on with. Default: runs/searched-<time>.",
-        ),
-    ] = None,
+    out: Out = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
@@ -104,7 +94,7 @@ def compress_search(
 
     budget = searching.budget(memory, size, latency, accuracy)
     asked = compressing.resolve(None, student, sets or [])
-    where = out or Path("runs") / f"searched-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+    where = out or _new_folder("searched")
     with RichProgress(Console(stderr=True)) as progress:
         report = searching.search(folder, asked, budget, where, Surroundings(data_dir, progress), first=first)
     if as_json:
@@ -115,3 +105,7 @@ def compress_search(
         console.print(searched_table(report, where), highlight=False)
     if report["search"]["chosen"] is None:
         raise typer.Exit(1)
+
+
+def _new_folder(kind: str) -> Path:
+    return Path("runs") / f"{kind}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"

@@ -22,7 +22,7 @@ import tomlkit
 
 from coordinator import compressing, jobs
 from coordinator.compressing import Asked, Source
-from coordinator.errors import RunInterrupted, UserError
+from coordinator.errors import UserError
 from coordinator.jobs import Job, JobFailed
 from coordinator.pretraining import LINEAGE, MODEL, REPORT, Surroundings
 from coordinator.sections import wrong
@@ -159,9 +159,7 @@ def _searched(
     try:
         return jobs.run(job, out, heard, surroundings.clock)
     except JobFailed as error:
-        if not heard.checked:
-            raise UserError(error.reason) from None
-        raise RunInterrupted(f"{error}; the same command goes on after the last step that was done") from None
+        raise compressing.failed(error, heard.checked) from None
 
 
 class _Heard:

@@ -197,9 +197,14 @@ def run_steps(
     try:
         return jobs.run(job, out, heard, surroundings.clock)
     except JobFailed as error:
-        if not checked:
-            raise UserError(error.reason) from None
-        raise RunInterrupted(f"{error}; the same command goes on after the last step that was done") from None
+        raise failed(error, checked) from None
+
+
+def failed(error: JobFailed, checked: bool) -> UserError | RunInterrupted:
+    """What a person is told of a worker that ended early: a mistake of theirs, unless it had `checked` what was asked for."""
+    if not checked:
+        return UserError(error.reason)
+    return RunInterrupted(f"{error}; the same command goes on after the last step that was done")
 
 
 def write_report(source: Source, result: Mapping[str, Any], out: Path, **more: Any) -> dict[str, Any]:
@@ -269,10 +274,7 @@ def _teachers(pipeline: Pipeline, named: str) -> dict[str, Source]:
             raise UserError(
                 f"{named}: teachers: {folder} has no {PARAMS} with its {MODEL}; expected a folder of `fedloop pretrain`"
             )
-        about = json.loads((path / MODEL).read_text("utf-8"))
-        found[folder] = Source(
-            {key: about[key] for key in ("name", "options", *MODEL_KEYS)}, path / PARAMS, {}, 0, {}
-        )
+        found[folder] = Source(_model_in(path), path / PARAMS, {}, 0, {})
     return found
 
 
@@ -297,8 +299,8 @@ def source_in(folder: Path, asked: Pipeline, scratch: Path, surroundings: Surrou
 
 
 def _pretrained(folder: Path, asked: Pipeline) -> Source:
-    described_model = json.loads((folder / MODEL).read_text("utf-8"))
-    lineage = json.loads((folder / LINEAGE).read_text("utf-8"))
+    model = _model_in(folder)
+    lineage = document(folder / LINEAGE, "model_sha256", "seed")
     if pretraining.sha256_of(folder / PARAMS) != lineage["model_sha256"]:
         raise UserError(f"{folder / PARAMS}: is not the file that {LINEAGE} tells of; it was replaced since")
     # what was compressed before has its rows beside it, and can be compressed further
@@ -307,7 +309,7 @@ def _pretrained(folder: Path, asked: Pipeline) -> Source:
     seed = lineage["seed"] if asked.seed is None else asked.seed
     rng = np.random.default_rng(seed)
     return Source(
-        {key: described_model[key] for key in ("name", "options", *MODEL_KEYS)},
+        model,
         folder / PARAMS,
         _fewer(arrays, {"train": asked.rows, "test": asked.test_rows}, rng),
         seed,
@@ -315,10 +317,41 @@ def _pretrained(folder: Path, asked: Pipeline) -> Source:
     )
 
 
+def _model_in(folder: Path) -> dict[str, Any]:
+    """The model whose params are in a folder, as job files describe it."""
+    wanted = ("name", "options", *MODEL_KEYS)
+    found = document(folder / MODEL, *wanted)
+    return {key: found[key] for key in wanted}
+
+
+def document(path: Path, *keys: str) -> dict[str, Any]:
+    """The JSON object in a file that a command left, with these keys.
+
+    Raises:
+        UserError: it is none, or one of the keys is not there.
+    """
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{path.parent}: there is no {path.name} here; expected one of `fedloop compress`, `fedloop pretrain` or a finished run"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds {type(found).__name__}, expected an object")
+    if lacking := [key for key in keys if key not in found]:
+        raise UserError(f"{path} lacks the key {lacking[0]!r}; expected the file as the command left it")
+    return found
+
+
 def _rows(folder: Path) -> dict[str, npt.NDArray[Any]]:
-    return {
-        path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(folder.glob("*.npy"))
-    }
+    """The rows beside what was compressed before."""
+    names = ("x_train", "y_train", "x_test", "y_test")
+    try:
+        return {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: the rows of that compression cannot be read: {error}") from None
 
 
 def _of_run(folder: Path, asked: Pipeline, scratch: Path, surroundings: Surroundings) -> Source:

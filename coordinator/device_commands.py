@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from coordinator.command_options import Json
 from coordinator.errors import UserError
 from coordinator.operator_client import Coordinator, OperatorClient, connect
 
@@ -31,9 +32,6 @@ app = typer.Typer(
 Which = Annotated[
     str,
     typer.Argument(metavar="DEVICE", help="Its id, the beginning of it, or its name.", show_default=False),
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON on standard output, nothing else there.")
 ]
 Group = Annotated[str, typer.Option("--group", help="Group that the devices belong to.")]
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from coordinator.command_options import DataDir, Json
 from coordinator.errors import UserError
-from coordinator.pretrain_commands import DataDir, Json
-
-_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+from edge_client.wire.rollouts import is_release
 
 
 def export(
@@ -70,9 +68,10 @@ def export(
     from coordinator.display import RichProgress
     from coordinator.pretraining import Surroundings
 
-    if not _NAME.fullmatch(name):
+    if not is_release(name, version):
         raise UserError(
-            f"--name {name!r}: expected 1 to 63 small letters, digits and dashes, no dash at the beginning"
+            f"--name {name!r} --version {version}: expected 1 to 63 small letters, digits and dashes, no dash at the "
+            "beginning, and a version below 1,000,000,000"
         )
     wanted = exporting.Wanted(
         name,

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator import compressing, jobs
+from coordinator.compressing import PARAMS, TFLITE
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.jobs import Job, JobFailed
 from coordinator.pretraining import LINEAGE, MODEL, MODEL_KEYS, REPORT, Surroundings, sha256_of
@@ -37,7 +38,8 @@ PRECISIONS = (
 )
 """As `models.compress.step.Precision`, which needs torch."""
 
-PARAMS, TFLITE, EXPERIMENT = "model.safetensors", "model.tflite", "experiment.toml"
+EXPERIMENT = "experiment.toml"
+_JOB, _COMPRESSED = "export", "compressed"
 
 _ROWS = ("arrays", "data/arrays")
 """Where a folder has its test rows: a compression's, a pretraining's."""
@@ -66,17 +68,19 @@ class Wanted:
 
 
 def export(folder: Path, wanted: Wanted, out: Path, surroundings: Surroundings) -> dict[str, Any]:
-    """Makes the release of the model in `folder` in the empty or new folder `out`, and returns the report.
+    """Makes the release of the model in `folder` in the new folder `out`, and returns the report.
+
+    `out` may be empty too, or hold what an export left that failed: its steps are not run again.
 
     Raises:
-        UserError: `folder` lacks something, or `out` is not empty.
+        UserError: `folder` lacks something, or `out` is something else.
         RunInterrupted: the model cannot be released; the message says why.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not (out.is_dir() and _is_begun(out)):
         raise UserError(f"--out {out}: the folder is not empty; name another one")
     if (folder / EXPERIMENT).is_file() and not (folder / MODEL).is_file():
         folder = _quantized(folder, wanted, out, surroundings)
-    model = _document(folder / MODEL)
+    model = compressing.document(folder / MODEL)
     params, tflite = folder / PARAMS, wanted.tflite or folder / TFLITE
     if wanted.precision not in (None, *PRECISIONS):
         raise UserError(f"--precision {wanted.precision}: is unknown; known: {', '.join(PRECISIONS)}")
@@ -111,7 +115,7 @@ def export(folder: Path, wanted: Wanted, out: Path, surroundings: Surroundings) 
         more=more,
     )
     try:
-        report = jobs.run(job, out / "export", surroundings.watcher.trained, surroundings.clock)
+        report = jobs.run(job, out / _JOB, surroundings.watcher.trained, surroundings.clock)
     except JobFailed as error:
         raise RunInterrupted(str(error)) from None
     # The release's own file takes any number of rows, so its hash is another one.
@@ -128,8 +132,14 @@ def _quantized(run: Path, wanted: Wanted, out: Path, surroundings: Surroundings)
         )
     step = {"kind": "quantize", "precision": wanted.precision or "static-int8"}
     asked = compressing.Asked(compressing.Pipeline.model_validate({"step": [step]}), "export")
-    compressing.compress(run, asked, out / "compressed", surroundings)
-    return out / "compressed"
+    compressing.compress(run, asked, out / _COMPRESSED, surroundings)
+    return out / _COMPRESSED
+
+
+def _is_begun(out: Path) -> bool:
+    """Whether a folder holds nothing but what an export leaves before it is done: the manifest comes last."""
+    found = {path.name for path in out.iterdir()}
+    return found <= {_JOB, _COMPRESSED} or (_JOB in found and found <= {_JOB, _COMPRESSED, TFLITE})
 
 
 def _test_rows(folder: Path) -> dict[str, npt.NDArray[Any]]:
@@ -147,24 +157,10 @@ def _lineage(folder: Path) -> dict[str, Any]:
     """The SHA-256 of the checkpoint it was made from, and of the data."""
     if not (folder / LINEAGE).is_file():
         return {}
-    known = _document(folder / LINEAGE)
+    known = compressing.document(folder / LINEAGE)
     parent = known.get("parent")
     before = parent if isinstance(parent, dict) else {}
     return {
         "parent": before.get("model_sha256") or known.get("model_sha256"),
         "data_fingerprint": known.get("data_fingerprint") or before.get("data_fingerprint"),
     }
-
-
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{path.parent}: there is no {path.name} here; expected one of `fedloop compress`, `fedloop pretrain` or a finished run"
-        ) from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds {type(found).__name__}, expected an object")
-    return found

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from coordinator.command_options import Sets
 from coordinator.errors import UserError
 from coordinator.operator_client import Coordinator
 
@@ -16,12 +17,6 @@ ExperimentFile = Annotated[
     Path | None,
     typer.Argument(
         help="Experiment file (TOML); without one, the defaults: digits.", metavar="[EXPERIMENT.toml]"
-    ),
-]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", help="key=value, a TOML value or else a string; may be repeated.", metavar="KEY=VALUE"
     ),
 ]
 

@@ -12,8 +12,8 @@ from click import Command, Context
 from rich.console import Console
 from typer.core import TyperGroup
 
+from coordinator.command_options import DataDir, Json, Sets
 from coordinator.errors import UserError
-from coordinator.fleet_commands import Sets
 
 if TYPE_CHECKING:
     from coordinator.pretrain_queue import Queue
@@ -43,15 +43,6 @@ PlanText = Annotated[
     typer.Option(
         "--plan", help="How to spread it over processes, such as dp=2,tp=2,pp=2; see docs/pretraining.md."
     ),
-]
-DataDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--data-dir", envvar="FEDLOOP_DATA_DIR", help="Folder that holds the data files.", show_envvar=True
-    ),
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON on standard output, nothing else there.")
 ]
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from coordinator.command_options import Json
 from coordinator.errors import UserError
 from coordinator.operator_client import Coordinator, connect
 from coordinator.releases import roles
@@ -49,9 +50,6 @@ OnlineFile = Annotated[
     typer.Option(
         "--online", metavar="FILE", help="What `fedloop release online-keys` printed.", show_default=False
     ),
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON on standard output, nothing else there.")
 ]
 
 

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import typer
 
+from coordinator.command_options import Json
 from coordinator.device_commands import device_id, moment
 from coordinator.errors import UserError
 from coordinator.operator_client import Coordinator, connect
@@ -33,9 +34,6 @@ Which = Annotated[
     typer.Argument(
         metavar="ROLLOUT", help="Its id, the beginning of it, or its model: the newest.", show_default=False
     ),
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON on standard output, nothing else there.")
 ]
 
 _FILTERS = {"group": "groups", "class": "device_classes", "runtime": "runtimes", "id": "ids"}
