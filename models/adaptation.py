@@ -71,7 +71,7 @@ def backbone(params: Arrays) -> dict[str, npt.NDArray[Any]]:
     """
     frozen: dict[str, npt.NDArray[Any]] = {}
     for name, value in params.items():
-        if value.ndim < 2:
+        if value.ndim < 2 or not value.size:
             frozen[name] = np.asarray(value, np.float32)
             continue
         largest = np.abs(value).max(axis=tuple(range(1, value.ndim)), keepdims=True)
@@ -94,19 +94,30 @@ def merged(frozen: Arrays, trained: Arrays, adaptation: Adaptation) -> dict[str,
     """The whole model, float32: what was trained in its place, products of rank r added to their weights.
 
     Raises:
-        AdaptationError: `trained` holds a tensor that has no place in the backbone.
+        AdaptationError: `trained` holds a tensor that has no place in the backbone, or one half of a product.
     """
     whole = restored(frozen)
     for name, value in trained.items():
         layer, _, kind = name.rpartition(".")
-        if kind == LORA_B:
-            continue
-        target = f"{layer}.weight" if kind == LORA_A else name
+        low_rank = kind in (LORA_A, LORA_B)
+        target = f"{layer}.weight" if low_rank else name
         if target not in whole:
             raise AdaptationError(f"tensor {name!r} belongs to {target!r}, which the backbone does not have")
-        if kind == LORA_A:
-            product = trained[f"{layer}.{LORA_B}"] @ value
-            whole[target] = np.asarray(whole[target] + adaptation.scale * product, np.float32)
-        else:
-            whole[target] = np.asarray(value, np.float32)
+        if kind == LORA_B:
+            _other_half(trained, name, layer, LORA_A)
+            continue
+        added = _other_half(trained, name, layer, LORA_B) @ value if low_rank else value
+        if added.shape != whole[target].shape:
+            raise AdaptationError(
+                f"tensor {name!r} makes {added.shape} of {target!r}, which is {whole[target].shape} in the backbone"
+            )
+        whole[target] = np.asarray(
+            whole[target] + adaptation.scale * added if low_rank else added, np.float32
+        )
     return whole
+
+
+def _other_half(trained: Arrays, name: str, layer: str, kind: str) -> npt.NDArray[Any]:
+    if (other := f"{layer}.{kind}") not in trained:
+        raise AdaptationError(f"tensor {name!r} comes without {other!r}; a product needs both")
+    return trained[other]

@@ -23,7 +23,7 @@ from torch import nn
 
 from models.compress import quantize
 from models.compress.step import Context, Data, Model
-from models.compress.tuning import Tuning, tune
+from models.compress.tuning import Tuning, labelled, named_layers, tune, within
 from models.options import bounded
 from models.pretrain.params import params_of
 
@@ -71,7 +71,7 @@ def cluster(model: Model, data: Data, options: Options, context: Context) -> Mod
     """`model` with shared weights.
 
     Raises:
-        StepRefused: it is too inaccurate so, or its conversion is wrong.
+        StepRefused: it is too inaccurate so, its conversion is wrong, or there is no label to fine-tune by.
     """
     before = quantize.converted(model.module, model.spec)
     module, books = shared(model, data, options, context)
@@ -88,10 +88,11 @@ def shared(
     context.tell({"step": "cluster", "tensors": len(books), "bits": options.bits})
     looked_up = _Shared(model.module, books)
     if options.epochs and books:
+        rows = labelled(data)
         tune(
             looked_up,
-            data.x_train,
-            data.y_train,
+            rows.x,
+            rows.y,
             replace(options, freeze=looked_up.names(options.freeze)),
             context.rng(),
             lambda module, x, y: model.spec.loss(module(x), y),
@@ -173,7 +174,7 @@ class _Shared(nn.Module):
         self.books = dict(books)
         self.centroids = nn.ParameterDict(
             {
-                _key(place): nn.Parameter(torch.from_numpy(book.centroids.copy()))
+                str(place): nn.Parameter(torch.from_numpy(book.centroids.copy()))
                 for place, book in enumerate(books.values())
             }
         )
@@ -190,14 +191,10 @@ class _Shared(nn.Module):
         return {name: (centroids * moving)[indices] for name, centroids, moving, indices in parts}
 
     def names(self, freeze: str) -> str:
-        """`freeze`, said of the module's parameters, of ours."""
-        prefixes = tuple(prefix.strip() for prefix in freeze.split(",") if prefix.strip())
-        looked_up = [
-            f"centroids.{_key(place)}"
-            for place, name in enumerate(self.books)
-            if prefixes and name.startswith(prefixes)
-        ]
-        return ",".join([*(f"inner.{prefix}" for prefix in prefixes), *looked_up])
+        """`freeze`, said of the module's layers, of ours."""
+        layers = named_layers(self.inner, freeze, "freeze")
+        looked_up = [f"centroids.{place}" for place, name in enumerate(self.books) if within(name, layers)]
+        return ",".join([*(f"inner.{layer}" for layer in layers), *looked_up])
 
     def learnt(self) -> dict[str, Codebook]:
         """The codebooks as they are now."""
@@ -214,11 +211,6 @@ class _Shared(nn.Module):
     def whole(self) -> nn.Module:
         """The module with the learnt values in place."""
         return _with_values(self.inner, {name: book.values() for name, book in self.learnt().items()})
-
-
-def _key(place: int) -> str:
-    """Of equal length, so that none begins with another."""
-    return f"{place:06}"
 
 
 def _with_values(module: nn.Module, values: Mapping[str, npt.NDArray[np.float32]]) -> nn.Module:

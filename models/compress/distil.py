@@ -7,7 +7,8 @@ teachers speak with the mean of their probabilities (section 3).
 A student of the teacher's own architecture is born again (Furlanello 2018, "Born-again neural networks"). With
 `hint` the student learns what a layer of the teacher answers as well (Romero 2015, "FitNets", equation 3): a linear
 regressor, learnt along and thrown away, takes a student's layer to a teacher's. The hint is a term of the one loss,
-not a stage before it.
+not a stage before it; its mean squared error is divided by the mean square of the teacher's answers, so that its weight means
+the same for any layer.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from models.datasets import notation
 from models.datasets.dataset import DataError
 from models.labels import PADDING
 from models.options import bounded
-from models.pretrain import evaluation
 from models.pretrain.params import shapes_of
 from models.zoo.spec import Loss, ModelSpec, masked_cross_entropy
 
@@ -48,8 +48,8 @@ class Options(Tuning):
         teachers: folders of trained models, separated by commas; empty: the model that the pipeline began with.
         temperature: T of both softmaxes.
         alpha: weight of the soft term; 1 - alpha that of the labels. 0 is plain training.
-        hint: weight of the hint; 0: none.
-        hint_student, hint_teacher: names of its layers; empty: the one nearest to the middle.
+        hint: weight of the hint, whose size is a share of what the teacher's layer answers; 0: none.
+        hint_student, hint_teacher: names of its layers; empty: the one nearest to the middle. Of several teachers the first hints.
     """
 
     epochs: int = bounded(30, 0, 100_000)
@@ -83,8 +83,6 @@ def step(model: Model, data: Data, options: Options, context: Context) -> Model:
     for name, teacher in teachers.items():
         _require_alike(name, teacher.spec, spec)
     student = _student(model, spec, options, context.seed)
-    if options.shift:
-        evaluation.require_images(data.x_train, f"shift is {options.shift}", "distil")
     x, y = data.x_train, data.y_train
     if data.x_extra is not None:
         x = np.concatenate([x, data.x_extra])
@@ -280,6 +278,8 @@ def _hinted(
         with torch.no_grad():
             guide(rows)
             student.eval()(rows)
+        _require_tensor(wanted, options.hint_teacher, "teacher")
+        _require_tensor(said, options.hint_student, "student")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             regressor = _regressor(said[0], wanted[0])
@@ -287,7 +287,8 @@ def _hinted(
         def mismatch(x: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
                 guide(x)
-            return F.mse_loss(_sized(regressor(said[0]), wanted[0]), wanted[0])
+            error = F.mse_loss(_sized(regressor(said[0]), wanted[0]), wanted[0])
+            return error / wanted[0].square().mean().clamp(min=1e-12)
 
         yield mismatch, regressor
 
@@ -314,6 +315,8 @@ def _layer(module: nn.Module, name: str, whose: str) -> nn.Module:
         for path, layer in module.named_modules()
         if path and any(parameter.ndim > 1 for parameter in layer.parameters(recurse=False))
     }
+    if not layers:
+        raise StepRefused(f"the {whose} has no layer with weights of two axes or more to take hints from")
     if not name:
         name = list(layers)[len(layers) // 2 - (len(layers) % 2 == 0)]
     everything: dict[str, nn.Module] = dict(module.named_modules())
@@ -322,9 +325,18 @@ def _layer(module: nn.Module, name: str, whose: str) -> nn.Module:
     return everything[name]
 
 
+def _require_tensor(answers: list[Any], name: str, whose: str) -> None:
+    """A layer may be bypassed by the one around it, which reads its weights, or answer with several tensors."""
+    if not answers or not isinstance(answers[0], torch.Tensor):
+        problem = "answers with no single tensor" if answers else "is not called"
+        raise StepRefused(
+            f"the {whose}'s layer {name or 'in the middle'} {problem}; name another one in hint_{whose}"
+        )
+
+
 def _regressor(said: torch.Tensor, wanted: torch.Tensor) -> nn.Module:
     """A linear map over channels: a 1x1 convolution of maps [B, C, H, W], else over the last axis."""
-    if said.ndim != wanted.ndim:
+    if said.ndim != wanted.ndim or (said.ndim != 4 and said.shape[:-1] != wanted.shape[:-1]):
         raise StepRefused(
             f"the student's layer answers {tuple(said.shape[1:])} a row and the teacher's {tuple(wanted.shape[1:])}; "
             "name layers of one kind in hint_student and hint_teacher"

@@ -80,7 +80,7 @@ def fold(model: Model, data: Data, options: Options, context: Context) -> Model:
             "before": converted(model.module, model.spec),
             "after": converted(module, model.spec),
         }
-        facts["tflite"] = {when: tflite_operators(content) for when, content in files.items()}
+        facts["tflite"] = {when: stored.operators(content) for when, content in files.items()}
         facts["fused_activations"] = {when: fused_activations(content) for when, content in files.items()}
         facts["of_constants"] = {
             "torch": len(of_constants(before)),
@@ -189,11 +189,6 @@ def _difference(model: Model, module: nn.Module, data: Data) -> float:
             "a BatchNorm with a variance near zero amplifies rounding"
         )
     return difference
-
-
-def tflite_operators(tflite: bytes) -> dict[str, int]:
-    """Operation -> how often in the file; also those that no artifact may have."""
-    return dict(sorted(Counter(operation.kind for operation in stored.operations(tflite)).items()))
 
 
 def constant_operators(tflite: bytes) -> list[str]:

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from models.compress import report, sparsity
-from models.compress.prune import labelled
 from models.compress.step import Context, Data, Model, StepRefused
-from models.compress.tuning import Tuning, tune
+from models.compress.tuning import Tuning, labelled, named_layers, tune
 from models.options import bounded
 
 
@@ -30,7 +29,7 @@ class Options(Tuning):
         energy: share of the squared singular values of a layer that its rank keeps; 1 keeps all that are not zero.
         rank: of every layer, at most; 0: by `energy` alone.
         only_where_smaller: layers whose two factors would hold more weights stay whole.
-        keep: layers whose name begins with one of these, separated by commas, stay whole.
+        keep: layers that stay whole: names separated by commas.
     """
 
     epochs: int = bounded(5, 0, 100_000)
@@ -49,7 +48,8 @@ def factorise(model: Model, data: Data, options: Options, context: Context) -> M
     module = copy.deepcopy(model.module)
     designed = {name for name, _ in model.spec.build(0).named_modules()}  # a factor is not factorised again
     layers: dict[str, dict[str, Any]] = {}
-    for name in sparsity.prunable(module, model.spec, (options.keep, options.freeze)):
+    left_out = (*named_layers(module, options.keep, "keep"), *named_layers(module, options.freeze, "freeze"))
+    for name in sparsity.prunable(module, model.spec, left_out):
         layer = module.get_submodule(name)
         if name not in designed or not _factorable(layer):
             continue
@@ -62,7 +62,7 @@ def factorise(model: Model, data: Data, options: Options, context: Context) -> M
             module.set_submodule(name, singular.factors(rank))
     _require_any(layers, model, options)
 
-    rows = labelled(data, options)
+    rows = labelled(data)
     tune(
         module,
         rows.x,

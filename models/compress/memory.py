@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from models.compress import micro
 from models.compress.step import StepRefused
+from models.export import apart
 
 _SECONDS = 60
 
@@ -43,8 +44,10 @@ def _in_litert(tflite: bytes) -> int:
         path = Path(scratch) / "model.tflite"
         path.write_bytes(tflite)
         command = [sys.executable, "-P", "-m", "models.compress.litert_process", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+        try:
+            done = apart.run(command, _SECONDS)
+        except subprocess.TimeoutExpired:
+            raise StepRefused(f"LiteRT was not done with a row after {_SECONDS} s") from None
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["nothing"])[-1][:300]
-        raise StepRefused(f"LiteRT does not run the file: {said}")
+        raise StepRefused(f"LiteRT does not run the file: {apart.last_words(done)}")
     return int(json.loads(done.stdout.splitlines()[-1])["memory_bytes"])

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from edge_client.train.trainer import score
 from models.compress import quantize, report, stored
 from models.compress.step import Context, Data, Model, StepRefused
+from models.export import apart
 from models.options import bounded
 
 SECONDS = 600
@@ -120,7 +121,7 @@ def run(tflite: bytes, x: npt.NDArray[Any]) -> Ran:
         np.save(files[1], x, allow_pickle=False)
         command = [sys.executable, "-P", "-m", "models.compress.micro_process", *map(str, files)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
+            done = apart.run(command, SECONDS)
         except subprocess.TimeoutExpired:
             raise StepRefused(f"tflite-micro was not done with {len(x)} rows after {SECONDS} s") from None
         if done.returncode:

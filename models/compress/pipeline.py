@@ -5,8 +5,8 @@
     3. a step's folder, `step-01-distil/`: `model.safetensors`, `model.tflite` once there is one, `float32.tflite` that
        size and latency of a float model are measured with, `model.cc` of a step `micro`, and last of all `step.json`
 
-A step's key is the hash of all it is a function of: the model it takes, the original and the teachers, its options, the data and
-its seed. One whose folder holds that key is not run again, whether an earlier run was killed or only later steps were changed.
+A step's key is the hash of all it is a function of: the model it takes, the original and the teachers, its options, the data,
+its seed, our code and the libraries' versions. (The code of a user's own model is not part of it.) One whose folder holds that key is not run again, whether an earlier run was killed or only later steps were changed.
 A model always goes through its files, so that a run that was resumed gives what one that was not would have given.
 """
 
@@ -20,6 +20,8 @@ import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,15 @@ STEPS: Mapping[str, str] = {
 SOURCE = "source"
 PARAMS, TFLITE, FLOAT32, RECORD = "model.safetensors", "model.tflite", "float32.tflite", "step.json"
 C_ARRAY = "model.cc"
+_MAKERS = (
+    "torch",
+    "torchao",
+    "torch-pruning",
+    "litert-torch",
+    "litert-converter",
+    "ai-edge-quantizer",
+    "ai-edge-litert",
+)
 _COMPARED = 16
 """Rows on which a model read back is compared with what the step gave."""
 
@@ -131,6 +142,7 @@ def run(
         "data": fingerprint(data),
         "original": identity(source),
         "teachers": {name: identity(model) for name, model in sorted(named.items())},
+        "code": code(),
     }
     done: list[Done] = []
     for number, step in enumerate((Planned(SOURCE, None, _itself), *steps)):
@@ -156,8 +168,8 @@ def run(
             )
             began = time.perf_counter()
             given = _consistent(taken, step.act(replace(taken, facts={}), data, step.options, context))
-            asked["seconds"] = time.perf_counter() - began
-            kept = _keep(place, given, data, {**asked, "key": key, "data_fingerprint": fixed["data"]})
+            asked |= {"seconds": time.perf_counter() - began, "key": key, "data_fingerprint": fixed["data"]}
+            kept = _keep(place, given, data, asked)
         else:
             tell({**line, "stage": "kept"})
         done.append(kept)
@@ -208,6 +220,16 @@ def fingerprint(data: Data) -> str:
         if array is not None:
             digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
             digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+@cache
+def code() -> str:
+    """SHA-256 of the sources of `models` and of the versions of the libraries that steps are made with."""
+    folder = Path(__file__).parents[1]
+    digest = hashlib.sha256("\n".join(f"{name} {version(name)}" for name in _MAKERS).encode())
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"\n{path.relative_to(folder)} ".encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
@@ -272,7 +294,7 @@ def _keep(place: Path, model: Model, data: Data, asked: Mapping[str, Any]) -> Do
         write_durably(place / TFLITE, model.tflite)
         if asked["kind"] == "micro":
             write_durably(place / C_ARRAY, c_array(model.tflite).encode())
-    float32 = _float32(model)
+    float32, unconverted = _float32(model)
     if float32 is not None:
         write_durably(place / FLOAT32, float32)
     found = report.figures(model, data.x_test, data.y_test, float32).document()
@@ -284,7 +306,7 @@ def _keep(place: Path, model: Model, data: Data, asked: Mapping[str, Any]) -> Do
         "params_sha256": hashlib.sha256(content).hexdigest(),
         "tflite_sha256": hashlib.sha256(model.tflite).hexdigest() if model.tflite else None,
         "figures": found,
-        "facts": dict(model.facts),
+        "facts": {**model.facts, **({"not_converted": unconverted} if unconverted else {})},
     }
     again = _read(place, record)
     _require_same(model, again, data, place.name)
@@ -335,14 +357,14 @@ def _require_same(given: Model, again: Model, data: Data, name: str) -> None:
         )
 
 
-def _float32(model: Model) -> bytes | None:
-    """A float model as devices would run it; None where they have its file already, or cannot run it."""
+def _float32(model: Model) -> tuple[bytes | None, str]:
+    """A float model as devices would run it; None where they have its file already, or cannot run it, and then why."""
     entry = catalog.MODELS.get(model.spec.name)
     if model.tflite is not None or (entry is not None and "litert" not in entry.runtimes):
-        return None
+        return None, ""
     from models.compress.quantize import converted
 
     try:
-        return converted(model.module, model.spec)
-    except Exception:  # whatever the converter raises of an operation it does not know
-        return None
+        return converted(model.module, model.spec), ""
+    except Exception as error:  # whatever the converter raises of an operation it does not know
+        return None, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"

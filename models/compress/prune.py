@@ -22,8 +22,7 @@ from torch import nn
 from models.compress import sparsity
 from models.compress.sparsity_search import Bound, search
 from models.compress.step import Context, Data, Model, StepRefused
-from models.compress.tuning import OnEpoch, Tuning, tune
-from models.labels import PADDING
+from models.compress.tuning import OnEpoch, Tuning, labelled, named_layers, tune
 from models.options import bounded
 from models.pretrain.data.batches import Arrays
 from models.zoo.spec import ModelSpec
@@ -46,7 +45,7 @@ class Options(Tuning):
         calibration_rows: how many rows tell ‖x‖.
         held_out: share of the training rows that the search scores on and never trains on.
         probe_epochs: fine-tuning that every candidate of the search gets before it is scored.
-        keep: layers whose name begins with one of these, separated by commas, are not cut.
+        keep: layers that are not cut: names separated by commas.
     """
 
     method: Literal["magnitude", "l1", "group-lasso", "activation"] = "magnitude"
@@ -71,13 +70,14 @@ def prune(model: Model, data: Data, options: Options, context: Context) -> Model
     """
     rng = context.rng()
     module = copy.deepcopy(model.module).requires_grad_(True)
-    names = sparsity.prunable(module, model.spec, (options.keep, options.freeze))
+    left_out = (*named_layers(module, options.keep, "keep"), *named_layers(module, options.freeze, "freeze"))
+    names = sparsity.prunable(module, model.spec, left_out)
     if not names:
         raise StepRefused(
             f"prune finds no layer to cut in model {model.spec.name!r}: weights with two axes or more are cut, those of "
             f"keep = {options.keep!r} and freeze = {options.freeze!r} are not"
         )
-    rows = labelled(data, options)
+    rows = labelled(data)
     found: dict[str, Any] = {}
     if options.per_layer == "search":
         rows, held_out = parted(rows, options.held_out, rng)
@@ -108,24 +108,6 @@ def prune(model: Model, data: Data, options: Options, context: Context) -> Model
         "saves": "transport only: zeros compress, while a dense file on the device and its latency stay as they are",
     }
     return Model(model.spec, pruned.eval(), facts=facts)
-
-
-def labelled(data: Data, tuning: Tuning) -> Arrays:
-    """Training rows with a label that counts; a batch without one has no loss.
-
-    Raises:
-        StepRefused: there is none, or they are to be moved about and are no images.
-    """
-    if tuning.shift and (data.x_train.ndim not in (3, 4) or data.x_train.dtype != np.float32):
-        raise StepRefused(
-            f"shift = {tuning.shift} moves images by pixels, but examples of shape {data.x_train.shape[1:]} are none; leave shift out"
-        )
-    counted = (data.y_train != PADDING).reshape(len(data.y_train), -1).any(1)
-    if not counted.any():
-        raise StepRefused(
-            f"none of {len(counted)} training rows has a label, expected some to fine-tune on; distil from a teacher instead"
-        )
-    return Arrays(data.x_train[counted], data.y_train[counted])
 
 
 def parted(rows: Arrays, share: float, rng: np.random.Generator) -> tuple[Arrays, Arrays]:

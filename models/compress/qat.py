@@ -27,11 +27,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.compress import naming, quantize
-from models.compress.distil import distillation_loss
+from models.compress import distil, naming, quantize
 from models.compress.recipes import SIGNATURE
 from models.compress.step import Context, Data, Model, StepRefused
-from models.compress.tuning import Objective, Tuning, tune
+from models.compress.tuning import Tuning, labelled, tune
 from models.options import bounded
 from models.zoo.spec import ModelSpec
 
@@ -59,27 +58,30 @@ def train(model: Model, data: Data, options: Options, context: Context) -> Model
     """`model` as static int8, trained to be that.
 
     Raises:
-        StepRefused: the module's graph cannot be quantized for training, or the result is too inaccurate.
+        StepRefused: no row has a label, the module's graph cannot be quantized for training, or the result is too inaccurate.
     """
+    spec, rows = model.spec, labelled(data)
     context.tell({"step": "prepare"})
     float32, _ = quantize.faithful(model, data.x_test)
-    graph, quantizer = prepared(model.module, model.spec)
+    graph, quantizer = prepared(model.module, spec)
     losses = tune(
         graph,
-        data.x_train,
-        data.y_train,
+        rows.x,
+        rows.y,
         options,
         context.rng(),
-        _objective(model.spec, options, context.original.module),
+        distil.objective([context.original.module], options.temperature, options.alpha, spec.loss)
+        if options.distil
+        else lambda module, x, y: spec.loss(module(x), y),
         on_epoch=lambda epoch, loss: context.tell({"epoch": epoch, "epochs": options.epochs, "loss": loss}),
     )
     module = _with_params_of(graph, model.module)
     context.tell({"step": "convert"})
-    tflite = converted(graph, model.spec, quantizer)
+    tflite = converted(graph, spec, quantizer)
     quantize.require_weights(tflite, "static-int8")
     facts = quantize.gated(float32, tflite, data, "static-int8", options.max_accuracy_drop)
     return Model(
-        model.spec, module, tflite, "static-int8", {**facts, "first_loss": losses[0], "last_loss": losses[-1]}
+        spec, module, tflite, "static-int8", {**facts, "first_loss": losses[0], "last_loss": losses[-1]}
     )
 
 
@@ -130,19 +132,6 @@ def converted(graph: torch.fx.GraphModule, spec: ModelSpec, quantizer: Any) -> b
         path = Path(folder) / "model.tflite"
         edge.export(str(path))
         return naming.shortened(path.read_bytes())
-
-
-def _objective(spec: ModelSpec, options: Options, original: nn.Module) -> Objective:
-    if not options.distil:
-        return lambda module, x, y: spec.loss(module(x), y)
-    teacher = copy.deepcopy(original).eval()
-
-    def taught(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            answer = teacher(x)
-        return distillation_loss(module(x), answer, y, options.temperature, options.alpha, spec.loss)
-
-    return taught
 
 
 def _with_params_of(graph: nn.Module, module: nn.Module) -> nn.Module:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -96,10 +97,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Refused:
-    """A candidate that cannot be made of this model, and why."""
+    """A candidate that cannot be made of this model, and why. `failed`: not by its own rules, but with this error."""
 
     name: str
     reason: str
+    failed: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -171,13 +173,17 @@ class Search:
         self._ran: list[tuple[Path, tuple[Table, ...]]] = []
 
     def run(self, candidates: Sequence[Candidate], *, first: bool = False) -> Found:
-        """Tries the candidates; with `first` only until one fits."""
+        """Tries the candidates; with `first` only until one fits.
+
+        One that fails, whatever a library raised of this model, is refused with what it raised, and the others are tried.
+
+        Raises:
+            Exception: the last one, where all that did not refuse failed.
+        """
         at_once = [candidate for candidate in candidates if not candidate.trains]
         trained = [candidate for candidate in candidates if candidate.trains]
-        for rung, tried in (("full", at_once), ("short", trained)):
-            if self._all(tried, rung, first):  # type: ignore[arg-type]
-                return self._found()
-        self._all(self._promising(trained), "full", first)
+        if not self._all(at_once, "full", first) and not self._all(trained, "short", first):
+            self._all(self._promising(trained), "full", first)
         return self._found()
 
     def _all(self, candidates: Iterable[Candidate], rung: Rung, first: bool) -> bool:
@@ -209,6 +215,13 @@ class Search:
             needed = memory.needed(last.tflite, self._data.x_test)
         except StepRefused as error:
             self._refused[candidate.name] = Refused(candidate.name, str(error))
+            return
+        except OSError:  # a full disk is no fault of the candidate
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            reason = f"failed with {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+            self._refused[candidate.name] = Refused(candidate.name, reason, error)
             return
         finally:
             self._ran.append((place, steps))
@@ -267,7 +280,12 @@ class Search:
 
     def _found(self) -> Found:
         outcomes = list(self._outcomes.values())
-        refused = [each for each in self._refused.values() if each.name not in self._outcomes]
+        refused = list(
+            self._refused.values()
+        )  # one trained in full may be, and has its outcome with few epochs
+        failures = [each.failed for each in refused if each.failed is not None]
+        if failures and not outcomes:
+            raise failures[-1]
         return Found(
             outcomes,
             refused,

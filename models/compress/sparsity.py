@@ -6,9 +6,8 @@ a cut weight back, and each further cut chooses among the weights that are left.
 
 from __future__ import annotations
 
-import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +17,10 @@ import torch
 from torch import nn
 from torch.nn.utils import prune as masks
 
-from models.compress.tuning import OnEpoch, Tuning, tune
+from models.compress.tuning import OnEpoch, Tuning, tune, within
 from models.pretrain.data.batches import Arrays
 from models.pretrain.params import params_of
+from models.zoo.calls import called, watched
 from models.zoo.spec import ModelSpec
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -61,9 +61,8 @@ def prunable(module: nn.Module, spec: ModelSpec, but: Sequence[str] = ()) -> tup
     A layer that is not called, but whose weight another one reads, would not see its mask.
 
     Args:
-        but: prefixes of layers to leave out; each text may have several, separated by commas.
+        but: layers to leave out, with all that is in them.
     """
-    left_out = tuple(prefix.strip() for text in but for prefix in text.split(",") if prefix.strip())
     reached = called(module, spec)
     return tuple(
         name
@@ -71,17 +70,8 @@ def prunable(module: nn.Module, spec: ModelSpec, but: Sequence[str] = ()) -> tup
         if name in reached
         and (weight := layer._parameters.get("weight")) is not None
         and weight.ndim >= 2
-        and not (left_out and name.startswith(left_out))
+        and not within(name, but)
     )
-
-
-def called(module: nn.Module, spec: ModelSpec) -> list[str]:
-    """Names of the layers that a forward pass calls, in the order in which it begins them."""
-    order: list[str] = []
-    everything = [name for name, _ in module.named_modules()]
-    with torch.no_grad(), _watched(module, everything, lambda name, layer, x: order.append(name)):
-        module(spec.example_batch(1)[0])
-    return order
 
 
 def goals(module: nn.Module, names: Sequence[str], sparsity: float, together: bool) -> tuple[Goal, ...]:
@@ -169,8 +159,8 @@ def input_norms(module: nn.Module, names: Sequence[str], x: npt.NDArray[Any]) ->
         squares = given.detach().movedim(axis, -1).flatten(0, -2).square().sum(0)
         sums[name] = sums.get(name, torch.zeros(())) + squares
 
-    watched = [name for name in names if isinstance(module.get_submodule(name), nn.Linear | Convolution)]
-    with torch.no_grad(), _watched(module, watched, note):
+    scored = [name for name in names if isinstance(module.get_submodule(name), nn.Linear | Convolution)]
+    with torch.no_grad(), watched(module, scored, note):
         for start in range(0, len(x), 256):
             module(torch.from_numpy(x[start : start + 256]))
     return {name: _by_input(module.get_submodule(name), total.sqrt()) for name, total in sums.items()}
@@ -183,23 +173,6 @@ def _by_input(layer: nn.Module, norms: torch.Tensor) -> torch.Tensor:
     # output channels see only the inputs of their group
     by_group = norms.reshape(layer.groups, -1).repeat_interleave(layer.out_channels // layer.groups, 0)
     return by_group.reshape(*by_group.shape, *[1] * (layer.weight.ndim - 2))
-
-
-@contextlib.contextmanager
-def _watched(
-    module: nn.Module, names: Sequence[str], note: Callable[[str, nn.Module, torch.Tensor], None]
-) -> Iterator[None]:
-    """`note(name, layer, first input)` whenever a layer of `names` is called."""
-
-    def hook(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        return lambda layer, given: note(name, layer, given[0])
-
-    hooks = [module.get_submodule(name).register_forward_pre_hook(hook(name)) for name in names]
-    try:
-        yield
-    finally:
-        for handle in hooks:
-            handle.remove()
 
 
 def facts(before: nn.Module, after: nn.Module, names: Sequence[str]) -> dict[str, Any]:

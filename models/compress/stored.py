@@ -64,12 +64,17 @@ def operations(tflite: bytes) -> Sequence[Operation]:
     return found
 
 
+def operators(tflite: bytes) -> dict[str, int]:
+    """Kind of an operation -> how often."""
+    return dict(sorted(Counter(operation.kind for operation in operations(tflite)).items()))
+
+
 def facts(tflite: bytes) -> dict[str, Any]:
     """`bytes`, `zlib_bytes`, `operators` with their counts, `weights`: the share of each dtype in the weight values."""
     return {
         "bytes": len(tflite),
         "zlib_bytes": len(zlib.compress(tflite, 9)),
-        "operators": dict(sorted(Counter(operation.kind for operation in operations(tflite)).items())),
+        "operators": operators(tflite),
         "weights": weight_shares(tflite),
     }
 

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from models.compress import report, sparsity
-from models.compress.prune import labelled
 from models.compress.step import Context, Data, Model, StepRefused
 from models.compress.structure import StructureError, rebuilt
-from models.compress.tuning import Tuning, tune
+from models.compress.tuning import Tuning, labelled, named_layers, tune, within
 from models.job import JobError
 from models.options import bounded
 from models.pretrain.params import params_of
+from models.zoo.calls import called
 from models.zoo.spec import ModelSpec
 
 _ROOTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -42,7 +42,7 @@ class Options(Tuning):
             layer that would lose all of them keeps all.
         norm: of a channel's weights, `l1` or `l2`.
         round_to: channels that are left are a multiple of this; groups of a GroupNorm stay even in any case.
-        keep: layers whose name begins with one of these, separated by commas, keep all their output channels.
+        keep: layers that keep all their output channels: names separated by commas.
     """
 
     ratio: float = bounded(0.5, 0.0, 0.95)
@@ -59,7 +59,7 @@ def structured(model: Model, data: Data, options: Options, context: Context) -> 
     Raises:
         StepRefused: channels of this architecture cannot be taken out, or the result would not be told by its params.
     """
-    rng, rows = context.rng(), labelled(data, options)
+    rng, rows = context.rng(), labelled(data)
     _require_known_layers(model)
     module = copy.deepcopy(model.module).requires_grad_(True)  # gradients are what torch-pruning traces
     pruner = _pruner(module, model.spec, options)
@@ -106,10 +106,12 @@ def _pruner(module: nn.Module, spec: ModelSpec, options: Options) -> Any:
     """Of torch-pruning, ready to cut in rounds. The layer that gives the logits keeps its outputs."""
     import torch_pruning
 
-    reached = sparsity.called(module, spec)
+    reached = called(module, spec)
     roots = [name for name in reached if isinstance(module.get_submodule(name), _ROOTS)]
-    kept = tuple(prefix.strip() for prefix in options.keep.split(",") if prefix.strip())
-    ignored = [name for name in roots if name == roots[-1] or (kept and name.startswith(kept))]
+    if not roots:
+        raise StepRefused(f"structured finds no Linear and no convolution in {spec.name!r}, so no channels")
+    kept = named_layers(module, options.keep, "keep")
+    ignored = [name for name in roots if name == roots[-1] or within(name, kept)]
     if options.per_layer == "uniform":
         _require_something_left(module, [name for name in reached if name not in ignored], spec, options)
     try:

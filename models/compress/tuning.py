@@ -15,8 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from models.compress.step import Data, StepRefused
+from models.labels import PADDING
 from models.options import bounded
-from models.pretrain.data.batches import global_batches, shifted
+from models.pretrain.data.batches import Arrays, global_batches, shifted
 
 Objective = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 """(module, x, y) -> scalar loss."""
@@ -29,7 +31,7 @@ class Tuning:
 
     Attributes:
         shift: images are moved by up to this many pixels.
-        freeze: parameters whose name begins with one of these, separated by commas, stay as they are.
+        freeze: layers that stay as they are, running statistics included: names separated by commas, `stem,stages.0`.
     """
 
     epochs: int = bounded(10, 0, 100_000)
@@ -58,11 +60,23 @@ def tune(
         x: [N, …]; y: int32 [N] or [N, T].
         also: learnt along, such as of a layer that only the objective has.
         after_step: told the number of the step, from 1, after the optimizer's.
+
+    Raises:
+        StepRefused: `freeze` names no layer, or leaves none; `shift` is not for such examples; or the loss is no number.
     """
-    frozen = tuple(prefix.strip() for prefix in options.freeze.split(",") if prefix.strip())
-    learnt = [p for name, p in module.named_parameters() if not (frozen and name.startswith(frozen))]
+    if not options.epochs:
+        module.eval()
+        return []
+    _require_shiftable(x, options.shift)
+    frozen = named_layers(module, options.freeze, "freeze")
+    learnt = [p for name, p in module.named_parameters() if not within(name, frozen)]
+    if not learnt:
+        raise StepRefused(f"freeze = {options.freeze!r} leaves nothing to train; set epochs = 0 instead")
     optimizer = torch.optim.AdamW([*learnt, *also], options.lr, weight_decay=options.weight_decay)
     module.train()
+    for name, part in module.named_modules():
+        if within(name, frozen):
+            part.eval()  # BatchNorm's running statistics are no parameters
     losses: list[float] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(rng.integers(2**31)))  # dropout, where the module has it
@@ -76,6 +90,50 @@ def tune(
                 optimizer.step()
                 losses.append(float(loss.detach()))
                 after_step(len(losses))
-            on_epoch(epoch, float(np.mean(losses[before:])))
+            mean = float(np.mean(losses[before:]))
+            if not np.isfinite(mean):
+                raise StepRefused(f"the loss of epoch {epoch} is {mean}; lower lr = {options.lr}")
+            on_epoch(epoch, mean)
     module.eval()
     return losses
+
+
+def labelled(data: Data) -> Arrays:
+    """Training rows with a label that counts; a batch without one has no loss.
+
+    Raises:
+        StepRefused: there is none.
+    """
+    counted = (data.y_train != PADDING).reshape(len(data.y_train), -1).any(1)
+    if not counted.any():
+        raise StepRefused(
+            f"none of {len(counted)} training rows has a label, expected some to fine-tune on; distil from a teacher instead"
+        )
+    return Arrays(data.x_train[counted], data.y_train[counted])
+
+
+def named_layers(module: nn.Module, text: str, option: str) -> tuple[str, ...]:
+    """The names in `text`, separated by commas, each a layer of `module` or a part of it with parameters.
+
+    Raises:
+        StepRefused: a name is none; `option` is what the message calls the text.
+    """
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    parameters = [name for name, _ in module.named_parameters()]
+    for name in names:
+        if not any(within(parameter, (name,)) for parameter in parameters):
+            layers = ", ".join(dict.fromkeys(parameter.rpartition(".")[0] for parameter in parameters))
+            raise StepRefused(f"{option} names {name!r}, which is no layer of this model; it has {layers}")
+    return names
+
+
+def within(name: str, layers: Iterable[str]) -> bool:
+    """Whether `name`, of a layer or a parameter, is one of `layers` or lies in one."""
+    return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
+
+
+def _require_shiftable(x: npt.NDArray[Any], shift: int) -> None:
+    if shift and (x.ndim not in (3, 4) or x.dtype != np.float32):
+        raise StepRefused(
+            f"shift = {shift} moves images by pixels, but examples of shape {x.shape[1:]} are none; leave shift out"
+        )

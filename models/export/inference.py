@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 import torch
-from ai_edge_litert.interpreter import OpResolverType
+from ai_edge_litert.interpreter import Interpreter, OpResolverType
 from safetensors import SafetensorError
 from torch import nn
 
@@ -42,6 +42,8 @@ from edge_client.train.trainer import score
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME, GoldenRows, InferenceManifest
 from edge_client.wire.manifest import FileSpec, Fill, InputSpec, Lineage, Tolerance
 from models import job as jobs
+from models.compress.quantize import converted
+from models.compress.report import logits as logits_of
 from models.compress.step import Precision
 from models.compress.structure import rebuilt
 from models.export.batching import resizable
@@ -51,7 +53,6 @@ from models.export.verify import RUNTIMES, Verdict, verify
 from models.job import JobError
 from models.labels import PADDING
 from models.options import bounded
-from models.pretrain import evaluation
 from models.zoo.spec import ModelSpec
 
 MARGIN = 2.0
@@ -231,9 +232,9 @@ def _source(job: jobs.Job, spec: ModelSpec) -> Source:
             f"{job.path}: precision is {precision!r}, expected one of {', '.join(get_args(Precision))}"
         )
     if "tflite" in settings:
-        tflite = _read(job.file("tflite", settings["tflite"]))
+        tflite = readable(job.file("tflite", settings["tflite"]))
     elif module is not None and precision == "float32":
-        tflite = _float32(module, spec)
+        tflite = converted(module, spec)
     else:
         raise JobError(f"{job.path}: tflite is missing; only float32 is made from params alone")
     lineage = settings.get("lineage", {})
@@ -248,15 +249,6 @@ def _source(job: jobs.Job, spec: ModelSpec) -> Source:
             lineage.get("parent"), "export", lineage.get("data_fingerprint"), f"fedloop {version('fedloop')}"
         ),
     )
-
-
-def _float32(module: nn.Module, spec: ModelSpec) -> bytes:
-    from models.compress.quantize import convert
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / MODEL_NAME
-        convert(module, spec, path)
-        return path.read_bytes()
 
 
 def _draft(source: Source, options: Options) -> InferenceManifest:
@@ -307,7 +299,7 @@ def _require_accuracy(
     accuracy = score(predict(x), y).accuracy
     if source.module is None:
         return {"accuracy": accuracy}
-    whole = score(evaluation.logits_of(source.module, x, torch.device("cpu")).numpy(), y).accuracy
+    whole = score(logits_of(source.module, x), y).accuracy
     if whole - accuracy > max_drop + 1e-9:
         raise NotReleasable(
             f"the {source.precision} file's accuracy is {accuracy:.4f}, its float model's {whole:.4f}; allowed are "
@@ -330,12 +322,7 @@ def _question(
     """
     whole = source.module
     if whole is not None:
-
-        def of_module(rows: Rows) -> Logits:
-            found: Logits = evaluation.logits_of(whole, rows, torch.device("cpu")).numpy()
-            return found
-
-        best = _posed("float model", of_module, draft, kernels, x, count)
+        best = _posed("float model", lambda rows: logits_of(whole, rows), draft, kernels, x, count)
         if best.looseness <= TELLING:
             return best
         if source.precision == "float32":
@@ -428,6 +415,20 @@ def _write(folder: Path, manifest: InferenceManifest, tflite: bytes) -> None:
     (folder / MANIFEST_NAME).unlink(missing_ok=True)
     write_durably(folder / MODEL_NAME, tflite)
     write_durably(folder / MANIFEST_NAME, manifest.to_json().encode())
+
+
+def readable(path: Path) -> bytes:
+    """The content of a `.tflite`.
+
+    Raises:
+        JobError: there is none, or LiteRT cannot read it.
+    """
+    content = _read(path)
+    try:
+        Interpreter(model_content=content)
+    except ValueError as error:
+        raise JobError(f"{path} is no .tflite file: {' '.join(str(error).split())[:200]}") from None
+    return content
 
 
 def _read(path: Path) -> bytes:

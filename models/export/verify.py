@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_client.process import bound, worker_environment
 from edge_client.wire.inference import RuntimeKind
+from models.export import apart
 
 PYTHON_VARIABLE = "FEDLOOP_TFLITE_RUNTIME_PYTHON"
 """Names the interpreter of an environment with tflite-runtime and this software."""
@@ -72,28 +71,22 @@ def _verdict(kind: RuntimeKind, folder: Path, tflite_runtime: Path | None) -> Ve
         return Verdict(kind, f"not tried: {PYTHON_VARIABLE} names no interpreter that has it")
     if not python.is_file():
         return Verdict(kind, f"not tried: {python} does not exist")
+    if not os.access(python, os.X_OK):
+        return Verdict(kind, f"not tried: {python} is not executable")
     return _asked(kind, [str(python), "-P", "-m", "edge_client.infer", str(folder)])
 
 
 def _asked(kind: RuntimeKind, command: Sequence[str]) -> Verdict:
     """What a process answers that poses the golden question to its runtime."""
-    # The other environment has modules of its own.
-    environment = {name: value for name, value in worker_environment().items() if name != "PYTHONPATH"}
     try:
-        done = subprocess.run(
-            bound(command),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_SECONDS,
-            env=environment,
-        )
+        # the other environment has modules of its own
+        done = apart.run(command, _SECONDS, but=("PYTHONPATH",))
     except subprocess.TimeoutExpired:
         return Verdict(kind, f"gave no answer within {_SECONDS} seconds")
     try:
         answer = json.loads(done.stdout)
     except ValueError:
-        return Verdict(kind, _last_words(done))
+        return Verdict(kind, apart.last_words(done))
     if answer["runtime"] != kind:
         return Verdict(kind, f"not tried: {command[0]} has {answer['runtime']}")
     return Verdict(
@@ -103,10 +96,3 @@ def _asked(kind: RuntimeKind, command: Sequence[str]) -> Verdict:
         answer.get("memory_bytes"),
         answer.get("arena_bytes"),
     )
-
-
-def _last_words(done: subprocess.CompletedProcess[str]) -> str:
-    said = (done.stderr.strip().splitlines() or ["nothing"])[-1][:300]
-    if done.returncode < 0:
-        return f"it crashed ({signal.Signals(-done.returncode).name}): {said}"
-    return f"it ended with status {done.returncode}: {said}"

@@ -15,6 +15,7 @@ from edge_client.wire import arrays, manifest
 from models import adaptation, zoo
 from models.compress import stored
 from models.export.request import ExportRequest, export
+from models.zoo import adapted as zoo_adapted
 from models.zoo.resolve import ModelNotFound
 from models.zoo.spec import ModelSpec
 from strategies.params import Params
@@ -120,6 +121,74 @@ def test_a_model_that_cannot_be_adapted_like_this_is_refused_in_words(tmp_path: 
         of(logreg, "lora(2)", path)
     with pytest.raises(ModelNotFound, match="No such file"):
         of(logreg, "head", tmp_path / "absent.safetensors")
+
+
+def test_a_file_that_is_not_this_models_backbone_is_refused(tmp_path: Path) -> None:
+    """A param that it lacks would start at random, and nobody would know."""
+    frozen = adaptation.backbone(read(BASE.build(0)))
+    fewer = {name: value for name, value in frozen.items() if name != "hidden.1.bias"}
+    other = adaptation.backbone(
+        read(zoo.get("mlp", input_shape=SHAPE, classes=CLASSES, hidden=[16, 9]).build(0))
+    )
+    for wrong, fault in (
+        (fewer, "the backbone has no 'hidden.1.bias', so it is not this model's"),
+        ({**frozen, "extra": np.zeros(1, "f4")}, "the backbone has 'extra', which the model has not"),
+        (other, r"the backbone's 'hidden.1.weight' is \(9, 16\), the model's \(8, 16\)"),
+    ):
+        with pytest.raises(ModelNotFound, match=fault):
+            of(BASE, "head", written(wrong, tmp_path))
+    (tmp_path / "text").write_text("no tensors")
+    with pytest.raises(ModelNotFound, match=r"text is not a readable \.safetensors file"):
+        of(BASE, "head", tmp_path / "text")
+
+
+class Backwards(torch.nn.Module):
+    """Its layers are named in another order than they are called in, and one is not called at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = torch.nn.Linear(6, CLASSES), torch.nn.Linear(*SHAPE, 6)
+        self.spare = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.last(self.first(x).relu())
+        return logits
+
+
+def test_the_head_is_the_linear_layer_that_is_called_last(tmp_path: Path) -> None:
+    base = ModelSpec("backwards", Backwards, SHAPE, CLASSES)
+    path = str(written(adaptation.backbone(read(base.build(0))), tmp_path))
+    assert set(read(zoo_adapted.spec(base, "head", path).build(0))) == {"last.weight", "last.bias"}
+    assert set(read(zoo_adapted.spec(base, "lora(1)", path).build(0))) == {
+        "last.weight",
+        "last.bias",
+        "first.lora_a",
+        "first.lora_b",
+    }
+
+
+@pytest.mark.parametrize(
+    ("trained", "fault"),
+    [
+        ({"fd.bias": (5,)}, "'fd.bias' belongs to 'fd.bias', which the backbone does not have"),
+        ({"fc.bias": (4,)}, r"'fc.bias' makes \(4,\) of 'fc.bias', which is \(5,\) in the backbone"),
+        ({"hidden.0.lora_a": (2, 12)}, "'hidden.0.lora_a' comes without 'hidden.0.lora_b'"),
+        ({"hidden.0.lora_b": (16, 2)}, "'hidden.0.lora_b' comes without 'hidden.0.lora_a'"),
+        ({"hidden.0.lora_a": (2, 9), "hidden.0.lora_b": (16, 2)}, r"makes \(16, 9\) of 'hidden.0.weight', which is \(16, 12\)"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_backbone_is_not_merged(
+    trained: dict[str, tuple[int, ...]], fault: str
+) -> None:
+    frozen = adaptation.backbone(read(BASE.build(0)))
+    arrays_ = {name: np.zeros(shape, np.float32) for name, shape in trained.items()}
+    with pytest.raises(adaptation.AdaptationError, match=fault):
+        adaptation.merged(frozen, arrays_, adaptation.parse("lora(2)"))
+
+
+def test_a_tensor_without_values_is_its_own_backbone() -> None:
+    empty = {"w": np.zeros((0, 3), np.float32)}
+    assert adaptation.restored(adaptation.backbone(empty))["w"].shape == (0, 3)
 
 
 def adapted(how: str, folder: Path) -> tuple[ModelSpec, dict[str, np.ndarray]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -142,6 +145,87 @@ def test_a_hint_brings_the_students_layer_nearer_to_the_teachers(world: dict[str
         left[hint] = unexplained(found.student)
         assert set(found.student.state_dict()) == set(student.state_dict())  # the regressor is thrown away
     assert left[10.0] < 0.9 * left[0.0]
+
+
+def test_a_hints_weight_means_the_same_however_large_the_teachers_answers_are(world: dict[str, Any]) -> None:
+    """The teacher's layer a thousand times larger, and what reads it a thousand times smaller: the same teacher."""
+    losses = []
+    for factor in (1.0, 1024.0):
+        teacher = copy.deepcopy(world["teacher"])
+        with torch.no_grad():
+            for name, by in (
+                ("hidden.0.weight", factor),
+                ("hidden.0.bias", factor),
+                ("fc.weight", 1 / factor),
+            ):
+                teacher.get_parameter(name).mul_(by)
+        options = Options(epochs=1, lr=0.0, weight_decay=0.0, hint=1.0)
+        regressor_at_rest = distil(
+            [teacher], world["student"], world["x"], world["y"], options, np.random.default_rng(0)
+        )
+        plain = distil(
+            [teacher],
+            world["student"],
+            world["x"],
+            world["y"],
+            replace(options, hint=0.0),
+            np.random.default_rng(0),
+        )
+        losses.append((np.mean(regressor_at_rest.losses), np.mean(plain.losses)))
+    assert losses[0][1] == pytest.approx(losses[1][1], rel=1e-4)
+    for hinted, plain_loss in losses:
+        assert 0.5 < hinted - plain_loss < 2.0  # a regressor that knows nothing errs by about all of it
+
+
+class Bypassed(nn.Module):
+    """A layer with weights that nobody calls, one that answers with two tensors, and none in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.recurrent, self.fc = (
+            nn.Linear(8, 4),
+            nn.GRU(8, 4, batch_first=True),
+            nn.Linear(4, 3),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.fc(self.recurrent(x.unsqueeze(1))[0][:, -1])
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("student", "layer", "fault"),
+    [
+        (Bypassed, "unused", "the student's layer unused is not called; name another one in hint_student"),
+        (Bypassed, "", "the student's layer in the middle answers with no single tensor"),
+        (nn.Identity, "", "the student has no layer with weights of two axes or more"),
+    ],
+)
+def test_a_layer_that_cannot_be_hinted_at_is_refused(
+    student: Callable[[], nn.Module], layer: str, fault: str, world: dict[str, Any]
+) -> None:
+    options = Options(epochs=1, hint=1.0, hint_student=layer)
+    with pytest.raises(StepRefused, match=fault):
+        distil([world["teacher"]], student(), world["x"], world["y"], options, np.random.default_rng(0))
+
+
+def test_sequences_of_other_lengths_are_no_hints() -> None:
+    class Convolved(nn.Module):
+        def __init__(self, stride: int) -> None:
+            super().__init__()
+            self.conv, self.fc = nn.Conv1d(1, 4, 3, stride), nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.fc(self.conv(x.unsqueeze(1)).mean(-1))
+            return logits
+
+    x, y = np.zeros((4, 9), np.float32), np.zeros(4, np.int32)
+    options = Options(hint=1.0, hint_student="conv", hint_teacher="conv")
+    narrow = Convolved(2)
+    narrow.conv = nn.Conv1d(1, 2, 3, 2)
+    narrow.fc = nn.Linear(2, 3)
+    with pytest.raises(StepRefused, match="name layers of one kind"):
+        distil([Convolved(1)], narrow, x, y, options, np.random.default_rng(0))
 
 
 def test_hints_pass_between_maps_of_different_extent() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.compress import micro, quantize, recipes
+from models.compress import memory, micro, quantize, recipes
 from models.compress.c_array import c_array
 from models.compress.step import Model, StepRefused
 from models.export.micro import MicroModel
@@ -50,6 +50,13 @@ def test_what_the_interpreter_refuses_is_refused_in_its_words(precision: str) ->
     words = "Hybrid models are not supported" if precision == "dynamic-int8" else "DEQUANTIZE"
     with pytest.raises(StepRefused, match=f"tflite-micro does not run the file: .*{words}"):
         micro.run(tflite, digits().x_test[:2])
+
+
+def test_a_runtime_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_SECONDS", 0.001)
+    monkeypatch.setattr(micro, "SECONDS", 0.001)
+    with pytest.raises(StepRefused, match=r"LiteRT was not done with a row after 0\.001 s"):
+        memory.needed(b"", digits().x_test)
 
 
 @pytest.mark.slow

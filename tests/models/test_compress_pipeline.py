@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from models import zoo
-from models.compress import pipeline
+from models.compress import pipeline, quantize
 from models.compress.pipeline import PipelineError, Planned, planned
 from models.compress.step import Context, Data, Model, StepRefused
 from models.options import bounded
+from models.zoo.spec import ModelSpec
 
 # a model for the datacenter alone: nothing is converted for devices, so that the engine is quick
 SPEC = zoo.get("lstm", input_shape=(4,), classes=5, input_dtype="int32", task="next_token", width=8, layers=1)
@@ -85,6 +86,31 @@ def test_only_what_has_changed_is_run_again(source: Model, data: Data, tmp_path:
     assert ran(scales(2, 6), source, fewer, tmp_path) == [1, 2]
     other = replace(source, module=SPEC.build(2).eval())
     assert ran(scales(2, 6), other, fewer, tmp_path) == [1, 2]
+
+
+def test_what_other_code_made_is_run_again(
+    source: Model, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ran(scales(2, 3), source, data, tmp_path) == [1, 2]
+    monkeypatch.setattr(pipeline, "code", lambda: "of another version")
+    assert ran(scales(2, 3), source, data, tmp_path) == [1, 2]
+    assert ran(scales(2, 3), source, data, tmp_path) == []
+
+
+def test_a_model_that_cannot_be_converted_says_why_and_is_measured_by_its_params(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def converted(module: nn.Module, spec: ModelSpec) -> bytes:
+        raise NotImplementedError("aten.sort has no\nlowering")
+
+    monkeypatch.setattr(quantize, "converted", converted)
+    spec = zoo.get("logreg", input_shape=(4,), classes=5)
+    x, y = np.zeros((3, 4), np.float32), np.arange(3, dtype=np.int32)
+    done = pipeline.run([], Model(spec, spec.build(0).eval()), Data(x, y, x, y), tmp_path, 0)
+    (row,) = pipeline.measured(done, Data(x, y, x, y))
+    assert row["facts"] == {"not_converted": "NotImplementedError: aten.sort has no"}
+    assert row["latency_us"] is None
+    assert row["bytes"] == (done[0].folder / "model.safetensors").stat().st_size
 
 
 def test_a_file_that_was_changed_is_made_again(source: Model, data: Data, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_layers_to_keep_are_kept(cnn: Model, data: Data) -> None:
     assert "fc" not in pruned.facts["layers"] and "conv1" not in pruned.facts["layers"]
     assert torch.equal(weights(pruned)["fc.weight"], weights(cnn)["fc.weight"])
     with pytest.raises(StepRefused, match="no layer to cut"):
-        prune(cnn, data, Options(epochs=0, keep="conv, fc, hidden"), context(cnn))
+        prune(cnn, data, Options(epochs=0, keep="conv1, conv2, fc, hidden"), context(cnn))
 
 
 def test_sparse_params_compress_and_the_facts_say_that_only_transport_is_saved(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from models import zoo
 from models.compress import quantize, report
 from models.compress.step import Model
+from models.zoo.spec import ModelSpec
 
 
 def test_macs_are_those_counted_by_hand() -> None:
@@ -20,6 +24,43 @@ def test_macs_are_those_counted_by_hand() -> None:
     convolutions = 8 * 8 * 8 * 9 + 4 * 4 * 16 * 8 * 9
     assert report.macs(module, spec) == convolutions + 256 * 32 + 32 * 10
     assert report.parameters(module) == 8 * 9 + 8 + 16 * 8 * 9 + 16 + 256 * 32 + 32 + 320 + 10
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm, self.fc = (
+            nn.Embedding(20, 6),
+            nn.LSTM(6, 8, batch_first=True),
+            nn.Linear(8, 3),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.fc(self.lstm(self.embedding(x))[0][:, -1])
+        return logits
+
+
+class Attentive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.fc = nn.Embedding(20, 8), nn.Linear(8, 3)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(x)
+        logits: torch.Tensor = self.fc(self.attention(h, h, h, need_weights=False)[0].mean(1))
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("module", "macs"),
+    [(Recurrent, 5 * 4 * 8 * (6 + 8) + 8 * 3), (Attentive, 5 * 4 * 8 * 8 + 2 * 5 * 5 * 8 + 8 * 3)],
+)
+def test_macs_of_fused_operations_count(module: Callable[[], nn.Module], macs: int) -> None:
+    spec = ModelSpec("fused", module, (5,), 3, "int32", vocab=20)
+    built = spec.build(0).eval()
+    assert report.macs(built, spec) == macs
+    assert all(parameter.grad is None for parameter in built.parameters())
 
 
 def test_zeros_are_parameters_that_compress() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from models import zoo
+from models.compress import pipeline, quantize
 from models.compress.ladder import Candidate, ladder
+from models.compress.pipeline import Planned
 from models.compress.search import Budget, Outcome, Search, choice, steps_of, undominated
+from models.compress.step import Model
 from models.export.micro import MicroModel
 from tests.support.compressing import cnn, digits
 
@@ -75,6 +79,33 @@ def test_the_front_is_what_no_other_one_beats_in_everything() -> None:
     tried = [outcome("a", 0.9, 100), outcome("b", 0.9, 90), outcome("c", 0.95, 200), outcome("d", 0.8, 200)]
     assert undominated(tried) == ["b", "c"]
     assert undominated([outcome("a", 0.9, 100), outcome("same", 0.9, 100)]) == ["a", "same"]
+
+
+def test_a_candidate_that_fails_is_named_and_the_others_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Candidate("broken", (STATIC,))
+    fine = Candidate("fine", ({"kind": "quantize", "precision": "float32"},))
+
+    def planned(steps: object, where: str) -> list[Planned]:
+        return [Planned("step", None, fails if where == "broken" else passes)]
+
+    def fails(*given: object) -> Model:
+        raise KeyError("a library's own")
+
+    def passes(model: Model, *given: object) -> Model:
+        return replace(model, tflite=quantize.converted(model.module, model.spec))
+
+    monkeypatch.setattr(pipeline, "planned", planned)
+    search = Search(cnn(), digits(), tmp_path, 0, Budget(), lambda line: None)
+    found = search.run([broken, fine])
+
+    assert [each.name for each in found.outcomes] == ["fine"]
+    assert [(each.name, each.reason) for each in found.refused] == [
+        ("broken", """failed with KeyError: "a library's own\"""")
+    ]
+    with pytest.raises(KeyError):
+        Search(cnn(), digits(), tmp_path / "all", 0, Budget(), lambda line: None).run([broken])
 
 
 @pytest.mark.slow
