@@ -69,14 +69,6 @@ def survivors(processes: list[psutil.Process]) -> list[psutil.Process]:
     return alive
 
 
-def test_asking_for_jobs_imports_no_framework() -> None:
-    code = (
-        "import coordinator.jobs, sys; print([m for m in ('torch', 'tensorflow', 'jax') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
 @pytest.mark.slow
 def test_a_teacher_and_its_student_leave_their_params_and_figures(job: jobs.Job, tmp_path: Path) -> None:
     lines: list[Mapping[str, Any]] = []

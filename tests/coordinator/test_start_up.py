@@ -1,0 +1,76 @@
+"""What a process imports before it has anything to do: nothing that only another command, or another process, needs.
+
+Every import is paid by everybody who waits for a command. `tests.bench.start_up` shows what they cost.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FRAMEWORKS = {"torch", "tensorflow", "jax", "litert_torch", "ai_edge_litert", "ai_edge_quantizer"}
+PICTURES = {"matplotlib", "PIL"}
+SCIENCE = {"sklearn", "scipy", "pandas", "sympy"}
+SERVER = {"fastapi", "uvicorn", "sqlalchemy", "alembic", "psycopg", "tuf", "securesystemslib", "structlog"}
+SPREAD = {"torch._dynamo", "torch.distributed.tensor", "torch.distributed.pipelining", "sympy"}
+
+_NOT_FOR_RUNS = FRAMEWORKS | PICTURES | SCIENCE | SERVER
+_HELP = "import sys; sys.argv = ['fedloop', '--help']\ntry: import _fedloop_command; _fedloop_command.main()\nexcept SystemExit: pass"
+
+
+@pytest.mark.parametrize(
+    ("code", "never"),
+    [
+        pytest.param(_HELP, {*_NOT_FOR_RUNS, "numpy", "pydantic"}, id="fedloop --help"),
+        pytest.param("import fedloop", _NOT_FOR_RUNS, id="import fedloop"),
+        pytest.param(
+            "import coordinator.display, coordinator.experiment, coordinator.simulation.run",
+            _NOT_FOR_RUNS,
+            id="fedloop simulate",
+        ),
+        pytest.param(
+            "import coordinator.display, coordinator.pretraining, coordinator.compressing, coordinator.exporting",
+            _NOT_FOR_RUNS,
+            id="fedloop pretrain, compress and export",
+        ),
+        pytest.param("import coordinator.serve", FRAMEWORKS | PICTURES | SCIENCE, id="fedloop serve"),
+        pytest.param(
+            "import edge_client.cli, edge_client.daemon",
+            {*_NOT_FOR_RUNS, "numpy", "pydantic"} - {"tuf", "securesystemslib"},
+            id="fedloop-edge",
+        ),
+        pytest.param("import coordinator.simulation.worker", _NOT_FOR_RUNS | {"pydantic"}, id="a worker"),
+        pytest.param(
+            "import models.datasets.worker; models.datasets.worker.datasets.load('digits', seed=0)",
+            _NOT_FOR_RUNS | {"pydantic"},
+            id="the process that loads data",
+        ),
+        pytest.param("import models.pretrain.check", SPREAD | PICTURES, id="a check of a plan"),
+        pytest.param(
+            "import models.compress.worker, models.export.inference", SPREAD | PICTURES, id="compress"
+        ),
+    ],
+)
+def test_a_process_starts_without_what_others_need(code: str, never: set[str]) -> None:
+    assert loaded_by(code, never) == []
+
+
+def test_what_is_looked_for_would_be_found() -> None:
+    assert loaded_by("import torch.distributed.tensor", SPREAD) == ["sympy", "torch.distributed.tensor"]
+
+
+def loaded_by(code: str, names: set[str]) -> list[str]:
+    """Which of `names` a process has imported that has run `code`."""
+    script = f"{code}\nimport json, sys\nprint('\\n' + json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return sorted(names & set(json.loads(done.stdout.splitlines()[-1])))
