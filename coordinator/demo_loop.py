@@ -53,7 +53,7 @@ class Released:
     Attributes:
         version: in the registry.
         accuracy: of the released file on the coordinator's held-out rows.
-        device_accuracy, before: pooled over what the devices hold, of this release and of the one it replaced.
+        device_accuracy, before: pooled over the devices' rows as a gate pools them, of this release and of the one it replaced.
         rollout: the state its rollout ended in.
     """
 
@@ -215,15 +215,21 @@ def _released(fedloop: _Commands, folder: str, release: str) -> Released:
     _sign(fedloop)
     rollout = _rolled_out(fedloop, version)
     fedloop("model", "alias", f"{NAME}:{version}", "champion")
-    sums = rollout["phases"][-1]["comparison"] or {}
+    compared = [phase["comparison"] for phase in rollout["phases"] if phase["comparison"]]
     return Released(
         version,
         exported["bytes"],
         exported["accuracy"],
         rollout["state"],
-        sums.get("accuracy"),
-        sums.get("champion_accuracy"),
+        _pooled(compared, "accuracy"),
+        _pooled(compared, "champion_accuracy"),
     )
+
+
+def _pooled(compared: list[dict[str, Any]], figure: str) -> float | None:
+    """A share over the labels of all phases; None where no device compared."""
+    labels = sum(each["labels"] for each in compared)
+    return sum(each["labels"] * each[figure] for each in compared) / labels if labels else None
 
 
 def _rolled_out(fedloop: _Commands, version: int) -> dict[str, Any]:

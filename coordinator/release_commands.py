@@ -81,7 +81,11 @@ def keygen(
 @app.command("online-keys", epilog="Example: fedloop release online-keys > online.json")
 def online_keys(
     rotate: Annotated[
-        bool, typer.Option("--rotate", help="Make new ones; they count once root and targets name them.")
+        bool,
+        typer.Option(
+            "--rotate",
+            help="Make new ones; they count once root and targets name them. Ones that waited for that are dropped.",
+        ),
     ] = False,
     coordinator: Coordinator = None,
 ) -> None:
@@ -177,6 +181,12 @@ def sign(keys: KeyDirs, staging: StagingDir) -> None:
     staged = _staged(staging)
     for line in staged.changes() or ["nothing is staged"]:
         typer.echo(line)
+    for folder in keys:
+        if not (folder / TRUSTED_ROOT).exists():
+            named = ", ".join(staged.root_keys())
+            typer.echo(
+                f"{folder} signs for the first time, and from now on only for this repository: root by {named}"
+            )
     made = sum(staged.sign(_signers(folder), folder / TRUSTED_ROOT) for folder in keys)
     if not made and staged.changes():
         raise UserError(

@@ -6,7 +6,7 @@ have signed for them, and old ones go when nobody asks for them any more.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from pathlib import Path
 
 from cryptography.hazmat.primitives import serialization
@@ -38,10 +38,10 @@ class OnlineKeys:
         write_durably(self._path(role, signer.public_key.keyid), signer.private_bytes, mode=0o600)
         return signer.public_key
 
-    def forget(self, key_ids: Collection[str]) -> None:
-        """Removes keys that no metadata asks for any more."""
-        for role in ONLINE_ROLES:
-            for key_id in key_ids:
+    def forget(self, key_ids: Iterable[str]) -> None:
+        """Removes keys that no metadata asks for, or will."""
+        for key_id in key_ids:
+            for role in ONLINE_ROLES:
                 self._path(role, key_id).unlink(missing_ok=True)
 
     def _path(self, role: str, key_id: str) -> Path:

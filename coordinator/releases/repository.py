@@ -143,7 +143,8 @@ class Repository:
     def online_keys(self, *, rotate: bool = False) -> dict[str, SSlibKey]:
         """Role -> the public key that the next root, or for rollouts the next targets, is to name.
 
-        Keys that nothing names yet are made where there are none, and with `rotate` also beside those in use.
+        Keys are made where there are none; with `rotate` always, and those that waited to be named are no more: what is
+        rotated after a break-in may have been stolen while it waited.
         """
         with self._lock:
             return {role: self._online_key(role, rotate) for role in ONLINE_ROLES}
@@ -153,9 +154,11 @@ class Repository:
         named = self._named_keys(role)
         waiting = [key for key_id, key in held.items() if key_id not in named]
         in_use = [key for key_id, key in held.items() if key_id in named]
-        if waiting:
-            return waiting[0]
-        return in_use[0] if in_use and not rotate else self._keys.make(role)
+        if not rotate and (waiting or in_use):
+            return (waiting or in_use)[0]
+        made = self._keys.make(role)
+        self._keys.forget(key.keyid for key in waiting)
+        return made
 
     def _named_keys(self, role: str) -> set[str]:
         """Ids of the keys that the current root, or targets, trusts for an online role."""

@@ -114,6 +114,11 @@ class Staging:
                 lines.append(f"  rollouts are signed by {', '.join(map(_named, keys.values()))}")
         return lines
 
+    def root_keys(self) -> list[str]:
+        """Who signs the root that all here follows from."""
+        root = self.roots()[-1].signed if self.roots() else self.newest_root()
+        return [_named(root.keys[key_id]) for key_id in root.roles[roles.ROOT].keyids if key_id in root.keys]
+
     def missing(self) -> list[str]:
         """The signatures that are still needed, a line each."""
         lines = []

@@ -47,6 +47,7 @@ OF_ROLLOUTS = {
     (409, "not_the_newest"),
     (409, "rollout_state"),
     (409, "rollout_under_way"),
+    (409, "too_many_devices"),
 }
 OF_REGISTRY = {
     (404, "unknown_alias"),

@@ -122,6 +122,7 @@ def test_each_key_signs_what_asks_for_it_and_the_rest_is_named(staged: Path) -> 
     for kind in ("pem", "pub"):
         shutil.move(staged / f"keys/root-1.{kind}", one)
     said = release("sign", "--keys", one, "--staging", staged / "stick").output
+    assert "for the first time" in said and "root by root-1" in said
     assert "1 signature made" in said
     assert "still to be signed: root 1 by root-2" in said
     assert "still to be signed: targets 1 by targets" in said

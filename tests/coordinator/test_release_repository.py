@@ -145,14 +145,18 @@ def test_long_past_states_are_swept_away_and_roots_are_kept(releases: SignedRele
     assert len(list(metadata.glob("*.root.json"))) == 1
 
 
-def test_online_keys_are_closed_to_others_and_waiting_ones_are_not_made_twice(
+def test_online_keys_are_closed_to_others_and_waiting_ones_are_dropped_by_the_next_rotation(
     releases: SignedReleases, tmp_path: Path
 ) -> None:
     first = releases.repository.online_keys(rotate=True)
-    assert releases.repository.online_keys(rotate=True) == first
     assert releases.repository.online_keys() == first
+    second = releases.repository.online_keys(rotate=True)
+    assert releases.repository.online_keys() == second
     paths = list((tmp_path / "releases/keys").iterdir())
     assert len(paths) == 6
+    names = {path.stem for path in paths}
+    assert {f"{role}-{key.keyid}" for role, key in second.items()} < names
+    assert not {f"{role}-{key.keyid}" for role, key in first.items()} & names
     assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}
     releases.rotate()
     assert len(list((tmp_path / "releases/keys").iterdir())) == 3
