@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, Any
@@ -195,11 +196,18 @@ def _id(known: list[dict[str, Any]], called: str | None) -> str:
 
 def _phases(text: str) -> list[float]:
     try:
-        return [float(each) for each in text.split(",")]
+        return [_finite(each) for each in text.split(",")]
     except ValueError:
         raise UserError(
             f"--phases {text!r}: expected percentages with commas between, such as 1,10,50,100"
         ) from None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError
+    return value
 
 
 def _filter(given: list[str]) -> dict[str, Any]:
@@ -233,7 +241,7 @@ def _gate_value(text: str, kind: str, value: str) -> float | int | None:
     if value == "none" and "None" in kind:
         return None
     try:
-        return int(value) if kind == "int" else float(value)
+        return int(value) if kind == "int" else _finite(value)
     except ValueError:
         what = "a whole number" if kind == "int" else "a number"
         raise UserError(f"--gate {text!r}: expected {what}{' or none' * ('None' in kind)}") from None

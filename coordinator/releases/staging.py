@@ -199,6 +199,13 @@ class Staging:
 
     def change_keys(self, keys: Mapping[str, Key], now: datetime) -> None:
         """Stages a root that names these keys instead of those with the same names; `rollouts` goes to targets."""
+        targets = self.next_targets() or self.published_targets()
+        named = [
+            *self.newest_root().keys.values(),
+            *(_rollouts_keys(targets.signed).values() if targets else ()),
+        ]
+        if set(map(checks.content_of, keys.values())) <= set(map(checks.content_of, named)):
+            raise UserError(f"{self.folder}: nothing changes: the keys given are named there already")
         if root_keys := {name: key for name, key in keys.items() if name != roles.ROLLOUTS}:
             root = self._following_root(now)
             for name, key in root_keys.items():
@@ -308,13 +315,13 @@ class Staging:
         try:
             return checks.read_root(_bytes(path))
         except Refusal as error:
-            raise UserError(f"{path}: {error}") from None
+            raise _damaged(path, error) from None
 
     def _targets(self, path: Path) -> Metadata[Targets]:
         try:
             return checks.read_targets(_bytes(path))
         except Refusal as error:
-            raise UserError(f"{path}: {error}") from None
+            raise _damaged(path, error) from None
 
     def _write(self, name: str, metadata: Metadata[Root] | Metadata[Targets]) -> None:
         _replace(self.folder / name, metadata)
@@ -396,6 +403,11 @@ def _named(key: Key) -> str:
 
 def _short(key_id: str) -> str:
     return key_id[:12]
+
+
+def _damaged(path: Path, error: Refusal) -> UserError:
+    again = "fetch it" if path.parent.name == "published" else "stage the change"
+    return UserError(f"{path}: {error}; remove it, and {again} again")
 
 
 def _replace(path: Path, metadata: Metadata[Root] | Metadata[Targets]) -> None:

@@ -233,6 +233,16 @@ def signed_with_key_files(folder: Path) -> tuple[SignedReleases, Path]:
     return releases, keys
 
 
+def test_keys_that_are_named_already_change_nothing(staged: Path) -> None:
+    words = "rotate-root", "--keys", staged / "keys", "--staging", staged / "stick"
+    assert "named there already" in refused(*words)
+
+
+def test_a_damaged_document_says_what_to_do(staged: Path) -> None:
+    (staged / "stick/targets.json").write_text("{")
+    assert "remove it, and stage the change again" in refused("staged", "--staging", staged / "stick")
+
+
 def test_one_key_under_two_names_is_no_second_signature(staged: Path) -> None:
     shutil.copy(staged / "keys/root-1.pub", staged / "keys/root-2.pub")
     words = "init", "--keys", staged / "keys", "--online", staged / "online.json", "--staging", staged / "new"

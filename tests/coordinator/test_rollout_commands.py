@@ -131,6 +131,8 @@ def test_a_rollout_is_paused_resumed_and_aborted(fedloop: Console) -> None:
         (["digits:9"], "digits:9 is not published"),
         (["digits:2", "--phases", "10,5"], "growing percentages"),
         (["digits:2", "--phases", "10,x"], "expected percentages"),
+        (["digits:2", "--phases", "10,nan"], "expected percentages"),
+        (["digits:2", "--gate", "confidence=inf"], "expected a number"),
         (["digits:2", "--filter", "color=red"], "one of group, class, runtime, id or label.KEY"),
         (["digits:2", "--filter", "group=nobody"], "no device fits"),
         (["digits:2", "--gate", "instal=1"], "do you mean install"),
