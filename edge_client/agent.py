@@ -221,7 +221,8 @@ class Agent:
     def _look(self) -> tuple[Current, Desired]:
         if self._poll is not None and self._poll.done.is_set():
             self._heed_poll()
-        self._releases.tend()
+        for words in self._releases.tend(lambda: self._around.notify("WATCHDOG=1")):
+            self._status.note(words)
         renew_at = self._identity.renew_at if self._identity is not None else None
         current = Current(
             now=self._around.now(),

@@ -77,6 +77,7 @@ def serve_model(
 
     from edge_client.infer.predict import active_release
     from edge_client.infer.service import Batching, Service
+    from edge_client.ota.served import Starts
 
     state_dir = configuration(context).state_dir
 
@@ -85,7 +86,8 @@ def serve_model(
 
     async def serve() -> None:
         batching = Batching(max_batch, max_wait_ms / 1000)
-        service = Service(find, batching, lambda line: typer.echo(line, err=True))
+        starts = Starts(state_dir, path) if release is None else None
+        service = Service(find, batching, lambda line: typer.echo(line, err=True), starts=starts)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, service.end)
         await service.serve(path)

@@ -11,32 +11,41 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.connectors.connector import DataProblem
+from edge_client.infer.runtime import WrongRows, checked_rows
 from edge_client.wire.inference import InferenceManifest
 
 
 def read_rows(path: Path, manifest: InferenceManifest, leave_out: tuple[str, ...] = ()) -> npt.NDArray[Any]:
-    """The rows of `path` as the model takes them, [N, …], flat ones in its shape. Never a pickle.
+    """The rows of `path` as the model takes them, [N, …], flat ones in its shape, checked. Never a pickle.
 
     Args:
         leave_out: columns of a `.csv` that are no input, such as the label.
 
     Raises:
-        DataProblem: the file cannot be read, or its rows do not fit the model.
+        DataProblem: the file cannot be read, has no rows, or rows that do not fit the model.
     """
     if path.suffix not in (".npy", ".npz", ".csv"):
         raise DataProblem(f"{path}: expected a file named .npy, .npz or .csv")
+    if leave_out and path.suffix != ".csv":
+        raise DataProblem(f"{path}: has no columns to leave out; --leave-out is for .csv")
     x: npt.NDArray[Any] = _table(path, leave_out) if path.suffix == ".csv" else _numpy(path)
     shape = manifest.input.shape
     if x.ndim == 0 or int(np.prod(x.shape[1:])) != int(np.prod(shape)):
         raise DataProblem(
             f"{path}: rows are {list(x.shape[1:])}, {manifest.model}:{manifest.version} takes {list(shape)}"
         )
+    if not len(x):
+        raise DataProblem(f"{path}: has no rows")
     if manifest.input.dtype == "int32" and x.dtype.kind == "f":
-        whole = x.astype(np.int32)
+        with np.errstate(invalid="ignore"):
+            whole = x.astype(np.int32)
         if (whole != x).any():
             raise DataProblem(f"{path}: {manifest.model}:{manifest.version} takes ids, whole numbers")
         x = whole
-    return x.reshape(len(x), *shape)
+    try:
+        return checked_rows(x.reshape(len(x), *shape), manifest)
+    except WrongRows as error:
+        raise DataProblem(f"{path}: {error}") from None
 
 
 def _numpy(path: Path) -> npt.NDArray[Any]:
@@ -54,7 +63,9 @@ def _numpy(path: Path) -> npt.NDArray[Any]:
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         if isinstance(error, DataProblem):
             raise
-        raise DataProblem(f"{path}: is no NumPy file of plain numbers: {error}") from None
+        # NumPy calls every file that it does not know a pickle, and says how to load that without care.
+        why = "" if "allow_pickle" in str(error) else f": {error}"
+        raise DataProblem(f"{path}: is no NumPy file of plain numbers{why}") from None
 
 
 def _table(path: Path, leave_out: tuple[str, ...]) -> npt.NDArray[np.float32]:

@@ -10,25 +10,29 @@ for `edge_client.infer.selftest`.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.infer.installed import installed_kind
 from edge_client.wire import inference
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME, InferenceManifest, RuntimeKind
 from edge_client.wire.manifest import ManifestError, require_file
 
-# Found and not imported: a daemon that asks what it has does not hold an interpreter. The constrained tier has the
-# predecessor, as in `edge_client.train.litert_trainer`.
-RUNTIME: RuntimeKind = "litert" if find_spec("ai_edge_litert") else "tflite-runtime"
+RUNTIME: RuntimeKind = installed_kind() or "tflite-runtime"
+"""Where none is installed, opening a file says so."""
 
 _SAME = 1e-4
 """By how much, in units of the largest logit, rows may differ by being run together; quantized ones by 2 %."""
 _SAME_QUANTIZED = 0.02
+
+
+class NoRuntime(ManifestError):
+    """No runtime is installed on this machine."""
 
 
 class WrongRows(ValueError):
@@ -57,7 +61,7 @@ def load(folder: Path) -> Loaded:
 
     Raises:
         ManifestError: a file is missing or cannot be read, the manifest is not one, the model is not the one it describes,
-            or the runtime cannot open it.
+            or the runtime cannot open it. NoRuntime: there is none.
     """
     try:
         described = (folder / MANIFEST_NAME).read_bytes()
@@ -77,14 +81,16 @@ class Model:
 
     Raises:
         ManifestError: the runtime cannot open the file, or its input and output are not what the manifest says.
+        NoRuntime: there is none.
     """
 
     def __init__(
         self, content: bytes, manifest: InferenceManifest, place: str = "model", **options: Any
     ) -> None:
         self._manifest = manifest
+        made = interpreter()
         try:
-            self._interpreter: Any = interpreter()(model_content=content, num_threads=1, **options)
+            self._interpreter: Any = made(model_content=content, num_threads=1, **options)
             self._interpreter.allocate_tensors()
         # RuntimeError: it knows the file but lacks an operation, or a version of one.
         except (ValueError, RuntimeError) as error:
@@ -164,11 +170,17 @@ class Model:
 
 
 def interpreter() -> Any:
-    """The class that this machine's runtime runs a file with."""
-    if RUNTIME == "litert":
-        from ai_edge_litert.interpreter import Interpreter
-    else:
-        from tflite_runtime.interpreter import Interpreter
+    """The class that this machine's runtime runs a file with. Raises NoRuntime where there is none."""
+    try:
+        if RUNTIME == "litert":
+            from ai_edge_litert.interpreter import Interpreter
+        else:
+            from tflite_runtime.interpreter import Interpreter
+    except ModuleNotFoundError as missing:
+        raise NoRuntime(
+            f"no runtime for models is installed here ({missing}); install ai-edge-litert, for instance: "
+            f"{sys.executable} -m pip install ai-edge-litert"
+        ) from None
     return Interpreter
 
 
@@ -182,7 +194,7 @@ def checked_rows(x: npt.NDArray[Any], manifest: InferenceManifest) -> npt.NDArra
     """The rows in the manifest's dtype.
 
     Raises:
-        WrongRows: another shape or kind of number, or ids out of range.
+        WrongRows: another shape or kind of number, ids out of range, or a number that is not finite in float32.
     """
     shape, ids = manifest.input.shape, manifest.input.dtype == "int32"
     if x.shape[1:] != shape or x.ndim == 0:
@@ -191,11 +203,21 @@ def checked_rows(x: npt.NDArray[Any], manifest: InferenceManifest) -> npt.NDArra
     if x.dtype.kind not in kinds:
         raise WrongRows(f"rows are {x.dtype}, {manifest.model} takes {manifest.input.dtype}")
     if not ids:
-        return x.astype(np.float32)
+        return _finite(x)
     tokens = manifest.input.vocab or manifest.classes
     if x.size and (int(x.min()) < 0 or int(x.max()) >= tokens):
         raise WrongRows(f"ids are {x.min()} to {x.max()}, {manifest.model} takes 0 to {tokens - 1}")
     return x.astype(np.int32)
+
+
+def _finite(x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        numbers = x.astype(np.float32)
+    finite = np.isfinite(numbers)
+    if not finite.all():
+        row = int(np.argwhere(~finite)[0][0])
+        raise WrongRows(f"row {row} holds a number that is not finite, or too large for float32")
+    return numbers
 
 
 def quantized(x: npt.NDArray[Any], tensor: dict[str, Any]) -> npt.NDArray[Any]:

@@ -7,7 +7,7 @@ model that answers otherwise is refused, whatever its signature says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from edge_client.infer.runtime import Loaded
 from edge_client.train import golden
 from edge_client.train.golden import SelfTestFailed
-from edge_client.wire.inference import InferenceManifest, RuntimeKind
+from edge_client.wire.inference import InferenceManifest
 from edge_client.wire.manifest import ManifestError
 
 Predict = Callable[[npt.NDArray[Any]], npt.NDArray[np.float32]]
@@ -26,50 +26,28 @@ Predict = Callable[[npt.NDArray[Any]], npt.NDArray[np.float32]]
 _MEMINFO = Path("/proc/meminfo")
 
 
-def require(
-    loaded: Loaded, *, memory_bytes: int | None = None, classes: Sequence[str] | None = None
-) -> float | None:
+class TooLittleMemory(ManifestError):
+    """The machine has less memory free now than the manifest says that the model takes."""
+
+
+def require(loaded: Loaded) -> float | None:
     """Accuracy on the manifest's real rows, None where it has none, once all its answers are right.
 
     Raises:
-        ManifestError: it is not for this runtime, this device's classes, or so little memory.
+        ManifestError: it is not for this runtime. TooLittleMemory: not now.
         SelfTestFailed: naming the row, what came and what was expected.
     """
-    require_suitable(loaded.manifest, loaded.runtime, memory_bytes=memory_bytes, classes=classes)
-    return require_answers(loaded.predict, loaded.manifest)
-
-
-def require_suitable(
-    manifest: InferenceManifest,
-    runtime: RuntimeKind,
-    *,
-    memory_bytes: int | None = None,
-    classes: Sequence[str] | None = None,
-) -> None:
-    """What the manifest alone says, so that nothing needs to be fetched that could not be used.
-
-    Args:
-        memory_bytes: what the model may use; None: what the machine has to give now.
-        classes: the device's; None: not looked at.
-
-    Raises:
-        ManifestError: it is not for this runtime, for none of these classes, or so little memory.
-    """
+    manifest = loaded.manifest
     what = f"{manifest.model}:{manifest.version}"
-    if runtime not in manifest.runtimes:
-        raise ManifestError(
-            f"{what} ({manifest.precision}) is for {', '.join(manifest.runtimes) or 'no runtime'}; this device has {runtime}"
-        )
-    if classes is not None and manifest.device_classes and not set(classes) & set(manifest.device_classes):
-        raise ManifestError(
-            f"{what} is for devices of class {', '.join(manifest.device_classes)}; this one is of "
-            f"{', '.join(classes) or 'none'}"
-        )
-    available = available_memory() if memory_bytes is None else memory_bytes
+    if loaded.runtime not in manifest.runtimes:
+        known = ", ".join(manifest.runtimes) or "no runtime"
+        raise ManifestError(f"{what} ({manifest.precision}) is for {known}; this device has {loaded.runtime}")
+    available = available_memory()
     if available is not None and manifest.memory_bytes > available:
-        raise ManifestError(
-            f"{what} needs {manifest.memory_bytes} bytes of memory; this device has {available} for it"
+        raise TooLittleMemory(
+            f"{what} needs {manifest.memory_bytes} bytes of memory; this device has {available} free"
         )
+    return require_answers(loaded.predict, manifest)
 
 
 def require_answers(predict: Predict, manifest: InferenceManifest) -> float | None:

@@ -7,8 +7,8 @@ A request and its answer are one line of JSON each; a connection may send many, 
     {"id": 8, "error": "rows are [1, 3], digits takes [N, 8, 8]"}
 
 `x` is rows, nested as the model's input or flat. Requests wait at most `max_wait_seconds` for others, up to `max_batch` rows.
-A new active release is picked up between two batches; while it cannot be opened, the old one goes on. The socket belongs to its user alone
-(mode 0600).
+A new active release is picked up between two batches; while it cannot be opened, the old one goes on, and it is tried again.
+The socket belongs to its user alone (mode 0600).
 
 One thread runs the model, the event loop does the rest. What a client sends can end its own connection and nothing else.
 """
@@ -21,12 +21,13 @@ import math
 import os
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -35,12 +36,22 @@ from edge_client.errors import UserMistake
 from edge_client.infer import selftest
 from edge_client.infer.predict import NoRelease, Prediction, predictions
 from edge_client.infer.runtime import Loaded, WrongRows, checked_rows, load
+from edge_client.ota.served import Starts
 from edge_client.train.golden import SelfTestFailed
 from edge_client.wire.inference import MANIFEST_NAME
 from edge_client.wire.manifest import ManifestError
 
 LINE_BYTES = 8 * 2**20
 """Of one request."""
+
+MOST_CONNECTIONS = 64
+"""At a time. Each may hold twice `LINE_BYTES` of a request that is not whole yet."""
+
+UNREAD_SECONDS = 10.0
+"""Who does not read its answers for so long, once the buffers are full, loses its connection."""
+
+AGAIN_SECONDS = 10.0
+"""After this a release that could not be opened is tried again: memory may have been short."""
 
 _MOST_ROWS = 4096
 _WAITING = 256
@@ -70,6 +81,10 @@ class _Waiting:
     answer: asyncio.Future[tuple[str, list[Prediction]]]
 
 
+_Answer = list[Prediction] | WrongRows
+_Stamp = tuple[str, int, int]
+
+
 class BadRequest(ValueError):
     """The line is no request; the message says why."""
 
@@ -80,18 +95,29 @@ class Service:
     Args:
         find: the folder of the release to run now.
         say: one line for the log.
+        starts: told when a release is opened, and when it lasted.
+        now: seconds, never jumps.
 
     Raises:
         UserMistake, ManifestError, SelfTestFailed: there is no release, or it cannot be used here.
     """
 
     def __init__(
-        self, find: Callable[[], Path], batching: Batching, say: Callable[[str], None] = lambda line: None
+        self,
+        find: Callable[[], Path],
+        batching: Batching,
+        say: Callable[[str], None] = lambda line: None,
+        *,
+        starts: Starts | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts = Counts()
         self._find, self._batching, self._say = find, batching, say
+        self._starts, self._now = starts, now
+        self._tried: tuple[_Stamp, float] | None = None
+        self._warned = ""
         folder = find()
-        self._stamp, self._loaded = _stamp(folder), _opened(folder)
+        self._stamp, self._loaded = _stamp(folder), self._opened(folder)
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue(_WAITING)
         self._held: _Waiting | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -115,20 +141,33 @@ class Service:
         with _listening(path) as listener, ThreadPoolExecutor(1, "model") as thread:
             server = await asyncio.start_unix_server(self._connected, sock=listener, limit=LINE_BYTES)
             work = asyncio.create_task(self._run(thread))
+            last = asyncio.create_task(self._last())
             self._say(f"runs {self.model} at {path}")
             try:
-                await self._ended.wait()
+                ended = asyncio.create_task(self._ended.wait())
+                await asyncio.wait((ended, work), return_when=asyncio.FIRST_COMPLETED)
+                ended.cancel()
+                if work.done():
+                    work.result()  # a fault of ours: an end, rather than clients that wait for ever
             finally:
                 server.close()
                 for idle in self._connections - self._busy:
                     idle.cancel()
                 await asyncio.gather(*self._connections, return_exceptions=True)
                 work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
+                last.cancel()
+                await asyncio.gather(work, last, return_exceptions=True)
+            if self._starts is not None:
+                self._starts.settled()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        if len(self._connections) >= MOST_CONNECTIONS:
+            with suppress(OSError):
+                await _tell(writer, {"id": None, "error": f"more than {MOST_CONNECTIONS} connections"})
+            writer.close()
+            return
         self._connections.add(task)
         try:
             while not self._ended.is_set() and (line := await _line(reader)):
@@ -139,7 +178,8 @@ class Service:
             with suppress(OSError):
                 await _tell(writer, {"id": None, "error": str(error)})
         except (OSError, asyncio.CancelledError):
-            pass  # the other side is gone, or this service ends
+            # The other side is gone or does not read, or this service ends: nothing more is to be written.
+            writer.transport.abort()
         finally:
             self._connections.discard(task)
             self._busy.discard(task)
@@ -174,8 +214,6 @@ class Service:
             raise BadRequest(f"x is {list(x.shape)}, expected 1 to {_MOST_ROWS} rows")
         if x.shape[1:] == (math.prod(described.shape),):
             x = x.reshape(len(x), *described.shape)
-        if x.dtype.kind == "f" and not np.isfinite(x).all():
-            raise BadRequest("x holds a number that is not finite")
         return checked_rows(x, self._loaded.manifest)
 
     async def _run(self, thread: Executor) -> None:
@@ -183,27 +221,42 @@ class Service:
         loop = asyncio.get_running_loop()
         while True:
             batch = await self._batch()
-            try:
-                model, found = await loop.run_in_executor(thread, self._ask, [each.x for each in batch])
-            # A release that takes other rows may have come in between; RuntimeError is the interpreter's.
-            except (ValueError, RuntimeError, NoRelease) as error:
-                for each in batch:
-                    if not each.answer.done():
-                        each.answer.set_exception(WrongRows(str(error)))
-                continue
-            start = 0
-            for each in batch:
-                if not each.answer.done():
-                    each.answer.set_result((model, found[start : start + len(each.x)]))
-                start += len(each.x)
+            model, answers = await loop.run_in_executor(thread, self._ask, [each.x for each in batch])
+            for each, answer in zip(batch, answers, strict=True):
+                if each.answer.done():
+                    continue  # its connection is gone
+                if isinstance(answer, WrongRows):
+                    each.answer.set_exception(answer)
+                else:
+                    each.answer.set_result((model, answer))
             self.counts.requests += len(batch)
-            self.counts.rows += start
+            self.counts.rows += sum(len(each.x) for each in batch)
             self.counts.batches += 1
 
-    def _ask(self, parts: Sequence[npt.NDArray[Any]]) -> tuple[str, list[Prediction]]:
+    def _ask(self, parts: Sequence[npt.NDArray[Any]]) -> tuple[str, list[_Answer]]:
         """In the model's thread."""
-        self._renew()
-        return self.model, predictions(self._loaded, np.concatenate(parts))
+        try:
+            self._renew()
+        except NoRelease as none:
+            return "", [WrongRows(str(none)) for _ in parts]
+        return self.model, list(self._answers(parts))
+
+    def _answers(self, parts: Sequence[npt.NDArray[Any]]) -> Iterator[_Answer]:
+        """One for each part. What is wrong with one of them is told to nobody else."""
+        try:
+            found = predictions(self._loaded, np.concatenate(parts))
+        # A release that takes other rows may have come in between; RuntimeError is the interpreter's.
+        except (ValueError, RuntimeError, MemoryError) as error:
+            if len(parts) == 1:
+                yield WrongRows(str(error) or type(error).__name__)
+            else:
+                for part in parts:
+                    yield from self._answers([part])
+            return
+        start = 0
+        for part in parts:
+            yield found[start : start + len(part)]
+            start += len(part)
 
     async def _batch(self) -> list[_Waiting]:
         """What comes within the wait, up to the largest batch; a request is never cut.
@@ -234,23 +287,38 @@ class Service:
             stamp = _stamp(folder)
             if stamp == self._stamp:
                 return
-            self._stamp = stamp
-            self._loaded = _opened(folder)
+            if self._tried is not None and self._tried[0] == stamp and self._now() < self._tried[1]:
+                return
+            self._tried = stamp, self._now() + AGAIN_SECONDS
+            self._loaded = self._opened(folder)
         except NoRelease:
             raise  # what was taken back answers nothing
         except (UserMistake, ManifestError, SelfTestFailed, OSError) as error:
-            self._say(f"goes on with {self.model}: {error}")
-        else:
-            self._say(f"runs {self.model} now")
+            words = f"goes on with {self.model}: {error}"
+            if words != self._warned:  # it is asked again with every batch
+                self._say(words)
+            self._warned = words
+            return
+        self._stamp, self._tried, self._warned = stamp, None, ""
+        self._say(f"runs {self.model} now")
+
+    def _opened(self, folder: Path) -> Loaded:
+        if self._starts is not None:
+            self._starts.opening(folder)
+        loaded = load(folder)
+        selftest.require(loaded)
+        return loaded
+
+    async def _last(self) -> None:
+        """Says so of every release that lasted."""
+        while self._starts is not None:
+            left = self._starts.lasts_at - self._now()
+            if left <= 0:
+                self._starts.settled()
+            await asyncio.sleep(max(1.0, min(left, 60.0)))
 
 
-def _opened(folder: Path) -> Loaded:
-    loaded = load(folder)
-    selftest.require(loaded)
-    return loaded
-
-
-def _stamp(folder: Path) -> tuple[str, int, int]:
+def _stamp(folder: Path) -> _Stamp:
     """Changes with every release that is installed. Raises ManifestError where there is none."""
     try:
         found = (folder / MANIFEST_NAME).stat()
@@ -272,13 +340,15 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
 
 
 async def _tell(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
+    """Raises TimeoutError, an OSError: nobody reads."""
     writer.write((json.dumps(answer) + "\n").encode())
-    await writer.drain()
+    async with asyncio.timeout(UNREAD_SECONDS):
+        await writer.drain()
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
-        request = json.loads(line)
+        request = json.loads(line, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"not JSON: {error}"[:300]) from None
     if not isinstance(request, dict):
@@ -286,15 +356,22 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return request
 
 
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number, and not finite")
+
+
 @contextmanager
 def _listening(path: Path) -> Iterator[socket.socket]:
     """A socket at `path` that its user alone can reach, and that is removed in the end."""
-    if path.exists():
-        if not stat.S_ISSOCK(path.stat().st_mode):
-            raise UserMistake(f"--socket {path}: something else lies there")
-        if _answered(path):
-            raise UserMistake(f"--socket {path}: another service listens there")
-        path.unlink()  # of one that was killed
+    try:
+        if path.exists():
+            if not stat.S_ISSOCK(path.stat().st_mode):
+                raise UserMistake(f"--socket {path}: something else lies there")
+            if _answered(path):
+                raise UserMistake(f"--socket {path}: another service listens there")
+            path.unlink()  # of one that was killed
+    except OSError as error:
+        raise UserMistake(f"--socket {path}: {error.strerror or error}") from None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     before = os.umask(0o177)
     try:
@@ -304,11 +381,14 @@ def _listening(path: Path) -> Iterator[socket.socket]:
         raise UserMistake(f"--socket {path}: {error.strerror or error}") from None
     finally:
         os.umask(before)
+    ours = path.stat().st_ino
     try:
         yield listener
     finally:
         listener.close()
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            if path.stat().st_ino == ours:  # it may have been removed, and another service be there
+                path.unlink()
 
 
 def _answered(path: Path) -> bool:

@@ -31,6 +31,9 @@ MOST_RANGES = 64
 """More holes than this, and one long request is the quicker way."""
 
 
+_PIECE_BYTES = 1024 * 1024
+
+
 @dataclass(frozen=True)
 class Fetched:
     """`came_bytes` crossed the line now, of `size_bytes`."""
@@ -148,7 +151,9 @@ def _request(
 def _copy(base: Path, at: int, size: int, file: BinaryIO) -> None:
     with base.open("rb") as source:
         source.seek(at)
-        file.write(source.read(size))
+        while size > 0 and (piece := source.read(min(size, _PIECE_BYTES))):
+            file.write(piece)
+            size -= len(piece)
     file.flush()
 
 
@@ -159,8 +164,7 @@ def _runs(target: TargetFile, base: Path | None) -> list[_Run]:
     if wanted is None or base is None or not base.is_file():
         return everything
     size = wanted.block_bytes
-    content = base.read_bytes()
-    known = blocks.hashes_of(content, size)
+    known = _hashes_of(base, size)
     places = {digest: k * size for k, digest in reversed(list(enumerate(known)))}
     runs: list[_Run] = []
     for k, digest in enumerate(wanted.hashes):
@@ -170,6 +174,13 @@ def _runs(target: TargetFile, base: Path | None) -> list[_Run]:
         runs.append(_Run(start, end, source))
     joined = list(_joined(runs))
     return joined if sum(run.source is None for run in joined) <= MOST_RANGES else everything
+
+
+def _hashes_of(base: Path, block_bytes: int) -> list[bytes]:
+    """A block at a time: the file may be larger than what memory the daemon is to take."""
+    size = min(block_bytes, base.stat().st_size)
+    with base.open("rb") as file:
+        return [blocks.hash_of(block) for block in iter(lambda: file.read(size), b"")]
 
 
 def _joined(runs: list[_Run]) -> Iterator[_Run]:

@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,7 @@ import psutil
 from edge_client.config import EdgeConfig
 from edge_client.failpoints import reach
 from edge_client.files import NO_ROOM, sync_file, sync_folder
+from edge_client.infer.installed import installed_kind
 from edge_client.link import Link
 from edge_client.ota import download, slots
 from edge_client.ota.proof import Proof, Question
@@ -244,13 +244,6 @@ def _require_fitting(manifest: InferenceManifest, config: EdgeConfig) -> None:
         raise Unfit(
             "memory", f"it needs {manifest.memory_bytes} bytes of memory, this device has {available} for it"
         )
-
-
-def installed_kind() -> inference.RuntimeKind | None:
-    """The runtime that `edge_client.infer` would use, found without importing it."""
-    if find_spec("ai_edge_litert") is not None:
-        return "litert"
-    return "tflite-runtime" if find_spec("tflite_runtime") is not None else None
 
 
 def available_memory(config: EdgeConfig) -> int:

@@ -254,29 +254,28 @@ def _work(job: Path, report: Report) -> None:
 
 def _tested(folder: Path, report: Report) -> Loaded | None:
     """The release, loaded and with right answers; None where it was reported unfit."""
-    try:
-        from edge_client.infer import runtime, selftest
-        from edge_client.train.golden import SelfTestFailed
-        from edge_client.wire.manifest import ManifestError
-    except ModuleNotFoundError as missing:
-        report(code="wrong_runtime", words=f"no runtime is installed here: {missing}")
-        return None
+    from edge_client.infer import runtime, selftest
+    from edge_client.train.golden import SelfTestFailed
+    from edge_client.wire.manifest import ManifestError
+
     try:
         loaded = runtime.load(folder)
+    except runtime.NoRuntime as missing:
+        report(later=str(missing))  # about this machine, and what ran here before will run again
+        return None
     except ManifestError as error:
         report(code="bad_artifact", words=str(error))
-        return None
-    if loaded.runtime not in loaded.manifest.runtimes:
-        words = f"it is for {', '.join(loaded.manifest.runtimes)}, this device has {loaded.runtime}"
-        report(code="wrong_runtime", words=words)
         return None
     try:
         accuracy = selftest.require(loaded)
     except SelfTestFailed as error:
         report(code="self_test", words=str(error))
         return None
+    except selftest.TooLittleMemory as error:
+        report(later=str(error))  # so much is allowed, and not free at this hour
+        return None
     except ManifestError as error:
-        report(later=str(error))  # so much memory is allowed, and not free at this hour
+        report(code="wrong_runtime", words=str(error))
         return None
     except (RuntimeError, ValueError) as error:
         # What an interpreter says of a file that it opens and cannot run.

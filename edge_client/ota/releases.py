@@ -4,7 +4,7 @@
     heard     the offers of a check-in's answer
     offers    those that are due, for `edge_client.steps` to decide on
     install   does one, and says when to try again where that failed
-    tend      a version that ran long enough has proved itself
+    tend      a version that ran long enough has proved itself; one that ends its services again and again goes
 
 Everything durable is in the pointers (`edge_client.ota.slots`); what is here is forgotten with the process, and heard
 again at the next check-in.
@@ -23,7 +23,7 @@ from edge_client.config import EdgeConfig
 from edge_client.failpoints import reach
 from edge_client.failures import CertificateExpired, ServerRefused, Unreachable
 from edge_client.link import Link
-from edge_client.ota import proof, slots
+from edge_client.ota import proof, served, slots
 from edge_client.ota.slots import Pointer
 from edge_client.ota.trouble import NotSigned, PutOff, Unfit
 from edge_client.steps import Offered
@@ -134,8 +134,26 @@ class Releases:
         self._on_trial_since[offer.model] = self._now()
         return words
 
-    def tend(self) -> None:
-        """Trials that lasted long enough are over."""
+    def tend(self, going: Callable[[], None] = lambda: None) -> list[str]:
+        """Trials that lasted long enough are over, and models that end whoever predicts with them. Notes."""
+        self._end_trials()
+        notes: list[str] = []
+        for model in served.models(self._config.state_dir):
+            # What cannot be written now is seen again at the next look.
+            with suppress(OSError):
+                notes += self._heed_services(slots.read(self._config.state_dir, model), going)
+        return notes
+
+    def _heed_services(self, pointer: Pointer, going: Callable[[], None]) -> list[str]:
+        starts = served.crash_loop(self._config.state_dir, pointer)
+        trouble = None
+        if starts is not None:
+            trouble = "crash_loop", f"what predicts with it was started {starts} times without lasting"
+        pointer, notes = self._gone_back(pointer, trouble, going)
+        served.forget(self._config.state_dir, pointer)
+        return notes
+
+    def _end_trials(self) -> None:
         for model, since in list(self._on_trial_since.items()):
             if self._now() - since < TRIAL_SECONDS:
                 continue
@@ -154,29 +172,35 @@ class Releases:
         if pointer.trial_starts is not None:
             slots.write(state_dir, pointer)
             reach("install.proving")
+        pointer, notes = self._gone_back(pointer, self._trouble(pointer, going), going)
+        if pointer.trial_starts is not None:
+            self._on_trial_since[model] = self._now()
+        return notes
+
+    def _gone_back(
+        self, pointer: Pointer, trouble: tuple[str, str] | None, going: Callable[[], None]
+    ) -> tuple[Pointer, list[str]]:
+        """Where there is trouble with the active version, the other one runs, if that passes. How it stands then, notes."""
         notes = []
-        while pointer.active is not None:
-            trouble = self._trouble(pointer, going)
-            if trouble is None:
-                break
+        while trouble is not None:
             bad = pointer.running
             assert bad is not None
             code, words = trouble
             reach("install.turning")
             pointer = slots.fallen_back(pointer, code, words)
-            slots.write(state_dir, pointer)
+            slots.write(self._config.state_dir, pointer)
             reach("install.turned")
             now = f"version {pointer.running.version} runs again" if pointer.running else "there is no other"
-            notes.append(f"{model}:{bad.version} is not used any more: {words} ({code}); {now}")
-        if pointer.trial_starts is not None:
-            self._on_trial_since[model] = self._now()
-        return notes
+            notes.append(f"{pointer.model}:{bad.version} is not used any more: {words} ({code}); {now}")
+            trouble = self._trouble(pointer, going)
+        return pointer, notes
 
     def _trouble(self, pointer: Pointer, going: Callable[[], None]) -> tuple[str, str] | None:
-        """Why the active version cannot go on, or None."""
+        """Why the active version cannot go on; None: it can, or there is none."""
+        if pointer.active is None:
+            return None
         if slots.is_crash_loop(pointer):
             return "crash_loop", f"the daemon was started {pointer.trial_starts} times without lasting"
-        assert pointer.active is not None
         folder = slots.slot_folder(self._config.state_dir, pointer.model, pointer.active)
         try:
             self._prove(proof.Question(folder, _memory_bytes(folder)), going)

@@ -57,7 +57,9 @@ def read(custom: object, length: int) -> Blocks | None:
 def hashes_of(content: bytes, block_bytes: int) -> list[bytes]:
     """The short hash of each block."""
     view = memoryview(content)
-    return [
-        hashlib.sha256(view[at : at + block_bytes]).digest()[:HASH_BYTES]
-        for at in range(0, len(content), block_bytes)
-    ]
+    return [hash_of(view[at : at + block_bytes]) for at in range(0, len(content), block_bytes)]
+
+
+def hash_of(block: bytes | memoryview) -> bytes:
+    """The short hash of one."""
+    return hashlib.sha256(block).digest()[:HASH_BYTES]

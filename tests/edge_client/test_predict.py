@@ -21,6 +21,7 @@ import pytest
 
 from edge_client.infer.runtime import WrongRows, load
 from edge_client.infer.service import LINE_BYTES
+from edge_client.ota import served, slots
 from edge_client.wire import inference
 from edge_client.wire.manifest import ManifestError
 from tests.support.releases import released, rows
@@ -35,7 +36,7 @@ def edge(*arguments: str | Path, state: Path) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def install(state: Path, slot: str, version: int, model: str = "digits") -> None:
+def install(state: Path, slot: slots.SlotName, version: int, model: str = "digits") -> None:
     """Version `version` in a slot, made active, as an installation leaves it."""
     source, folder = released("static-int8").folder, state / "releases" / model / slot
     fresh = folder.with_suffix(".fresh")
@@ -45,13 +46,15 @@ def install(state: Path, slot: str, version: int, model: str = "digits") -> None
     shutil.copy(source / "model.tflite", fresh)
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
-    point(state, slot, model)
+    held = slots.Slot(version, "rollout")
+    pointer = slots.read(state, model)
+    slots.write(
+        state, replace(pointer, a=held, active="a") if slot == "a" else replace(pointer, b=held, active="b")
+    )
 
 
-def point(state: Path, slot: str, model: str = "digits") -> None:
-    pointer = state / "releases" / model / "pointer.json"
-    pointer.with_suffix(".fresh").write_text(json.dumps({"active": slot}))
-    pointer.with_suffix(".fresh").rename(pointer)
+def point(state: Path, slot: slots.SlotName, model: str = "digits") -> None:
+    slots.write(state, replace(slots.read(state, model), active=slot))
 
 
 def expected(x: Any) -> list[int]:
@@ -251,11 +254,11 @@ def test_a_new_release_is_picked_up_and_a_broken_one_is_not(tmp_path: Path) -> N
         (state / "releases" / "digits" / "a" / "model.tflite").write_bytes(b"broken")
         point(state, "a")
         broken = asked(file, request)
-        pointer = state / "releases" / "digits" / "pointer.json"
-        last = {"version": 2, "standing": "rolled_back", "words": "told to run no version"}
-        pointer.write_text(json.dumps({"active": None, "last": last}))
-        taken_back = asked(file, request)
         point(state, "b")
+        before = slots.read(state, "digits")
+        slots.write(state, slots.given_up(before))
+        taken_back = asked(file, request)
+        slots.write(state, before)
         again = asked(file, request)
 
     assert "digits:2 does not run here" in taken_back["error"] and "told to run" in taken_back["error"]
@@ -282,6 +285,7 @@ def test_a_service_that_is_ended_answers_what_it_has_and_removes_its_socket(tmp_
 
     assert (answer["id"], answer["labels"], end, status) == (5, expected(rows()[:2]), b"", 0)
     assert not service.path.exists()
+    assert served.models(tmp_path / "state") == []
 
 
 def test_a_socket_that_is_served_or_no_socket_is_not_taken(tmp_path: Path) -> None:
@@ -293,6 +297,7 @@ def test_a_socket_that_is_served_or_no_socket_is_not_taken(tmp_path: Path) -> No
         other = edge("serve-model", "--socket", tmp_path / "file", state=tmp_path / "state")
         assert service.ask({"x": rows()[:1].tolist()})[0]["labels"]
     left = service.path.exists()  # it was killed
+    assert served.models(tmp_path / "state") == ["digits"], "and that is counted"
     with serving(tmp_path) as again:
         assert again.ask({"x": rows()[:1].tolist()})[0]["labels"]
 
