@@ -64,6 +64,7 @@ class Repository:
         self._keys = OnlineKeys(folder / "keys")
         self._clock = clock
         self._lock = threading.RLock()
+        self._listed: tuple[str, tuple[Release, ...]] = ("", ())
 
     # -- what is there -------------------------------------------------------------------------------------------
 
@@ -103,15 +104,20 @@ class Repository:
         with self._lock:
             return self._stored.bytes_of(self._stored.targets_name())
 
-    def releases(self) -> list[Release]:
+    def releases(self) -> Sequence[Release]:
         """The releases that exist, by name and version; none where there is no repository."""
         if not self.exists:
-            return []
-        found = checks.releases_in(checks.read_targets(self.targets()).signed.targets)
-        return [
-            Release(name, manifest.hashes["sha256"], file.hashes["sha256"], file.length)
-            for name, (manifest, file) in found.items()
-        ]
+            return ()
+        with self._lock:
+            name = self._stored.targets_name()
+            if name != self._listed[0]:  # a file of some megabytes, asked for at every turn of a rollout
+                found = checks.releases_in(checks.read_targets(self.targets()).signed.targets)
+                listed = [
+                    Release(name, manifest.hashes["sha256"], file.hashes["sha256"], file.length)
+                    for name, (manifest, file) in found.items()
+                ]
+                self._listed = name, tuple(listed)
+            return self._listed[1]
 
     def rollouts(self, model: str) -> dict[str, Any] | None:
         """The document that `set_rollouts` signed last for a model; None: there is none."""
