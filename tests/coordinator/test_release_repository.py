@@ -67,7 +67,7 @@ def test_rollouts_are_read_by_a_client(releases: SignedReleases, tmp_path: Path)
 def test_there_is_nothing_before_the_first_publish(tmp_path: Path) -> None:
     repository = Repository(tmp_path / "new", Clock())
     assert not repository.exists
-    assert (repository.state(), repository.releases(), repository.renew(datetime.now(UTC))) == ([], [], [])
+    assert (repository.state(), repository.releases(), repository.renew(datetime.now(UTC))) == ([], (), [])
     for ask in (repository.root, repository.roots, repository.targets):
         with pytest.raises(Refusal) as refused:
             ask()
