@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import shlex
+import shutil
 import signal
 import tomllib
 from pathlib import Path
@@ -47,6 +48,23 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         assert done.returncode == 0, done.stderr
         assert "step 40/40" in done.stderr  # it showed its progress
     return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def guided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the guide's commands were run as they are written, but those that need the text, and minutes."""
+    folder = tmp_path_factory.mktemp("guided")
+    commands = [
+        line for block in re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL) for line in block.splitlines()
+    ]
+    here = [line for line in commands if "plays" not in line]
+    assert len(here) == 8
+    (module,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    (folder / "mynet.py").write_text(module)
+    for line in here:
+        done = run_cli(*shlex.split(line)[1:], cwd=folder, env={"XDG_STATE_HOME": str(folder / "state")})
+        assert done.returncode == 0, (line, done.stderr)
+    return folder
 
 
 def losses(folder: Path) -> list[float]:
@@ -100,20 +118,14 @@ def test_compress_takes_what_a_split_training_has_left(trained: dict[str, Path],
     assert quantized["accuracy"] >= student["accuracy"] - 0.1
 
 
-def test_digits_are_compressed_as_they_are(tmp_path: Path) -> None:
-    done = run_cli("pretrain", "--json", "--out", tmp_path / "d", *options(("train.epochs=5",)), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    assert answer["out"] == str(tmp_path / "d") and answer["final"]["test_accuracy"] > 0.8
-
-    done = run_cli("compress", tmp_path / "d", "--out", tmp_path / "c")
-
-    assert done.returncode == 0, done.stderr
-    report = report_of(tmp_path / "c")
+def test_digits_are_compressed_as_they_are(guided: Path, tmp_path: Path) -> None:
+    assert report_of(guided / "runs" / "digits")["final"]["test_accuracy"] > 0.8
+    report = report_of(guided / "runs" / "digits-small")
     assert [step["kind"] for step in report["steps"]] == ["quantize"]
     assert report["final"]["accuracy"] > 0.75
     assert report["final"]["bytes"] < 0.6 * report["source"]["bytes"]
 
+    shutil.copytree(guided / "runs" / "digits", tmp_path / "d")
     (tmp_path / "d" / "model.safetensors").write_bytes(b"another")
     done = run_here("compress", tmp_path / "d", "--out", tmp_path / "again")
     assert_refused(done, "was replaced since")
@@ -121,9 +133,9 @@ def test_digits_are_compressed_as_they_are(tmp_path: Path) -> None:
 
 def test_a_killed_command_is_taken_up_where_it_was(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    small = options(("train.epochs=60", "checkpoint.every=20", "checkpoint.background=false"))
+    small = options(("train.epochs=20", "checkpoint.every=50", "checkpoint.background=false"))
     with started("pretrain", "--out", out, *small) as command:
-        assert command.reaches(lambda: (out / "checkpoints" / "step-00000060").exists())
+        assert command.reaches(lambda: (out / "checkpoints" / "step-00000050").exists())
         command.send(signal.SIGKILL)
         command.ended()
         assert command.all_gone()
@@ -152,7 +164,8 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(tmp_path: Path
 
 
 def test_plans_are_ranked_with_reasons(tmp_path: Path) -> None:
-    done = run_cli("pretrain", "plan", "--processes", "2", "--json", cwd=tmp_path)
+    unmeasured = options(("planner.measure=0",))  # the guide's plan measures
+    done = run_cli("pretrain", "plan", "--processes", "2", "--json", *unmeasured, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     seconds = [row["seconds"] for row in found["ranking"]]
@@ -163,17 +176,9 @@ def test_plans_are_ranked_with_reasons(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_guides_commands_run_as_they_are_written(tmp_path: Path) -> None:
-    commands = [
-        line for block in re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL) for line in block.splitlines()
-    ]
-    here = [line for line in commands if "plays" not in line]  # those need the text, and minutes
-    assert len(here) == 8
-    (module,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    (tmp_path / "mynet.py").write_text(module)
-    for line in here:
-        done = run_cli(*shlex.split(line)[1:], cwd=tmp_path, env={"XDG_STATE_HOME": str(tmp_path / "state")})
-        assert done.returncode == 0, (line, done.stderr)
+def test_the_guides_commands_and_configuration_are_as_they_are_written(guided: Path) -> None:
+    left = {path.name for path in (guided / "runs").iterdir()}
+    assert left >= {"digits", "digits-small", "mynet", "profiled", "urgent"}
     (configuration,) = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)
     config = pretrain_config.resolve(tomllib.loads(configuration), "docs/pretraining.md")
     assert config.parallel_plan == ParallelPlan(dp=2)
@@ -185,6 +190,8 @@ def test_the_guides_commands_run_as_they_are_written(tmp_path: Path) -> None:
 def test_a_parameter_server_trains_the_same_model(tmp_path: Path) -> None:
     plain = options(("train.epochs=2",))
     for name, sets in {"alone": plain, "served": [*plain, "--set", "server={workers=2}"]}.items():
-        done = run_cli("pretrain", "--out", tmp_path / name, *sets)
+        done = run_cli("pretrain", "--json", "--out", tmp_path / name, *sets)
         assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)
+        assert answer["out"] == str(tmp_path / name) and answer["final"]["test_accuracy"] > 0.5
     assert losses(tmp_path / "served") == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
