@@ -11,21 +11,12 @@ be wrong by weeks.
 
 from __future__ import annotations
 
-import os
-import random
-import select
 import sqlite3
-import threading
-import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from dataclasses import replace
 
-from edge_client import identity, status
+from edge_client import status
 from edge_client.backoff import Backoff
-from edge_client.config import EdgeConfig
 from edge_client.errors import Stopped, UserMistake
 from edge_client.execute import Executor, heartbeat
 from edge_client.failures import (
@@ -36,11 +27,10 @@ from edge_client.failures import (
     Unreachable,
     WrongClock,
 )
-from edge_client.identity import Identity
-from edge_client.link import SILENCE_SECONDS, Link, pinned, unverified_date
-from edge_client.ota import releases
+from edge_client.link import SILENCE_SECONDS
+from edge_client.membership import FINAL, Membership
 from edge_client.ota.releases import Releases
-from edge_client.state import State
+from edge_client.poll import Poll
 from edge_client.steps import (
     LONGEST_SLEEP_SECONDS,
     AskIn,
@@ -60,72 +50,20 @@ from edge_client.steps import (
     is_out,
     next_steps,
 )
+from edge_client.surroundings import Surroundings, desired_by, message_of
 from edge_client.train.process import Interrupted, TrainingFailed
-from edge_client.wire.device import WIRE, CheckIn, CheckInAnswer, Decline, ReleaseOffer, TaskOffer
+from edge_client.wake import Ending, Wake
+from edge_client.watch import Cause, Watch
+from edge_client.wire.device import CheckIn, CheckInAnswer, Decline, ReleaseOffer, TaskOffer
 from edge_client.wire.strict import printable
-
-LOOK_SECONDS = 5.0
-"""How often conditions are read again during training."""
-
-CLOCK_TOLERANCE_SECONDS = 300.0
-"""Beyond this the coordinator's clock is believed instead of this machine's."""
 
 SOON_SECONDS, SOON_FOR_SECONDS = 5.0, 60.0
 """A coordinator that counted on this device and went away is most likely being started again: for the first minute
 it is asked at least this often."""
 
-_RENEW_AGAIN_SECONDS = 3600.0
-_FINAL = ("revoked", "unknown_device")
-
 _INSTALL_LEASE_SECONDS = 90.0
 _HOLD_PAUSE_SECONDS = 0.02
 """Between two held check-ins: a coordinator that does not wait as asked is not to be asked in a tight loop."""
-
-Cause = Literal["ending", "paused", "unwanted", "ineligible", "opted_out", "deadline"]
-
-
-class Ending(BaseException):
-    """Raised by a signal handler in the midst of whatever the daemon does: it is safe to end anywhere."""
-
-
-class Wake:
-    """Wakes a sleeper from a signal handler or another thread; a wake before the sleep counts."""
-
-    def __init__(self) -> None:
-        # A pipe, not an Event: a signal handler that runs while its own thread holds the Event's lock waits forever.
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-
-    def set(self) -> None:
-        with suppress(BlockingIOError):  # so full of wakes that one more does not matter
-            os.write(self._write, b".")
-
-    def wait(self, seconds: float) -> bool:
-        """True where it was woken, False when the time is up."""
-        if not select.select([self._read], [], [], max(0.0, seconds))[0]:
-            return False
-        os.read(self._read, 4096)
-        return True
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What the daemon senses, and how time passes; a test gives its own.
-
-    Attributes:
-        now: seconds, never jumps. wall: seconds since 1970, may be wrong.
-        ineligible: why nothing may run now, in words.
-        datasets: logical name -> training rows of those that can be read.
-        runtimes: name -> version of those that work and are allowed, in order of preference.
-    """
-
-    ineligible: Callable[[], tuple[str, ...]]
-    datasets: Callable[[], Mapping[str, int]]
-    runtimes: Mapping[str, str]
-    models: tuple[str, ...]
-    now: Callable[[], float] = time.monotonic
-    wall: Callable[[], float] = time.time
-    rng: random.Random = field(default_factory=random.SystemRandom)
-    notify: Callable[[str], None] = lambda message: None
 
 
 class Agent:
@@ -137,19 +75,15 @@ class Agent:
         self._wake = wake
         self._backoff = Backoff(surroundings.rng)
         self._ending = False
-        self._identity: Identity | None = None
-        self._link: Link | None = None
         self._held: Held | None = None
         self._task_ends_at = float("inf")
-        self._poll: _Poll | None = None
-        self._certificate_expired = False
-        self._renew_not_before = 0.0
-        self._heard_clock: tuple[float, float] | None = None
+        self._poll: Poll | None = None
         self._hold = False
         self._held_until: float | None = None
         self._checkin_at = 0.0
         self._retry_at = 0.0
         self._status = status.Writer(executor.config.state_dir, surroundings.wall)
+        self._member = Membership(executor.config, surroundings, self._status.note)
         self._releases = Releases(executor.config, surroundings.now, surroundings.rng)
 
     def end(self) -> None:
@@ -205,30 +139,26 @@ class Agent:
             self._wake.wait(self._retry_at - self._around.now())
 
     def begin(self) -> None:
-        self._identity = identity.load(self._do.config.state_dir)
-        if self._identity is None:
-            raise UserMistake("this device is not enrolled; run `fedloop-edge enroll URL TOKEN`")
+        self._member.begin()
         for lost in self._do.sweep():
-            self._do.ledger.outcome(lost, "lost on this device's disk", self._wall())
+            self._do.ledger.outcome(lost, "lost on this device's disk", self._member.date())
         offer = self._do.state.task()
         self._held = Held(offer) if offer is not None else None
-        self._connect()
         self._around.notify("READY=1")
         for words in self._releases.begin(lambda: self._around.notify("WATCHDOG=1")):
             self._status.note(words)
-        self._tell("starting", f"device {self._identity.device} of {self._identity.url}")
+        self._tell("starting", f"device {self._member.identity.device} of {self._member.identity.url}")
 
     def _look(self) -> tuple[Current, Desired]:
         if self._poll is not None and self._poll.done.is_set():
             self._heed_poll()
         for words in self._releases.tend(lambda: self._around.notify("WATCHDOG=1")):
             self._status.note(words)
-        renew_at = self._identity.renew_at if self._identity is not None else None
         current = Current(
             now=self._around.now(),
-            wall=self._wall(),
-            renew_at=max(renew_at, self._renew_not_before) if renew_at is not None else None,
-            certificate_expired=self._certificate_expired,
+            wall=self._member.date(),
+            renew_at=self._member.renew_at,
+            certificate_expired=self._member.expired,
             held=self._held,
             outbox=tuple(self._do.outbox.waiting()),
             checkin_at=self._checkin_at,
@@ -249,7 +179,7 @@ class Agent:
             case Halt(words):
                 raise UserMistake(words)
             case Renew(expired):
-                self._renew(expired)
+                self._member.renew(expired, lambda: self._tell("renewing", "asks for the next certificate"))
             case Deliver():
                 self._deliver(step)
             case Discard(waiting):
@@ -265,94 +195,21 @@ class Agent:
                 self._install(release)
             case GiveBack(offer, decline):
                 self._tell("declining", f"{offer.run_name}, round {offer.round}: {decline.words}")
-                self._do.give_back(self._linked(), offer, decline)
+                self._do.give_back(self._member.link, offer, decline)
                 self._release()
             case Sleep(until):
                 if self._wake.wait(until - self._around.now()):
                     self._checkin_at = self._around.now()  # a person changed something: tell it at once
 
-    # -- the certificate --
-
-    def _renew(self, expired: bool) -> None:
-        """A date that nobody vouched for renews nothing: first the coordinator's clock is heard."""
-        assert self._identity is not None
-        if self._heard_clock is None and not expired:
-            self._hear_clock()
-            return
-        self._tell("renewing", "asks for the next certificate")
-        state_dir, proxy = self._do.config.state_dir, self._do.config.proxy
-        expired = expired or self._wall() >= self._identity.not_after
-        try:
-            self._identity = identity.renew(state_dir, self._identity, expired=expired, proxy=proxy)
-        except ServerRefused as refused:
-            # Any other refusal may come from somebody between, or pass: a fleet is not to lock itself out.
-            if refused.code in _FINAL:
-                raise Stopped(
-                    f"the coordinator renews this device's certificate no more: {refused}"
-                ) from None
-            if expired:
-                raise
-            self._put_off_renewal(str(refused))
-            return
-        except Unreachable as error:
-            if expired:
-                raise
-            self._put_off_renewal(str(error))
-            return
-        self._certificate_expired = False
-        self._connect()
-
-    def _put_off_renewal(self, words: str) -> None:
-        """The certificate is good for a while yet; work goes on meanwhile."""
-        self._renew_not_before = self._wall() + self._around.rng.uniform(0.5, 1.0) * _RENEW_AGAIN_SECONDS
-        self._status.note(f"renewal failed, tried again later: {words}")
-
-    def _hear_clock(self) -> None:
-        assert self._identity is not None
-        link = Link(self._identity.url, pinned(self._identity.ca_pem), proxy=self._do.config.proxy)
-        try:
-            date = link.date("/ca")
-        finally:
-            link.close()
-        self._heard(date if date is not None else self._around.wall())
-
-    def _heard(self, date: float | None) -> None:
-        if date is None:
-            return
-        error = date - self._around.wall()
-        if abs(error) > CLOCK_TOLERANCE_SECONDS:
-            self._status.note(clock_words(-error))
-        self._heard_clock = date, self._around.now()
-
-    def _wall(self) -> float:
-        """The date: the coordinator's, carried on by the clock that never jumps, where this machine's differs much."""
-        own = self._around.wall()
-        if self._heard_clock is None:
-            return own
-        date, heard_at = self._heard_clock
-        told = date + self._around.now() - heard_at
-        return told if abs(told - own) > CLOCK_TOLERANCE_SECONDS else own
-
-    def _connect(self) -> None:
-        assert self._identity is not None
-        if self._link is not None:
-            self._link.close()
-        context = pinned(self._identity.ca_pem, self._identity.credentials)
-        self._link = Link(self._identity.url, context, proxy=self._do.config.proxy)
-
-    def _linked(self) -> Link:
-        assert self._link is not None
-        return self._link
-
     # -- checking in --
 
     def _check_in(self, wait_seconds: float) -> None:
         if wait_seconds == 0.0:
-            self._heed(self._do.check_in(self._linked(), self._message(0.0)))
+            self._heed(self._do.check_in(self._member.link, self._message(0.0)))
             return
         self._tell("holding", "waits for a task")
         if self._poll is None:
-            self._poll = _Poll(self._do, self._linked(), self._message(wait_seconds), self._wake)
+            self._poll = Poll(self._do, self._member.link, self._message(wait_seconds), self._wake)
         # Woken without an answer: a person or a signal wants something. The answer is heeded when it comes.
         self._wake.wait(min(wait_seconds + SILENCE_SECONDS, LONGEST_SLEEP_SECONDS))
 
@@ -364,7 +221,7 @@ class Agent:
     def _heed(self, answered: tuple[CheckInAnswer, float | None]) -> None:
         answer, date = answered
         self._succeeded()
-        self._heard(date)
+        self._member.heard(date)
         self._hold = answer.hold and not self._desired().ineligible
         self._checkin_at = self._around.now() + (
             _HOLD_PAUSE_SECONDS if self._hold else min(max(1.0, answer.next_seconds), LONGEST_WAIT_SECONDS)
@@ -375,12 +232,12 @@ class Agent:
         elif self._held is not None and self._held.state == "unconfirmed":
             self._held = replace(self._held, state="confirmed")
         if answer.task is not None and self._held is None:
-            self._do.take(answer.task, self._wall())
+            self._do.take(answer.task, self._member.date())
             self._held = Held(answer.task, "confirmed")
             self._task_ends_at = self._around.now() + answer.task.deadline_seconds
         for words in self._releases.heard(answer.releases):
             self._status.note(words)
-        self._do.forget(self._wall(), held=answer.hold or self._held is not None)
+        self._do.forget(self._member.date(), held=answer.hold or self._held is not None)
         if self._held is None:
             self._tell_idle(answer)
 
@@ -399,8 +256,8 @@ class Agent:
     def _fetch(self, offer: TaskOffer) -> None:
         self._tell("fetching", f"{offer.run_name}, round {offer.round}", offer)
         try:
-            with heartbeat(self._linked(), self._message(0.0), offer.lease_seconds):
-                self._do.fetch(self._linked(), offer, self._going)
+            with heartbeat(self._member.link, self._message(0.0), offer.lease_seconds):
+                self._do.fetch(self._member.link, offer, self._going)
         except ServerRefused as refused:
             if refused.code not in ("not_found", "not_yours"):
                 raise
@@ -418,10 +275,10 @@ class Agent:
     def _work(self, offer: TaskOffer) -> None:
         verb = "training" if offer.kind == "train" else "evaluating"
         self._tell(verb, f"{offer.run_name}, round {offer.round}, {offer.runtime}", offer)
-        with heartbeat(self._linked(), self._message(0.0), offer.lease_seconds) as beats:
-            watch = _Watch(self, lambda: beats.unwanted)
+        with heartbeat(self._member.link, self._message(0.0), offer.lease_seconds) as beats:
+            watch = Watch(self._around, lambda look: self._why_not(look, beats.unwanted))
             try:
-                gone = self._do.work(offer, watch, self._wall)
+                gone = self._do.work(offer, watch, self._member.date)
             except Interrupted as interrupted:
                 self._interrupted(offer, watch.cause, str(interrupted))
                 raise Cancelled from None
@@ -443,19 +300,18 @@ class Agent:
 
     def _install(self, offer: ReleaseOffer) -> None:
         """Check-ins go on meanwhile, so that the coordinator knows where this device is, and gives it no task."""
-        assert self._identity is not None
         what = f"installs {offer.model}:{offer.version}"
         self._tell("installing", what)
         message = self._message(0.0)
         busy = replace(message, ineligible=(*message.ineligible, what))
-        watch = _Watch(self, lambda: False)
+        watch = Watch(self._around, self._why_not)
 
         def going() -> None:
             if watch() is not None:
                 raise Cancelled
 
-        with heartbeat(self._linked(), busy, _INSTALL_LEASE_SECONDS):
-            words = self._releases.install(self._identity.device, self._linked(), offer, going)
+        with heartbeat(self._member.link, busy, _INSTALL_LEASE_SECONDS):
+            words = self._releases.install(self._member.identity.device, self._member.link, offer, going)
         self._succeeded()
         self._status.note(words)
         self._tell("idle", words)
@@ -473,7 +329,7 @@ class Agent:
             self._refuse(offer, Decline("ineligible", words))
         # When the daemon ends the task stays in hand: after a quick restart the coordinator says if it is ours still.
 
-    def why_not(self, unwanted: bool, conditions: bool) -> tuple[Cause, str] | None:
+    def _why_not(self, conditions: bool, unwanted: bool = False) -> tuple[Cause, str] | None:
         """Why the work in hand is to stop now, or None; reads conditions only where asked to."""
         if self._ending:
             return "ending", "the daemon ends"
@@ -491,10 +347,6 @@ class Agent:
             return "ineligible", "; ".join(reasons)
         return None
 
-    @property
-    def surroundings(self) -> Surroundings:
-        return self._around
-
     def _refuse(self, offer: TaskOffer, decline: Decline, words: str | None = None) -> None:
         """`words`: for this device's owner, where they say more than the coordinator is told."""
         self._status.note(f"{offer.run_name}, round {offer.round} not done: {words or decline.words}")
@@ -509,8 +361,8 @@ class Agent:
         waiting = step.waiting
         self._tell("delivering", f"{waiting.run_name}, round {waiting.round}, {waiting.size_bytes} bytes")
         seconds = 30.0  # the offer, which knew its lease, is gone; a lease is never shorter than a few beats
-        with heartbeat(self._linked(), self._message(0.0, waiting.task), seconds):
-            outcome = self._do.deliver(self._linked(), waiting, self._going, self._wall)
+        with heartbeat(self._member.link, self._message(0.0, waiting.task), seconds):
+            outcome = self._do.deliver(self._member.link, waiting, self._going, self._member.date)
         self._succeeded()
         self._status.note(f"{waiting.run_name}, round {waiting.round}: {outcome}")
 
@@ -531,7 +383,7 @@ class Agent:
     def _failed(self, error: Exception) -> None:
         """Says when the coordinator is asked again, or that it makes no sense."""
         at_least = error.retry_after if isinstance(error, ServerRefused) else None
-        if isinstance(error, ServerRefused) and error.code in _FINAL:
+        if isinstance(error, ServerRefused) and error.code in FINAL:
             raise Stopped(
                 f"the coordinator takes this device no more: {error.words} ({error.code})"
             ) from None
@@ -539,11 +391,11 @@ class Agent:
             "expired",
             "not_yet_valid",
         ):
-            self._certificate_expired = True
+            self._member.expired = True
         elif getattr(error, "code", "") == "wire_version":
             at_least = 600.0
         self._retry_at = self._around.now() + self._backoff.failed(at_least, at_most=self._soon())
-        words = self._clock_diagnosis(error) if isinstance(error, WrongClock) else str(error)
+        words = self._member.diagnosis(error) if isinstance(error, WrongClock) else str(error)
         self._tell("unreachable", f"{words}; tries again in {self._retry_at - self._around.now():.0f} s")
 
     def _soon(self) -> float | None:
@@ -554,104 +406,6 @@ class Agent:
         near = self._held_until is not None and now - self._held_until < SOON_FOR_SECONDS
         return SOON_SECONDS if near else None
 
-    def _clock_diagnosis(self, error: WrongClock) -> str:
-        assert self._identity is not None
-        date = unverified_date(self._identity.url, self._do.config.proxy)
-        behind = None if date is None else date - self._around.wall()
-        if behind is None or abs(behind) <= CLOCK_TOLERANCE_SECONDS:
-            return f"{error}; this machine's clock agrees with the coordinator's: its certificate must be renewed"
-        return clock_words(-behind)
-
     def _tell(self, state: str, words: str, offer: TaskOffer | None = None) -> None:
         self._around.notify(f"STATUS={state}: {printable(words)}")
         self._status.write(state, words, offer)
-
-
-class _Watch:
-    """Asked by the training process whether to go on; remembers why not."""
-
-    def __init__(self, agent: Agent, unwanted: Callable[[], bool]) -> None:
-        self._agent = agent
-        self._unwanted = unwanted
-        self._look_at = agent.surroundings.now() + LOOK_SECONDS
-        self.cause: Cause | None = None
-
-    def __call__(self) -> str | None:
-        around = self._agent.surroundings
-        around.notify("WATCHDOG=1")
-        look = around.now() >= self._look_at
-        if look:
-            self._look_at = around.now() + LOOK_SECONDS
-        reason = self._agent.why_not(self._unwanted(), look)
-        if reason is None:
-            return None
-        self.cause, words = reason
-        return words
-
-
-class _Poll:
-    """A check-in that the coordinator keeps waiting, in a thread of its own, so that the daemon can be woken."""
-
-    def __init__(self, executor: Executor, link: Link, message: CheckIn, wake: Wake) -> None:
-        self.done = threading.Event()
-        self._result: Any = None
-        self._error: Exception | None = None
-        arguments = (executor, link, message, wake)
-        threading.Thread(target=self._ask, args=arguments, name="poll", daemon=True).start()
-
-    def answer(self) -> tuple[CheckInAnswer, float | None]:
-        """Raises what the check-in raised."""
-        if self._error is not None:
-            raise self._error
-        answer: tuple[CheckInAnswer, float | None] = self._result
-        return answer
-
-    def _ask(self, executor: Executor, link: Link, message: CheckIn, wake: Wake) -> None:
-        try:
-            self._result = executor.check_in(link, message)
-        except (Unreachable, ServerRefused, CertificateExpired) as error:
-            self._error = error
-        except Exception as error:  # the link was closed below it, or a fault of ours: never a silent hang
-            self._error = Unreachable(f"the check-in broke off: {error!r}")
-        self.done.set()
-        wake.set()
-
-
-def desired_by(config: EdgeConfig, state: State, around: Surroundings) -> Desired:
-    """What the person and the machine's conditions want now."""
-    paused = state.paused()
-    reasons = (("paused by hand",) if paused else ()) + around.ineligible()
-    return Desired(paused, reasons, tuple(sorted({*config.opt_out, *state.opted_out()})))
-
-
-def message_of(config: EdgeConfig, state: State, around: Surroundings) -> CheckIn:
-    """All that a check-in tells about this device; there is no other place where it tells anything."""
-    desired = desired_by(config, state, around)
-    return CheckIn(
-        wire=f"{WIRE[0]}.{WIRE[1]}",
-        software=software_version(),
-        runtimes=dict(around.runtimes),
-        memory_bytes=config.limits.memory_bytes or 0,
-        device_class=config.device_class,
-        labels=dict(config.labels),
-        datasets=dict(around.datasets()),
-        models=around.models,
-        ineligible=desired.ineligible,
-        opted_out=desired.opted_out,
-        releases=releases.reports(config.state_dir),
-    )
-
-
-def clock_words(ahead_seconds: float) -> str:
-    """What to tell about this machine's clock. Positive: it is ahead of the coordinator's."""
-    size = abs(ahead_seconds)
-    amount = f"{size / 3600:.0f} h" if size >= 5400 else f"{size / 60:.0f} min"
-    side = "ahead of" if ahead_seconds > 0 else "behind"
-    return f"this machine's clock is {amount} {side} the coordinator's; set it"
-
-
-def software_version() -> str:
-    try:
-        return version("fedloop")
-    except PackageNotFoundError:
-        return "unknown"

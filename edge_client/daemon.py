@@ -15,14 +15,16 @@ from types import FrameType
 import sdnotify
 
 from edge_client import datasets, eligibility
-from edge_client.agent import Agent, Ending, Surroundings, Wake, message_of
+from edge_client.agent import Agent
 from edge_client.config import EdgeConfig
 from edge_client.execute import Executor
 from edge_client.ledger import Ledger
 from edge_client.outbox import Outbox
 from edge_client.state import State
+from edge_client.surroundings import Surroundings, message_of
 from edge_client.train.process import TrainingProcess
 from edge_client.train.resolve import installed_models, installed_runtimes
+from edge_client.wake import Ending, Wake
 from edge_client.wire.device import CheckIn
 
 

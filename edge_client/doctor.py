@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from edge_client import datasets, identity
-from edge_client.agent import CLOCK_TOLERANCE_SECONDS, clock_words
+from edge_client.clock import CLOCK_TOLERANCE_SECONDS, clock_words
 from edge_client.config import EdgeConfig
 from edge_client.errors import UserMistake
 from edge_client.failures import CertificateExpired, ServerRefused, Unreachable

@@ -14,6 +14,7 @@ version: it is tried again later.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 MANIFEST_BYTES = 32_000_000
 """Largest manifest that is read; its golden rows are most of it."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 MOST_MODELS = 100
 """What nobody signed for is remembered of no more models than this: whoever offers them may think of any number."""
@@ -205,7 +208,8 @@ def _target(repository: Repository, path: str, most_bytes: int) -> TargetFile:
         raise PutOff("unknown_release", f"{path} is not signed by those who release")
     if target.length > most_bytes:
         raise Unfit("limits", f"{path} is {target.length} bytes long, this device takes {most_bytes}")
-    if "sha256" not in target.hashes:
+    # It becomes part of a file's name here.
+    if not _SHA256.fullmatch(target.hashes.get("sha256", "")):
         raise PutOff("malformed", f"{path} is signed without a SHA-256")
     return target
 

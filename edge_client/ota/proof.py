@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -145,38 +146,36 @@ def _refuse(status: int, late: bool, seconds: float, said: str) -> NoReturn:
     raise PutOff("self_test_broken", printable(f"the self-test could not be done: {last[0]}"))
 
 
-class _child:  # noqa: N801 - a context manager, used as one
-    """The process, and its job file."""
-
-    def __init__(self, question: Question, log: int) -> None:
-        self._question = question
-        self._log = log
-        self._job: Path | None = None
-
-    def __enter__(self) -> subprocess.Popen[bytes]:
-        handle, name = tempfile.mkstemp(prefix=".proof-", suffix=".json", dir=self._question.folder.parent)
-        self._job = Path(name)
+@contextmanager
+def _child(question: Question, log: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The process, and its job file. Both are gone afterwards."""
+    handle, name = tempfile.mkstemp(prefix=".proof-", suffix=".json", dir=question.folder.parent)
+    try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(_as_json(self._question), file, default=str)
+            json.dump(_as_json(question), file, default=str)
+        process = _started(name, log)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "edge_client.ota.proof", name],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                env=worker_environment(),
-            )
-        except OSError:
-            self._job.unlink(missing_ok=True)
-            raise
-        return self._process
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+    finally:
+        Path(name).unlink(missing_ok=True)
 
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        assert self._process.stdout is not None and self._job is not None
-        self._process.stdout.close()
-        self._job.unlink(missing_ok=True)
+
+def _started(job: str, log: int) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "edge_client.ota.proof", job],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=worker_environment(),
+        )
+    except OSError as error:
+        raise PutOff("self_test_broken", f"no process can be started: {error.strerror}") from None
 
 
 def _lines(child: subprocess.Popen[bytes]) -> Iterator[dict[str, Any] | None]:

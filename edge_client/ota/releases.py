@@ -94,6 +94,7 @@ class Releases:
                 self._offers[offer.model] = offer
             elif (told := slots.told_failed(pointer, offer)) != pointer:
                 slots.write(self._config.state_dir, told)
+        self._again = {model: self._again[model] for model in self._offers if model in self._again}
         return notes
 
     def offers(self) -> tuple[Offered, ...]:
@@ -117,9 +118,8 @@ class Releases:
         try:
             words = install.install(asked, link, offer, going)
         except (Unreachable, ServerRefused, CertificateExpired, OSError):
-            self._later(
-                offer.model
-            )  # whatever is the matter with releases, the device goes on with its other work
+            # Whatever is the matter with releases, the device goes on with its other work meanwhile.
+            self._later(offer.model)
             raise
         except Unfit as unfit:
             self._done(offer)

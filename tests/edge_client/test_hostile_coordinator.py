@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from edge_client.agent import SOON_FOR_SECONDS, SOON_SECONDS, Wake
+from edge_client.agent import SOON_FOR_SECONDS, SOON_SECONDS
 from edge_client.failures import LONGEST_WAIT_SECONDS, Unreachable
 from edge_client.link import Link, pinned
 from edge_client.steps import LONGEST_SLEEP_SECONDS
 from edge_client.train.process import TrainingFailed
 from edge_client.transfer import download
+from edge_client.wake import Wake
 from edge_client.wire.device import BlobRef, to_json
 from tests.support.edge import Daemon, daemon, enrolled
 from tests.support.fake_coordinator import FakeCoordinator

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from securesystemslib.signer import CryptoSigner
-from tuf.api.metadata import Metadata
+from tuf.api.metadata import Metadata, TargetFile
 
 from coordinator.services import utc_now
 from edge_client.failures import Unreachable
@@ -460,6 +460,19 @@ def test_a_model_may_be_called_as_anything_beside_it(ota: World) -> None:
     assert slots.models(ota.state_dir) == ("tuf",)
     kept = {path.name for path in ota.state_dir.rglob("*.json")}
     assert {"rollouts.json", "targets.json", "snapshot.json", "pinned.root.json"} <= kept
+
+
+def test_a_hash_that_is_none_names_no_file() -> None:
+    """Our coordinator publishes none such; a device does not count on it."""
+
+    class Signed:
+        def target(self, path: str) -> TargetFile:
+            return TargetFile(10, {"sha256": "../../../up"}, path)
+
+    signed: Any = Signed()
+    with pytest.raises(PutOff) as told:
+        install._target(signed, f"{MODEL}/2/model.tflite", 100)
+    assert told.value.code == "malformed"
 
 
 def test_offers_of_models_that_nobody_signed_fill_no_disk(

@@ -82,6 +82,17 @@ def test_a_self_test_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert not [each for each in psutil.Process().children() if "edge_client.ota.proof" in each.cmdline()]
 
 
+def test_a_machine_that_can_start_no_process_says_nothing_about_the_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = released.release_folder(tmp_path / "a", 1)
+    monkeypatch.setattr(proof.sys, "executable", str(tmp_path / "none"))
+    with pytest.raises(PutOff, match="no process can be started") as told:
+        proof.prove(Question(folder, 2**20))
+    assert told.value.code == "self_test_broken"
+    assert list(tmp_path.glob(".*")) == []
+
+
 def test_a_self_test_that_somebody_kills_says_nothing_about_the_version(tmp_path: Path) -> None:
     folder = released.release_folder(tmp_path / "a", 1)
 

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from edge_client import config, identity
-from edge_client.agent import Agent, Surroundings, Wake
+from edge_client.agent import Agent
 from edge_client.execute import Executor
 from edge_client.ledger import Ledger
 from edge_client.outbox import Outbox
 from edge_client.state import State
+from edge_client.surroundings import Surroundings
 from edge_client.train.process import Done, Interrupted, Job, TrainingFailed
+from edge_client.wake import Wake
 from edge_client.wire import arrays
 from tests.support.fake_coordinator import FakeCoordinator
 

@@ -1,0 +1,30 @@
+"""The end of a sleep: by a signal, from another thread, or because the time is up."""
+
+from __future__ import annotations
+
+import os
+import select
+from contextlib import suppress
+
+
+class Ending(BaseException):
+    """Raised by a signal handler in the midst of whatever the daemon does: it is safe to end anywhere."""
+
+
+class Wake:
+    """Wakes a sleeper from a signal handler or another thread; a wake before the sleep counts."""
+
+    def __init__(self) -> None:
+        # A pipe, not an Event: a signal handler that runs while its own thread holds the Event's lock waits forever.
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def set(self) -> None:
+        with suppress(BlockingIOError):  # so full of wakes that one more does not matter
+            os.write(self._write, b".")
+
+    def wait(self, seconds: float) -> bool:
+        """True where it was woken, False when the time is up."""
+        if not select.select([self._read], [], [], max(0.0, seconds))[0]:
+            return False
+        os.read(self._read, 4096)
+        return True
