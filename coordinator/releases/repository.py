@@ -254,6 +254,7 @@ class Repository:
                 self._write_timestamp(now, self._stored.snapshot(), [self._root().signed])
             if due:
                 self._stored.sweep()
+                self._stored.sweep_releases()
             return due
 
     # -- how a change is written ---------------------------------------------------------------------------------
@@ -284,6 +285,7 @@ class Repository:
             self._write_roots(chain)
         self._forget_old_keys()
         self._stored.sweep()
+        self._stored.sweep_releases()
 
     def _advance(
         self,

@@ -270,9 +270,8 @@ class Staging:
         return documents.next_targets(published.signed, now)
 
     def _following_root(self, now: datetime) -> Root:
-        staged, published = self.next_root(), self.roots()
-        root = self.newest_root()
-        if staged is None and published:
+        published, root = self.roots(), self.newest_root()
+        if published and root.version == published[-1].signed.version:
             root.version += 1
         root.expires = now + LIFETIMES[roles.ROOT]
         return root

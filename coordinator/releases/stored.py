@@ -141,6 +141,16 @@ class StoredRepository:
         for path in (*self._metadata.glob(".*.tmp"), *self._targets.rglob(".*.tmp")):
             path.unlink()
 
+    def sweep_releases(self) -> None:
+        """Removes the files of releases that no state which devices may still read has: they were withdrawn."""
+        snapshots = [self.read(Snapshot, path.name) for path in self._metadata.glob("*.snapshot.json")]
+        versions = {snapshot.signed.meta["targets.json"].version for snapshot in snapshots}
+        states = [self.read(Targets, f"{version}.targets.json").signed for version in sorted(versions)]
+        named = {self.place_of(target) for state in states for target in state.targets.values()}
+        for path in self._targets.glob("*/*/*"):
+            if path not in named:
+                path.unlink()
+
 
 def _number(path: Path) -> int:
     return int(path.name.partition(".")[0])

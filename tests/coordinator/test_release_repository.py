@@ -145,6 +145,22 @@ def test_long_past_states_are_swept_away_and_roots_are_kept(releases: SignedRele
     assert len(list(metadata.glob("*.root.json"))) == 1
 
 
+def test_the_files_of_a_withdrawn_release_go_when_no_device_may_be_reading_them(
+    releases: SignedReleases, tmp_path: Path, clock: Clock
+) -> None:
+    releases.publish(release_folder(tmp_path / "two", version=2, content=b"second"))
+    releases.withdraw("cnn", 1)
+    files = tmp_path / "releases/targets/cnn"
+    assert len(list(files.glob("*/*"))) == 4
+    for _ in range(KEPT_SNAPSHOTS):
+        releases.repository.set_rollouts("cnn", {"model": "cnn", "rollouts": []})
+    releases.repository.renew(clock.pass_days(1))
+    assert {path.parent.name for path in files.glob("*/*")} == {"2"}
+    updater = client(tmp_path / "device", tmp_path / "releases", releases.repository.root(1))
+    info = updater.get_targetinfo("cnn/2/model.tflite")
+    assert info is not None and Path(updater.download_target(info)).read_bytes() == b"second"
+
+
 def test_online_keys_are_closed_to_others_and_waiting_ones_are_dropped_by_the_next_rotation(
     releases: SignedReleases, tmp_path: Path
 ) -> None:
