@@ -19,7 +19,7 @@ import typer
 from coordinator.command_options import Json
 from coordinator.device_commands import device_id, moment
 from coordinator.errors import UserError
-from coordinator.operator_client import Coordinator, connect
+from coordinator.operator_client import Coordinator, OperatorClient, connect
 from coordinator.releases.roles import release_named
 from coordinator.rollouts.gates import Gates
 from edge_client.wire.strict import printable
@@ -110,7 +110,7 @@ def list_rollouts(
 def show(rollout: Which, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """Show how far a rollout is, phase by phase, and why devices failed."""
     client = connect(coordinator)
-    found = client.get(f"/rollouts/{_id(client.get('/rollouts', limit=1000), rollout)}")
+    found = client.get(f"/rollouts/{_id(client, rollout)}")
     if as_json:
         _print_json(found)
         return
@@ -159,7 +159,7 @@ def force(
 ) -> None:
     """Let a device that failed with the release try it once more."""
     client = connect(coordinator)
-    which = _id(client.get("/rollouts", limit=1000), rollout)
+    which = _id(client, rollout)
     member = client.post(f"/rollouts/{which}/force", {"device": device_id(client, device)})
     if as_json:
         _print_json(member)
@@ -171,15 +171,16 @@ def _steer(
     coordinator: str | None, rollout: str, verb: str, body: Mapping[str, Any], words: str, as_json: bool
 ) -> None:
     client = connect(coordinator)
-    changed = client.post(f"/rollouts/{_id(client.get('/rollouts', limit=1000), rollout)}/{verb}", body)
+    changed = client.post(f"/rollouts/{_id(client, rollout)}/{verb}", body)
     if as_json:
         _print_json(changed)
     else:
         typer.echo(f"rollout {changed['id']} of {changed['model']}:{changed['version']} {words}")
 
 
-def _id(known: list[dict[str, Any]], called: str | None) -> str:
-    """The id of the rollout called so, in a path; `known`: the newest first."""
+def _id(client: OperatorClient, called: str | None) -> str:
+    """The id of the rollout called so, in a path."""
+    known: list[dict[str, Any]] = client.get("/rollouts", limit=1000)  # the newest first
     of_model = [each for each in known if called is None or each["model"] == called]
     found = of_model[:1] or [each for each in known if each["id"].startswith((called or "").lower())]
     if len(found) == 1:

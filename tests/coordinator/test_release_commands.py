@@ -222,6 +222,18 @@ def test_another_key_under_an_old_id_is_shown(tmp_path: Path) -> None:
     assert "rollouts are signed by" in said
 
 
+def test_what_a_publish_that_was_cut_short_left_is_not_staged_again(tmp_path: Path) -> None:
+    """It was published, and the folder half remembers so."""
+    signed_with_key_files(tmp_path)
+    stick = tmp_path / "stick"
+    release("extend", "--root", "--staging", stick)
+    release("sign", "--keys", tmp_path / "keys", "--staging", stick)
+    for name, kept in (("root", "2.root"), ("targets", "targets")):
+        shutil.copy(stick / f"{name}.json", stick / f"published/{kept}.json")
+    assert "root 3," in release("extend", "--root", "--staging", stick).output
+    assert "targets 4," in release("staged", "--staging", stick).output
+
+
 def signed_with_key_files(folder: Path) -> tuple[SignedReleases, Path]:
     """A published repository with a release, its keys as files, and what was published fetched into `stick`."""
     releases, keys = SignedReleases(folder / "coordinator"), folder / "keys"
