@@ -32,7 +32,20 @@ from coordinator.rounds.events import Clock, EventLog, LineFile
 from edge_client.files import write_durably
 from edge_client.process import worker_environment
 
-Stage = Literal["load", "check", "plan", "tune", "pretrain", "serve", "compress", "search", "export"]
+Stage = Literal[
+    "load",
+    "check",
+    "plan",
+    "tune",
+    "pretrain",
+    "serve",
+    "compress",
+    "search",
+    "export",
+    "keras",
+    "onnx-export",
+    "onnx-import",
+]
 State = Literal["started", "finished", "failed", "preempted"]
 OnProgress = Callable[[Mapping[str, Any]], None]
 Beside = Callable[[Callable[[], None]], AbstractContextManager[None]]
@@ -51,6 +64,9 @@ _MODULES: Mapping[Stage, str] = {
     "compress": "models.compress.worker",
     "search": "models.compress.search",
     "export": "models.export.inference",
+    "keras": "models.export.keras_inference",
+    "onnx-export": "models.export.onnx_export",
+    "onnx-import": "models.export.onnx_import",
 }
 
 

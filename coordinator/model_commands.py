@@ -6,6 +6,7 @@ A version is written `name:number` or `name@alias`; a name alone means its newes
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,22 +83,43 @@ def import_(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH", help="A .safetensors or .tflite file, or a Hugging Face folder of safetensors."
+            metavar="PATH",
+            help="A .safetensors, .tflite or .onnx file, or a Hugging Face folder of safetensors.",
         ),
     ],
     name: Name,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", help="Of an ONNX file: the model of the catalog whose params its weights are."
+        ),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="KEY=VALUE", help="Of that model; may be repeated."),
+    ] = None,
     parent: Parents = None,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """Register a model from elsewhere, as it is. Files of pickles (.bin, .pt) are refused unopened; ONNX is not taken."""
-    from coordinator.registry import folders
+    """Register a model from elsewhere, as it is. Files of pickles (.bin, .pt) are refused unopened.
+
+    An ONNX file is checked first. With --model its weights are kept as params too, so that training can go on.
+    """
+    from coordinator.registry import folders, onnx_models
     from coordinator.registry.kinds import examine
 
-    kind, contents = folders.imported(path)
-    with _named(path):
-        examine(kind, contents)
-    _added(kind, contents, name, parent or [], False, coordinator, as_json)
+    is_onnx = path.suffix == ".onnx"
+    if not is_onnx and (model is not None or option):
+        raise UserError(f"--model and --option are of an ONNX file, which {path} is not")
+    with tempfile.TemporaryDirectory(prefix="fedloop-") as scratch:
+        if is_onnx:
+            kind, contents = onnx_models.imported(path, model, option or [], Path(scratch))
+        else:
+            kind, contents = folders.imported(path)
+        with _named(path):
+            examine(kind, contents)
+        _added(kind, contents, name, parent or [], False, coordinator, as_json)
 
 
 @app.command("add-run", epilog="Example: fedloop model add-run 5f0c9a52-… --name digits")
@@ -229,14 +251,34 @@ def lineage(
 def export(
     version: Which,
     out: Annotated[Path, typer.Option("--out", help="Folder for the files; new or empty.")],
+    form: Annotated[
+        str,
+        typer.Option("--format", help="files: as they are; onnx: model.onnx made of its float params."),
+    ] = "files",
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """Fetch the files of a version, checked by their hashes."""
-    from coordinator.registry import transfer
+    """Fetch the files of a version, checked by their hashes; or an ONNX file, which was seen to answer as PyTorch does."""
+    from coordinator.registry import onnx_models, transfer
 
+    if form not in ("files", "onnx"):
+        raise UserError(f"--format {form}: is unknown; expected files or onnx")
     client = connect(coordinator)
     found = _version(client, version)
+    if form == "onnx":
+        needed = sum(file["size_bytes"] for file in onnx_models.exported_files(found))
+        with _bar("fetching", needed) as advance:
+            about = onnx_models.export(client, found, out, advance)
+        if as_json:
+            _print_json({"out": str(out), **about})
+        else:
+            difference = about["verified"]["largest_difference"]
+            opset = about["opset"]["ai.onnx"]
+            typer.echo(
+                f"{found['version']} is in {out}/model.onnx, opset {opset}, {about['bytes']:,} bytes; "
+                f"logits differ from PyTorch's by {difference:.2g} at most"
+            )
+        return
     with _bar("fetching", sum(file["size_bytes"] for file in found["files"])) as advance:
         transfer.export(client, found, out, advance)
     if as_json:

@@ -12,6 +12,7 @@ PARTS: dict[str, tuple[tuple[str, ...], str]] = {
     "TensorFlow clients": (("tensorflow-cpu",), "tensorflow"),
     "export to LiteRT": (("torch", "litert-torch", "ai-edge-litert"), "datacenter"),
     "quantization": (("ai-edge-quantizer", "litert-torch", "ai-edge-litert"), "datacenter"),
+    "ONNX": (("torch", "onnx", "onnxruntime", "onnxscript"), "onnx"),
     "reports": (("matplotlib",), "coordinator"),
 }
 

@@ -54,7 +54,7 @@ model_versions = Table(
     metadata,
     Column("model", String(63), ForeignKey("models.name"), primary_key=True),
     Column("number", Integer, primary_key=True),
-    Column("kind", String(16), nullable=False),  # params | compressed | inference | tflite
+    Column("kind", String(16), nullable=False),  # params | compressed | inference | weights | tflite | onnx
     Column("stage", String(16), nullable=False),  # pretrain | run | compress | release | import
     Column("content_sha256", String(64), nullable=False),  # of paths and hashes of all files
     Column("about", JSON, nullable=False),  # architecture, options, configuration

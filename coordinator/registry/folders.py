@@ -63,7 +63,7 @@ def gather(folder: Path) -> Gathered:
 
 
 def imported(path: Path) -> Gathered:
-    """The kind of a file or folder from elsewhere, and its files.
+    """The kind of a file or folder from elsewhere, and its files; of ONNX see `coordinator.registry.onnx_models`.
 
     Raises:
         UserError: it is neither safetensors nor .tflite; pickles are never opened.
@@ -78,10 +78,8 @@ def imported(path: Path) -> Gathered:
         return "tflite", {MODEL_NAME: content_of(path)}
     if path.suffix in _PICKLED:
         raise UserError(f"{path}: {_PICKLE_WORDS}")
-    if path.suffix == ".onnx":
-        raise UserError(f"{path}: ONNX files are not taken; import its weights as safetensors")
     raise UserError(
-        f"{path}: expected a .safetensors file, a .tflite file or a Hugging Face folder of safetensors"
+        f"{path}: expected a .safetensors, .tflite or .onnx file or a Hugging Face folder of safetensors"
     )
 
 

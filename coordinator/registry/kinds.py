@@ -5,8 +5,10 @@
     inference   a release folder: manifest.json and model.tflite, and what its export reported
     weights     imported safetensors: one file, or a Hugging Face folder with config.json
     tflite      an imported .tflite
+    onnx        an imported model.onnx, with files of weights beside it; onnx.json tells of it; as a model of the
+                catalog it has model.safetensors and model.json too
 
-The first three say themselves, by hash, what they hold and what they were made from. `examine` believes none of it
+The first three and onnx.json say themselves, by hash, what they hold and what they were made from. `examine` believes none of it
 before it has compared: a folder whose files are not those its own documents tell of is refused.
 """
 
@@ -36,13 +38,15 @@ from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME, InferenceManif
 from edge_client.wire.manifest import ManifestError
 from edge_client.wire.strict import is_text, shown
 
-Kind = Literal["params", "compressed", "inference", "weights", "tflite"]
+Kind = Literal["params", "compressed", "inference", "weights", "tflite", "onnx"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 PARAMS, LINEAGE, REPORT, MODEL = "model.safetensors", "lineage.json", "report.json", "model.json"
+ONNX, ONNX_ABOUT = "model.onnx", "onnx.json"
 HF_CONFIG, HF_INDEX = "config.json", "model.safetensors.index.json"
 
 _MODEL_KEYS = ("name", "options", "input_shape", "classes", "input_dtype", "task", "precision")
+_ONNX_KEYS = ("ir_version", "opset", "producer", "inputs", "outputs")
 _LINEAGE_KEYS = ("config_sha256", "seed", "code_version")
 
 
@@ -198,12 +202,31 @@ def _tflite(contents: Contents) -> _Found:
     return "import", [], {"import": {"bytes": contents[MODEL_NAME].size_bytes}}, {"model": {}}
 
 
+def _onnx(contents: Contents) -> _Found:
+    told = document(contents, ONNX_ABOUT)
+    _require_hash(contents, ONNX, ONNX_ABOUT, "sha256", told.get("sha256"))
+    external = _table(told, "external")
+    for path, expected in external.items():
+        _require_hash(contents, path, ONNX_ABOUT, "external", expected)
+    about: dict[str, Any] = {
+        "model": _described(contents),
+        **{key: told[key] for key in _ONNX_KEYS if key in told},
+    }
+    metrics: dict[str, float] = {"bytes": sum(contents[path].size_bytes for path in (ONNX, *external))}
+    if PARAMS in contents:
+        _require_hash(contents, PARAMS, ONNX_ABOUT, "params_sha256", told.get("params_sha256"))
+        about |= about_tensors({PARAMS: tensors(contents, PARAMS)})
+        metrics["parameters"] = about["parameters"]
+    return "import", [], {"import": metrics}, about
+
+
 _READERS: Mapping[Kind, Callable[[Contents], _Found]] = {
     "params": _params,
     "compressed": _compressed,
     "inference": _inference,
     "weights": _weights,
     "tflite": _tflite,
+    "onnx": _onnx,
 }
 
 

@@ -280,7 +280,7 @@ def _main_file(version: VersionRow) -> str:
     for path in _MAIN_FILES:
         if path in named:
             return named[path]
-    models = (file for file in version.files if file.path.endswith((".safetensors", ".tflite")))
+    models = (file for file in version.files if file.path.endswith((".safetensors", ".tflite", ".onnx")))
     return max(models, key=lambda file: (file.size_bytes, file.path)).sha256
 
 

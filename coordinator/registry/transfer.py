@@ -66,8 +66,7 @@ def export(client: OperatorClient, version: Mapping[str, Any], out: Path, got: S
     Raises:
         UserError: `out` is not empty or not writable, or what came is not what the registry has.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out}: is not an empty folder; name another one")
+    require_new(out)
     for file in version["files"]:
         place = out / file["path"]
         source = f"/versions/{version['version']}/files/{quote(file['path'])}"
@@ -84,6 +83,12 @@ def export(client: OperatorClient, version: Mapping[str, Any], out: Path, got: S
             make_durably(place, write)
         except OSError as error:
             raise UserError(f"--out {place}: cannot be written: {error.strerror}") from None
+
+
+def require_new(out: Path) -> None:
+    """Raises: UserError: there is something in the folder already."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out}: is not an empty folder; name another one")
 
 
 def _send(client: OperatorClient, place: Path, sha256: str, size_bytes: int, sent: Sent) -> None:

@@ -54,11 +54,12 @@ def test_the_reference_shows_every_key_with_its_default() -> None:
     sections = experiment.Experiment.model_fields
     for name, section in document.items():
         if isinstance(section, dict):
-            known = set(sections[name].annotation.model_fields) - {"steps"}  # type: ignore[union-attr] # or epochs
+            fields = sections[name].annotation.model_fields  # type: ignore[union-attr]
+            known = {field.alias or key for key, field in fields.items()} - {"steps"}  # or epochs
             assert known <= set(section), f"[{name}] in docs/experiment.md lacks {known - set(section)}"
     for key in OF_OTHERS:
         del document["data"][key]
-    del document["model"]["init"], document["model"]["adapt"]
+    del document["model"]["init"], document["model"]["adapt"], document["model"]["register"]
     del document["federation"]["max_examples"], document["simulation"]["names"]
     assert experiment.resolve(document, "docs/experiment.md") == experiment.resolve({}, "defaults")
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -106,6 +109,67 @@ def test_what_was_made_elsewhere_is_imported(coordinator: None, tmp_path: Path) 
     fedloop("import", tmp_path / "m.tflite", "--name", "foreign", "--parent", "foreign:1")
     graph = json.loads(fedloop("lineage", "foreign", "--json").stdout)
     assert graph["edges"] == [{"parent": "foreign:1", "child": "foreign:2", "relation": "params"}]
+
+
+def trained_cnn(folder: Path) -> bytes:
+    """A pretraining's folder with a model that can be computed; its params."""
+    shapes = {"conv1": (2, 1, 3, 3), "conv2": (3, 2, 3, 3), "fc": (10, 48)}
+    rng = np.random.default_rng(3)
+    tensors = {f"{layer}.weight": rng.normal(size=shape) for layer, shape in shapes.items()}
+    tensors |= {f"{layer}.bias": rng.normal(size=shape[0]) for layer, shape in shapes.items()}
+    left.pretrained(folder)
+    (folder / "report.json").unlink()
+    params = safetensors.numpy.save({key: tensors[key].astype(np.float32) for key in sorted(tensors)})
+    digest = left.write(folder, "model.safetensors", params)
+    left.write(folder, "lineage.json", {"model_sha256": digest, "data_fingerprint": left.DATA})
+    model = {"name": "cnn", "options": {"channels": [2, 3]}, "input_shape": [8, 8], "classes": 10}
+    left.write(folder, "model.json", {**model, "sha256": digest})
+    return params
+
+
+def test_out_as_onnx_and_in_again_a_model_has_its_params(coordinator: None, tmp_path: Path) -> None:
+    params = trained_cnn(tmp_path / "trained")
+    fedloop("add", tmp_path / "trained", "--name", "net")
+    told = json.loads(
+        fedloop("export", "net:1", "--format", "onnx", "--out", tmp_path / "out", "--json").stdout
+    )
+    assert told["opset"] == {"ai.onnx": 20} and told["verified"]["largest_difference"] < 1e-4
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.onnx", "onnx.json"}
+
+    file = tmp_path / "out" / "model.onnx"
+    fedloop("import", file, "--name", "net", "--model", "cnn", "--option", "channels=[2, 3]")
+    found = json.loads(fedloop("show", "net:2", "--json").stdout)
+    assert (found["kind"], found["stage"]) == ("onnx", "import")
+    assert found["about"]["inputs"] == [{"name": "x", "dtype": "float32", "shape": ["batch", 8, 8]}]
+    assert found["about"]["model"]["name"] == "cnn"
+    fedloop("export", "net:2", "--out", tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == params
+    assert (tmp_path / "back" / "model.onnx").read_bytes() == file.read_bytes()
+
+    fedloop("import", file, "--name", "as-it-is")
+    files = json.loads(fedloop("show", "as-it-is", "--json").stdout)["files"]
+    assert [each["path"] for each in files] == ["model.onnx", "onnx.json"]
+    with pytest.raises(UserError, match=r"has no model\.safetensors with a model\.json"):
+        fedloop("export", "as-it-is", "--format", "onnx", "--out", tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_an_onnx_file_that_is_none_or_does_not_fit_is_refused(coordinator: None, tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(b"nothing of the kind")
+    done = run_cli("model", "import", tmp_path / "m.onnx", "--name", "net")
+    assert_refused(done, str(tmp_path / "m.onnx"), "is not a")
+    for words, *args in (
+        ("is unknown, did you mean 'cnn'?", "--model", "cn"),
+        ("model.chanels is not an option of cnn", "--model", "cnn", "--option", "chanels=3"),
+        ("expected one of the catalog", "--model", "os:system"),
+        ("which is not given", "--option", "hidden=3"),
+    ):
+        with pytest.raises(UserError, match=re.escape(words)):
+            fedloop("import", tmp_path / "m.onnx", "--name", "net", *args)
+    with pytest.raises(UserError, match="are of an ONNX file"):
+        fedloop("import", tmp_path / "m.tflite", "--name", "net", "--model", "cnn")
+    with pytest.raises(UserError, match="expected files or onnx"):
+        fedloop("export", "net:1", "--format", "onxn", "--out", tmp_path / "out")
 
 
 def test_a_large_file_goes_in_pieces(coordinator: None, tmp_path: Path) -> None:

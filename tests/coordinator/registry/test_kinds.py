@@ -211,6 +211,29 @@ def test_an_index_that_is_wrong_is_refused(tmp_path: Path) -> None:
         examine(*folders.imported(tmp_path))
 
 
+def test_an_onnx_file_is_the_one_that_its_document_tells_of(tmp_path: Path) -> None:
+    told = {"opset": {"ai.onnx": 20}, "inputs": [], "outputs": []}
+    told["sha256"] = left.write(tmp_path, "model.onnx", b"graph")
+    told["external"] = {"w.data": left.write(tmp_path, "w.data", b"weights")}
+    told["params_sha256"] = left.write(tmp_path, "model.safetensors", left.params(0))
+    left.write(tmp_path, "onnx.json", told)
+    names = ("model.onnx", "w.data", "model.safetensors", "onnx.json")
+
+    def version() -> Any:
+        return examine("onnx", {name: content_of(tmp_path / name) for name in names})
+
+    found = version()
+    assert (found.stage, found.metrics["import"]) == ("import", {"bytes": 12, "parameters": 15})
+    assert found.about["opset"] == {"ai.onnx": 20}
+    for name in names[:3]:
+        kept = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(left.params(1))
+        with pytest.raises(UserError, match=f"{name} has the hash") as caught:
+            version()
+        assert caught.value.code == "hash_mismatch"
+        (tmp_path / name).write_bytes(kept)
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.pkl", "last.ckpt"])
 def test_pickles_are_refused_unopened(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
@@ -225,9 +248,6 @@ def test_what_is_nothing_of_ours_is_told(tmp_path: Path) -> None:
             missing(tmp_path / "absent")
     with pytest.raises(UserError, match="fedloop model import"):
         folders.gather(tmp_path)
-    (tmp_path / "m.onnx").write_bytes(b"x")
-    with pytest.raises(UserError, match="ONNX"):
-        folders.imported(tmp_path / "m.onnx")
     (tmp_path / "model.safetensors").write_bytes(left.params(0))
     with pytest.raises(UserError, match="fedloop model import"):
         examined(tmp_path)

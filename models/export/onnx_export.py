@@ -1,0 +1,106 @@
+"""A model of the catalog as one ONNX file: `python -P -m models.export.onnx_export JOB.json`.
+
+1. build     the module that `params` were taken from
+2. export    `torch.onnx.export` with opset `OPSET`; weights keep their names, the first axis takes any number of rows
+3. verify    `onnx.checker`, and every row as PyTorch answers it, in onnxruntime
+4. write     `model.onnx`, and `result.json` that tells of it
+
+A file that answers otherwise is not written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import onnx
+import safetensors.numpy
+import torch
+from onnx import ModelProto
+from safetensors import SafetensorError
+from torch import nn
+
+from edge_client import process
+from edge_client.files import write_durably
+from models import job as jobs
+from models.compress.structure import rebuilt
+from models.export.onnx_answers import ROWS, require_same
+from models.export.onnx_files import LIMIT_BYTES, described, messages
+from models.job import JobError
+from models.zoo import ModelSpec
+
+OPSET = 20
+INPUT, OUTPUT, BATCH = "x", "logits", "batch"
+FILE_NAME = "model.onnx"
+
+
+class NotExportable(ValueError):
+    """The model cannot become an ONNX file; the message says why."""
+
+
+def run(path: Path, report: process.Report) -> None:
+    """The whole job, from its file."""
+    torch.set_num_threads(1)
+    job = jobs.read(path)
+    spec = job.spec()
+    place = job.file("params", job.value("params"))
+    try:
+        params = safetensors.numpy.load(place.read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise JobError(f"{place} is not a readable .safetensors file: {error}") from None
+    module = rebuilt(spec, params)
+    report(stage="export", step="convert")
+    model = exported(module, spec)
+    content = model.SerializeToString()
+    report(stage="export", step="verify")
+    difference = require_same(content, module, spec, job.seed)
+    write_durably(job.out / FILE_NAME, content)
+    told = {"rows": ROWS, "largest_difference": difference}
+    about: dict[str, Any] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+    jobs.write_result(job.out, {**about, **described(model), "verified": told})
+
+
+def exported(module: nn.Module, spec: ModelSpec) -> ModelProto:
+    """The module, in evaluation mode, as an ONNX model that the checker finds sound.
+
+    Raises:
+        NotExportable: torch cannot follow the module, or the file would have more than `LIMIT_BYTES`.
+    """
+    x, _ = spec.example_batch(2)
+    try:
+        program = torch.onnx.export(
+            module,
+            (x,),
+            dynamo=True,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            dynamic_shapes=({0: BATCH},),
+            opset_version=OPSET,
+            optimize=False,  # it folds weights into others without their names; runtimes fold for themselves
+            verbose=False,
+        )
+    except torch.onnx.errors.OnnxExporterError as error:
+        raise NotExportable(f"torch.onnx cannot follow model {spec.name!r}: {_cause(error)}") from None
+    assert program is not None
+    model: ModelProto = program.model_proto
+    for message in messages(model):  # stack traces, with the paths of this machine
+        for field in ("metadata_props", "doc_string"):
+            if field in message.DESCRIPTOR.fields_by_name:
+                message.ClearField(field)
+    if model.ByteSize() > LIMIT_BYTES:
+        raise NotExportable(
+            f"it would have {model.ByteSize()} bytes, expected at most {LIMIT_BYTES}, the most of one protobuf file"
+        )
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+def _cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+if __name__ == "__main__":
+    process.serve(run)
