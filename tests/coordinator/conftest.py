@@ -1,7 +1,17 @@
-"""Fixtures of the coordinator's tests."""
+"""Fixtures of the coordinator's tests, and tracebacks as a coordinator logs them."""
 
 from __future__ import annotations
+
+import structlog
 
 from tests.support.databases import database, database_url
 
 __all__ = ["database", "database_url"]
+
+# As in coordinator.logs: structlog's own default shows the values of all variables, which takes it seconds.
+structlog.configure(
+    processors=[
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
