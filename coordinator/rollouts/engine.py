@@ -25,6 +25,9 @@ from edge_client.wire.strict import printable
 DECIDES_BY_ITSELF = ("created", "running", "halted")
 GOES_BACK = ("halted", "rolled_back", "aborted")
 
+MOST_LOSS = 20.0
+"""Mean loss a label, in nats, that a device's figures count for at most: a probability of 2e-9 for what was right."""
+
 _LARGEST_VERSION = 10**9
 _MANY_LABELS = 10**15
 
@@ -272,13 +275,14 @@ def _figures(member: MemberRow, report: ReleaseReport) -> MemberRow:
     if found is None:
         return member
     compared = found.champion_correct is not None and found.champion_loss_sum is not None
+    most = MOST_LOSS * found.labels
     return replace(
         member,
         labels=found.labels,
         correct=found.correct,
-        loss_sum=found.loss_sum,
+        loss_sum=min(found.loss_sum, most),
         champion_correct=found.champion_correct if compared else None,
-        champion_loss_sum=found.champion_loss_sum if compared else None,
+        champion_loss_sum=min(found.champion_loss_sum or 0.0, most) if compared else None,
     )
 
 

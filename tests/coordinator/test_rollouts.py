@@ -17,7 +17,7 @@ from coordinator.db.events import since
 from coordinator.db.rollouts import RolloutRow
 from coordinator.db.store import Database
 from coordinator.errors import Refusal
-from coordinator.rollouts import plan, reports, service
+from coordinator.rollouts import engine, plan, reports, service
 from coordinator.rollouts.gates import Gates
 from coordinator.rollouts.plan import Filter
 from edge_client.wire.device import ReleaseEvaluation, ReleaseReport
@@ -528,6 +528,20 @@ def test_one_device_that_praises_a_bad_release_does_not_outweigh_the_others(
     liar.check_in(wire="1.3", releases=(report,))
     halted = small.until(made, "halted")
     assert "accuracy is 0.6250, the champion's 0.6750, over 160 labels" in str(halted.reason)
+
+
+def test_a_loss_without_bounds_leaves_the_figures_numbers(small: Fleet) -> None:
+    """Two of the largest sums would come to infinity, and infinity less infinity fails no gate."""
+    made = small.start(GOOD, percents=(100,), gates=Gates(max_accuracy_drop=None, max_loss_increase=0.1))
+    small.turn()
+    for liar in (small.devices.pop().client, small.devices.pop().client):
+        liar.check_in(wire="1.3")
+        figures = ReleaseEvaluation(40, 40, 1e308, 40, 1e308)
+        liar.check_in(
+            wire="1.3", releases=(ReleaseReport(made.id, "digits", GOOD, "active", evaluation=figures),)
+        )
+    found = small.world.services.database.read(partial(rows.tallies, rollout=made.id))[0]
+    assert found.loss_sum == found.champion_loss_sum == 2 * 40 * engine.MOST_LOSS
 
 
 def test_a_rollout_is_for_no_more_devices_than_a_document_names(
