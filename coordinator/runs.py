@@ -35,7 +35,7 @@ from coordinator.fleets.device import sweep_uploads
 from coordinator.fleets.fleet import Stopped
 from coordinator.live_run import LiveRun
 from coordinator.services import Services
-from coordinator.simulation.pool import WorkerPool
+from coordinator.simulation.pool import TORCH, WorkerPool
 
 _log = structlog.get_logger("fedloop.runs")
 
@@ -245,4 +245,4 @@ def notices(given: Mapping[str, Any], experiment: Experiment) -> list[str]:
 
 
 def _pool(stack: ExitStack, services: Services, folder: Path) -> WorkerPool:
-    return stack.enter_context(WorkerPool(services.settings.workers, folder / "workers.log"))
+    return stack.enter_context(WorkerPool(services.settings.workers, folder / "workers.log", TORCH))

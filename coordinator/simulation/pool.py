@@ -3,6 +3,8 @@
 Each worker is one single-threaded process of `coordinator.simulation.worker`, connected by a socket pair.
 It dies with its parent, whatever kills that, and leaves nothing behind: no shared memory, no files of its
 own but the log. At most two jobs lie with a worker, one running and one waiting, so that it never idles.
+
+Several workers are forked from one process that has imported what they need (`edge_client.nursery`).
 """
 
 from __future__ import annotations
@@ -21,10 +23,16 @@ from typing import Any
 from coordinator.errors import UserError
 from coordinator.simulation import frames
 from coordinator.simulation.frames import Frame
+from edge_client.nursery import Forked, Nursery
 from edge_client.process import worker_environment
 
 WAITING = 2
 """Jobs given to one worker at a time."""
+
+TORCH = ("models.zoo", "edge_client.train.torch_trainer")
+"""What workers import that build, train or score models of torch."""
+
+_WORKER = "coordinator.simulation.worker"
 
 
 class WorkerDied(Exception):
@@ -42,20 +50,23 @@ class Job:
 
 @dataclass
 class _Worker:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     channel: socket.socket
     jobs: deque[tuple[int, Job | None]] = field(default_factory=deque)
 
 
 class WorkerPool:
-    """`size` workers; use as a context manager."""
+    """`size` workers; use as a context manager. `modules`: what several of them import once, together."""
 
-    def __init__(self, size: int, log: Path) -> None:
+    def __init__(self, size: int, log: Path, modules: Sequence[str] = ()) -> None:
         self._log = log
+        self._nursery: Nursery | None = None
         self._batch = 0
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
         with log.open("ab") as file:
+            if size > 1:
+                self._nursery = Nursery([_WORKER, *modules], file.fileno())
             for _ in range(size):
                 self._workers.append(self._start(file.fileno()))
 
@@ -74,9 +85,12 @@ class WorkerPool:
         """Ends and reaps every worker."""
         for worker in self._workers:
             worker.channel.close()
-        for worker in self._workers:
-            worker.process.kill()
-            worker.process.wait()
+        if self._nursery is not None:
+            self._nursery.close()
+        else:
+            for worker in self._workers:
+                worker.process.kill()
+                worker.process.wait()
         self._selector.close()
         self._workers = []
 
@@ -121,19 +135,24 @@ class WorkerPool:
 
     def _start(self, log: int) -> _Worker:
         ours, theirs = socket.socketpair()
-        process = subprocess.Popen(
+        with theirs:
+            process = self._process(theirs.fileno(), log)
+        worker = _Worker(process, ours)
+        self._selector.register(ours, selectors.EVENT_READ, worker)
+        return worker
+
+    def _process(self, channel: int, log: int) -> subprocess.Popen[bytes] | Forked:
+        if self._nursery is not None:
+            return self._nursery.start(_WORKER, output=log, inherit=[channel])
+        return subprocess.Popen(
             # -P keeps the working directory off sys.path: a user's own models.py must not shadow ours.
-            [sys.executable, "-P", "-m", "coordinator.simulation.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-P", "-m", _WORKER, str(channel)],
+            pass_fds=[channel],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             env=worker_environment(),
         )
-        theirs.close()
-        worker = _Worker(process, ours)
-        self._selector.register(ours, selectors.EVENT_READ, worker)
-        return worker
 
     def _free(self) -> _Worker | None:
         worker = min(self._workers, key=lambda each: len(each.jobs))

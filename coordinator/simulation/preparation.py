@@ -47,7 +47,6 @@ def prepare(
     Raises:
         UserError: the data, the model or their combination is wrong.
     """
-    pool.tell({"kind": "warm"})
     progress.stage("loading and partitioning the data")
     found = load_data(experiment, folder, pool, data_dir)
     for line in found["preview"]:

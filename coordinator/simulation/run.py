@@ -39,7 +39,7 @@ from coordinator.rounds.engine import RoundRecord, RunState, Score
 from coordinator.rounds.events import Clock, EventLog
 from coordinator.rounds.plan import RunPlan
 from coordinator.simulation.evaluation import accuracy_by_group, evaluate
-from coordinator.simulation.pool import WorkerDied, WorkerPool
+from coordinator.simulation.pool import TORCH, WorkerDied, WorkerPool
 from coordinator.simulation.preparation import Prepared, prepare
 from coordinator.simulation.virtual_time import virtual_time
 from edge_client.files import write_durably
@@ -272,7 +272,8 @@ def _require_same(committed: Committed, prepared: Prepared, identity: Mapping[st
 
 def _pool(experiment: Experiment, work: Path) -> WorkerPool:
     work.mkdir(exist_ok=True)
-    return WorkerPool(experiment.simulation.workers or len(os.sched_getaffinity(0)), work / "workers.log")
+    size = experiment.simulation.workers or len(os.sched_getaffinity(0))
+    return WorkerPool(size, work / "workers.log", TORCH)
 
 
 def _sweep(out: Path) -> None:

@@ -56,8 +56,8 @@ class Worker:
 
     def handle(self, frame: Frame) -> Reply:
         kinds: dict[str, Callable[[Frame], Reply]] = {
-            "warm": self._warm,
             "prepare": self._prepare,
+            "framework": self._framework,
             "initial": self._initial,
             "open": self._open,
             "model": self._set_model,
@@ -67,16 +67,16 @@ class Worker:
         }
         return kinds[frame.values["kind"]](frame)
 
-    def _warm(self, frame: Frame) -> Reply:
-        """Imports what every run needs, while other workers do something else."""
-        import torch
-
-        torch.set_num_threads(1)
-        return {}, []
-
     def _prepare(self, frame: Frame) -> Reply:
         """Loads and partitions the data set into the workspace."""
         return workspace.prepare(frame.values), []
+
+    def _framework(self, frame: Frame) -> Reply:
+        """Which framework the model is of."""
+        from models.zoo import KerasSpec
+
+        spec = self._spec(frame.values["model"])
+        return {"framework": "keras" if isinstance(spec, KerasSpec) else "torch"}, []
 
     def _initial(self, frame: Frame) -> Reply:
         """Builds the model and gives its initial params."""
