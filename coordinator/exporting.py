@@ -1,6 +1,7 @@
 """From a folder with a model to a release folder: `manifest.json` beside `model.tflite`.
 
-    0. of a finished federated run: its params quantized as the shipped file was (`coordinator.compressing`), into `compressed/`
+    0. of a finished federated run: its params quantized as the shipped file was (`coordinator.compressing`), into `compressed/`;
+       of a Keras model, also one that is a file, the same through TensorFlow (`coordinator.keras_exporting`)
     1. what the folder holds: `model.json`, `model.safetensors`, test rows, and a `.tflite` where it is compressed
     2. export   in a process of its own: golden answers, a trial on every runtime, the manifest
     3. the report, which says of every runtime whether it may have the release, and why not
@@ -19,12 +20,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from coordinator import compressing, jobs
+from coordinator import compressing, jobs, keras_exporting
 from coordinator.compressing import PARAMS, TFLITE
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.jobs import Job, JobFailed
 from coordinator.pretraining import LINEAGE, MODEL, MODEL_KEYS, REPORT, Surroundings, sha256_of
 from edge_client.files import write_durably
+from models import catalog
 
 PRECISIONS = (
     "float32",
@@ -56,6 +58,7 @@ class Wanted:
         device_classes: it is for; none: any.
         options: further ones of `models.export.inference.Options`.
         tflite_runtime: interpreter of an environment that has it.
+        data: set that a `.keras` file is calibrated and scored on.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Wanted:
     device_classes: Sequence[str] = ()
     options: Mapping[str, Any] | None = None
     tflite_runtime: Path | None = None
+    data: str | None = None
 
 
 def export(folder: Path, wanted: Wanted, out: Path, surroundings: Surroundings) -> dict[str, Any]:
@@ -78,31 +82,19 @@ def export(folder: Path, wanted: Wanted, out: Path, surroundings: Surroundings) 
     """
     if out.exists() and not (out.is_dir() and _is_begun(out)):
         raise UserError(f"--out {out}: the folder is not empty; name another one")
-    if (folder / EXPERIMENT).is_file() and not (folder / MODEL).is_file():
+    is_run = (folder / EXPERIMENT).is_file() and not (folder / MODEL).is_file()
+    if is_run or folder.suffix == catalog.KERAS_FILE:
         folder = _quantized(folder, wanted, out, surroundings)
     model = compressing.document(folder / MODEL)
     params, tflite = folder / PARAMS, wanted.tflite or folder / TFLITE
-    if wanted.precision not in (None, *PRECISIONS):
-        raise UserError(f"--precision {wanted.precision}: is unknown; known: {', '.join(PRECISIONS)}")
-    if wanted.tflite is not None and not tflite.is_file():
-        raise UserError(f"--tflite {tflite}: there is no such file")
-    if not params.is_file() and not tflite.is_file():
-        raise UserError(f"{folder}: has neither {PARAMS} nor {TFLITE}, so there is nothing to release")
+    precision = _precision(folder, wanted, model.get("precision"))
     more: dict[str, Any] = {
         "release": str(out.absolute()),
         "device_classes": list(wanted.device_classes),
         "lineage": _lineage(folder),
     }
     if tflite.is_file():
-        precision = wanted.precision or model.get("precision")
-        if precision is None:
-            raise UserError(f"{tflite}: its precision is unknown; give --precision, static-int8 for example")
         more |= {"tflite": str(tflite.absolute()), "precision": precision}
-    elif wanted.precision not in (None, "float32"):
-        raise UserError(
-            f"--precision {wanted.precision}: only float32 is made from params; compress the model first: "
-            f"fedloop compress {folder}"
-        )
     if wanted.tflite_runtime is not None:
         more["tflite_runtime"] = str(wanted.tflite_runtime.absolute())
     surroundings.watcher.stage(f"exporting {wanted.name}:{wanted.version}")
@@ -124,15 +116,39 @@ def export(folder: Path, wanted: Wanted, out: Path, surroundings: Surroundings) 
     return report
 
 
+def _precision(folder: Path, wanted: Wanted, said: str | None) -> str:
+    """The precision of what is released; `said`: by the folder, of its own file."""
+    tflite = wanted.tflite or folder / TFLITE
+    if wanted.precision not in (None, *PRECISIONS):
+        raise UserError(f"--precision {wanted.precision}: is unknown; known: {', '.join(PRECISIONS)}")
+    if wanted.tflite is not None and not tflite.is_file():
+        raise UserError(f"--tflite {tflite}: there is no such file")
+    if tflite.is_file():
+        if precision := wanted.precision or said:
+            return precision
+        raise UserError(f"{tflite}: its precision is unknown; give --precision, static-int8 for example")
+    if not (folder / PARAMS).is_file():
+        raise UserError(f"{folder}: has neither {PARAMS} nor {TFLITE}, so there is nothing to release")
+    if wanted.precision not in (None, "float32"):
+        raise UserError(
+            f"--precision {wanted.precision}: only float32 is made from params; compress the model first: "
+            f"fedloop compress {folder}"
+        )
+    return "float32"
+
+
 def _quantized(run: Path, wanted: Wanted, out: Path, surroundings: Surroundings) -> Path:
     """The folder of the run's model, quantized: devices trained float params, and run integers made of them anew."""
     if wanted.tflite is not None:
         raise UserError(
             f"--tflite: {run} is a run, whose file is made from its params; leave the option away"
         )
+    if keras_exporting.is_keras(run):
+        asked = keras_exporting.Asked(wanted.precision or "static-int8", wanted.data)
+        return keras_exporting.frozen(run, asked, out / _COMPRESSED, surroundings)
     step = {"kind": "quantize", "precision": wanted.precision or "static-int8"}
-    asked = compressing.Asked(compressing.Pipeline.model_validate({"step": [step]}), "export")
-    compressing.compress(run, asked, out / _COMPRESSED, surroundings)
+    pipeline = compressing.Asked(compressing.Pipeline.model_validate({"step": [step]}), "export")
+    compressing.compress(run, pipeline, out / _COMPRESSED, surroundings)
     return out / _COMPRESSED
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,25 @@ def test_a_folder_that_was_changed_is_one_message(
     spoil(compressed)
     with pytest.raises(UserError, match=words):
         compressing.source_in(compressed, Pipeline(), compressed / "scratch", Surroundings())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ({"precision": "int3"}, "--precision int3: is unknown; known: float32"),
+        ({"tflite": Path("none.tflite")}, "--tflite none.tflite: there is no such file"),
+        ({"precision": "static-int8"}, "only float32 is made from params; compress the model first"),
+        ({"tflite": Path(__file__)}, "its precision is unknown; give --precision"),
+    ],
+)
+def test_what_cannot_be_exported_is_told(compressed: Path, wanted: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        exporting.export(
+            compressed, exporting.Wanted("digits", **wanted), compressed.parent / "out", Surroundings()
+        )
+    (compressed / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="nothing to release"):
+        exporting.export(compressed, exporting.Wanted("digits"), compressed.parent / "out", Surroundings())
 
 
 def test_an_export_that_failed_can_be_given_again(tmp_path: Path) -> None:
