@@ -21,14 +21,9 @@ from tests.support.shipped import digits_model, shipped, written
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = {"name": "resnet8", "norm": "batch"}
-SPEC = digits_model(**OPTIONS)
+RESNET: dict[str, Any] = {"name": "resnet8", "norm": "batch"}
+MLP: dict[str, Any] = {"name": "mlp", "hidden": [256, 128]}
 CONFIG = {"runtimes": ["litert"], "data": {"digits": {"kind": "numpy", "path": "data.npz"}}}
-
-
-@pytest.fixture(scope="module")
-def init(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written(shipped(SPEC), tmp_path_factory.mktemp("shipped") / "init.safetensors")
 
 
 @pytest.fixture(autouse=True)
@@ -36,26 +31,29 @@ def kept_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOP_CACHE_DIR", str(CACHE))
 
 
-def test_a_head_trained_federatedly_improves_the_model_for_a_twentieth_of_the_bytes(
-    init: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("model", "steps", "adapt", "trained"),
+    [
+        (RESNET, 60, "head", {"fc.weight", "fc.bias"}),
+        (MLP, 15, "lora(1, 8)", {"fc.weight", "fc.bias", "hidden.0.weight", "hidden.1.weight"}),
+    ],
+)
+def test_few_params_trained_federatedly_improve_the_model_for_a_twentieth_of_the_bytes(
+    model: dict[str, Any], steps: int, adapt: str, trained: set[str], tmp_path: Path
 ) -> None:
-    head = fedloop.simulate(experiment(init, rounds=4, adapt="head"), out=tmp_path / "head")
-    trains_all = experiment(init, rounds=1)
-    trains_all["federation"]["runtimes"] = {"torch": 1}  # sends what LiteRT does, and needs no conversion
-    full = fedloop.simulate(trains_all, out=tmp_path / "full")
+    init = shipped_in(tmp_path, model, steps)
+    found = fedloop.simulate(experiment(init, model, rounds=4, adapt=adapt), out=tmp_path / "run")
 
-    assert head.accuracy > head.report["start"]["test_accuracy"] + 0.005
-    assert all(20 * up(row) <= up(full.rounds[0]) for row in head.rounds)
+    assert found.accuracy > found.report["start"]["test_accuracy"] + 0.005
+    whole = sum(value.nbytes for value in arrays.read(init).values())
+    assert all(20 * up(row) <= 2 * 5 * whole for row in found.rounds)
     begun = adaptation.restored(adaptation.backbone(arrays.read(init)))
-    assert head.params.keys() == begun.keys()
-    moved = {name for name in begun if not np.array_equal(head.params[name], begun[name])}
-    assert moved == {"fc.weight", "fc.bias"}
+    assert found.params.keys() == begun.keys()
+    assert {name for name in begun if not np.array_equal(found.params[name], begun[name])} == trained
 
 
-def test_daemons_train_a_head_and_the_model_they_end_with_can_be_compressed(
-    init: Path, tmp_path: Path
-) -> None:
-    document = experiment(init, rounds=6, adapt="head")
+def test_daemons_train_a_head_and_the_model_they_end_with_can_be_compressed(tmp_path: Path) -> None:
+    document = experiment(shipped_in(tmp_path, RESNET), RESNET, rounds=6, adapt="head")
     document["federation"] |= {"clients": 3, "clients_per_round": 3}
     parts = shares(experiments.resolve(document, "test"))
     with local_fleet(tmp_path) as fleet:
@@ -85,10 +83,14 @@ def test_what_cannot_be_adapted_is_refused_before_anything_runs(tmp_path: Path) 
         assert words in done.stderr
 
 
-def experiment(init: Path, rounds: int, **model: Any) -> dict[str, Any]:
+def shipped_in(folder: Path, model: dict[str, Any], steps: int = 60) -> Path:
+    return written(shipped(digits_model(**model), steps=steps), folder / "init.safetensors")
+
+
+def experiment(init: Path, model: dict[str, Any], rounds: int, adapt: str) -> dict[str, Any]:
     return {
         "data": {"dataset": "digits", "partition": "dirichlet(0.3)"},
-        "model": {**OPTIONS, "init": str(init), **model},
+        "model": {**model, "init": str(init), "adapt": adapt},
         "federation": {"clients": 10, "clients_per_round": 5, "rounds": rounds, "runtimes": {"litert": 1}},
         "local": {"epochs": 2, "lr": 0.05},
         "simulation": {"workers": 1},

@@ -22,14 +22,14 @@ def digits_model(name: str, **options: Any) -> ModelSpec:
     return zoo.get(name, input_shape=(8, 8), classes=10, **options)
 
 
-def shipped(spec: ModelSpec, seed: int = 7) -> Params:
+def shipped(spec: ModelSpec, seed: int = 7, steps: int = STEPS) -> Params:
     """Its params after a few steps of Adam."""
     data = load("digits", seed=seed)
     chosen = np.random.default_rng(0).choice(np.flatnonzero(~data.test), ROWS, replace=False)
     x, y = torch.from_numpy(data.x[chosen]), torch.from_numpy(data.y[chosen])
     module = spec.build(0).train()
     optimizer = torch.optim.Adam(module.parameters(), 3e-3)
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         spec.loss(module(x), y).backward()
         optimizer.step()
