@@ -17,7 +17,10 @@ from edge_client.wire.rollouts import is_release
 def export(
     folder: Annotated[
         Path,
-        typer.Argument(help="Folder of a compression, of a pretraining or of a finished run.", metavar="DIR"),
+        typer.Argument(
+            help="Folder of a compression, of a pretraining or of a finished run; or a .keras file.",
+            metavar="DIR",
+        ),
     ],
     name: Annotated[str, typer.Option("--name", help="Of the model in the registry.")],
     out: Annotated[Path, typer.Option("--out", help="Release folder to make; new or empty.")],
@@ -42,6 +45,12 @@ def export(
     dataset: Annotated[
         str, typer.Option("--dataset", help="Name of the data on which devices may evaluate it.")
     ] = "",
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data", help="Data set that a .keras file is calibrated and tried on, such as digits."
+        ),
+    ] = None,
     real_rows: Annotated[
         int,
         typer.Option(
@@ -81,6 +90,7 @@ def export(
         tuple(device_class or ()),
         {"dataset": dataset, "real_rows": real_rows},
         tflite_runtime,
+        data,
     )
     with RichProgress(Console(stderr=True)) as progress:
         report = exporting.export(folder, wanted, out, Surroundings(data_dir, progress))

@@ -24,7 +24,7 @@ from models import options
 from models.labels import PADDING
 
 if TYPE_CHECKING:
-    from models.zoo import ModelSpec
+    from models.zoo import KerasSpec, ModelSpec
 
 Options = TypeVar("Options")
 T = TypeVar("T")
@@ -59,9 +59,18 @@ class Job:
         return folder
 
     def spec(self, *keys: str) -> ModelSpec:
-        """The model described under `keys`, `("model",)` by default."""
+        """The model of torch described under `keys`, `("model",)` by default."""
         from models import zoo
 
+        return self._found(zoo.get, keys)
+
+    def any_spec(self) -> ModelSpec | KerasSpec:
+        """The model described under `model`, a Keras model too."""
+        from models import zoo
+
+        return self._found(zoo.find, ())
+
+    def _found(self, find: Callable[..., T], keys: tuple[str, ...]) -> T:
         where = keys or ("model",)
         name = f"{self.path}: {'.'.join(where)}"
         described = _fine(lambda: options.only(self.value(*where), tuple(_MODEL_KEYS), name))
@@ -69,7 +78,7 @@ class Job:
             value = described.get(key, default)
             if not fits(value):
                 raise JobError(f"{self.path}: {'.'.join(where)}.{key} is {value!r}, expected {expected}")
-        return zoo.get(
+        return find(
             described["name"],
             input_shape=tuple(described["input_shape"]),
             classes=described["classes"],
@@ -109,7 +118,7 @@ class Job:
             raise JobError(f"{self.path}: {key} is {value!r}, expected true or false")
         return value
 
-    def rows(self, name: str, spec: ModelSpec, *, mapped: bool = False) -> npt.NDArray[Any]:
+    def rows(self, name: str, spec: ModelSpec | KerasSpec, *, mapped: bool = False) -> npt.NDArray[Any]:
         """Examples `<arrays>/<name>.npy`, [N, *input_shape], N >= 1, in the model's input dtype.
 
         `mapped`: read-only, and in memory only where it is read, if the file has that dtype already.
@@ -126,7 +135,7 @@ class Job:
             raise JobError(f"{self._array_path(name)} holds NaN or infinite values")
         return np.ascontiguousarray(array, dtype=spec.input_dtype)
 
-    def labels(self, name: str, spec: ModelSpec, x: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    def labels(self, name: str, spec: ModelSpec | KerasSpec, x: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
         """Labels `<arrays>/<name>.npy` of `x`, int32, from -1 (does not count) to classes - 1."""
         array = self._array(name)
         expected = x.shape[:2] if spec.task == "next_token" else x.shape[:1]

@@ -132,7 +132,7 @@ def require_same_logits(actual: npt.NDArray[np.float32], expected: npt.NDArray[n
     allowed = FLOAT_TOLERANCE * max(1.0, float(np.abs(expected).max()))
     if not error <= allowed:
         raise ExportRefused(
-            f"the exported float32 model differs from torch by {error:.3g} in a logit, expected at most {allowed:.3g}; "
+            f"the exported float32 model differs from the float model by {error:.3g} in a logit, expected at most {allowed:.3g}; "
             "the conversion of one of its operations is wrong"
         )
     return error

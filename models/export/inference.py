@@ -53,6 +53,7 @@ from models.export.verify import RUNTIMES, Verdict, verify
 from models.job import JobError
 from models.labels import PADDING
 from models.options import bounded
+from models.zoo import KerasSpec
 from models.zoo.spec import ModelSpec
 
 MARGIN = 2.0
@@ -107,7 +108,7 @@ class Source:
         module: the float model that the file was made from; None where only the file is known.
     """
 
-    spec: ModelSpec
+    spec: ModelSpec | KerasSpec
     tflite: bytes
     precision: Precision
     module: nn.Module | None = None
@@ -140,7 +141,7 @@ def run(path: Path, report: process.Report) -> None:
     """The whole job, from its file."""
     torch.set_num_threads(1)
     job = jobs.read(path)
-    spec, options = job.spec(), job.options(Options)
+    spec, options = job.any_spec(), job.options(Options)
     x = job.rows("x_test", spec)
     y = job.labels("y_test", spec, x)
     report(stage="export", step="open")
@@ -215,16 +216,13 @@ def release(
     }
 
 
-def _source(job: jobs.Job, spec: ModelSpec) -> Source:
+def _source(job: jobs.Job, spec: ModelSpec | KerasSpec) -> Source:
     settings = job.settings
     module, digest = None, ""
     if "params" in settings:
         path = job.file("params", settings["params"])
         content = _read(path)
-        try:
-            module = rebuilt(spec, safetensors.numpy.load(content))
-        except SafetensorError as error:
-            raise JobError(f"{path} is not a readable .safetensors file: {error}") from None
+        module = _module(job, spec, path, content)
         digest = hashlib.sha256(content).hexdigest()
     precision = settings.get("precision", "float32")
     if precision not in get_args(Precision):
@@ -233,7 +231,7 @@ def _source(job: jobs.Job, spec: ModelSpec) -> Source:
         )
     if "tflite" in settings:
         tflite = readable(job.file("tflite", settings["tflite"]))
-    elif module is not None and precision == "float32":
+    elif module is not None and precision == "float32" and isinstance(spec, ModelSpec):
         tflite = converted(module, spec)
     else:
         raise JobError(f"{job.path}: tflite is missing; only float32 is made from params alone")
@@ -249,6 +247,18 @@ def _source(job: jobs.Job, spec: ModelSpec) -> Source:
             lineage.get("parent"), "export", lineage.get("data_fingerprint"), f"fedloop {version('fedloop')}"
         ),
     )
+
+
+def _module(job: jobs.Job, spec: ModelSpec | KerasSpec, path: Path, content: bytes) -> nn.Module:
+    """The float model with the params of the file `path`."""
+    if isinstance(spec, KerasSpec):
+        from models.export.keras_inference import FloatModel, opened
+
+        return FloatModel(*opened(job, spec))
+    try:
+        return rebuilt(spec, safetensors.numpy.load(content))
+    except SafetensorError as error:
+        raise JobError(f"{path} is not a readable .safetensors file: {error}") from None
 
 
 def _draft(source: Source, options: Options) -> InferenceManifest:

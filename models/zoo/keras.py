@@ -69,7 +69,7 @@ class KerasSpec:
         """A fresh model; the same seed gives the same weights, but those of a file are the file's. Forgets other models.
 
         Raises:
-            KerasUnfit: it takes or gives something else than the data needs.
+            KerasUnfit: it takes or gives something else than the data needs, probabilities for instance.
         """
         import keras
 
@@ -89,18 +89,18 @@ class KerasSpec:
         if not model.built:
             model.build((None, *self.input_shape))
         self._require_fitting(model)
+        self._require_logits(model)
         return FunctionalModel(self, model)
 
     def require_trainable(self) -> FunctionalModel:
         """The model with seed 0, seen to be one that every runtime trains alike.
 
         Raises:
-            KerasUnfit: it has a layer that is not in `LAYERS`, is random, gives probabilities, or cannot be built.
+            KerasUnfit: it has a layer that is not in `LAYERS`, is random, or cannot be built.
         """
         model = self.build(0)
         for layer in model.layers():
             self._require_layer(layer)
-        self._require_logits(model.model)
         if model.model.losses:
             raise KerasUnfit(
                 f"model {self.name!r} adds to the loss (a regularizer, add_loss), which clients do not train with; leave it out"

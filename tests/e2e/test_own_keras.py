@@ -1,7 +1,9 @@
-"""A Keras model of a user's, of which nobody told us anything: federated, scored and released."""
+"""The Keras model of the guide, as a user brings it: federated, scored and released."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,8 @@ from tests.support.cli import assert_refused, options, report_of, run_cli
 
 pytestmark = pytest.mark.slow
 
-MINE = """
-import keras
-from keras import layers
-
-def build(input_shape, classes, width=8):
-    return keras.Sequential([
-        keras.Input(input_shape),
-        layers.Reshape((*input_shape, 1)),
-        layers.Conv2D(width, 3, padding="same", activation="relu"),
-        layers.MaxPooling2D(2),
-        layers.Flatten(),
-        layers.Dense(classes),
-    ])
-"""
+GUIDE = Path(__file__).parents[2] / "docs" / "own-model.md"
+MINE = re.findall(r"```python\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)[1]
 SETTINGS = [
     "model.name=mine:build",
     "model.width=6",
@@ -66,3 +56,21 @@ def test_litert_clients_train_it_from_its_own_initialisation(run: Path) -> None:
 def test_torch_clients_are_refused_with_what_to_do(folder: Path) -> None:
     done = run_cli("simulate", "--out", "torch", *options(SETTINGS), cwd=folder)
     assert_refused(done, "federation.runtimes", "torch", "mine:build", "Keras model", "{litert=1}")
+
+
+def test_what_a_run_came_to_is_released_as_integers(run: Path, folder: Path) -> None:
+    asked = ["--name", "digits", "--precision", "static-int8", "--out", "release", "--json"]
+    done = run_cli("export", run, *asked, cwd=folder)
+
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["precision"] == "static-int8" and report["golden"]["asked_of"] == "float model"
+    assert "litert" in report["runtimes"]
+    assert report["accuracy"] > report["float_accuracy"] - 0.02 > 0.75
+    assert report["bytes"] == (folder / "release" / "model.tflite").stat().st_size
+
+
+def test_a_keras_file_needs_rows_to_be_tried_on(folder: Path) -> None:
+    (folder / "net.keras").write_bytes(b"")
+    done = run_cli("export", "net.keras", "--name", "digits", "--out", "none", cwd=folder)
+    assert_refused(done, "net.keras", "--data is missing", "digits")

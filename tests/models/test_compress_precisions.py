@@ -103,7 +103,7 @@ def test_the_gate_is_a_bound_and_not_a_comparison() -> None:
 def test_logits_that_differ_from_torch_are_refused(error: float) -> None:
     expected = np.ones((2, 3), np.float32)
     assert quantize.require_same_logits(expected + np.float32(1e-6), expected) < 1e-5
-    with pytest.raises(ExportRefused, match="differs from torch"):
+    with pytest.raises(ExportRefused, match="differs from the float model"):
         quantize.require_same_logits(expected + np.float32(error), expected)
 
 
