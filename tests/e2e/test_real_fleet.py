@@ -82,6 +82,7 @@ def test_the_guide_runs_as_it_is_written(tmp_path: Path) -> None:
     words = (tmp_path / "said").read_text()
     assert status == 0, words
     assert "was accepted" in words
+    assert "registered as digits:1" in words and "digits:1 @candidate  run, params" in words
     assert (tmp_path / "runs" / "fleet" / "report.json").exists()
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import safetensors.numpy
 from click.testing import Result
 from typer.testing import CliRunner
 
-from coordinator import failpoints
+from coordinator import failpoints, parts
 from coordinator.errors import UserError
 from coordinator.model_commands import app
 from coordinator.operator_client import Refused, Unreachable
@@ -170,6 +171,19 @@ def test_an_onnx_file_that_is_none_or_does_not_fit_is_refused(coordinator: None,
         fedloop("import", tmp_path / "m.tflite", "--name", "net", "--model", "cnn")
     with pytest.raises(UserError, match="expected files or onnx"):
         fedloop("export", "net:1", "--format", "onxn", "--out", tmp_path / "out")
+
+
+def test_without_the_packages_for_onnx_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        parts, "installed_version", lambda name: None if name == "onnxruntime" else version(name)
+    )
+    (tmp_path / "m.onnx").write_bytes(b"")
+    with pytest.raises(
+        UserError, match=r"needs onnxruntime, not installed here; pip install 'fedloop\[onnx\]'"
+    ):
+        fedloop("import", tmp_path / "m.onnx", "--name", "net")
 
 
 def test_a_large_file_goes_in_pieces(coordinator: None, tmp_path: Path) -> None:
