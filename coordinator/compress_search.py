@@ -58,7 +58,7 @@ def budget(memory: str | None, size: str | None, latency: str | None, accuracy: 
             return 0
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip(), re.IGNORECASE)
         unit = None if found is None else units.get(found[2].upper())
-        if found is None or unit is None or not float(found[1]) > 0 or float(found[1]) * unit > 2**40:
+        if found is None or unit is None or not 1 <= float(found[1]) * unit <= 2**40:
             names = ", ".join(
                 unit.replace("IB", "iB") if units is _BYTES else unit.lower() for unit in units if unit
             )

@@ -70,6 +70,7 @@ def test_where_nothing_fits_the_nearest_is_named(tmp_path: Path) -> None:
         (("--accuracy", "0.9"), "no budget is given"),
         (("--memory", "64XB"), "--memory 64XB: expected a number above 0 and a unit (B, KB, MB, GB, KiB"),
         (("--size", "0KB"), "--size 0KB: expected a number above 0"),
+        (("--memory", "0.4B"), "--memory 0.4B: expected a number above 0"),
         (("--latency", "fast"), "--latency fast: expected a number above 0 and a unit (us, ms, s)"),
         (("--size", "9KB", "--accuracy", "95"), "--accuracy 95.0: expected a share above 0 and at most 1"),
         (("--size", "9KB", "--set", "structured.ratios=1"), "ratios"),
