@@ -43,6 +43,15 @@ def make_durably(path: Path, write: Callable[[Path], object], *, mode: int = 0o6
     sync_folder(path.parent)
 
 
+def make_folder(folder: Path, *, mode: int = 0o700) -> None:
+    """Makes a folder, and those above that are missing, so that they outlast a power cut."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent, mode=mode)
+    folder.mkdir(mode=mode, exist_ok=True)
+    sync_folder(folder.parent)
+
+
 def sync_file(path: Path) -> None:
     """Makes what was written to a file durable."""
     with path.open("rb") as file:

@@ -138,27 +138,29 @@ class Service:
         Raises:
             UserMistake: something else lies at `path`, or another service listens there.
         """
-        with _listening(path) as listener, ThreadPoolExecutor(1, "model") as thread:
-            server = await asyncio.start_unix_server(self._connected, sock=listener, limit=LINE_BYTES)
-            work = asyncio.create_task(self._run(thread))
-            last = asyncio.create_task(self._last())
-            self._say(f"runs {self.model} at {path}")
-            try:
-                ended = asyncio.create_task(self._ended.wait())
-                await asyncio.wait((ended, work), return_when=asyncio.FIRST_COMPLETED)
-                ended.cancel()
-                if work.done():
-                    work.result()  # a fault of ours: an end, rather than clients that wait for ever
-            finally:
-                server.close()
-                for idle in self._connections - self._busy:
-                    idle.cancel()
-                await asyncio.gather(*self._connections, return_exceptions=True)
-                work.cancel()
-                last.cancel()
-                await asyncio.gather(work, last, return_exceptions=True)
-            if self._starts is not None:
-                self._starts.settled()
+        try:
+            with _listening(path) as listener, ThreadPoolExecutor(1, "model") as thread:
+                await self._served(path, listener, thread)
+        finally:
+            self._settled()
+
+    async def _served(self, path: Path, listener: socket.socket, thread: Executor) -> None:
+        server = await asyncio.start_unix_server(self._connected, sock=listener, limit=LINE_BYTES)
+        work, last = asyncio.create_task(self._run(thread)), asyncio.create_task(self._last())
+        ended = asyncio.create_task(self._ended.wait())
+        self._say(f"runs {self.model} at {path}")
+        try:
+            await asyncio.wait((ended, work), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()  # a fault of ours: an end, rather than clients that wait for ever
+        finally:
+            server.close()
+            for connection in self._connections if work.done() else self._connections - self._busy:
+                connection.cancel()
+            await asyncio.gather(*self._connections, return_exceptions=True)
+            for task in (ended, work, last):
+                task.cancel()
+            await asyncio.gather(ended, work, last, return_exceptions=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -303,18 +305,27 @@ class Service:
         self._say(f"runs {self.model} now")
 
     def _opened(self, folder: Path) -> Loaded:
+        """Raises as `load` and `selftest.require`; a file that ends this process here does not get to raise."""
         if self._starts is not None:
             self._starts.opening(folder)
-        loaded = load(folder)
-        selftest.require(loaded)
+        try:
+            loaded = load(folder)
+            selftest.require(loaded)
+        except BaseException:
+            self._settled()
+            raise
         return loaded
+
+    def _settled(self) -> None:
+        if self._starts is not None:
+            self._starts.settled()
 
     async def _last(self) -> None:
         """Says so of every release that lasted."""
         while self._starts is not None:
             left = self._starts.lasts_at - self._now()
             if left <= 0:
-                self._starts.settled()
+                self._settled()
             await asyncio.sleep(max(1.0, min(left, 60.0)))
 
 

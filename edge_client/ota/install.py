@@ -26,7 +26,7 @@ import psutil
 
 from edge_client.config import EdgeConfig
 from edge_client.failpoints import reach
-from edge_client.files import NO_ROOM, sync_file, sync_folder
+from edge_client.files import NO_ROOM, make_folder, sync_file, sync_folder
 from edge_client.infer.installed import installed_kind
 from edge_client.link import Link
 from edge_client.ota import download, slots
@@ -175,7 +175,7 @@ def _fetch_and_test(
     slots.write(state_dir, slots.begun(pointer, offer))
     reach("install.begun")
     folder = slots.slot_folder(state_dir, offer.model, pointer.spare_name)
-    folder.mkdir(exist_ok=True, mode=0o700)
+    make_folder(folder)
     paths = {MANIFEST_NAME: described, MODEL_NAME: target}
     parts = [download.part_of(folder / name, each).name for name, each in paths.items()]
     _clear(folder, (*paths, *parts))

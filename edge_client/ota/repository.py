@@ -24,7 +24,7 @@ from tuf.ngclient import Updater
 from tuf.ngclient.fetcher import FetcherInterface
 
 from edge_client.failures import ServerRefused
-from edge_client.files import sync_file, sync_folder, write_durably
+from edge_client.files import make_folder, sync_file, sync_folder, write_durably
 from edge_client.link import Link
 from edge_client.ota.trouble import PutOff
 from edge_client.wire import rollouts
@@ -74,7 +74,7 @@ class Repository:
         if self._root is None and not pinned.exists():
             # What an unpinned root vouched for vouches for nothing.
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(self._folder)
         first = self._first_root(pinned)
         with self._judged():
             self._updater = Updater(

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from edge_client.files import sync_folder, write_durably
+from edge_client.files import make_folder, write_durably
 from edge_client.wire.device import ReleaseEvaluation, ReleaseOffer, ReleaseReport
 from edge_client.wire.rollouts import NO_MODEL, is_release
 from edge_client.wire.strict import Unfit, loads, parse
@@ -313,9 +313,6 @@ def write(state_dir: Path, pointer: Pointer) -> None:
     """
     assert is_release(pointer.model, 1)
     folder = folder_of(state_dir, pointer.model)
-    for made in (folder.parent, folder):
-        if not made.is_dir():
-            made.mkdir(mode=0o700)
-            sync_folder(made.parent)
+    make_folder(folder)
     content = json.dumps(asdict(pointer), indent=1, sort_keys=True) + "\n"
     write_durably(folder / POINTER_NAME, content.encode(), mode=0o600)

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from edge_client import config
+from edge_client.errors import UserMistake
 from edge_client.infer import service as module
 from edge_client.infer.service import Batching, Service
 from edge_client.ota import served, slots
 from edge_client.ota.proof import Proof
 from edge_client.ota.releases import Releases
 from edge_client.wire.inference import MODEL_NAME
+from edge_client.wire.manifest import ManifestError
 from tests.support import released
 from tests.support.edge import Clock
 
@@ -202,6 +204,37 @@ def test_starts_that_went_well_or_are_others_do_not_count(tmp_path: Path, ends: 
         died(tmp_path, clock, 1)
     assert daemon.tend() == []
     assert slots.read(tmp_path, "digits") == held
+
+
+def test_a_service_that_says_why_it_does_not_run_is_no_crash(tmp_path: Path) -> None:
+    two_versions(tmp_path)
+    folder, taken = tmp_path / "releases" / "digits" / "b", tmp_path / "taken"
+    taken.write_text("mine")
+    starts = served.Starts(tmp_path, taken)
+    with pytest.raises(UserMistake, match="something else lies there"):
+        asyncio.run(Service(lambda: folder, Batching(1, 0.0), starts=starts).serve(taken))
+    (folder / MODEL_NAME).write_bytes(b"damaged")
+    with pytest.raises(ManifestError):
+        Service(lambda: folder, Batching(1, 0.0), starts=starts)
+    assert served.models(tmp_path) == []
+
+
+def test_a_fault_in_the_service_ends_it_and_leaves_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = released.release_folder(tmp_path / "release", 3)
+    service = Service(lambda: folder, Batching(1, 0.0))
+
+    async def run() -> bytes:
+        async with serving(service, tmp_path / "s"):
+            reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
+            monkeypatch.setattr(service, "_find", lambda: 1 / 0)
+            writer.write(json.dumps({"x": rows(1)}).encode() + b"\n")
+            return await reader.read()
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(run())
+    assert not (tmp_path / "s").exists()
 
 
 def test_without_another_version_none_runs(tmp_path: Path) -> None:
