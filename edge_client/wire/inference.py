@@ -22,10 +22,11 @@ from edge_client.wire.manifest import (
     Fill,
     InputSpec,
     Lineage,
-    ManifestError,
     Operator,
     Tolerance,
+    input_checks,
     parsed,
+    require,
 )
 
 FORMAT = 1
@@ -111,12 +112,7 @@ def _require_consistent(manifest: InferenceManifest, place: str) -> None:
     """What the kinds of the values do not say."""
     golden, size = manifest.golden, math.prod(manifest.input.shape)
     checks = (
-        (manifest.classes > 0, "classes is not positive"),
-        (all(n > 0 for n in manifest.input.shape), "input.shape: an extent is not positive"),
-        (
-            (manifest.input.vocab or 0) > 0 or manifest.input.dtype != "int32",
-            "input.vocab is needed for int32",
-        ),
+        *input_checks(manifest.classes, manifest.input),
         (bool(golden.logits), "golden.logits is empty"),
         (
             all(len(row) == manifest.classes for row in golden.logits),
@@ -129,6 +125,4 @@ def _require_consistent(manifest: InferenceManifest, place: str) -> None:
             "golden.tolerance is negative",
         ),
     )
-    for holds, complaint in checks:
-        if not holds:
-            raise ManifestError(f"{place}.{complaint}")
+    require(checks, place)

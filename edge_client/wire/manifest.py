@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -24,6 +24,9 @@ from edge_client.wire.strict import Unfit, parse
 T = TypeVar("T")
 
 FORMAT = 1
+
+Check = tuple[bool, str]
+"""Whether something holds, and what to say, after the place, where it does not."""
 
 
 class ManifestError(ValueError):
@@ -251,12 +254,7 @@ def _require_consistent(manifest: Manifest, place: str) -> None:
         (bool(changed), "tensors: none is trainable"),
         (all(n > 0 for t in manifest.tensors for n in t.shape), "tensors: an extent is not positive"),
         (manifest.batch_size > 0, "batch_size is not positive"),
-        (manifest.classes > 0, "classes is not positive"),
-        (all(n > 0 for n in manifest.input.shape), "input.shape: an extent is not positive"),
-        (
-            (manifest.input.vocab or 0) > 0 or manifest.input.dtype != "int32",
-            "input.vocab is needed for int32",
-        ),
+        *input_checks(manifest.classes, manifest.input),
         (dict(manifest.signatures) == expected, f"signatures: expected {expected}"),
         (set(manifest.golden.fills) == set(names), "golden.fills: not one for every tensor"),
         (
@@ -268,6 +266,21 @@ def _require_consistent(manifest: Manifest, place: str) -> None:
             "golden.padded_rows is not within the batch",
         ),
     )
+    require(checks, place)
+
+
+def input_checks(classes: int, described: InputSpec) -> tuple[Check, ...]:
+    """Of what goes in and comes out; `require` has them hold."""
+    ids = described.dtype == "int32"
+    return (
+        (classes > 0, "classes is not positive"),
+        (all(n > 0 for n in described.shape), "input.shape: an extent is not positive"),
+        ((described.vocab or 0) > 0 or not ids, "input.vocab is needed for int32"),
+    )
+
+
+def require(checks: Iterable[Check], place: str) -> None:
+    """Raises ManifestError with the complaint of the first check that does not hold."""
     for holds, complaint in checks:
         if not holds:
             raise ManifestError(f"{place}.{complaint}")
