@@ -30,7 +30,7 @@ ARCHITECTURES: dict[str, ExportRequest] = {
     "resnet8-group": ExportRequest("resnet8", {"width": 8}, (2, 9, 9), 10, batch_size=BATCH),
     "resnet8-batch": ExportRequest("resnet8", {"width": 8, "norm": "batch"}, (8, 8), 10, batch_size=BATCH),
     "charlm": ExportRequest("charlm", {}, (16,), 30, "int32", "next_token", batch_size=BATCH),
-    "textcls": ExportRequest("textcls", {"vocab": 50}, (12,), 3, "int32", batch_size=BATCH),
+    "textcls": ExportRequest("textcls", {"vocab": 50, "layers": 1}, (12,), 3, "int32", batch_size=BATCH),
 }
 """Small, odd sizes, so that a mix-up of axes shows."""
 
