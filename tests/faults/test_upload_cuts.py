@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,41 +20,46 @@ OTHER_BYTES = 1_000_000
 line that breaks takes with it."""
 
 
+@pytest.fixture(scope="module")
+def wired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalFleet, Line]]:
+    """A coordinator, and a device that reaches it by a line."""
+    with local_fleet(tmp_path_factory.mktemp("wired")) as fleet, _line(fleet) as line:
+        noop.add_device(fleet, "a", url=line.url).start()
+        yield fleet, line
+
+
 @pytest.mark.parametrize("percent", [10, 50, 90])
-def test_a_cut_upload_goes_on_where_it_was_cut(tmp_path: Path, percent: int) -> None:
-    with local_fleet(tmp_path) as fleet, _line(fleet) as line:
-        device = noop.add_device(fleet, "a", url=line.url)
-        line.cut_after(MODEL_BYTES * percent // 100)
-        device.start()
-        run = noop.start(fleet, noop.experiment(MODEL_BYTES, rounds=1, clients=1))
+def test_a_cut_upload_goes_on_where_it_was_cut(wired: tuple[LocalFleet, Line], percent: int) -> None:
+    fleet, line = wired
+    line.cut_after(MODEL_BYTES * percent // 100)
+    run = noop.start(fleet, noop.experiment(MODEL_BYTES, rounds=1, clients=1))
 
-        sent = MODEL_BYTES * percent // 100 - OTHER_BYTES
-        _until(lambda: line.is_cut and _held_bytes(fleet) >= sent)
-        held, before = _held_bytes(fleet), line.bytes_up
-        assert held < MODEL_BYTES * percent // 100
+    sent = MODEL_BYTES * percent // 100 - OTHER_BYTES
+    _until(lambda: line.is_cut and _held_bytes(fleet) >= sent)
+    held, before = _held_bytes(fleet), line.bytes_up
+    assert held < MODEL_BYTES * percent // 100
 
-        line.mend()
-        (only,) = noop.finish(fleet.client, run)
-        assert only["accepted"] == 1
-        assert line.bytes_up - before <= only["bytes_up"] - held + OTHER_BYTES
+    line.mend()
+    (only,) = noop.finish(fleet.client, run)
+    assert only["accepted"] == 1
+    assert line.bytes_up - before <= only["bytes_up"] - held + OTHER_BYTES
 
 
-def test_an_upload_cut_again_and_again_arrives(tmp_path: Path) -> None:
-    with local_fleet(tmp_path) as fleet, _line(fleet) as line:
-        device = noop.add_device(fleet, "a", url=line.url)
-        line.cut_after(MODEL_BYTES // 5)
-        device.start()
-        run = noop.start(fleet, noop.experiment(MODEL_BYTES, rounds=1, clients=1))
-        for _ in range(3):
-            _until(lambda: line.is_cut)
-            line.mend()
-            line.cut_after(MODEL_BYTES // 5)
+def test_an_upload_cut_again_and_again_arrives(wired: tuple[LocalFleet, Line]) -> None:
+    fleet, line = wired
+    before = line.bytes_up
+    line.cut_after(MODEL_BYTES // 5)
+    run = noop.start(fleet, noop.experiment(MODEL_BYTES, rounds=1, clients=1))
+    for _ in range(3):
         _until(lambda: line.is_cut)
         line.mend()
-        (only,) = noop.finish(fleet.client, run)
-        assert only["accepted"] == 1
-        # What was on its way when a line was cut may have to be sent once more, and no more than that.
-        assert line.bytes_up <= only["bytes_up"] + 4 * OTHER_BYTES + 4 * 2**20
+        line.cut_after(MODEL_BYTES // 5)
+    _until(lambda: line.is_cut)
+    line.mend()
+    (only,) = noop.finish(fleet.client, run)
+    assert only["accepted"] == 1
+    # What was on its way when a line was cut may have to be sent once more, and no more than that.
+    assert line.bytes_up - before <= only["bytes_up"] + 4 * OTHER_BYTES + 4 * 2**20
 
 
 def _line(fleet: LocalFleet) -> Line:
