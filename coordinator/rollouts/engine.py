@@ -79,8 +79,8 @@ def direction(rollout: RolloutRow, member: MemberRow) -> Direction | None:
     if member.standing in ("failed", "barred"):
         return None
     if rollout.state in GOES_BACK:
-        if rollout.keep or member.told is None or member.standing == "rolled_back":
-            return None  # it is back, and an older rollout may have something to say
+        if rollout.keep or member.told is None:
+            return None
         before = NO_MODEL if member.previous is None else member.previous
         return Direction(rollout.id, rollout.model, before, "roll_back", False)
     is_open = rollout.state in ("running", "finished") and member.phase <= rollout.phase
@@ -90,12 +90,21 @@ def direction(rollout: RolloutRow, member: MemberRow) -> Direction | None:
 
 
 def directions(pairs: Iterable[tuple[RolloutRow, MemberRow]]) -> dict[tuple[str, str], Direction]:
-    """(device, model) -> what it is to run. `pairs`: newest rollout first; the newest that has something to say counts."""
+    """(device, model) -> what it is to run. `pairs`: newest rollout first; the newest that has something to say counts.
+
+    A device that is back from one rollout may have to go further back, from an older one that was taken back too.
+    """
     found: dict[tuple[str, str], Direction] = {}
+    settled: set[tuple[str, str]] = set()
     for rollout, member in pairs:
         key = (member.device, rollout.model)
-        if key not in found and (said := direction(rollout, member)) is not None:
+        said = None if key in settled else direction(rollout, member)
+        if said is None:
+            continue
+        if key not in found or said.action == "roll_back":
             found[key] = said
+        if said.action == "install" or member.standing != "rolled_back":
+            settled.add(key)
     return found
 
 
@@ -169,7 +178,7 @@ def heard(
     elif (mine := _of_rollout(rollout, of_model)) is not None:
         changed = _answered(member, mine)
     elif (same := _of_version(rollout, of_model)) is not None:
-        changed = _known_already(member, same)
+        changed = _known_already(rollout, member, same)
     elif (back := _way_back(rollout, member, of_model)) is not None:
         changed = _said_why(member, back)
     elif rollout.state in GOES_BACK and member.standing in ("waiting", "installing"):
@@ -248,8 +257,10 @@ def _answered(member: MemberRow, report: ReleaseReport) -> MemberRow:
     return _figures(replace(member, standing="active", force=False, code=None, words=None), report)
 
 
-def _known_already(member: MemberRow, report: ReleaseReport) -> MemberRow:
-    """The member after a report on an earlier rollout of the same release, or one that another coordinator made."""
+def _known_already(rollout: RolloutRow, member: MemberRow, report: ReleaseReport) -> MemberRow:
+    """The member after a report on another rollout that has the device run the same release."""
+    if rollout.state in GOES_BACK and member.standing == "rolled_back" and report.standing == "active":
+        return replace(member, standing="active")  # a newer rollout that was taken back brought it here again
     if member.standing != "waiting":
         return member
     if report.standing == "active":

@@ -46,10 +46,14 @@ def check_in(connection: Connection, device: str, reports: Sequence[ReleaseRepor
         (rollout, _kept(connection, rollout, member, engine.heard(rollout, member, reports, now)))
         for rollout, member in before
     ]
+    signed, directed = engine.directions(before), engine.directions(pairs)
+    for key, said in directed.items():
+        if said.action == "roll_back" and key in signed and signed[key] != said:
+            rollouts.redirect(connection, said.model)  # it is back, and has to go further
     unsigned = rollouts.unsigned(connection)
     offers: list[ReleaseOffer] = []
     is_new = False
-    for (_, model), said in engine.directions(pairs).items():
+    for (_, model), said in directed.items():
         if model in unsigned:
             continue
         rollout, member = next(pair for pair in pairs if pair[0].id == said.rollout)
@@ -65,8 +69,8 @@ def _kept(connection: Connection, rollout: RolloutRow, before: MemberRow, after:
     if after is before:
         return before
     rollouts.save_member(connection, after)
-    if (before.force and not after.force) or after.standing == "rolled_back" != before.standing:
-        rollouts.redirect(connection, rollout.model)  # it was let try once more, and did; or it is back
+    if before.force and not after.force:
+        rollouts.redirect(connection, rollout.model)  # it was let try once more, and did
     if (before.standing, before.told) != (after.standing, after.told):
         events.record(
             connection,

@@ -253,6 +253,33 @@ def test_several_rollouts_are_taken_back_one_after_the_other(small: Fleet) -> No
     assert small.round() == 0
 
 
+def test_two_rollouts_are_taken_back_at_once(small: Fleet) -> None:
+    """Each device goes back twice, by what is signed each time; going back once signs nothing anew."""
+    for version in (GOOD, 4):
+        small.until(small.start(version, percents=(100,)), "finished")
+    newer, older = small.world.services.database.read(partial(rows.newest, limit=2))
+    service.abort(small.world.services, newer.id)
+    service.abort(small.world.services, older.id)
+    small.turn()
+    for _ in range(8):
+        small.round()
+    assert small.versions() == [1] * 4 and small.round() == 0
+    for device in small.devices:
+        back = [offer.version for offer in device.offers if offer.action == "roll_back"]
+        assert back[0] == GOOD and back[-1] == 1
+
+
+def test_devices_that_go_back_do_not_keep_the_others_waiting_for_a_signature(small: Fleet) -> None:
+    made = small.start(GOOD, percents=(100,))
+    small.until(made, "finished")
+    service.abort(small.world.services, made.id)
+    small.turn()
+    for device in small.devices:
+        assert [offer.action for offer in device.check_in()] == ["roll_back"]
+        device.check_in()
+    assert not small.world.services.database.read(rows.unsigned)
+
+
 def test_silent_devices_are_left_behind_after_the_deadline_and_caught_up_with(small: Fleet) -> None:
     made = small.start(GOOD, percents=(100,), gates=Gates(answered=0.5, deadline_seconds=600))
     small.turn()
