@@ -64,7 +64,7 @@ def test_the_guide_runs_as_it_is_written(tmp_path: Path) -> None:
         "FEDLOOP_CACHE_DIR": str(CACHE),
         "FEDLOOP_TEST_RUN": uuid.uuid4().hex,
     }
-    until_served = "until fedloop device list >/dev/null 2>&1; do sleep 0.2; done\n"
+    until_served = f"until (exec 3<>/dev/tcp/127.0.0.1/{operator}) 2>/dev/null; do sleep 0.1; done\n"
     script = "set -e\n" + serve + until_served + "\n".join(commands)
     with (tmp_path / "said").open("wb") as said:
         shell = subprocess.Popen(
