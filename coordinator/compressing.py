@@ -311,7 +311,7 @@ def _pretrained(folder: Path, asked: Pipeline) -> Source:
     return Source(
         model,
         folder / PARAMS,
-        _fewer(arrays, {"train": asked.rows, "test": asked.test_rows}, rng),
+        fewer(arrays, {"train": asked.rows, "test": asked.test_rows}, rng),
         seed,
         lineage,
     )
@@ -377,13 +377,13 @@ def _of_run(folder: Path, asked: Pipeline, scratch: Path, surroundings: Surround
     return Source(
         {"name": run.model.name, "options": run.model.options, **{key: found[key] for key in MODEL_KEYS}},
         folder / PARAMS,
-        _fewer(arrays, {"train": asked.rows, "test": asked.test_rows}, rng),
+        fewer(arrays, {"train": asked.rows, "test": asked.test_rows}, rng),
         seed,
         lineage,
     )
 
 
-def _fewer(
+def fewer(
     arrays: Mapping[str, npt.NDArray[Any]], most: Mapping[str, int], rng: np.random.Generator
 ) -> dict[str, npt.NDArray[Any]]:
     """At most so many rows of every part, drawn at random."""

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from coordinator import compressing, experiment, jobs
-from coordinator.compressing import PARAMS, Pipeline, Source
+from coordinator.compressing import PARAMS, Pipeline, Source, fewer
 from coordinator.errors import RunInterrupted, UserError
+from coordinator.experiment import Experiment
 from coordinator.jobs import Job, JobFailed
-from coordinator.pretraining import LINEAGE, MODEL, MODEL_KEYS, Surroundings, load_arrays, sha256_of
+from coordinator.pretraining import LINEAGE, MODEL, MODEL_KEYS, REPORT, Surroundings, load_arrays, sha256_of
 from coordinator.simulation.pool import WorkerPool
 from edge_client.files import write_durably
 from models import catalog
@@ -46,13 +47,19 @@ class Asked:
 
 
 def is_keras(path: Path) -> bool:
-    """Whether there is a Keras model in `path`, a `.keras` file or the folder of a run."""
+    """Whether there is a Keras model in `path`, a `.keras` file or the folder of a run.
+
+    Raises:
+        UserError: the run is not finished, or its model cannot be built.
+    """
     if path.suffix == catalog.KERAS_FILE:
         return True
-    name = experiment.read(path / "experiment.toml").get("model", {}).get("name")
-    if name is None or name in catalog.MODELS:
+    file = path / "experiment.toml"
+    run = experiment.resolve(experiment.read(file), str(file), "devices")
+    name = run.model.name or ""
+    if name in catalog.MODELS:
         return False
-    return name.endswith(catalog.KERAS_FILE) or _framework(path) == "keras"
+    return name.endswith(catalog.KERAS_FILE) or _framework(path, run) == "keras"
 
 
 def frozen(path: Path, asked: Asked, out: Path, surroundings: Surroundings) -> Path:
@@ -94,7 +101,7 @@ def frozen(path: Path, asked: Asked, out: Path, surroundings: Surroundings) -> P
 
 def _source(path: Path, data: str | None, scratch: Path, surroundings: Surroundings) -> Source:
     if path.suffix != catalog.KERAS_FILE:
-        return compressing.source_in(path, Pipeline(), scratch, surroundings)  # type: ignore[call-arg]
+        return compressing.source_in(path, Pipeline.model_validate({}), scratch, surroundings)
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
     if data is None:
@@ -107,17 +114,18 @@ def _source(path: Path, data: str | None, scratch: Path, surroundings: Surroundi
         for part in ("train", "test")
         for key in "xy"
     }
+    asked = Pipeline.model_validate({})
+    arrays = fewer(arrays, {"train": asked.rows, "test": asked.test_rows}, np.random.default_rng(0))
     model = {"name": str(path), "options": {}, **{key: found[key] for key in MODEL_KEYS}}
     known = {"model_sha256": sha256_of(path), "data_fingerprint": found["fingerprint"]}
     return Source(model, path, arrays, 0, known)
 
 
-def _framework(run: Path) -> str:
+def _framework(folder: Path, run: Experiment) -> str:
     """`torch` or `keras`, as a worker finds that builds the run's model."""
-    resolved = experiment.resolve(experiment.read(run / "experiment.toml"), str(run), "devices")
-    report = json.loads((run / "report.json").read_text("utf-8"))["data"]
-    shape = {"input_dtype": "float32", **{key: report[key] for key in MODEL_KEYS if key in report}}
-    model = {"name": resolved.model.name, "options": resolved.model.options, **shape}
+    data = compressing.document(folder / REPORT, "data")["data"]
+    shape = {"input_dtype": "float32", **{key: data[key] for key in MODEL_KEYS if key in data}}
+    model = {"name": run.model.name, "options": run.model.options, **shape}
     with (
         tempfile.TemporaryDirectory(prefix="fedloop-") as scratch,
         WorkerPool(1, Path(scratch) / "log") as pool,

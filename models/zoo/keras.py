@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -235,11 +236,14 @@ def of_file(
     """The model that a `.keras` file holds, read without running code from it.
 
     Raises:
-        KerasUnfit: it cannot be read, or has code of its own.
+        KerasUnfit: there is no such file, or no Keras; when built: it cannot be read, or has code of its own.
     """
     path = Path(name)
     if not path.is_file():
         raise KerasUnfit(f"model {name!r}: there is no such file in {Path.cwd()}")
+
+    if find_spec("keras") is None:
+        raise KerasUnfit(f"model {name!r} needs keras, not installed here; pip install 'fedloop[tensorflow]'")
 
     def load() -> Any:
         import keras
