@@ -1,7 +1,8 @@
 """What a model costs and what it is worth, before and after every step: parameters, MACs, bytes, latency, accuracy.
 
 Files run on LiteRT with one thread and XNNPACK, a row at a time, as a device would. Latencies are medians of runs taken in
-turns, so that a busy machine slows all models alike; only those of one measurement compare.
+turns, so that a busy machine slows all models alike; only those of one measurement compare. Workers measure without AMX tiles, which
+devices do not have (`models.compress.tiles`).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ import torch
 
 from edge_client import process
 from models import job as jobs
-from models.compress import memory, pipeline, report, worker
+from models.compress import memory, pipeline, report, tiles, worker
 from models.compress.ladder import Candidate, Table, ladder
 from models.compress.pipeline import Tell
 from models.compress.step import Data, Model, StepRefused
@@ -118,6 +118,7 @@ def run(path: Path, say: process.Report) -> None:
     """The whole job, from its file."""
     started = time.perf_counter()
     torch.set_num_threads(1)
+    tiles.refuse()
     job = jobs.read(path)
     budget = job.table("budget", Budget) or Budget()
     source, data = worker.model_in(job), worker.data_in(job)

@@ -16,7 +16,7 @@ import torch
 from edge_client import process
 from edge_client.files import write_durably
 from models import job as jobs
-from models.compress import distil, pipeline, report
+from models.compress import distil, pipeline, report, tiles
 from models.compress.pipeline import PARAMS, TFLITE, Planned
 from models.compress.step import Data, Model
 from models.compress.structure import rebuilt
@@ -26,6 +26,7 @@ def compress(path: Path, say: process.Report) -> None:
     """The whole job, from its file."""
     started = time.perf_counter()
     torch.set_num_threads(1)
+    tiles.refuse()
     job = jobs.read(path)
     called = str(job.settings.get("pipeline", path))
     steps = pipeline.planned(job.value("steps"), called)
