@@ -75,6 +75,7 @@ def serve_model(
     """
     import asyncio
 
+    from edge_client.infer.listening import listening
     from edge_client.infer.predict import active_release
     from edge_client.infer.service import Batching, Service
     from edge_client.ota.served import Starts
@@ -87,10 +88,12 @@ def serve_model(
     async def serve() -> None:
         batching = Batching(max_batch, max_wait_ms / 1000)
         starts = Starts(state_dir, path) if release is None else None
-        service = Service(find, batching, lambda line: typer.echo(line, err=True), starts=starts)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, service.end)
-        await service.serve(path)
+        # The socket first: whoever does not get it opens no model, and counts nothing of the service that has it.
+        with listening(path) as listener:
+            service = Service(find, batching, lambda line: typer.echo(line, err=True), starts=starts)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, service.end)
+            await service.serve(listener)
 
     with _fit_release():
         asyncio.run(serve())

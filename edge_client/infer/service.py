@@ -7,8 +7,7 @@ A request and its answer are one line of JSON each; a connection may send many, 
     {"id": 8, "error": "rows are [1, 3], digits takes [N, 8, 8]"}
 
 `x` is rows, nested as the model's input or flat. Requests wait at most `max_wait_seconds` for others, up to `max_batch` rows.
-A new active release is picked up between two batches; while it cannot be opened, the old one goes on, and it is tried again.
-The socket belongs to its user alone (mode 0600).
+A new active release is picked up between two batches (`edge_client.infer.active`). The socket belongs to its user alone.
 
 One thread runs the model, the event loop does the rest. What a client sends can end its own connection and nothing else.
 """
@@ -18,13 +17,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import socket
-import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,14 +29,10 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.errors import UserMistake
-from edge_client.infer import selftest
+from edge_client.infer.active import ActiveModel
 from edge_client.infer.predict import NoRelease, Prediction, predictions
-from edge_client.infer.runtime import Loaded, WrongRows, checked_rows, load
+from edge_client.infer.runtime import WrongRows, checked_rows
 from edge_client.ota.served import Starts
-from edge_client.train.golden import SelfTestFailed
-from edge_client.wire.inference import MANIFEST_NAME
-from edge_client.wire.manifest import ManifestError
 
 LINE_BYTES = 8 * 2**20
 """Of one request."""
@@ -49,9 +42,6 @@ MOST_CONNECTIONS = 64
 
 UNREAD_SECONDS = 10.0
 """Who does not read its answers for so long, once the buffers are full, loses its connection."""
-
-AGAIN_SECONDS = 10.0
-"""After this a release that could not be opened is tried again: memory may have been short."""
 
 _MOST_ROWS = 4096
 _WAITING = 256
@@ -82,7 +72,6 @@ class _Waiting:
 
 
 _Answer = list[Prediction] | WrongRows
-_Stamp = tuple[str, int, int]
 
 
 class BadRequest(ValueError):
@@ -112,12 +101,8 @@ class Service:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts = Counts()
-        self._find, self._batching, self._say = find, batching, say
-        self._starts, self._now = starts, now
-        self._tried: tuple[_Stamp, float] | None = None
-        self._warned = ""
-        folder = find()
-        self._stamp, self._loaded = _stamp(folder), self._opened(folder)
+        self._batching, self._say = batching, say
+        self._active = ActiveModel(find, say, starts, now)
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue(_WAITING)
         self._held: _Waiting | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -126,29 +111,29 @@ class Service:
 
     @property
     def model(self) -> str:
-        return f"{self._loaded.manifest.model}:{self._loaded.manifest.version}"
+        """Its name and version."""
+        return self._active.name
 
     def end(self) -> None:
         """Has `serve` answer what was asked so far, and return."""
         self._ended.set()
 
-    async def serve(self, path: Path) -> None:
-        """Answers on the socket `path` until `end`; then removes it.
-
-        Raises:
-            UserMistake: something else lies at `path`, or another service listens there.
-        """
+    async def serve(self, listener: socket.socket) -> None:
+        """Answers on the socket, as `edge_client.infer.listening` has it, until `end`."""
         try:
-            with _listening(path) as listener, ThreadPoolExecutor(1, "model") as thread:
-                await self._served(path, listener, thread)
+            with ThreadPoolExecutor(1, "model") as thread:
+                await self._served(listener, thread)
         finally:
-            self._settled()
+            self._active.settled()
 
-    async def _served(self, path: Path, listener: socket.socket, thread: Executor) -> None:
+    async def _served(self, listener: socket.socket, thread: Executor) -> None:
         server = await asyncio.start_unix_server(self._connected, sock=listener, limit=LINE_BYTES)
-        work, last = asyncio.create_task(self._run(thread)), asyncio.create_task(self._last())
+        work, last = (
+            asyncio.create_task(self._run(thread)),
+            asyncio.create_task(self._active.settle_when_it_lasted()),
+        )
         ended = asyncio.create_task(self._ended.wait())
-        self._say(f"runs {self.model} at {path}")
+        self._say(f"runs {self.model} at {listener.getsockname()}")
         try:
             await asyncio.wait((ended, work), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -205,7 +190,7 @@ class Service:
         }
 
     def _rows(self, request: dict[str, Any]) -> npt.NDArray[Any]:
-        described = self._loaded.manifest.input
+        described = self._active.loaded.manifest.input
         try:
             x = np.asarray(request["x"])
         except KeyError:
@@ -216,7 +201,7 @@ class Service:
             raise BadRequest(f"x is {list(x.shape)}, expected 1 to {_MOST_ROWS} rows")
         if x.shape[1:] == (math.prod(described.shape),):
             x = x.reshape(len(x), *described.shape)
-        return checked_rows(x, self._loaded.manifest)
+        return checked_rows(x, self._active.loaded.manifest)
 
     async def _run(self, thread: Executor) -> None:
         """One batch after the other."""
@@ -238,7 +223,7 @@ class Service:
     def _ask(self, parts: Sequence[npt.NDArray[Any]]) -> tuple[str, list[_Answer]]:
         """In the model's thread."""
         try:
-            self._renew()
+            self._active.renew()
         except NoRelease as none:
             return "", [WrongRows(str(none)) for _ in parts]
         return self.model, list(self._answers(parts))
@@ -246,7 +231,7 @@ class Service:
     def _answers(self, parts: Sequence[npt.NDArray[Any]]) -> Iterator[_Answer]:
         """One for each part. What is wrong with one of them is told to nobody else."""
         try:
-            found = predictions(self._loaded, np.concatenate(parts))
+            found = predictions(self._active.loaded, np.concatenate(parts))
         # A release that takes other rows may have come in between; RuntimeError is the interpreter's.
         except (ValueError, RuntimeError, MemoryError) as error:
             if len(parts) == 1:
@@ -282,61 +267,6 @@ class Service:
             rows += len(following.x)
         return batch
 
-    def _renew(self) -> None:
-        """Opens the release that is active now, when it is another one."""
-        try:
-            folder = self._find()
-            stamp = _stamp(folder)
-            if stamp == self._stamp:
-                return
-            if self._tried is not None and self._tried[0] == stamp and self._now() < self._tried[1]:
-                return
-            self._tried = stamp, self._now() + AGAIN_SECONDS
-            self._loaded = self._opened(folder)
-        except NoRelease:
-            raise  # what was taken back answers nothing
-        except (UserMistake, ManifestError, SelfTestFailed, OSError) as error:
-            words = f"goes on with {self.model}: {error}"
-            if words != self._warned:  # it is asked again with every batch
-                self._say(words)
-            self._warned = words
-            return
-        self._stamp, self._tried, self._warned = stamp, None, ""
-        self._say(f"runs {self.model} now")
-
-    def _opened(self, folder: Path) -> Loaded:
-        """Raises as `load` and `selftest.require`; a file that ends this process here does not get to raise."""
-        if self._starts is not None:
-            self._starts.opening(folder)
-        try:
-            loaded = load(folder)
-            selftest.require(loaded)
-        except BaseException:
-            self._settled()
-            raise
-        return loaded
-
-    def _settled(self) -> None:
-        if self._starts is not None:
-            self._starts.settled()
-
-    async def _last(self) -> None:
-        """Says so of every release that lasted."""
-        while self._starts is not None:
-            left = self._starts.lasts_at - self._now()
-            if left <= 0:
-                self._settled()
-            await asyncio.sleep(max(1.0, min(left, 60.0)))
-
-
-def _stamp(folder: Path) -> _Stamp:
-    """Changes with every release that is installed. Raises ManifestError where there is none."""
-    try:
-        found = (folder / MANIFEST_NAME).stat()
-    except OSError as error:
-        raise ManifestError(f"{error.filename}: {error.strerror}") from None
-    return str(folder), found.st_ino, found.st_mtime_ns
-
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
     """One request; empty at the end.
@@ -369,43 +299,3 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number, and not finite")
-
-
-@contextmanager
-def _listening(path: Path) -> Iterator[socket.socket]:
-    """A socket at `path` that its user alone can reach, and that is removed in the end."""
-    try:
-        if path.exists():
-            if not stat.S_ISSOCK(path.stat().st_mode):
-                raise UserMistake(f"--socket {path}: something else lies there")
-            if _answered(path):
-                raise UserMistake(f"--socket {path}: another service listens there")
-            path.unlink()  # of one that was killed
-    except OSError as error:
-        raise UserMistake(f"--socket {path}: {error.strerror or error}") from None
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    before = os.umask(0o177)
-    try:
-        listener.bind(str(path))
-    except OSError as error:
-        listener.close()
-        raise UserMistake(f"--socket {path}: {error.strerror or error}") from None
-    finally:
-        os.umask(before)
-    ours = path.stat().st_ino
-    try:
-        yield listener
-    finally:
-        listener.close()
-        with suppress(OSError):
-            if path.stat().st_ino == ours:  # it may have been removed, and another service be there
-                path.unlink()
-
-
-def _answered(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as client:
-        try:
-            client.connect(str(path))
-        except ConnectionRefusedError:
-            return False
-    return True

@@ -13,11 +13,13 @@ import json
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from edge_client.infer.listening import listening
 from edge_client.infer.runtime import load
 from edge_client.infer.service import Batching, Service
 from models import zoo
@@ -70,20 +72,15 @@ def _interpreter(made: Path) -> dict[str, float]:
 async def _services(made: Path, folder: Path) -> dict[str, float]:
     services = {most: Service(lambda: made, Batching(most, 0.002)) for most in (1, BATCH)}
     paths = {most: folder / f"{most}.sock" for most in services}
-    serving = [asyncio.create_task(service.serve(paths[most])) for most, service in services.items()]
-    while not all(path.exists() for path in paths.values()):
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
-    seconds: dict[int, list[float]] = {most: [] for most in services}
-    for turn in range(REPEATS + 1):
-        for most, path in paths.items():
-            began = time.perf_counter()
-            await asyncio.gather(*(_client(path) for _ in range(CLIENTS)))
-            if turn:
-                seconds[most].append(time.perf_counter() - began)
-    for service in services.values():
-        service.end()
-    await asyncio.gather(*serving)
+    with ExitStack() as sockets:
+        serving = [
+            asyncio.create_task(service.serve(sockets.enter_context(listening(paths[most]))))
+            for most, service in services.items()
+        ]
+        seconds = await _turns(paths)
+        for service in services.values():
+            service.end()
+        await asyncio.gather(*serving)
     rates = {most: CLIENTS * REQUESTS / float(np.median(each)) for most, each in seconds.items()}
     counts = services[BATCH].counts
     return {
@@ -92,6 +89,18 @@ async def _services(made: Path, folder: Path) -> dict[str, float]:
         "gain": rates[BATCH] / rates[1],
         "rows_per_batch": counts.rows / counts.batches,
     }
+
+
+async def _turns(paths: dict[int, Path]) -> dict[int, list[float]]:
+    """Of each service, the seconds of every turn but the first."""
+    seconds: dict[int, list[float]] = {most: [] for most in paths}
+    for turn in range(REPEATS + 1):
+        for most, path in paths.items():
+            began = time.perf_counter()
+            await asyncio.gather(*(_client(path) for _ in range(CLIENTS)))
+            if turn:
+                seconds[most].append(time.perf_counter() - began)
+    return seconds
 
 
 async def _client(path: Path) -> None:

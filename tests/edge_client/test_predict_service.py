@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from edge_client import config
-from edge_client.errors import UserMistake
 from edge_client.infer import service as module
+from edge_client.infer.active import AGAIN_SECONDS
+from edge_client.infer.listening import listening
 from edge_client.infer.service import Batching, Service
 from edge_client.ota import served, slots
 from edge_client.ota.proof import Proof
@@ -29,14 +30,13 @@ WAIT = Batching(max_batch=16, max_wait_seconds=0.5)
 
 @asynccontextmanager
 async def serving(service: Service, path: Path) -> AsyncIterator[None]:
-    task = asyncio.create_task(service.serve(path))
-    while not path.exists() or task.done():
-        await asyncio.sleep(0.01)
-    try:
-        yield
-    finally:
-        service.end()
-        await asyncio.wait_for(task, 60)
+    with listening(path) as listener:
+        task = asyncio.create_task(service.serve(listener))
+        try:
+            yield
+        finally:
+            service.end()
+            await asyncio.wait_for(task, 60)
 
 
 async def asked(path: Path, request: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def test_a_release_that_could_not_be_opened_is_tried_again_and_complained_of_onc
             found = [await model(), await model()]
             (later / MODEL_NAME).write_bytes(content)
             found.append(await model())
-            clock.seconds += module.AGAIN_SECONDS
+            clock.seconds += AGAIN_SECONDS
             return [*found, await model()]
 
     assert asyncio.run(run()) == ["digits:1", "digits:1", "digits:1", "digits:2"]
@@ -208,11 +208,8 @@ def test_starts_that_went_well_or_are_others_do_not_count(tmp_path: Path, ends: 
 
 def test_a_service_that_says_why_it_does_not_run_is_no_crash(tmp_path: Path) -> None:
     two_versions(tmp_path)
-    folder, taken = tmp_path / "releases" / "digits" / "b", tmp_path / "taken"
-    taken.write_text("mine")
-    starts = served.Starts(tmp_path, taken)
-    with pytest.raises(UserMistake, match="something else lies there"):
-        asyncio.run(Service(lambda: folder, Batching(1, 0.0), starts=starts).serve(taken))
+    folder = tmp_path / "releases" / "digits" / "b"
+    starts = served.Starts(tmp_path, tmp_path / "s")
     (folder / MODEL_NAME).write_bytes(b"damaged")
     with pytest.raises(ManifestError):
         Service(lambda: folder, Batching(1, 0.0), starts=starts)
@@ -228,7 +225,7 @@ def test_a_fault_in_the_service_ends_it_and_leaves_nobody_waiting(
     async def run() -> bytes:
         async with serving(service, tmp_path / "s"):
             reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
-            monkeypatch.setattr(service, "_find", lambda: 1 / 0)
+            monkeypatch.setattr(service._active, "_find", lambda: 1 / 0)
             writer.write(json.dumps({"x": rows(1)}).encode() + b"\n")
             return await reader.read()
 
