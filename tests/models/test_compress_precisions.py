@@ -53,6 +53,23 @@ def test_static_int8_has_integers_outside_too_and_ranges_from_training_rows() ->
     assert "float32" not in {tensor.dtype for tensor in stored.tensors(made.tflite)}
 
 
+def test_no_answer_to_a_calibration_row_is_clipped() -> None:
+    """A moving average of ranges, say, would cut off the logits that the model is surest of."""
+    rows = digits().x_train[:50]
+    float32 = quantize.converted(cnn().module, cnn().spec)
+    ranges = recipes.calibrate(float32, rows)
+    made = recipes.quantize(float32, "static-int8", ranges)
+
+    scale, zero_point = report.Runner(made).output["quantization"]
+    wanted = report.logits(float32, rows)
+    assert (-128 - zero_point) * scale <= wanted.min() + scale
+    assert (127 - zero_point) * scale >= wanted.max() - scale
+    backwards = recipes.calibrate(float32, rows[::-1])
+    assert {name: found["max"].item() for name, found in ranges.items() if found["max"].size == 1} == {
+        name: found["max"].item() for name, found in backwards.items() if found["max"].size == 1
+    }
+
+
 def test_ranges_of_other_rows_are_refused() -> None:
     dark = replace(digits(), x_train=digits().x_train / 100)
     with pytest.raises(StepRefused, match=r"static-int8 accuracy is .* points below float32"):
