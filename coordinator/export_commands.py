@@ -57,6 +57,16 @@ def export(
             "--real-rows", min=0, max=1024, help="At most so many test rows go along; 0: none leave."
         ),
     ] = 64,
+    max_accuracy_drop: Annotated[
+        float | None,
+        typer.Option(
+            "--max-accuracy-drop",
+            min=0.0,
+            max=1.0,
+            help="How far below the float model its accuracy on test rows may be, as a fraction. "
+            "Default: 0.02 where it is quantized here, 0.05 for a file that is there.",
+        ),
+    ] = None,
     tflite_runtime: Annotated[
         Path | None,
         typer.Option(
@@ -91,6 +101,7 @@ def export(
         {"dataset": dataset, "real_rows": real_rows},
         tflite_runtime,
         data,
+        max_accuracy_drop,
     )
     with RichProgress(Console(stderr=True)) as progress:
         report = exporting.export(folder, wanted, out, Surroundings(data_dir, progress))

@@ -59,6 +59,7 @@ class Wanted:
         options: further ones of `models.export.inference.Options`.
         tflite_runtime: interpreter of an environment that has it.
         data: set that a `.keras` file is calibrated and scored on.
+        max_accuracy_drop: from the float model, as a fraction; None: what each step allows.
     """
 
     name: str
@@ -69,6 +70,12 @@ class Wanted:
     options: Mapping[str, Any] | None = None
     tflite_runtime: Path | None = None
     data: str | None = None
+    max_accuracy_drop: float | None = None
+
+    @property
+    def gate(self) -> dict[str, float]:
+        """The bound as an option of a step; none where it is the step's own."""
+        return {} if self.max_accuracy_drop is None else {"max_accuracy_drop": self.max_accuracy_drop}
 
 
 def export(folder: Path, wanted: Wanted, out: Path, surroundings: Surroundings) -> dict[str, Any]:
@@ -102,7 +109,7 @@ def export(folder: Path, wanted: Wanted, out: Path, surroundings: Surroundings) 
         "export",
         {key: model[key] for key in ("name", "options", *MODEL_KEYS) if key in model},
         _test_rows(folder),
-        options={"name": wanted.name, "version": wanted.version, **(wanted.options or {})},
+        options={"name": wanted.name, "version": wanted.version, **wanted.gate, **(wanted.options or {})},
         params=params if params.is_file() else None,
         more=more,
     )
@@ -144,9 +151,9 @@ def _quantized(run: Path, wanted: Wanted, out: Path, surroundings: Surroundings)
             f"--tflite: {run} is a run, whose file is made from its params; leave the option away"
         )
     if keras_exporting.is_keras(run):
-        asked = keras_exporting.Asked(wanted.precision or "static-int8", wanted.data)
+        asked = keras_exporting.Asked(wanted.precision or "static-int8", wanted.data, wanted.gate)
         return keras_exporting.frozen(run, asked, out / _COMPRESSED, surroundings)
-    step = {"kind": "quantize", "precision": wanted.precision or "static-int8"}
+    step = {"kind": "quantize", "precision": wanted.precision or "static-int8", **wanted.gate}
     pipeline = compressing.Asked(compressing.Pipeline.model_validate({"step": [step]}), "export")
     compressing.compress(run, pipeline, out / _COMPRESSED, surroundings)
     return out / _COMPRESSED

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,12 @@ class Asked:
     Attributes:
         precision: one of `PRECISIONS`.
         data: the data set that a `.keras` file is calibrated and scored on.
+        options: further ones of `models.export.keras_inference.Options`.
     """
 
     precision: str
     data: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def is_keras(path: Path) -> bool:
@@ -77,7 +79,7 @@ def frozen(path: Path, asked: Asked, out: Path, surroundings: Surroundings) -> P
             "keras",
             source.model,
             source.arrays,
-            {"precision": asked.precision},
+            {"precision": asked.precision, **asked.options},
             seed=source.seed,
             params=source.params if source.params.suffix == Path(PARAMS).suffix else None,
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from coordinator import doctor, ownership, parts
+from coordinator import doctor, parts
 from coordinator.doctor import Finding
 
 
@@ -48,8 +48,12 @@ def test_a_part_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.Mon
     )
 
 
-def test_a_contested_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "packages_distributions", lambda: {"models": ["fedloop", "zoo"]})
+def test_a_contested_name_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = tmp_path / "zoo-1.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: zoo\nVersion: 1.0\n")
+    (other / "RECORD").write_text("models/__init__.py,,\nzoo-1.0.dist-info/METADATA,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
     finding = found(doctor.examine(None), "top-level names")
     assert finding.level == "error"
     assert "pip uninstall zoo" in finding.words

@@ -59,8 +59,17 @@ def test_torch_clients_are_refused_with_what_to_do(folder: Path) -> None:
 
 
 def test_what_a_run_came_to_is_released_as_integers(run: Path, folder: Path) -> None:
-    asked = ["--name", "digits", "--precision", "static-int8", "--out", "release", "--json"]
-    done = run_cli("export", run, *asked, cwd=folder)
+    asked = [
+        "--name",
+        "digits",
+        "--precision",
+        "static-int8",
+        "--max-accuracy-drop",
+        "0.03",
+        "--out",
+        "release",
+    ]
+    done = run_cli("export", run, *asked, "--json", cwd=folder)
 
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
@@ -68,6 +77,9 @@ def test_what_a_run_came_to_is_released_as_integers(run: Path, folder: Path) -> 
     assert "litert" in report["runtimes"]
     assert report["accuracy"] > report["float_accuracy"] - 0.02 > 0.75
     assert report["bytes"] == (folder / "release" / "model.tflite").stat().st_size
+    for step in ("compressed", "export"):
+        job = json.loads((folder / "release" / step / "job.json").read_bytes())
+        assert job["options"]["max_accuracy_drop"] == 0.03
 
 
 def test_a_keras_file_needs_rows_to_be_tried_on(folder: Path) -> None:

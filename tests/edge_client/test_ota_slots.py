@@ -14,6 +14,7 @@ from edge_client.ota import slots
 from edge_client.ota.slots import Pointer, Slot
 from edge_client.wire import blocks, rollouts
 from edge_client.wire.device import ReleaseEvaluation, ReleaseOffer
+from edge_client.wire.rollouts import NO_MODEL
 from edge_client.wire.strict import Unfit
 
 EMPTY = Pointer("digits")
@@ -92,6 +93,21 @@ def test_the_running_version_is_news_only_for_another_rollout() -> None:
 def test_why_a_version_fell_is_told_on_after_the_way_back_was_signed() -> None:
     pointer = slots.renamed(slots.fallen_back(running(1, 2), "self_test", "wrong"), "s")
     assert [(each.version, each.code) for each in slots.reports(pointer)] == [(1, ""), (2, "self_test")]
+
+
+def test_going_back_to_what_runs_ends_what_was_being_installed() -> None:
+    """Else the device says for ever that it installs what it was told to leave."""
+    pointer = slots.renamed(slots.put_off(running(1), offer(2), "disk", "no room"), "r")
+    assert [(each.version, each.standing) for each in slots.reports(pointer)] == [(1, "active")]
+
+
+def test_going_back_to_no_version_is_news_until_none_runs_or_is_installed() -> None:
+    none = ReleaseOffer("r", "digits", NO_MODEL, "roll_back")
+    for before in (running(1), slots.put_off(EMPTY, offer(1), "disk", "no room")):
+        assert slots.is_news(before, none) and not slots.is_news(slots.given_up(before), none)
+    (last,) = slots.reports(slots.given_up(running(1)))
+    assert (last.version, last.standing, last.code) == (1, "rolled_back", "told")
+    assert slots.is_news(slots.given_up(running(1)), offer(1))
 
 
 _events = st.lists(
