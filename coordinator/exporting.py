@@ -26,7 +26,7 @@ from coordinator.errors import RunInterrupted, UserError
 from coordinator.jobs import Job, JobFailed
 from coordinator.pretraining import LINEAGE, MODEL, MODEL_KEYS, REPORT, Surroundings, sha256_of
 from edge_client.files import write_durably
-from models import catalog
+from models import user_code
 
 PRECISIONS = (
     "float32",
@@ -90,7 +90,7 @@ def export(folder: Path, wanted: Wanted, out: Path, surroundings: Surroundings) 
     if out.exists() and not (out.is_dir() and _is_begun(out)):
         raise UserError(f"--out {out}: the folder is not empty; name another one")
     is_run = (folder / EXPERIMENT).is_file() and not (folder / MODEL).is_file()
-    if is_run or folder.suffix == catalog.KERAS_FILE:
+    if is_run or folder.suffix == user_code.KERAS_FILE:
         folder = _quantized(folder, wanted, out, surroundings)
     model = compressing.document(folder / MODEL)
     params, tflite = folder / PARAMS, wanted.tflite or folder / TFLITE

@@ -27,7 +27,7 @@ from coordinator.jobs import Job, JobFailed
 from coordinator.pretraining import LINEAGE, MODEL, MODEL_KEYS, REPORT, Surroundings, load_arrays, sha256_of
 from coordinator.simulation.pool import WorkerPool
 from edge_client.files import write_durably
-from models import catalog
+from models import catalog, user_code
 
 PRECISIONS = ("float32", "float16", "weight-int8", "dynamic-int8", "static-int8")
 """As `models.export.keras_inference.Options`."""
@@ -54,14 +54,14 @@ def is_keras(path: Path) -> bool:
     Raises:
         UserError: the run is not finished, or its model cannot be built.
     """
-    if path.suffix == catalog.KERAS_FILE:
+    if path.suffix == user_code.KERAS_FILE:
         return True
     file = path / "experiment.toml"
     run = experiment.resolve(experiment.read(file), str(file), "devices")
     name = run.model.name or ""
     if name in catalog.MODELS:
         return False
-    return name.endswith(catalog.KERAS_FILE) or _framework(path, run) == "keras"
+    return name.endswith(user_code.KERAS_FILE) or _framework(path, run) == "keras"
 
 
 def frozen(path: Path, asked: Asked, out: Path, surroundings: Surroundings) -> Path:
@@ -102,7 +102,7 @@ def frozen(path: Path, asked: Asked, out: Path, surroundings: Surroundings) -> P
 
 
 def _source(path: Path, data: str | None, scratch: Path, surroundings: Surroundings) -> Source:
-    if path.suffix != catalog.KERAS_FILE:
+    if path.suffix != user_code.KERAS_FILE:
         return compressing.source_in(path, Pipeline.model_validate({}), scratch, surroundings)
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")

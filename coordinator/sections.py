@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import UserError
-from models import catalog
+from models import catalog, user_code
 
 
 def described(item: Any, root: type[BaseModel]) -> str:
@@ -55,7 +55,7 @@ def model_problems(name: str, options: Mapping[str, Any]) -> Iterator[str]:
     """
     entry = catalog.MODELS.get(name)
     if entry is None:
-        if ":" not in name and not name.endswith(catalog.KERAS_FILE) and name not in _installed_models():
+        if ":" not in name and not name.endswith(user_code.KERAS_FILE) and name not in _installed_models():
             yield (
                 f"model.name = {name!r} is unknown{nearest(name, catalog.MODELS)}; known: "
                 f"{', '.join(catalog.MODELS)}; your own is given as package.module:build, or as a .keras file"

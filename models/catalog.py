@@ -11,9 +11,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-KERAS_FILE = ".keras"
-"""Ends the name of a model that is a file, written by `keras.Model.save`."""
-
 Runtime = Literal["litert", "torch", "tensorflow"]
 Width = Annotated[int, Field(ge=1, le=65536)]
 Dropout = Annotated[float, Field(ge=0, lt=1)]

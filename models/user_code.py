@@ -16,6 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+KERAS_FILE = ".keras"
+"""Ends the name of a model that is a file, written by `keras.Model.save`."""
+
 OURS = ("coordinator", "edge_client", "strategies", "models")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from models import adaptation, catalog, user_code
+from models import adaptation, user_code
 from models.zoo import keras
 from models.zoo.keras import KerasSpec, KerasUnfit
 from models.zoo.spec import InputDtype, ModelSpec, TaskKind
@@ -67,7 +67,7 @@ def find(
     """
     if name == adaptation.MODEL:
         return _adapted(input_shape, classes, input_dtype, task, **options)
-    if name.endswith(catalog.KERAS_FILE):
+    if name.endswith(user_code.KERAS_FILE):
         if options:
             raise ModelNotFound(f"model {name!r} is a file and has no options, got {', '.join(options)}")
         return _of_file(name, input_shape, classes, input_dtype, task)
