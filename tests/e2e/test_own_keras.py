@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 
+from coordinator import experiment as experiments
+from coordinator import following
+from coordinator.demo_fleet import shares
+from coordinator.local_fleet import local_fleet
+from coordinator.progress import Quiet
 from edge_client.wire import arrays
 from tests.support.cli import assert_refused, options, report_of, run_cli
 
@@ -80,6 +85,26 @@ def test_what_a_run_came_to_is_released_as_integers(run: Path, folder: Path) -> 
     for step in ("compressed", "export"):
         job = json.loads((folder / "release" / step / "job.json").read_bytes())
         assert job["options"]["max_accuracy_drop"] == 0.03
+
+
+def test_daemons_train_it_as_any_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)  # where `fedloop serve` runs, and finds mine.py
+    document = {
+        "data": {"dataset": "digits", "partition": "iid"},
+        "model": {"name": "mine:build", "width": 6},
+        "federation": {"clients": 2, "clients_per_round": 2, "rounds": 2, "runtimes": {"litert": 1}},
+    }
+    config = {"runtimes": ["litert"], "data": {"digits": {"kind": "numpy", "path": "data.npz"}}}
+    with local_fleet(tmp_path) as fleet:
+        for number, share in enumerate(shares(experiments.resolve(document, "test"))):
+            fleet.add(f"device-{number}", config, share).start()
+        run = following.submit(fleet.client, document, [])
+        report = following.follow(fleet.client, run["id"], tmp_path / "run", Quiet())
+        assert set(fleet.stop().values()) == {0}
+
+    assert [row["accepted"] for row in report["rounds"]] == [2, 2]
+    assert report["final"]["test_accuracy"] > report["start"]["test_accuracy"] + 0.2
+    assert report["final"]["model_sha256"] == arrays.sha256_of(tmp_path / "run" / "model.safetensors")
 
 
 def test_a_keras_file_needs_rows_to_be_tried_on(folder: Path) -> None:

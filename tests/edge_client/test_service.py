@@ -47,7 +47,7 @@ def test_systemd_understands_the_unit(tmp_path: Path, scope: service.Scope) -> N
     ]
     surroundings = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings)
-    ours = [line for line in (done.stdout + done.stderr).splitlines() if "fedloop" in line]
+    ours = [line for line in (done.stdout + done.stderr).splitlines() if "fedloop-edge" in line]
     assert ours == [] and done.returncode == 0, done.stderr
 
 
