@@ -11,11 +11,12 @@ What it came to is in `demo-fleet.json`, the run's own files are in `federated/`
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from coordinator import experiment as experiments
@@ -128,7 +129,14 @@ def shares(experiment: experiments.Experiment) -> list[dict[str, npt.NDArray[Any
     assert clients is not None and data.partition is not None  # resolved
     dataset = datasets.load(data.dataset, seed=experiment.seed)
     parts = datasets.partition(data.partition, dataset, clients=clients, seed=experiment.seed)
-    owners = datasets.owners(dataset, parts, experiment.seed)
+    return arrays_of(dataset, parts, experiment.seed)
+
+
+def arrays_of(
+    dataset: datasets.Dataset, parts: Sequence[npt.NDArray[np.int64]], seed: int
+) -> list[dict[str, npt.NDArray[Any]]]:
+    """What each client has, by its rows in `parts`; test rows are shared out as `datasets.owners` does."""
+    owners = datasets.owners(dataset, parts, seed)
     test = dataset.test.nonzero()[0]
     return [
         {

@@ -25,7 +25,7 @@ from typing import Any
 import numpy.typing as npt
 import tomlkit
 
-from coordinator.demo_fleet import device_config
+from coordinator.demo_fleet import arrays_of, device_config
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.local_fleet import LocalFleet, ProcessFailed, local_fleet
 from coordinator.progress import Progress
@@ -147,17 +147,7 @@ def shares() -> list[dict[str, npt.NDArray[Any]]]:
     dataset = datasets.load(NAME, seed=SEED)
     public = datasets.public_rows(dataset, PUBLIC_SAMPLES, SEED)
     parts = datasets.partition("dirichlet(0.5)", dataset, clients=len(DEVICES), seed=SEED, exclude=public)
-    owners = datasets.owners(dataset, parts, SEED)
-    test = dataset.test.nonzero()[0]
-    return [
-        {
-            "x": dataset.x[part],
-            "y": dataset.y[part],
-            "x_test": dataset.x[test[owners == index]],
-            "y_test": dataset.y[test[owners == index]],
-        }
-        for index, part in enumerate(parts)
-    ]
+    return arrays_of(dataset, parts, SEED)
 
 
 def _shipped(fedloop: _Commands, progress: Progress) -> Released:
