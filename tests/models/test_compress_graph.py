@@ -20,6 +20,8 @@ from models.pretrain.params import params_of
 from models.zoo.spec import ModelSpec
 from tests.support.compression import context
 
+pytestmark = pytest.mark.slow
+
 QUIET = Options(show_operators=False)
 
 

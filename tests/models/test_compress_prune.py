@@ -19,6 +19,8 @@ from models.labels import PADDING
 from models.pretrain.params import params_of
 from tests.support.compression import accuracy, context, digits, trained
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def data() -> Data:

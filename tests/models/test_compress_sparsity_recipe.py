@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from models.compress import pipeline, report, stored
 from models.compress.graph import Options as FoldOptions
@@ -11,6 +12,8 @@ from models.compress.quantize import converted
 from models.compress.step import Model
 from tests.bench.compression_recipes import SPARSE_DIGITS
 from tests.support.compression import accuracy, context, digits, trained
+
+pytestmark = pytest.mark.slow
 
 
 def test_three_quarters_of_the_parameters_go_within_a_point_and_stay_gone_in_the_file() -> None:

@@ -20,6 +20,8 @@ from models.pretrain.params import params_of
 from models.zoo.spec import ModelSpec
 from tests.support.compression import accuracy, context, digits, trained
 
+pytestmark = pytest.mark.slow
+
 ONCE = {"epochs": 0, "rounds": 1}
 
 

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from models.export import convolution, gradients
 from models.export.convolution import NoGradient
 
+pytestmark = pytest.mark.slow
+
 one_to_three = st.integers(1, 3)
 
 

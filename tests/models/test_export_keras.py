@@ -34,6 +34,8 @@ from tests.support.artifacts import cache_dir, lived_in
 from tests.support.keras_nets import NETS
 from tests.support.releases import constrained_python
 
+pytestmark = pytest.mark.slow
+
 BATCH = 8
 
 SELF_TESTS = """

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from edge_client.train.tensorflow_trainer import TensorFlowRuntime, masked_cross_entropy
@@ -14,6 +15,8 @@ from edge_client.train.trainer import Trainer, TrainTask
 from models.zoo import cnn, mlp
 from strategies.client_rules import ControlVariates, PlainSGD, Proximal
 from tests.support.local_data import examples, first_params, noise_like
+
+pytestmark = pytest.mark.slow
 
 SPEC = mlp.spec((6,), 3, hidden=[8])
 
