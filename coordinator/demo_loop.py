@@ -35,6 +35,8 @@ from models import datasets
 NAME, SEED = "digits", 7
 PUBLIC_SAMPLES = 150
 DEVICES = ("north", "east", "south", "west")
+STUDENT = f"{NAME}:2"
+"""In the registry, after its teacher."""
 ROLLOUT_SECONDS = 300.0
 _BIN = Path(sys.executable).parent
 _EXPERIMENT: dict[str, Any] = {
@@ -171,7 +173,7 @@ def _learnt(fedloop: _Commands, progress: Progress) -> Released:
     progress.stage("3/5 the devices train on what they have")
     experiment = {
         **_EXPERIMENT,
-        "model": {"name": "cnn", "init": str(fedloop.folder / "student" / "model.safetensors")},
+        "model": {"name": "cnn", "init": STUDENT},
     }
     write_durably(fedloop.folder / "experiment.toml", tomlkit.dumps(experiment).encode())
     fedloop("run", "experiment.toml", "--out", "federated")

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator import ownership, parts
+from coordinator.sandbox import enter
 
 Level = Literal["ok", "note", "error"]
 
@@ -33,7 +34,7 @@ class Finding:
 
 def examine(data_dir: Path | None) -> list[Finding]:
     """Looks at names, Python, runtimes, data and disk, without importing a framework."""
-    return [*_names(), _python(), *_parts(), _data(data_dir), _disk()]
+    return [*_names(), _python(), *_parts(), _data(data_dir), _sandbox(), _disk()]
 
 
 def show(findings: list[Finding], console: Console) -> None:
@@ -85,6 +86,15 @@ def _data(data_dir: Path | None) -> Finding:
             f"{data_dir} is not a folder; set FEDLOOP_DATA_DIR to the one with the files",
         )
     return Finding("data files", "ok", f"looked for in {data_dir}")
+
+
+def _sandbox() -> Finding:
+    if reason := enter.missing():
+        words = f"{reason}; `fedloop serve` runs its workers unconfined, and --allow-code needs --no-sandbox"
+        return Finding("sandbox", "note", words)
+    return Finding(
+        "sandbox", "ok", f"Landlock {enter.landlock_version()}, for the workers of `fedloop serve`"
+    )
 
 
 def _disk() -> Finding:

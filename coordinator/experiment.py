@@ -16,7 +16,7 @@ import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.errors import UserError
-from coordinator.registry.references import RegisterAs, register_as
+from coordinator.registry.references import RegisterAs, is_version, register_as
 from coordinator.sections import described, model_problems, wrong
 from models import adaptation, catalog
 from models.datasets import DataError, parse_partition, sources
@@ -35,6 +35,9 @@ Fault = Literal[
 ]
 
 FleetKind = Literal["simulated", "devices"]
+
+LIMIT_BYTES = 4 * 2**20
+"""Largest experiment file that is read."""
 
 COHORT = 10
 """Clients per round where the experiment does not say and there are that many."""
@@ -206,7 +209,11 @@ def changed(document: dict[str, Any], sets: Iterable[str]) -> dict[str, Any]:
 def read(path: Path) -> dict[str, Any]:
     """A TOML file as nested dicts."""
     try:
-        return parsed(path.read_text("utf-8"), str(path))
+        with path.open("rb") as file:  # which may be a pipe, <(…)
+            content = file.read(LIMIT_BYTES + 1)
+        if len(content) > LIMIT_BYTES:
+            raise UserError(f"{path}: has more than {LIMIT_BYTES:,} bytes; expected an experiment in TOML")
+        return parsed(content.decode("utf-8"), str(path))
     except FileNotFoundError:
         raise UserError(f"{path}: no such experiment file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -233,14 +240,14 @@ def resolve(document: Mapping[str, Any], source: str, fleet: FleetKind = "simula
         experiment = Experiment.model_validate(document)
     except ValidationError as error:
         raise wrong(source, [described(item, Experiment) for item in error.errors()]) from None
-    experiment = _with_defaults(experiment)
+    experiment = _with_defaults(experiment, fleet)
     problems = list(_problems(experiment, fleet))
     if problems:
         raise wrong(source, problems)
     return experiment
 
 
-def _with_defaults(experiment: Experiment) -> Experiment:
+def _with_defaults(experiment: Experiment, fleet: FleetKind) -> Experiment:
     data, model, federation, local = (
         experiment.data,
         experiment.model,
@@ -264,7 +271,7 @@ def _with_defaults(experiment: Experiment) -> Experiment:
     model = Model.model_validate(
         {
             "name": name,
-            **({"init": _absolute(model.init)} if model.init else {}),
+            **({"init": _init(model.init, fleet)} if model.init else {}),
             **({"adapt": model.adapt} if model.adapt is not None else {}),
             **({"register": model.registered} if model.registered is not None else {}),
             **_model_options(name, options),
@@ -291,6 +298,11 @@ def _with_defaults(experiment: Experiment) -> Experiment:
             "simulation": simulation, "strategy": strategy,
         }
     )  # fmt: skip
+
+
+def _init(given: str, fleet: FleetKind) -> str:
+    """Only a coordinator has versions; elsewhere it is a file whatever it is called."""
+    return given if fleet == "devices" and is_version(given) else _absolute(given)
 
 
 def _absolute(path: str) -> str:

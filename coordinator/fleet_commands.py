@@ -99,6 +99,29 @@ def serve(
         Path | None,
         typer.Option(envvar="FEDLOOP_DATA_DIR", show_envvar=True, help="Folder that holds the data files."),
     ] = None,
+    allow_path: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="Further folder with files that experiments may name (data.path, model.init); may be repeated.",
+        ),
+    ] = None,
+    allow_code: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Code of your own, such as mine:build, that experiments may name and workers then run, in a sandbox; "
+            "may be repeated. Default: none.",
+        ),
+    ] = None,
+    no_sandbox: Annotated[
+        bool,
+        typer.Option(
+            "--no-sandbox",
+            help="Start workers unconfined: where the kernel has no Landlock, --allow-code needs it. The code can then "
+            "read this coordinator's keys.",
+        ),
+    ] = False,
     log_format: Annotated[
         str, typer.Option(envvar="FEDLOOP_LOG_FORMAT", show_envvar=True, help="auto, text or json.")
     ] = "auto",
@@ -129,6 +152,9 @@ def serve(
         checkins_per_second=checkins_per_second,
         held=held,
         data_dir=data_dir,
+        allow_path=allow_path,
+        allow_code=allow_code,
+        no_sandbox=no_sandbox,
         log_format=log_format,
         insecure_operator=insecure_operator,
     )

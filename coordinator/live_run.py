@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 from sqlalchemy import Connection
 
-from coordinator import adapting, failpoints, finishing, planning, preparing
+from coordinator import adapting, admission, failpoints, finishing, planning, preparing
 from coordinator.db import events
 from coordinator.db import runs as rows
 from coordinator.experiment import COHORT, Experiment
@@ -79,9 +79,10 @@ class LiveRun:
         """The run as the fleet must know it, and how many seconds to wait for devices.
 
         Raises:
-            UserError: the data or the model is wrong, or changed since the run began.
+            UserError: the data or the model is wrong, changed since the run began, or is not allowed any more.
             Stopped: the run was cancelled meanwhile.
         """
+        admission.require_code(self._experiment, self._services.settings)
         if self._row.prepared is None:
             prepared = self._prepare()
         else:
@@ -131,10 +132,11 @@ class LiveRun:
 
     def _prepare(self) -> Prepared:
         services, experiment = self._services, self._experiment
+        experiment = admission.admit(experiment, services)
+        init = admission.init_params(experiment, services)
         pool = self._make_pool()
-        prepared, params, notices = preparing.prepare(
-            experiment, self._folder, pool, services.blobs, services.settings.data_dir
-        )
+        place = preparing.Place(self._folder, pool, services.blobs, services.settings)
+        prepared, params, notices = preparing.prepare(experiment, place, init)
         self._open(prepared, pool)
         strategy = planning.run_plan(experiment, prepared.trainable, 1).strategy
         state = strategy.init(params, prepared.trainable)

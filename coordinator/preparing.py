@@ -19,12 +19,17 @@ from coordinator.blobs import Blobs
 from coordinator.errors import UserError
 from coordinator.experiment import Experiment, name_problem
 from coordinator.planning import MODEL_KEYS, model_for
+from coordinator.sandbox import policy
+from coordinator.settings import Settings
 from coordinator.simulation.evaluation import accuracy_by_group, evaluate
 from coordinator.simulation.pool import WorkerPool
 from coordinator.simulation.preparation import export, load_data, start
+from edge_client.files import read_regular
 from edge_client.train.trainer import Evaluation
 from edge_client.wire import strict
 from edge_client.wire.device import BlobRef, ModelRef, RuntimeName
+from models.export import answered
+from models.export import request as export_request
 from strategies.params import Params, Tensors
 
 _PREFERRED: tuple[RuntimeName, ...] = ("litert", "torch", "tensorflow")
@@ -58,25 +63,35 @@ def read(document: Mapping[str, Any]) -> Prepared:
     return strict.parse(Prepared, document, "prepared")
 
 
-def prepare(
-    experiment: Experiment, folder: Path, pool: WorkerPool, blobs: Blobs, data_dir: Path | None
-) -> tuple[Prepared, Params, list[str]]:
+@dataclass(frozen=True)
+class Place:
+    """Where a run is prepared: its folder, the workers that do it, and what they may use."""
+
+    folder: Path
+    pool: WorkerPool
+    blobs: Blobs
+    settings: Settings
+
+
+def prepare(experiment: Experiment, place: Place, init: bytes | None) -> tuple[Prepared, Params, list[str]]:
     """The run's model, the params it starts from, and notices of what goes otherwise than the file says.
+
+    `init`: the file that `model.init` names.
 
     Raises:
         UserError: the data, the model or their combination is wrong.
     """
     notices: list[str] = []
-    data = _data(experiment, folder, pool, data_dir, notices)
+    data = _data(experiment, place, notices)
     shape = _shape(experiment, data)
     model = model_for(experiment, shape)
-    model, params, trainable = start(experiment, model, folder, pool)
+    model, params, trainable = start(experiment, model, place.folder, place.pool, init)
     runtimes = tuple(name for name in _PREFERRED if name in experiment.federation.runtimes)
     if experiment.model.adapt is not None:
         runtimes = _with_backbone(runtimes, experiment.model.adapt, notices)
     artifact: tuple[BlobRef, BlobRef] | None = None
     if "litert" in runtimes:
-        artifact = _artifact(experiment, model, blobs, notices)
+        artifact = _artifact(experiment, model, place, notices)
     if artifact is None:
         runtimes = tuple(name for name in runtimes if name != "litert")
     reference = ModelRef(
@@ -130,7 +145,7 @@ def open_held_out(
     """
     if prepared.data is None:
         return None
-    found = load_data(experiment, folder, pool, data_dir)
+    found = load_data(experiment, folder, pool, data_dir, quotes=False)
     if found["fingerprint"] != prepared.data["fingerprint"]:
         raise UserError("the data is not what the run began with (its fingerprint differs)")
     model = adapting.adapted(experiment, model_for(experiment, found), folder)
@@ -141,14 +156,12 @@ def open_held_out(
     return HeldOut(pool, len(test_rows), of_rows, tuple(found["site_names"])) if len(test_rows) else None
 
 
-def _data(
-    experiment: Experiment, folder: Path, pool: WorkerPool, data_dir: Path | None, notices: list[str]
-) -> dict[str, Any] | None:
+def _data(experiment: Experiment, place: Place, notices: list[str]) -> dict[str, Any] | None:
     """What loading the data found; None, with a notice, where only the devices can."""
     data = experiment.data
     if (problem := name_problem(data.dataset)) is None:
         try:
-            found = load_data(experiment, folder, pool, data_dir)
+            found = load_data(experiment, place.folder, place.pool, place.settings.data_dir, quotes=False)
         except UserError as error:
             if not data.is_described:
                 raise
@@ -182,17 +195,31 @@ def _shape(experiment: Experiment, found: Mapping[str, Any] | None) -> dict[str,
 
 
 def _artifact(
-    experiment: Experiment, model: Mapping[str, Any], blobs: Blobs, notices: list[str]
+    experiment: Experiment, model: Mapping[str, Any], place: Place, notices: list[str]
 ) -> tuple[BlobRef, BlobRef] | None:
     """The `.tflite` and its manifest as blobs; None, with a notice, where other runtimes can do without."""
+    cache = _cache(experiment, place)
     try:
-        exported = export(experiment, model)
+        exported = export(experiment, model, cache, policy.launch(place.settings, place.folder, cache))
     except UserError as error:
         if experiment.federation.runtimes.keys() == {"litert"}:
             raise
         notices.append(f"no LiteRT device takes part: {error}")
         return None
-    return _stored(blobs, exported.tflite.read_bytes()), _stored(blobs, exported.manifest.read_bytes())
+    tflite, manifest = (
+        _stored(place.blobs, read_regular(path)) for path in (exported.tflite, exported.manifest)
+    )
+    return tflite, manifest
+
+
+def _cache(experiment: Experiment, place: Place) -> Path:
+    """Where converted artifacts are kept: those of models that are not ours for this run alone.
+
+    Whoever converts may change the folder, and so what other runs would find there.
+    """
+    if answered.known(experiment.model.name or ""):
+        return export_request.default_cache_dir()
+    return place.folder / "artifacts"
 
 
 def _with_backbone(

@@ -24,6 +24,7 @@ import structlog
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
+from coordinator import admission
 from coordinator import experiment as experiments
 from coordinator.db import runs as rows
 from coordinator.db.store import is_disk_full
@@ -34,6 +35,7 @@ from coordinator.fleets.deployments import Deployment
 from coordinator.fleets.device import sweep_uploads
 from coordinator.fleets.fleet import Stopped
 from coordinator.live_run import LiveRun
+from coordinator.sandbox import policy
 from coordinator.services import Services
 from coordinator.simulation.pool import TORCH, WorkerPool
 
@@ -74,10 +76,11 @@ class RunService:
         """A new run of this experiment, on its way; its id.
 
         Raises:
-            UserError: listing everything that is wrong with the experiment.
+            UserError: listing everything that is wrong with the experiment, or naming what it may not name.
+            Refusal: 404, it names a version that is not there.
         """
         given = experiments.changed(dict(document), sets)
-        experiment = experiments.resolve(given, "experiment", "devices")
+        experiment = admission.admit(experiments.resolve(given, "experiment", "devices"), self._services)
         run = str(uuid.uuid4())
         resolved = experiment.model_dump(mode="json", exclude_none=True)
         now = self._services.clock()
@@ -245,4 +248,6 @@ def notices(given: Mapping[str, Any], experiment: Experiment) -> list[str]:
 
 
 def _pool(stack: ExitStack, services: Services, folder: Path) -> WorkerPool:
-    return stack.enter_context(WorkerPool(services.settings.workers, folder / "workers.log", TORCH))
+    settings = services.settings
+    launch = policy.launch(settings, folder)
+    return stack.enter_context(WorkerPool(settings.workers, folder / "workers.log", TORCH, launch))

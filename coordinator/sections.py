@@ -55,7 +55,8 @@ def model_problems(name: str, options: Mapping[str, Any]) -> Iterator[str]:
     """
     entry = catalog.MODELS.get(name)
     if entry is None:
-        if ":" not in name and not name.endswith(user_code.KERAS_FILE) and name not in _installed_models():
+        is_own = user_code.is_reference(name) or name.endswith(user_code.KERAS_FILE)
+        if not is_own and name not in _installed_models():
             yield (
                 f"model.name = {name!r} is unknown{nearest(name, catalog.MODELS)}; known: "
                 f"{', '.join(catalog.MODELS)}; your own is given as package.module:build, or as a .keras file"

@@ -44,6 +44,7 @@ from coordinator.pki import Authority
 from coordinator.releases.renewal import ReleaseGauges, keep_fresh
 from coordinator.rollouts.service import RolloutThread
 from coordinator.runs import RunService
+from coordinator.sandbox import enter, policy
 from coordinator.serve_options import at_ports
 from coordinator.services import Services, utc_now
 from coordinator.settings import Settings
@@ -67,9 +68,11 @@ def serve(settings: Settings, announce: Announce) -> None:
     """Serves until SIGTERM or SIGINT.
 
     Raises:
-        UserError: the home, a port, the database or the CA cannot be had.
+        UserError: the home, a port, the database or the CA cannot be had, or a user's code would run unconfined.
     """
+    policy.require(settings)
     _raise_open_files()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it would hold the CA's key
     with ExitStack() as stack:
         stack.enter_context(_home(settings.home))
         operator = stack.enter_context(_bound("--operator", settings.operator_host, settings.operator_port))
@@ -85,6 +88,7 @@ def serve(settings: Settings, announce: Announce) -> None:
             _Server(_operator_config(operator_app(services, runs, metrics)), operator),
             _Server(_device_config(device_app(services, metrics), context), device),
         )
+        _tell_sandbox(settings)
         runs.start()
         stack.callback(runs.close)
         rollouts = RolloutThread(services, services.releases)
@@ -175,6 +179,14 @@ def _common() -> dict[str, Any]:
 
 def _fleet_of(services: Services, deployment: Deployment, patience_seconds: float) -> DeviceFleet:
     return DeviceFleet(services, deployment, patience_seconds=patience_seconds)
+
+
+def _tell_sandbox(settings: Settings) -> None:
+    reason = "--no-sandbox" if settings.no_sandbox else enter.missing()
+    if reason is None:
+        _log.info("sandbox", landlock=enter.landlock_version(), allowed_code=list(settings.allow_code))
+    else:
+        _log.warning("no_sandbox", reason=reason, allowed_code=list(settings.allow_code))
 
 
 def _raise_open_files() -> None:

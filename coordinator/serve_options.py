@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from coordinator.errors import UserError
 from coordinator.settings import Settings
+from models import user_code
 
 
 class Options(BaseModel):
@@ -35,6 +36,9 @@ class Options(BaseModel):
     checkins_per_second: Annotated[float, Field(ge=0.1, le=10_000, allow_inf_nan=False)] = 100.0
     held: Annotated[int, Field(ge=0, le=50_000)] = 1000
     data_dir: Path | None = None
+    allow_path: list[Path] = []
+    allow_code: list[str] = []
+    no_sandbox: bool = False
     log_format: Literal["auto", "text", "json"] = "auto"
     insecure_operator: bool = False
 
@@ -75,6 +79,22 @@ class Options(BaseModel):
         if path is not None and not path.exists():
             raise ValueError("there is no such file or folder")
         return path
+
+    @field_validator("allow_path")
+    @classmethod
+    def _folders(cls, paths: list[Path]) -> list[Path]:
+        for path in paths:
+            if not path.is_dir():
+                raise ValueError(f"{path}: there is no such folder")
+        return paths
+
+    @field_validator("allow_code")
+    @classmethod
+    def _references(cls, references: list[str]) -> list[str]:
+        for reference in references:
+            if not user_code.REFERENCE.fullmatch(reference):
+                raise ValueError(f"{reference!r}: expected package.module:function")
+        return references
 
     @model_validator(mode="after")
     def _together(self) -> Options:
@@ -121,7 +141,10 @@ def read_settings(**given: Any) -> Settings:
         lease_seconds=options.lease_seconds,
         checkins_per_second=options.checkins_per_second,
         held=options.held,
-        data_dir=options.data_dir,
+        data_dir=options.data_dir.expanduser().absolute() if options.data_dir else None,
+        allow_paths=tuple(path.absolute() for path in options.allow_path),
+        allow_code=tuple(dict.fromkeys(options.allow_code)),
+        no_sandbox=options.no_sandbox,
     )
 
 

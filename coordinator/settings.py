@@ -26,6 +26,10 @@ class Settings:
         checkins_per_second: what pacing spreads the fleet to.
         lease_seconds: silence after which a task is given up.
         workers: worker processes of one run, for initial params and evaluation.
+        data_dir: where data sets of known names are looked for.
+        allow_paths: further folders with files that an experiment may name.
+        allow_code: references `package.module:function` to a user's code that an experiment may name.
+        no_sandbox: worker processes are not confined.
     """
 
     home: Path
@@ -47,6 +51,14 @@ class Settings:
     lease_seconds: float = 120.0
     workers: int = 1
     data_dir: Path | None = None
+    allow_paths: tuple[Path, ...] = ()
+    allow_code: tuple[str, ...] = ()
+    no_sandbox: bool = False
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where files lie that an experiment may name."""
+        return (*((self.data_dir,) if self.data_dir else ()), *self.allow_paths)
 
     @property
     def certificate_lifetime(self) -> timedelta:

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from edge_client.process import PARENT_VARIABLE, die_with_parent, worker_environment
+from edge_client.process import PARENT_VARIABLE, Launch, die_with_parent
 
 _MESSAGE_BYTES = 65_536
 _MOST_DESCRIPTORS = 8
@@ -39,18 +39,21 @@ _MOST_DESCRIPTORS = 8
 class Nursery:
     """The parent's side; use as a context manager, in one thread."""
 
-    def __init__(self, modules: Sequence[str], output: int) -> None:
-        """Starts importing `modules`; what is printed meanwhile goes to the file descriptor `output`."""
+    def __init__(self, modules: Sequence[str], output: int, launch: Launch | None = None) -> None:
+        """Starts importing `modules`; what is printed meanwhile goes to the file descriptor `output`.
+
+        Workers are in whatever `launch` puts their common parent into, a sandbox for instance.
+        """
+        launch = launch or Launch()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                # -P keeps the working directory off sys.path: a user's own models.py must not shadow ours.
-                [sys.executable, "-P", "-m", "edge_client.nursery", str(theirs.fileno()), *modules],
+                launch.command("-m", "edge_client.nursery", str(theirs.fileno()), *modules),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=worker_environment(),
+                env=launch.environment(),
             )
         self._started = 0
         self._statuses: dict[int, int] = {}

@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -48,6 +49,24 @@ Report = Callable[..., None]
 def worker_environment() -> dict[str, str]:
     """The environment to start a worker in: ours, one thread, and whose death ends it."""
     return {**os.environ, **_ONE_THREAD, PARENT_VARIABLE: str(os.getpid())}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How worker processes are started.
+
+    Attributes:
+        prefix: words before a worker's command, of a program that becomes that command.
+        environment: gives all variables that the worker has.
+    """
+
+    prefix: tuple[str, ...] = ()
+    environment: Callable[[], dict[str, str]] = worker_environment
+
+    def command(self, *arguments: str) -> list[str]:
+        """What starts Python with these arguments, such as `-m MODULE`."""
+        # -P keeps the working directory off sys.path: a user's own models.py must not shadow ours.
+        return [*self.prefix, sys.executable, "-P", *arguments]
 
 
 def die_with_parent() -> None:

@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+"""How code of a user is named: `package.module:function`."""
+
+ALLOWED_VARIABLE = "FEDLOOP_ALLOWED_CODE"
+"""Environment variable: where it is set, this process loads the references in it, separated by spaces, and no other."""
 
 KERAS_FILE = ".keras"
 """Ends the name of a model that is a file, written by `keras.Model.save`."""
@@ -26,15 +34,23 @@ class UserCodeError(ValueError):
     """A name like `package.module:function` that cannot be resolved, with the reason."""
 
 
+def is_reference(name: str) -> bool:
+    """Whether a model of this name is code of a user, to be imported."""
+    return ":" in name and not name.endswith(KERAS_FILE)
+
+
 def load(target: str, folder: Path | None = None) -> Callable[..., Any]:
     """The callable `package.module:function`, found from `folder` (the working directory by default).
 
     Raises:
-        UserCodeError: no such module or function, or the module fails on import.
+        UserCodeError: no such module or function, the module fails on import, or it is not allowed here.
     """
-    module_name, _, attribute = target.partition(":")
-    if not module_name or not attribute:
+    if not REFERENCE.fullmatch(target):
         raise UserCodeError(f"{target!r} is not of the form package.module:function")
+    allowed = os.environ.get(ALLOWED_VARIABLE)
+    if allowed is not None and target not in allowed.split():
+        raise UserCodeError(f"{target!r} is not among the code that this process may run")
+    module_name, _, attribute = target.partition(":")
     where = folder or Path.cwd()
     with own_names(where):
         try:

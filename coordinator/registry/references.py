@@ -59,6 +59,12 @@ def reference(text: str) -> Reference:
     )
 
 
+def is_version(text: str) -> bool:
+    """Whether this is a version by its number or an alias, and no path of a file: these have a slash."""
+    model, mark, which = text.partition(":" if ":" in text else "@")
+    return bool(mark and _NAME.fullmatch(model) and _NAME.fullmatch(which))
+
+
 def register_as(text: str) -> RegisterAs:
     """`name` or `name@alias`, said of a version that is not there yet.
 

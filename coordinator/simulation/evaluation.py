@@ -20,7 +20,8 @@ CHUNK_ROWS = 4 * EVALUATION_ROWS
 def evaluate(pool: WorkerPool, test_rows: int, params: Tensors) -> Evaluation:
     """The params on all test rows, by chunks in worker processes, put together in row order."""
     if isinstance(params, arrays.StoredArrays) and isinstance(params.payload, arrays.FilePayload):
-        pool.tell({"kind": "candidate", "path": str(params.payload.path)})  # not through this process
+        with params.payload.path.open("rb") as file:
+            pool.tell({"kind": "candidate"}, file=file.fileno())  # its bytes not through this process
     else:
         pool.tell({"kind": "candidate"}, [arrays.encode(params)])
     starts = range(0, test_rows, CHUNK_ROWS)

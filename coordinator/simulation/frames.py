@@ -1,7 +1,8 @@
 """Frames between the simulation and its workers: a JSON object and any number of byte strings.
 
-Layout: 4 bytes big-endian length of the JSON, the JSON (its key `blobs` lists lengths), then the blobs.
-Both ends are our own processes; nothing is ever unpickled.
+Layout: 4 bytes big-endian length of the JSON, the JSON (its key `blobs` lists lengths), then the blobs. An open file
+goes with the first bytes: who receives it needs no right to open it. Both ends are our own processes; nothing is ever
+unpickled.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_LENGTH_BYTES = 4
+
 
 class Closed(Exception):
     """The other end is gone."""
@@ -19,11 +22,16 @@ class Closed(Exception):
 
 @dataclass(frozen=True)
 class Frame:
+    """`file`: the descriptor of an open file, for the receiver to close."""
+
     values: dict[str, Any]
     blobs: tuple[bytes, ...] = ()
+    file: int | None = None
 
 
-def send(channel: socket.socket, values: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+def send(
+    channel: socket.socket, values: dict[str, Any], blobs: Sequence[bytes] = (), file: int | None = None
+) -> None:
     """Writes one frame.
 
     Raises:
@@ -31,7 +39,8 @@ def send(channel: socket.socket, values: dict[str, Any], blobs: Sequence[bytes] 
     """
     head = json.dumps({**values, "blobs": [len(blob) for blob in blobs]}).encode()
     try:
-        channel.sendall(len(head).to_bytes(4, "big") + head)
+        _send_first(channel, len(head).to_bytes(_LENGTH_BYTES, "big"), file)
+        channel.sendall(head)
         for blob in blobs:
             channel.sendall(blob)
     except OSError as error:
@@ -44,9 +53,25 @@ def receive(channel: socket.socket) -> Frame:
     Raises:
         Closed: the other end is gone, also in the middle of a frame.
     """
-    head = json.loads(_exactly(channel, int.from_bytes(_exactly(channel, 4), "big")))
+    first, file = _receive_first(channel)
+    head = json.loads(_exactly(channel, int.from_bytes(first, "big")))
     lengths = head.pop("blobs")
-    return Frame(head, tuple(_exactly(channel, length) for length in lengths))
+    return Frame(head, tuple(_exactly(channel, length) for length in lengths), file)
+
+
+def _send_first(channel: socket.socket, length: bytes, file: int | None) -> None:
+    sent = socket.send_fds(channel, [length], [file]) if file is not None else 0
+    channel.sendall(length[sent:])
+
+
+def _receive_first(channel: socket.socket) -> tuple[bytes, int | None]:
+    try:
+        got, files, _, _ = socket.recv_fds(channel, _LENGTH_BYTES, 1)
+    except OSError as error:
+        raise Closed(str(error)) from None
+    if not got:
+        raise Closed("end of stream")
+    return got + _exactly(channel, _LENGTH_BYTES - len(got)), files[0] if files else None
 
 
 def _exactly(channel: socket.socket, length: int) -> bytes:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import selectors
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from coordinator.errors import UserError
 from coordinator.simulation import frames
 from coordinator.simulation.frames import Frame
 from edge_client.nursery import Forked, Nursery
-from edge_client.process import worker_environment
+from edge_client.process import Launch
 
 WAITING = 2
 """Jobs given to one worker at a time."""
@@ -58,15 +57,18 @@ class _Worker:
 class WorkerPool:
     """`size` workers; use as a context manager. `modules`: what several of them import once, together."""
 
-    def __init__(self, size: int, log: Path, modules: Sequence[str] = ()) -> None:
+    def __init__(
+        self, size: int, log: Path, modules: Sequence[str] = (), launch: Launch | None = None
+    ) -> None:
         self._log = log
+        self._launch = launch or Launch()
         self._nursery: Nursery | None = None
         self._batch = 0
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
         with log.open("ab") as file:
             if size > 1:
-                self._nursery = Nursery([_WORKER, *modules], file.fileno())
+                self._nursery = Nursery([_WORKER, *modules], file.fileno(), self._launch)
             for _ in range(size):
                 self._workers.append(self._start(file.fileno()))
 
@@ -94,10 +96,10 @@ class WorkerPool:
         self._selector.close()
         self._workers = []
 
-    def tell(self, values: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
-        """Sends every worker something it keeps for the jobs that follow; there is no reply."""
+    def tell(self, values: dict[str, Any], blobs: Sequence[bytes] = (), file: int | None = None) -> None:
+        """Sends every worker something it keeps for the jobs that follow; there is no reply. `file`: one to read."""
         for worker in self._workers:
-            self._send(worker, {**values, "tell": True}, blobs)
+            self._send(worker, {**values, "tell": True}, blobs, file)
 
     def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Frame]]:
         """Replies as they come, in any order. Jobs are drawn from `jobs` when a worker is free for one.
@@ -145,13 +147,12 @@ class WorkerPool:
         if self._nursery is not None:
             return self._nursery.start(_WORKER, output=log, inherit=[channel])
         return subprocess.Popen(
-            # -P keeps the working directory off sys.path: a user's own models.py must not shadow ours.
-            [sys.executable, "-P", "-m", _WORKER, str(channel)],
+            self._launch.command("-m", _WORKER, str(channel)),
             pass_fds=[channel],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=worker_environment(),
+            env=self._launch.environment(),
         )
 
     def _free(self) -> _Worker | None:
@@ -170,9 +171,11 @@ class WorkerPool:
                 raise UserError(reply.values["error"])
             yield batch, job, reply
 
-    def _send(self, worker: _Worker, values: dict[str, Any], blobs: Sequence[bytes]) -> None:
+    def _send(
+        self, worker: _Worker, values: dict[str, Any], blobs: Sequence[bytes], file: int | None = None
+    ) -> None:
         try:
-            frames.send(worker.channel, values, blobs)
+            frames.send(worker.channel, values, blobs, file)
         except frames.Closed:
             raise self._died(worker) from None
 

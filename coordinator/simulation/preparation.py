@@ -19,6 +19,8 @@ from coordinator.progress import Progress
 from coordinator.rounds.plan import generator
 from coordinator.simulation import faults
 from coordinator.simulation.pool import WorkerPool
+from edge_client.files import read_regular
+from edge_client.process import Launch
 from edge_client.wire import arrays
 from models.export import request as export_request
 from strategies.params import Params, ShapeMismatch, require_same_shapes
@@ -54,7 +56,7 @@ def prepare(
     clients = _clients(experiment, found)
     model = model_for(experiment, found)
     progress.stage("building the model")
-    model, params, trainable = start(experiment, model, folder, pool)
+    model, params, trainable = start(experiment, model, folder, pool, _init_params(experiment))
     if any(client.runtime == "litert" for client in clients):
         progress.stage("exporting the model to LiteRT")
         exported = export(experiment, model)
@@ -64,23 +66,33 @@ def prepare(
 
 
 def start(
-    experiment: Experiment, model: Mapping[str, Any], folder: Path, pool: WorkerPool
+    experiment: Experiment, model: Mapping[str, Any], folder: Path, pool: WorkerPool, init: bytes | None
 ) -> tuple[dict[str, Any], Params, tuple[str, ...]]:
     """The model as workers are told of it, the params that a run begins with, and the names of those that are trained.
 
-    What a run that adapts a model keeps frozen lies in `folder` then.
+    `init`: the file that `model.init` names. What a run that adapts a model keeps frozen lies in `folder` then.
 
     Raises:
         UserError: the model cannot be built, or `model.init` does not fit it.
     """
     params, trainable = build(experiment, model, pool)
-    if experiment.model.init is not None:
-        params = starting_params(Path(experiment.model.init), params)
+    if init is not None:
+        params = starting_params(f"model.init = {experiment.model.init!r}", init, params)
     if experiment.model.adapt is None:
         return dict(model), params, trainable
     adapting.freeze(params, folder)
     told = adapting.adapted(experiment, model, folder)
     return told, *build(experiment, told, pool)
+
+
+def _init_params(experiment: Experiment) -> bytes | None:
+    """The file that `model.init` names, on the machine of whoever runs this."""
+    if experiment.model.init is None:
+        return None
+    try:
+        return read_regular(Path(experiment.model.init))
+    except OSError as error:
+        raise UserError(f"model.init = {experiment.model.init!r}: {error.strerror}") from None
 
 
 def build(
@@ -105,19 +117,19 @@ def build(
     return arrays.decode(made.blobs[0]), tuple(made.values["trainable"])
 
 
-def starting_params(path: Path, built: Params) -> Params:
-    """The params of the safetensors file `model.init`, float32.
+def starting_params(named: str, content: bytes, built: Params) -> Params:
+    """The params of a safetensors file, float32. `named`: what messages call it.
 
     Raises:
-        UserError: it cannot be read, or does not fit the model, whose own params are `built`.
+        UserError: it is none, or does not fit the model, whose own params are `built`.
     """
     try:
-        given = arrays.decode(path.read_bytes())
+        given = arrays.decode(content)
         require_same_shapes(given, built)
-    except OSError as error:
-        raise UserError(f"model.init = {str(path)!r}: {error.strerror}") from None
-    except (arrays.Malformed, ShapeMismatch) as error:
-        raise UserError(f"model.init = {str(path)!r} does not fit the model: {error}") from None
+    except arrays.Malformed:  # whose message would quote a file that is something else
+        raise UserError(f"{named} is not a safetensors file") from None
+    except ShapeMismatch as error:
+        raise UserError(f"{named} does not fit the model: {error}") from None
     return {name: value.astype(np.float32) for name, value in given.items()}
 
 
@@ -134,9 +146,11 @@ def assign_runtimes(shares: Mapping[Runtime, float], count: int, seed: int) -> l
 
 
 def load_data(
-    experiment: Experiment, folder: Path, pool: WorkerPool, data_dir: Path | None
+    experiment: Experiment, folder: Path, pool: WorkerPool, data_dir: Path | None, *, quotes: bool = True
 ) -> dict[str, Any]:
     """What loading the data finds; its arrays are in the workspace `folder` then.
+
+    `quotes`: whether errors may show a little of what is in the files.
 
     Raises:
         UserError: the data or its description is wrong.
@@ -152,6 +166,7 @@ def load_data(
         "data": experiment.data.model_dump(),
         "clients": experiment.federation.clients,
         "data_dir": str(data_dir) if data_dir else None,
+        "quotes": quotes,
     }
     return pool.one(request).values
 
@@ -171,8 +186,13 @@ def _clients(experiment: Experiment, found: Mapping[str, Any]) -> tuple[Simulate
     )
 
 
-def export(experiment: Experiment, model: Mapping[str, Any]) -> export_request.Exported:
-    """The model's artifact for LiteRT clients, made or found in the cache.
+def export(
+    experiment: Experiment,
+    model: Mapping[str, Any],
+    cache_dir: Path | None = None,
+    launch: Launch | None = None,
+) -> export_request.Exported:
+    """The model's artifact for LiteRT clients, made or found in the cache; `launch`: how the process is started.
 
     Raises:
         UserError: the model cannot be exported.
@@ -187,7 +207,8 @@ def export(experiment: Experiment, model: Mapping[str, Any]) -> export_request.E
         batch_size=experiment.local.batch_size,
     )
     try:
-        return export_request.export(asked, export_request.default_cache_dir(), code_folder=Path.cwd())
+        cache = cache_dir or export_request.default_cache_dir()
+        return export_request.export(asked, cache, code_folder=Path.cwd(), launch=launch)
     except export_request.ExportError as error:
         raise UserError(
             f"model {model['name']!r} cannot be exported for LiteRT clients: {error}; "

@@ -8,6 +8,7 @@ LiteRT clients only never loads TensorFlow.
 
 from __future__ import annotations
 
+import mmap
 import os
 import queue
 import signal
@@ -120,8 +121,15 @@ class Worker:
         return {}, [*faults.payloads(frame.values["fault"], task, local.update), kept]
 
     def _set_candidate(self, frame: Frame) -> Reply:
-        path = frame.values.get("path")
-        self._candidate = arrays.decode(Path(path).read_bytes() if path else frame.blobs[0])
+        if frame.file is None:
+            self._candidate = arrays.decode(frame.blobs[0])
+            return {}, []
+        try:
+            # Mapped: to read would move a position that all share who were given the file.
+            with mmap.mmap(frame.file, 0, access=mmap.ACCESS_READ) as content:
+                self._candidate = arrays.decode(content[:])
+        finally:
+            os.close(frame.file)
         return {}, []
 
     def _evaluate(self, frame: Frame) -> Reply:

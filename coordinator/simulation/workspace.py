@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from edge_client.files import write_durably
 from models import datasets
+from models.datasets.quoting import content_hidden
 
 _FORMAT = 1
 
@@ -41,11 +43,17 @@ class Opened:
 def prepare(request: Mapping[str, Any]) -> dict[str, Any]:
     """Loads and partitions a data set into `request["folder"]` and says what it found.
 
-    `request`: folder, seed, data (the experiment's table), clients (or null: all sites), data_dir.
+    `request`: folder, seed, data (the experiment's table), clients (or null: all sites), data_dir, and whether errors may
+    show what is in the files (`quotes`).
 
     Raises:
         datasets.DataError: the data or its description is wrong.
     """
+    with nullcontext() if request.get("quotes", True) else content_hidden():
+        return _prepared(request)
+
+
+def _prepared(request: Mapping[str, Any]) -> dict[str, Any]:
     folder, data, seed = Path(request["folder"]), request["data"], request["seed"]
     dataset = datasets.load(
         data["dataset"],

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from models.datasets.dataset import DataError
 from models.datasets.delimited import Table
+from models.datasets.quoting import quoted
 
 CATEGORIES = 100
 """Most different texts that a column may hold and still be one-hot."""
@@ -65,13 +66,13 @@ def understood(table: Table, name: str) -> Numbers | Categories:
         return _categories(table, name, cells, stray[0])
     if stray:
         raise DataError(
-            f"{table.at(stray[0], name)}: {cells[stray[0]]!r} is not a number, as {numbers:,} of the column's "
+            f"{table.at(stray[0], name)}: {quoted(cells[stray[0]])} is not a number, as {numbers:,} of the column's "
             f"{numbers + len(stray):,} values are; correct the cell, or empty it to have it filled"
         )
     for row, value in enumerate(values):
         if value is not None and not abs(value) <= LARGEST:
             raise DataError(
-                f"{table.at(row, name)}: {cells[row]!r} is too large; expected at most {LARGEST:g}"
+                f"{table.at(row, name)}: {quoted(cells[row])} is too large; expected at most {LARGEST:g}"
             )
     return Numbers(name, np.array([math.nan if value is None else value for value in values]))
 
@@ -101,7 +102,7 @@ def _categories(table: Table, name: str, cells: list[str], first: int) -> Catego
     names = in_order({cell for cell in cells if cell})
     if len(names) > CATEGORIES:
         raise DataError(
-            f"{table.at(first, name)}: {cells[first][:40]!r} is not a number, and {len(names):,} different values are "
+            f"{table.at(first, name)}: {quoted(cells[first])} is not a number, and {len(names):,} different values are "
             f"too many for categories (at most {CATEGORIES}); leave the column out of the table or of `features`"
         )
     code = {category: index for index, category in enumerate(names)}

@@ -15,13 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_client.files import write_durably
+from edge_client.files import read_regular, write_durably
 from models.datasets import encodings, files, shakespeare
 from models.datasets.dataset import DataError
 from models.datasets.encodings import Encoding, Kind
 
 TRAIN, TEST, ENCODING = "tokens_train.npy", "tokens_test.npy", "encoding.json"
 HELD_OUT = 0.1
+TEXT_LIMIT_BYTES = 16 * 1024**3
+"""Largest text that is read; it is held in memory."""
 _PIECE = 1 << 20
 """Characters encoded together: about what bounds the memory that encoding takes."""
 
@@ -81,7 +83,7 @@ def prepare(
 def _read(path: Path) -> str:
     try:
         # decoded as it stands: reading as text would turn \r\n into \n
-        return path.read_bytes().decode("utf-8")
+        return read_regular(path, TEXT_LIMIT_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text at byte {error.start:,}") from error
     except OSError as error:

@@ -12,8 +12,9 @@ import io
 from dataclasses import dataclass
 from pathlib import Path
 
+from edge_client.files import read_regular
 from models.datasets.dataset import DataError
-from models.datasets.notation import nearest
+from models.datasets.quoting import column_name, column_names, nearest_column, one_byte, quoted
 
 DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab"}
 
@@ -39,15 +40,15 @@ class Table:
         """
         if column not in self.columns:
             raise DataError(
-                f"{self.path}: no column {column!r} for {purpose}{nearest(column, self.columns)}; "
-                f"its columns: {', '.join(self.columns)}"
+                f"{self.path}: no column {column!r} for {purpose}{nearest_column(column, self.columns)}; "
+                f"{column_names(self.columns)}"
             )
         place = self.columns.index(column)
         return [row[place] for row in self.rows]
 
     def at(self, row: int, column: str) -> str:
         """Where a cell stands, to begin an error message with."""
-        return f"{self.path}, line {self.lines[row]}, column {column!r}"
+        return f"{self.path}, line {self.lines[row]}, {column_name(column, self.columns)}"
 
 
 def read(path: Path) -> Table:
@@ -78,7 +79,7 @@ def read(path: Path) -> Table:
 
 def _decoded(path: Path) -> str:
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; `path` names the table to read") from None
     except OSError as error:
@@ -93,7 +94,7 @@ def _decoded(path: Path) -> str:
         start = before.rfind(b"\n") + 1
         line, column = before.count(b"\n") + 1, len(before[start:].decode("utf-8-sig", "replace")) + 1
         raise DataError(
-            f"{path}, line {line}, column {column}: byte 0x{content[len(before)]:02x} is not "
+            f"{path}, line {line}, column {column}: {one_byte(content[len(before)])} is not "
             "UTF-8; save the table as UTF-8 (spreadsheets call it 'CSV UTF-8')"
         ) from error
 
@@ -137,7 +138,7 @@ def _columns(header: list[str], path: Path) -> tuple[str, ...]:
     for place, name in enumerate(columns):
         if name in columns[:place]:
             raise DataError(
-                f"{path}, line 1: column name {name!r} stands twice, as column {columns.index(name) + 1} and "
+                f"{path}, line 1: column name {quoted(name)} stands twice, as column {columns.index(name) + 1} and "
                 f"{place + 1}; rename one"
             )
     return columns
@@ -147,10 +148,12 @@ def _wrong_count(path: Path, line: int, cells: list[str], columns: tuple[str, ..
     name = DELIMITERS[delimiter]
     amount = f"the row has {len(cells)} values for {len(columns)} columns"
     if len(cells) < len(columns):
-        missing = columns[len(cells)]
-        return f"{path}, line {line}, column {missing!r}: nothing there, {amount}; an empty value is two {name}s in a row"
+        missing = column_name(columns[len(cells)], columns)
+        return (
+            f"{path}, line {line}, {missing}: nothing there, {amount}; an empty value is two {name}s in a row"
+        )
     extra = cells[len(columns)]
     return (
-        f"{path}, line {line}, column {len(columns) + 1}: {extra!r} is beyond the last column, {amount}; "
+        f"{path}, line {line}, column {len(columns) + 1}: {quoted(extra)} is beyond the last column, {amount}; "
         f"a value with a {name} in it needs quotes"
     )

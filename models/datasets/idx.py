@@ -7,6 +7,7 @@ Nothing is guessed: a file that is not exactly this is refused, with what it sho
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import struct
 import zlib
@@ -15,7 +16,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.files import READ_LIMIT_BYTES, read_regular
 from models.datasets.dataset import DataError
+from models.datasets.quoting import first_bytes
 
 UNSIGNED_BYTE = 0x08
 GZIP = b"\x1f\x8b"
@@ -31,7 +34,7 @@ def read(path: Path, axes: int) -> npt.NDArray[np.uint8]:
     expected = bytes([0, 0, UNSIGNED_BYTE, axes])
     if content[:4] != expected:
         raise DataError(
-            f"{path}: starts with {content[:4].hex(' ') or 'nothing'}, expected {expected.hex(' ')} "
+            f"{path}: {first_bytes(content)}, expected {expected.hex(' ')} "
             f"(IDX, unsigned bytes, {axes} axes); {AGAIN}"
         )
     header = 4 + 4 * axes
@@ -51,9 +54,17 @@ AGAIN = "download it again"
 
 def _content(path: Path) -> bytes:
     try:
-        content = path.read_bytes()
-        return gzip.decompress(content) if content.startswith(GZIP) else content
+        content = read_regular(path)
+        return _inflated(path, content) if content.startswith(GZIP) else content
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: damaged gzip file, expected gzipped IDX ({error}); {AGAIN}") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _inflated(path: Path, content: bytes) -> bytes:
+    with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+        plain = file.read(READ_LIMIT_BYTES + 1)
+    if len(plain) > READ_LIMIT_BYTES:
+        raise DataError(f"{path}: inflates to more than {READ_LIMIT_BYTES:,} bytes, the most that is read")
+    return plain

@@ -13,6 +13,7 @@ from models.datasets import delimited, files
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import held_out
 from models.datasets.notation import nearest
+from models.datasets.quoting import quoted
 
 NAME = "financial_phrasebank.csv"
 ORIGIN = "https://www.kaggle.com/datasets/ankurzing/sentiment-analysis-for-financial-news"
@@ -62,7 +63,7 @@ def _classes(table: delimited.Table) -> npt.NDArray[np.int32]:
     for row, cell in enumerate(cells):
         if cell not in CLASSES:
             raise DataError(
-                f"{table.at(row, SENTIMENT)}: {cell!r} is none of {', '.join(CLASSES)}{nearest(cell, CLASSES)}"
+                f"{table.at(row, SENTIMENT)}: {quoted(cell)} is none of {', '.join(CLASSES)}{nearest(cell, CLASSES)}"
             )
     return np.array([CLASSES.index(cell) for cell in cells], np.int32)
 

@@ -7,15 +7,18 @@ label is the newline that ends the empty speech.
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.files import read_regular
 from models.datasets import files
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import take
+from models.datasets.quoting import quoted
 from models.labels import PADDING
 
 NAME = "tinyshakespeare.txt"
@@ -64,7 +67,7 @@ def load(data_dir: Path | None, length: int) -> Dataset:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return io.StringIO(read_regular(path).decode("utf-8"), newline=None).read()
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text at byte {error.start:,}; download it again") from error
     except OSError as error:
@@ -80,7 +83,7 @@ def _speeches(text: str, path: Path) -> dict[str, list[str]]:
         if head.endswith(":"):
             speakers.setdefault(head[:-1], []).append(speech)
         elif head:
-            raise DataError(f"{path}, line {line}: {head[:40]!r} begins a block, expected `SPEAKER:`")
+            raise DataError(f"{path}, line {line}: {quoted(head)} begins a block, expected `SPEAKER:`")
         line += block.count("\n")
     if not speakers:
         raise DataError(f"{path}: is empty, expected blocks that begin with `SPEAKER:`; download it again")

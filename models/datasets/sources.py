@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from models import user_code
 from models.datasets import digits, mnist, notation, own, phrasebank, shakespeare, synthetic, table
 from models.datasets.dataset import DataError, Dataset
 
@@ -41,7 +42,7 @@ def load(
         DataError: unknown name, missing or damaged file, or wrong content; says where and what to do.
     """
     check_name(name)
-    if ":" in name:
+    if is_code(name):
         return own.load(name, data_dir, seed)
     if length < 1 or vocab <= phrasebank.FIRST_WORD:
         raise DataError(
@@ -64,15 +65,19 @@ def load(
     return table.load(Path(path), seed, label=label, site=site, split=split, features=features)
 
 
+def is_code(name: str) -> bool:
+    """Whether a data set of this name is code of a user, to be imported."""
+    return ":" in name and "(" not in name
+
+
 def check_name(name: str) -> None:
     """Returns when `name` can be loaded, as far as can be told without reading anything.
 
     Raises:
         DataError: an unknown name, with the nearest known; or options that do not parse or are out of range.
     """
-    if ":" in name and "(" not in name:
-        module, _, function = name.partition(":")
-        if not all(part.isidentifier() for part in (*module.split("."), function)):
+    if is_code(name):
+        if not user_code.REFERENCE.fullmatch(name):
             raise DataError(f"data set {name!r} is not of the form package.module:function")
         return
     call = notation.parse(name)

@@ -15,6 +15,7 @@ from models.datasets.dataset import DataError, Dataset
 from models.datasets.delimited import Table
 from models.datasets.holdout import held_out
 from models.datasets.notation import nearest
+from models.datasets.quoting import column_names, quoted
 from models.datasets.standardise import standardised
 
 NO_LABEL = frozenset({"", "nan", "n/a", "null"})
@@ -110,7 +111,7 @@ def _roles(
     )
     if not chosen:
         raise DataError(
-            f"{table.path}: no column is left for features; its columns: {', '.join(table.columns)} "
+            f"{table.path}: no column is left for features; {column_names(table.columns)} "
             "(expected columns separated by commas, semicolons or tabs)"
         )
     return Roles(label, site or None, split or None, chosen, tuple(notes))
@@ -129,7 +130,7 @@ def _labels(table: Table, column: str) -> tuple[npt.NDArray[np.int32], tuple[str
     names = in_order(set(cells))
     if len(names) < 2:
         raise DataError(
-            f"{table.path}: every label in column {column!r} is {names[0]!r}; expected two classes or more"
+            f"{table.path}: every label in column {column!r} is {quoted(names[0])}; expected two classes or more"
         )
     if len(cells) >= 10 and len(names) > len(cells) // 2:
         raise DataError(
@@ -158,7 +159,7 @@ def _split(table: Table, column: str) -> npt.NDArray[np.bool_]:
     for row, cell in enumerate(cells):
         if cell not in ("train", "test"):
             raise DataError(
-                f"{table.at(row, column)}: {cell!r} is neither train nor test{nearest(cell, ('train', 'test'))}; if the "
+                f"{table.at(row, column)}: {quoted(cell)} is neither train nor test{nearest(cell, ('train', 'test'))}; if the "
                 'column is no split, name another one or set split = ""'
             )
     test = np.array([cell == "test" for cell in cells])

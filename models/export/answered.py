@@ -25,6 +25,8 @@ from edge_client.wire.manifest import ManifestError
 _CODE = ("models", "edge_client", "strategies")
 _LIBRARIES = ("torch", "numpy", "litert-torch", "litert-converter", "ai-edge-litert")
 _OURS = "models.zoo."
+ARTIFACTS = "artifacts"
+"""Folder of the cache in which artifacts and their manifests lie."""
 
 
 def known(model: str) -> bool:
@@ -51,7 +53,7 @@ def find(folder: Path, digest: str) -> tuple[Path, Path] | None:
     """The artifact and its manifest, if both are there and whole; None where the model has to be traced."""
     try:
         named = json.loads(_place(folder, digest).read_text("utf-8"))
-        tflite, manifest = (folder / "artifacts" / named[kind] for kind in ("tflite", "manifest"))
+        tflite, manifest = (folder / ARTIFACTS / named[kind] for kind in ("tflite", "manifest"))
         described = manifests.from_json(manifest.read_bytes(), str(manifest))
         manifests.require_file(described, tflite.read_bytes(), str(tflite))
     except (OSError, ValueError, KeyError, TypeError, ManifestError):

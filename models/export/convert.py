@@ -56,6 +56,7 @@ from edge_client.wire.manifest import (
 from edge_client.wire.strict import Unfit
 from models import adaptation, zoo
 from models.export import cache, held
+from models.export.answered import ARTIFACTS
 from models.export.operators import ForeignOperator, minimum_runtime, operators
 from models.export.request import ExportRequest
 from models.export.trace import NotConvertible, NotTraceable, Traced, traced
@@ -167,7 +168,7 @@ def convert(request: ExportRequest, cache_dir: Path) -> dict[str, Any]:
     spec = _spec(request)
     program: Program = watch.timed("trace", lambda: _program(spec, request.batch_size))
     draft = _draft(request, spec, program)
-    folder = cache_dir / "artifacts"
+    folder = cache_dir / ARTIFACTS
     key = cache.key_of(program.content, draft.to_json(), program.makers)
     with cache.locked(folder, key):
         entry = cache.find(folder, key)

@@ -12,16 +12,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from edge_client.process import worker_environment
+from edge_client.process import Launch
 from edge_client.wire.strict import Unfit, parse
 from models.export import answered
+from models.export.answered import ARTIFACTS
 
 TIMEOUT_SECONDS = 1800.0
 
@@ -81,11 +81,18 @@ class Exported:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-def export(request: ExportRequest, cache_dir: Path, *, code_folder: Path | None = None) -> Exported:
+def export(
+    request: ExportRequest,
+    cache_dir: Path,
+    *,
+    code_folder: Path | None = None,
+    launch: Launch | None = None,
+) -> Exported:
     """The artifact of a model, converted now or found in `cache_dir`.
 
     Args:
         code_folder: where a user's own `package.module` is looked for; the working directory by default.
+        launch: how the process that converts is started.
 
     Raises:
         ExportError: the model is unknown or wrong, LiteRT cannot train it, or the conversion broke down.
@@ -99,14 +106,15 @@ def export(request: ExportRequest, cache_dir: Path, *, code_folder: Path | None 
     if digest is not None and (found := answered.find(folder, digest)) is not None:
         return Exported(*found, cached=True)
     document = {"request": asked, "cache_dir": str(folder)}
+    launch = launch or Launch()
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "models.export.convert"],
+            launch.command("-m", "models.export.convert"),
             input=json.dumps(document),
             capture_output=True,
             text=True,
             cwd=where,
-            env=worker_environment(),
+            env=launch.environment(),
             timeout=TIMEOUT_SECONDS,
             check=False,
         )
@@ -114,7 +122,7 @@ def export(request: ExportRequest, cache_dir: Path, *, code_folder: Path | None 
         raise ExportError(
             f"exporting {request.model} took more than {TIMEOUT_SECONDS:.0f} s and was stopped"
         ) from None
-    exported = _answer(request, done)
+    exported = _answer(request, done, folder)
     if digest is not None and answered.digest(asked) == digest:  # nobody edited our code meanwhile
         answered.keep(folder, digest, exported.tflite, exported.manifest)
     return exported
@@ -137,14 +145,16 @@ def _require_converter() -> None:
         )
 
 
-def _answer(request: ExportRequest, done: subprocess.CompletedProcess[str]) -> Exported:
+def _answer(request: ExportRequest, done: subprocess.CompletedProcess[str], cache_dir: Path) -> Exported:
     try:
         answer = json.loads(done.stdout)
     except ValueError:
         raise ExportError(f"exporting {request.model}: {_breakdown(done)}") from None
     if "error" in answer:
         raise ExportError(f"exporting {request.model}: {answer['error']}")
-    return Exported(Path(answer["tflite"]), Path(answer["manifest"]), answer["cached"], answer["seconds"])
+    # A process that ran a user's code may name any path; only what lies in the cache is its answer.
+    tflite, manifest = (cache_dir / ARTIFACTS / Path(answer[kind]).name for kind in ("tflite", "manifest"))
+    return Exported(tflite, manifest, answer["cached"], answer["seconds"])
 
 
 def _breakdown(done: subprocess.CompletedProcess[str]) -> str:

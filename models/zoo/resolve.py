@@ -71,7 +71,7 @@ def find(
         if options:
             raise ModelNotFound(f"model {name!r} is a file and has no options, got {', '.join(options)}")
         return _of_file(name, input_shape, classes, input_dtype, task)
-    builder = user_code.load(name) if ":" in name else _installed(name)
+    builder = user_code.load(name) if user_code.is_reference(name) else _installed(name)
     try:
         built = builder(input_shape=input_shape, classes=classes, **options)
     except (TypeError, ValueError) as error:

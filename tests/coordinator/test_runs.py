@@ -136,7 +136,7 @@ def test_data_that_only_devices_hold_is_scored_by_the_devices(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_run_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
     document = {**DIGITS, "model": {"name": "no_such_package:build"}}
-    with services_in(tmp_path / "home") as services:
+    with services_in(tmp_path / "home", allow_code=("no_such_package:build",)) as services:
         run = carried(services, document)
         assert run.state == "failed"
         assert "no_such_package" in run.error

@@ -53,10 +53,11 @@ def test_few_params_trained_federatedly_improve_the_model_for_a_twentieth_of_the
 
 
 def test_daemons_train_a_head_and_the_model_they_end_with_can_be_compressed(tmp_path: Path) -> None:
-    document = experiment(shipped_in(tmp_path, RESNET), RESNET, rounds=6, adapt="head")
+    (models := tmp_path / "models").mkdir()
+    document = experiment(shipped_in(models, RESNET), RESNET, rounds=6, adapt="head")
     document["federation"] |= {"clients": 3, "clients_per_round": 3}
     parts = shares(experiments.resolve(document, "test"))
-    with local_fleet(tmp_path) as fleet:
+    with local_fleet(tmp_path / "fleet", ["--allow-path", str(models)]) as fleet:
         for number, share in enumerate(parts):
             fleet.add(f"device-{number}", CONFIG, share).start()
         run = following.submit(fleet.client, document, [])

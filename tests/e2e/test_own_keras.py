@@ -95,7 +95,7 @@ def test_daemons_train_it_as_any_model(folder: Path, tmp_path: Path, monkeypatch
         "federation": {"clients": 2, "clients_per_round": 2, "rounds": 2, "runtimes": {"litert": 1}},
     }
     config = {"runtimes": ["litert"], "data": {"digits": {"kind": "numpy", "path": "data.npz"}}}
-    with local_fleet(tmp_path) as fleet:
+    with local_fleet(tmp_path, ["--allow-code", "mine:build"]) as fleet:
         for number, share in enumerate(shares(experiments.resolve(document, "test"))):
             fleet.add(f"device-{number}", config, share).start()
         run = following.submit(fleet.client, document, [])

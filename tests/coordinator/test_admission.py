@@ -1,0 +1,235 @@
+"""What an experiment that came over the operator API may name: code, files and versions; the rest is refused unread."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator import admission
+from coordinator.db import runs as rows
+from coordinator.errors import Refusal, UserError
+from coordinator.experiment import resolve
+from coordinator.registry import folders, register
+from coordinator.registry.register import Sent
+from coordinator.runs import RunService
+from coordinator.services import Services
+from edge_client.files import READ_LIMIT_BYTES
+from tests.coordinator.registry.test_api import client_of, code_of
+from tests.support import model_folders as left
+from tests.support.fake_devices import answering
+from tests.support.services import services_in
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[Services]:
+    home = tmp_path_factory.mktemp("coordinator") / "home"
+    with services_in(home, data_dir=data, allow_code=("mine:build", "mine:load")) as opened:
+        yield opened
+
+
+def admitted(services: Services, **tables: Any) -> Any:
+    return admission.admit(resolve(tables, "experiment", "devices"), services)
+
+
+def refused(services: Services, **tables: Any) -> UserError:
+    """The refusal of an experiment; no run is made of it."""
+    with pytest.raises(UserError) as told:
+        RunService(services, answering).create(tables)
+    assert services.database.read(rows.live) == []
+    return told.value
+
+
+CODE = [
+    {"model": {"name": "torch.hub:load", "repo_or_dir": "/tmp", "model": "evil", "source": "local"}},
+    {"model": {"name": "os:system"}},
+    {"model": {"name": "mine:load_more"}},
+    {"model": {"name": "mine.sub:build"}},
+    {"model": {"name": "other.mine:build"}},
+    {"model": {"name": "mine:build:x"}},
+    {"model": {"name": " mine:build"}},
+    {"model": {"name": "mine:build.__globals__"}},
+    {"data": {"dataset": "os:abort"}},
+    {"data": {"dataset": "mine:other", "input_shape": [4], "classes": 2}},
+]
+
+
+@pytest.mark.parametrize("tables", CODE, ids=lambda tables: str(next(iter(tables.values()))))
+def test_code_that_is_not_listed_is_refused_with_what_to_do(
+    services: Services, tables: dict[str, Any]
+) -> None:
+    error = refused(services, **tables)
+    (table, options), *_ = tables.items()
+    name = options.get("name") or options["dataset"]
+    assert error.code == "code_not_allowed"
+    for words in (f"{table}.", repr(name), f"fedloop serve --allow-code {name}"):
+        assert words in str(error)
+
+
+NESTED = [
+    {"model": {"name": "adapted", "base": "os:system", "base_options": {}, "adapt": "head", "backbone": "/dev/zero"}},
+    {"model": {"name": "cnn", "hidden": "os:system"}},
+    {"model": {"name": "cnn", "teacher": "os:system"}},
+    {"model": {"name": "cnn", "adapt": "os:system", "init": "digits:1"}},
+    {"model": {"name": "cnn", "init": {"module": "os:system"}}},
+    {"data": {"dataset": "os.path:join:x"}},
+    {"data": {"dataset": "mine:build.__globals__"}},
+    {"data": {"dataset": "digits", "partition": "os:system"}},
+    {"data": {"dataset": "digits(os:abort)"}},
+    {"strategy": {"name": "os:system"}},
+    {"strategy": {"name": "fedavg", "weighting": "os:system"}},
+    {"data": {"dataset": "digits", "tokenizer": "os:system"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tables", NESTED, ids=str)
+def test_no_other_key_is_a_way_to_code(services: Services, tables: dict[str, Any]) -> None:
+    assert refused(services, **tables).code == "bad_input"
+
+
+def test_listed_code_the_catalog_and_installed_models_are_admitted(services: Services) -> None:
+    for name in ("mine:build", "cnn", "logreg"):
+        assert admitted(services, model={"name": name}).model.name == name
+    assert admitted(services, data={"dataset": "mine:load"}).data.dataset == "mine:load"
+
+
+def test_a_run_whose_code_is_not_listed_any_more_does_not_go_on(services: Services) -> None:
+    experiment = resolve({"model": {"name": "was:allowed"}}, "experiment", "devices")
+    with pytest.raises(UserError, match="--allow-code was:allowed"):
+        admission.require_code(experiment, services.settings)
+
+
+@pytest.fixture
+def special(tmp_path: Path, data: Path) -> dict[str, Path]:
+    """Paths that are no file in the data folder."""
+    os.mkfifo(data / "pipe.csv")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(data / "socket.csv"))
+    (data / "folder.csv").mkdir()
+    (data / "token.csv").symlink_to(tmp_path / "outside.csv")
+    (tmp_path / "outside.csv").write_text("secret,label\n1,2\n")
+    (data / "out").symlink_to(tmp_path)
+    (data / "round.csv").symlink_to(data / "round.csv")
+    (data / "zero.csv").symlink_to("/dev/zero")
+    with (data / "huge.csv").open("wb") as file:
+        file.truncate(READ_LIMIT_BYTES + 1)
+    yield {
+        "device": Path("/dev/zero"), "users": Path("/etc/shadow"), "process": Path("/proc/self/environ"),
+        "above": data / ".." / "outside.csv", "absent outside": tmp_path / "none.csv",
+        "link to a file": data / "token.csv", "link to a folder": data / "out" / "outside.csv",
+        "link to a device": data / "zero.csv", "through a process": Path("/proc/self/cwd/x.csv"),
+        "pipe": data / "pipe.csv", "socket": data / "socket.csv", "folder": data / "folder.csv",
+        "circle": data / "round.csv", "absent": data / "none.csv", "huge": data / "huge.csv", "data folder": data,
+    }  # fmt: skip
+    for path in data.iterdir():
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+OUTSIDE = (
+    "device", "users", "process", "above", "absent outside", "link to a file", "link to a folder",
+    "link to a device", "through a process",
+)  # fmt: skip
+INSIDE = {
+    "pipe": "it is a pipe", "socket": "it is a socket", "folder": "it is a folder", "data folder": "it is a folder",
+    "circle": "symbolic links", "absent": "No such file", "huge": "expected at most",
+}  # fmt: skip
+
+
+def naming(key: str, path: Path) -> dict[str, dict[str, Any]]:
+    """An experiment that names the file in this key."""
+    if key == "data.path":
+        return {"data": {"dataset": "csv", "path": str(path)}}
+    return {"model": {"name": "cnn", "init": str(path)}}
+
+
+@pytest.mark.parametrize("key", ["data.path", "model.init"])
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_files_outside_of_the_data_folders_are_refused(
+    services: Services, special: dict[str, Path], data: Path, key: str, kind: str
+) -> None:
+    error = refused(services, **naming(key, special[kind]))
+    assert error.code == "path_not_allowed"
+    for words in (key, str(data), "--allow-path"):
+        assert words in str(error)
+
+
+@pytest.mark.parametrize("key", ["data.path", "model.init"])
+@pytest.mark.parametrize("kind", INSIDE)
+def test_what_is_no_regular_file_or_too_large_is_refused(
+    services: Services, special: dict[str, Path], key: str, kind: str
+) -> None:
+    error = refused(services, **naming(key, special[kind]))
+    assert error.code == "bad_file"
+    assert key in str(error) and INSIDE[kind] in str(error)
+
+
+def test_a_keras_file_is_a_file_as_any(services: Services, data: Path) -> None:
+    outside = {"name": "/etc/net.keras"}
+    assert refused(services, model=outside).code == "path_not_allowed"
+    assert refused(services, model={"name": str(data / "net.keras")}).code == "bad_file"
+    assert refused(services, model={"name": "os:system.keras"}).code == "path_not_allowed"
+
+
+def test_a_regular_file_is_admitted_also_by_a_link_within_the_folder(services: Services, data: Path) -> None:
+    (data / "rows.csv").write_text("x,label\n1,2\n")
+    (data / "current.csv").symlink_to(data / "rows.csv")
+    for name in ("rows.csv", "current.csv"):
+        tables = {"dataset": "csv", "path": str(data / name)}
+        assert admitted(services, data=tables).data.path == str(data / name)
+
+
+def test_without_data_folders_no_file_is_admitted(tmp_path: Path) -> None:
+    with services_in(tmp_path / "home") as services:
+        error = refused(services, data={"dataset": "csv", "path": "/etc/hostname"})
+    assert error.code == "path_not_allowed"
+    assert "reads none that experiments name" in str(error)
+
+
+def test_absent_files_elsewhere_are_told_like_present_ones(services: Services) -> None:
+    absent, present = (
+        str(refused(services, data={"dataset": "csv", "path": path}))
+        for path in ("/etc/absent", "/etc/hostname")
+    )
+    assert absent.replace("absent", "hostname") == present
+
+
+def test_a_version_of_the_registry_is_where_a_model_begins(services: Services, tmp_path: Path) -> None:
+    left.pretrained(tmp_path / "run")
+    kind, contents = folders.gather(tmp_path / "run")
+    for content in contents.values():
+        services.incoming_models.write(content.sha256, 0, content.place.read_bytes())
+    sent = {path: Sent(content.sha256, content.size_bytes) for path, content in contents.items()}
+    register.register(services, "digits", kind, sent)
+    client = client_of(services)
+    client.put("/models/digits/aliases/champion", json={"version": 1})
+
+    found = admitted(services, model={"name": "cnn", "init": "digits@champion"})
+
+    assert found.model.init == "digits:1"
+    assert admission.init_params(found, services) == (tmp_path / "run" / "model.safetensors").read_bytes()
+    for init in ("digits:2", "digits@other", "none:1"):
+        with pytest.raises(Refusal) as told:
+            admitted(services, model={"name": "cnn", "init": init})
+        assert told.value.status == 404
+
+
+def test_the_api_answers_with_a_code(services: Services) -> None:
+    client = client_of(services)
+    for tables, code in (
+        ({"model": {"name": "os:system"}}, "code_not_allowed"),
+        ({"model": {"name": "cnn", "init": "/dev/zero"}}, "path_not_allowed"),
+    ):
+        assert code_of(client.post("/runs", json={"experiment": tables})) == (422, code)
+    by_settings = client.post("/runs", json={"experiment": {}, "sets": ["data.dataset=os:abort"]})
+    as_text = client.post("/runs", json={"experiment": '[model]\nname = "os:abort"\n'})
+    assert code_of(by_settings) == code_of(as_text) == (422, "code_not_allowed")
