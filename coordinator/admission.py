@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from coordinator.db.registry import VersionRow
 from coordinator.errors import UserError
@@ -23,7 +23,7 @@ from coordinator.registry.kinds import PARAMS
 from coordinator.registry.references import is_version, reference
 from coordinator.services import Services
 from coordinator.settings import Settings
-from edge_client.files import is_beneath, open_beneath, read_regular
+from edge_client.files import is_beneath, open_beneath, read_all, read_regular
 from models import user_code
 from models.datasets import sources
 
@@ -73,7 +73,7 @@ def init_params(experiment: Experiment, services: Services) -> bytes | None:
     if is_version(init):
         return read_regular(services.blobs.path(_params_of(_version(init, services))))
     with _opened("model.init", init, services.settings) as file:
-        return file.read()
+        return read_all(file)
 
 
 def _not_allowed(key: str, name: str, more: str = "") -> UserError:
@@ -99,7 +99,7 @@ def _require_file(key: str, path: str, settings: Settings) -> None:
     _opened(key, path, settings).close()
 
 
-def _opened(key: str, path: str, settings: Settings) -> BinaryIO:
+def _opened(key: str, path: str, settings: Settings) -> BufferedReader:
     folders = settings.folders
     try:
         if not is_beneath(Path(path), folders):

@@ -117,6 +117,8 @@ def import_(
             kind, contents = onnx_models.imported(path, model, option or [], Path(scratch))
         else:
             kind, contents = folders.imported(path)
+            if path.is_dir() and (pickles := folders.pickles(path)):
+                typer.echo(f"left out, files of Python pickles: {', '.join(pickles)}", err=True)
         with _named(path):
             examine(kind, contents)
         _added(kind, contents, name, parent or [], False, coordinator, as_json)

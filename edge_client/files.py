@@ -12,8 +12,8 @@ import stat
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers of the errors that say that a disk is full, or has no more for us."""
@@ -94,7 +94,7 @@ def file_sha256(path: Path, going: Callable[[], None] = lambda: None) -> str:
     return digest.hexdigest()
 
 
-def open_regular(path: Path, limit_bytes: int = READ_LIMIT_BYTES) -> BinaryIO:
+def open_regular(path: Path, limit_bytes: int = READ_LIMIT_BYTES) -> BufferedReader:
     """A regular file, opened for reading. Links are followed.
 
     Raises:
@@ -109,7 +109,12 @@ def open_regular(path: Path, limit_bytes: int = READ_LIMIT_BYTES) -> BinaryIO:
 def read_regular(path: Path, limit_bytes: int = READ_LIMIT_BYTES) -> bytes:
     """The content of a regular file. Raises: OSError: as `open_regular`."""
     with open_regular(path, limit_bytes) as file:
-        return file.read(limit_bytes)
+        return read_all(file)
+
+
+def read_all(file: BufferedReader) -> bytes:
+    """What an opened file holds, by its size now: one that grows meanwhile is not followed."""
+    return file.read(os.fstat(file.fileno()).st_size)
 
 
 def is_beneath(path: Path, folders: Iterable[Path]) -> bool:
@@ -117,7 +122,7 @@ def is_beneath(path: Path, folders: Iterable[Path]) -> bool:
     return _folder_of(_followed(path), folders) is not None
 
 
-def open_beneath(path: Path, folders: Iterable[Path], limit_bytes: int = READ_LIMIT_BYTES) -> BinaryIO:
+def open_beneath(path: Path, folders: Iterable[Path], limit_bytes: int = READ_LIMIT_BYTES) -> BufferedReader:
     """As `open_regular`, for a file in one of `folders`. Whoever swaps links meanwhile gains nothing.
 
     Raises:
@@ -155,7 +160,7 @@ _READING = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _PASSING = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-def _opened(handle: int, limit_bytes: int) -> BinaryIO:
+def _opened(handle: int, limit_bytes: int) -> BufferedReader:
     try:
         require_regular(os.fstat(handle), limit_bytes)
         return os.fdopen(handle, "rb")

@@ -8,16 +8,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coordinator.errors import UserError
+from coordinator.releases.roles import TARGET_LIMIT_BYTES
+from edge_client.files import is_beneath, open_beneath, open_regular
 from edge_client.wire import arrays
 from edge_client.wire.arrays import FilePayload, Header
 from edge_client.wire.strict import Unfit, loads
 
+LIMIT_BYTES = TARGET_LIMIT_BYTES
+"""Largest file of a version."""
+_PNG = b"\x89PNG\r\n\x1a\n"
 DOCUMENT_LIMIT_BYTES = 16 * 2**20
 """Largest JSON document of a version that is read."""
 
@@ -35,10 +41,25 @@ Contents = Mapping[str, Content]
 """Path within the version -> the file."""
 
 
-def content_of(place: Path) -> Content:
-    """The file at `place`. Raises: UserError: it cannot be read."""
+def content_of(place: Path, folder: Path | None = None) -> Content:
+    """The file at `place`; `folder`: from elsewhere, whose links must not lead out of it.
+
+    Raises:
+        UserError: it cannot be read, is no regular file, is too large, or lies outside of `folder`.
+    """
     try:
-        return Content(place, arrays.sha256_of(place), place.stat().st_size)
+        if folder is not None and not is_beneath(place, [folder]):
+            raise UserError(
+                f"{place}: is a link that leads out of {folder}; copy the folder with the files themselves "
+                f"(cp -rL {folder} COPY) and take that"
+            )
+        with (
+            open_regular(place, LIMIT_BYTES)
+            if folder is None
+            else open_beneath(place, [folder], LIMIT_BYTES) as file
+        ):
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return Content(place, digest, file.tell())
     except OSError as error:
         raise UserError(f"{place}: {error.strerror}") from None
 
@@ -98,6 +119,36 @@ def require_tflite(contents: Contents, path: str) -> None:
     with content.place.open("rb") as file:
         if file.read(8)[4:] != b"TFL3":
             raise UserError(f"{path} is not a .tflite file: the mark TFL3 is missing", "bad_file")
+
+
+def require_told(contents: Contents, path: str) -> None:
+    """Lets a document or picture pass that is what its name says: JSON, TOML, text or PNG.
+
+    Raises:
+        UserError: `bad_document`, `bad_file`.
+    """
+    place, suffix = contents[path].place, Path(path).suffix
+    if suffix == ".json":
+        document(contents, path)
+        return
+    if suffix == ".png":
+        with place.open("rb") as file:
+            if file.read(len(_PNG)) != _PNG:
+                raise UserError(f"{path} is not a PNG file", "bad_file")
+        return
+    if contents[path].size_bytes > DOCUMENT_LIMIT_BYTES:
+        raise UserError(
+            f"{path} has {contents[path].size_bytes} bytes, expected at most {DOCUMENT_LIMIT_BYTES}",
+            "bad_file",
+        )
+    try:
+        text = place.read_bytes().decode("utf-8")
+        if suffix == ".toml":
+            tomllib.loads(text)
+    except ValueError:
+        raise UserError(
+            f"{path} is not {'TOML' if suffix == '.toml' else 'text in UTF-8'}", "bad_file"
+        ) from None
 
 
 def about_tensors(headers: Mapping[str, Header]) -> dict[str, Any]:

@@ -6,34 +6,23 @@ Arrays, checkpoints and logs stay where they are.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 from coordinator.errors import UserError
 from coordinator.registry.contents import Content, content_of, document
 from coordinator.registry.kinds import (
+    FILES,
     HF_CONFIG,
     HF_INDEX,
     LINEAGE,
-    MODEL,
     PARAMS,
-    REPORT,
     Kind,
     is_compression,
 )
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
 
-_TOLD = (
-    LINEAGE,
-    REPORT,
-    MODEL,
-    "config.toml",
-    "pipeline.toml",
-    "experiment.toml",
-    "rounds.csv",
-    "curves.png",
-    "pareto.png",
-)
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
 _SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
 
@@ -49,8 +38,8 @@ def gather(folder: Path) -> Gathered:
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder")
     if (folder / MANIFEST_NAME).is_file():
-        return "inference", _files(folder, (MANIFEST_NAME, MODEL_NAME, REPORT))
-    found = _files(folder, (PARAMS, MODEL_NAME, *_TOLD))
+        return "inference", _files(folder, FILES["inference"])
+    found = _files(folder, FILES["compressed"])
     if LINEAGE in found and is_compression(document(found, LINEAGE)):
         return "compressed", found
     if PARAMS in found:
@@ -92,9 +81,8 @@ _PICKLE_WORDS = (
 def _hugging_face(folder: Path) -> dict[str, Content]:
     shards = sorted(each.name for each in folder.glob("*.safetensors") if _SHARD.fullmatch(each.name))
     if not shards:
-        pickles = sorted(each.name for each in folder.iterdir() if each.suffix in _PICKLED)
-        if pickles:
-            raise UserError(f"{folder / pickles[0]}: {_PICKLE_WORDS}")
+        if found := pickles(folder):
+            raise UserError(f"{folder / found[0]}: {_PICKLE_WORDS}")
         raise UserError(f"{folder}: has no .safetensors files")
     if not (folder / HF_CONFIG).is_file():
         raise UserError(f"{folder}: has no {HF_CONFIG}; expected a Hugging Face folder, or name one file")
@@ -103,4 +91,9 @@ def _hugging_face(folder: Path) -> dict[str, Content]:
 
 
 def _files(folder: Path, names: tuple[str, ...]) -> dict[str, Content]:
-    return {name: content_of(folder / name) for name in names if (folder / name).is_file()}
+    return {name: content_of(folder / name, folder) for name in names if os.path.lexists(folder / name)}
+
+
+def pickles(folder: Path) -> list[str]:
+    """Names of the files of pickles in a folder from elsewhere, which are left where they are."""
+    return sorted(each.name for each in folder.iterdir() if each.suffix in _PICKLED)

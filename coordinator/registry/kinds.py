@@ -29,8 +29,10 @@ from coordinator.registry.contents import (
     figures,
     identity,
     require_tflite,
+    require_told,
     tensors,
 )
+from coordinator.registry.onnx_structure import external_files
 from coordinator.registry.references import digest
 from edge_client.wire import inference
 from edge_client.wire.arrays import Header
@@ -44,6 +46,28 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 PARAMS, LINEAGE, REPORT, MODEL = "model.safetensors", "lineage.json", "report.json", "model.json"
 ONNX, ONNX_ABOUT = "model.onnx", "onnx.json"
 HF_CONFIG, HF_INDEX = "config.json", "model.safetensors.index.json"
+TOLD = (
+    LINEAGE,
+    REPORT,
+    MODEL,
+    "config.toml",
+    "pipeline.toml",
+    "experiment.toml",
+    "rounds.csv",
+    "curves.png",
+    "pareto.png",
+)
+"""What pretrain, simulate, run and compress tell of their model beside it."""
+
+FILES: Mapping[Kind, tuple[str, ...]] = {
+    "params": (PARAMS, *TOLD),
+    "compressed": (PARAMS, MODEL_NAME, *TOLD),
+    "inference": (MANIFEST_NAME, MODEL_NAME, REPORT),
+    "weights": (HF_CONFIG, HF_INDEX),
+    "tflite": (MODEL_NAME,),
+    "onnx": (ONNX, ONNX_ABOUT, PARAMS, MODEL),
+}
+"""What versions of each kind may hold; also `weights` any safetensors, and `onnx` the files that it says its weights are in."""
 
 _MODEL_KEYS = ("name", "options", "input_shape", "classes", "input_dtype", "task", "precision")
 _ONNX_KEYS = ("ir_version", "opset", "producer", "inputs", "outputs")
@@ -54,10 +78,11 @@ def examine(kind: Kind, contents: Contents) -> NewVersion:
     """What there is to register of these files.
 
     Raises:
-        UserError: `missing_file`, `bad_document`, `bad_file`, or `hash_mismatch`: a file is not the one that the
-            documents beside it tell of.
+        UserError: `missing_file`, `extra_file`, `bad_document`, `bad_file`, or `hash_mismatch`: a file is not the one
+            that the documents beside it tell of.
     """
     stage, inputs, metrics, about = _READERS[kind](contents)
+    _require_named(kind, contents)
     _require_plain(about, "about")
     _require_plain(metrics, "metrics")
     return NewVersion(
@@ -206,6 +231,12 @@ def _onnx(contents: Contents) -> _Found:
     told = document(contents, ONNX_ABOUT)
     _require_hash(contents, ONNX, ONNX_ABOUT, "sha256", told.get("sha256"))
     external = _table(told, "external")
+    if external.keys() != (found := external_files(contents, ONNX)):
+        raise UserError(
+            f"{ONNX} has weights in {', '.join(sorted(found))[:200] or 'no other file'}, and {ONNX_ABOUT} tells of "
+            f"{', '.join(sorted(external))[:200] or 'none'}",
+            "bad_file",
+        )
     for path, expected in external.items():
         _require_hash(contents, path, ONNX_ABOUT, "external", expected)
     about: dict[str, Any] = {
@@ -228,6 +259,24 @@ _READERS: Mapping[Kind, Callable[[Contents], _Found]] = {
     "tflite": _tflite,
     "onnx": _onnx,
 }
+
+
+def _require_named(kind: Kind, contents: Contents) -> None:
+    """Refuses files that a version of this kind does not have, such as a pickle beside safetensors, or that are something
+    else than their names say. What is read further has its own checks.
+    """
+    named = set(FILES[kind])
+    if kind == "onnx":
+        named |= _table(document(contents, ONNX_ABOUT), "external").keys()
+    for path in contents:
+        if path in TOLD:
+            require_told(contents, path)
+        if path not in named and not (kind == "weights" and path.endswith(".safetensors")):
+            raise UserError(
+                f"{path[:100]} is no file of a version of kind {kind}, which has: {', '.join(sorted(named))}"
+                f"{' and files of safetensors' if kind == 'weights' else ''}; leave it out",
+                "extra_file",
+            )
 
 
 def _require_hash(contents: Contents, path: str, source: str, key: str, expected: object) -> None:

@@ -21,6 +21,7 @@ from models.datasets.dataset import DataError
 from models.datasets.quoting import first_bytes
 
 UNSIGNED_BYTE = 0x08
+_PIECE_BYTES = 1 << 20
 GZIP = b"\x1f\x8b"
 
 
@@ -63,8 +64,12 @@ def _content(path: Path) -> bytes:
 
 
 def _inflated(path: Path, content: bytes) -> bytes:
+    plain = bytearray()
     with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
-        plain = file.read(READ_LIMIT_BYTES + 1)
-    if len(plain) > READ_LIMIT_BYTES:
-        raise DataError(f"{path}: inflates to more than {READ_LIMIT_BYTES:,} bytes, the most that is read")
-    return plain
+        while piece := file.read(_PIECE_BYTES):
+            plain += piece
+            if len(plain) > READ_LIMIT_BYTES:
+                raise DataError(
+                    f"{path}: inflates to more than {READ_LIMIT_BYTES:,} bytes, the most that is read"
+                )
+    return bytes(plain)

@@ -20,11 +20,14 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from edge_client.files import read_regular
 from models import options
 from models.job import Job, JobError
 from models.zoo import ModelSpec
 
 HEADS = ("same", "new")
+LIMIT_BYTES = 64 * 1024**3
+"""Largest file of params that is read."""
 _LISTED = 8
 
 
@@ -54,8 +57,10 @@ def from_file(spec: ModelSpec, path: Path, *, new_head: bool) -> ModelSpec:
         JobError: the file cannot be read, or its tensors do not fit; lists those that do not.
     """
     try:
-        tensors = safetensors.numpy.load(path.read_bytes())
-    except (OSError, SafetensorError) as error:
+        tensors = safetensors.numpy.load(read_regular(path, LIMIT_BYTES))
+    except OSError as error:
+        raise JobError(f"{path}: {error.strerror}") from error
+    except SafetensorError as error:
         raise JobError(f"{path} is not a readable .safetensors file: {error}") from error
     problems = misfits(tensors, spec, new_head=new_head)
     if problems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,20 @@ def test_listed_code_the_catalog_and_installed_models_are_admitted(services: Ser
     assert admitted(services, data={"dataset": "mine:load"}).data.dataset == "mine:load"
 
 
-def test_a_run_whose_code_is_not_listed_any_more_does_not_go_on(services: Services) -> None:
+def test_a_run_whose_code_is_not_listed_any_more_does_not_go_on(tmp_path: Path) -> None:
     experiment = resolve({"model": {"name": "was:allowed"}}, "experiment", "devices")
-    with pytest.raises(UserError, match="--allow-code was:allowed"):
-        admission.require_code(experiment, services.settings)
+    document = experiment.model_dump(mode="json", exclude_none=True)
+    with services_in(tmp_path / "home") as services:
+        create = partial(
+            rows.create, run="r", name="n", experiment=document, notices=[], now=services.clock()
+        )
+        services.database.write(create).result()
+        service = RunService(services, answering)
+        service.start()
+        assert service.join("r", 60)
+        found = services.database.read(partial(rows.find, run="r"))
+    assert found is not None and found.state == "failed"
+    assert "fedloop serve --allow-code was:allowed" in found.error
 
 
 @pytest.fixture

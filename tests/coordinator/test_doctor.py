@@ -12,6 +12,7 @@ from rich.console import Console
 
 from coordinator import doctor, parts
 from coordinator.doctor import Finding
+from coordinator.sandbox import enter
 
 
 def found(findings: list[Finding], subject: str) -> Finding:
@@ -23,7 +24,7 @@ def test_every_part_of_the_installation_is_looked_at(tmp_path: Path) -> None:
     findings = doctor.examine(tmp_path)
     assert [each.subject for each in findings] == [
         "top-level names", "Python", "LiteRT clients", "PyTorch clients", "TensorFlow clients", "export to LiteRT",
-        "quantization", "ONNX", "reports", "data files", "machine",
+        "quantization", "ONNX", "reports", "data files", "sandbox", "machine",
     ]  # fmt: skip
     assert found(findings, "top-level names").level == "ok"
     assert found(findings, "data files") == Finding("data files", "ok", f"looked for in {tmp_path}")
@@ -46,6 +47,13 @@ def test_a_part_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.Mon
     assert finding == Finding(
         "TensorFlow clients", "note", "no-such-distribution not installed; pip install 'fedloop[tensorflow]'"
     )
+
+
+def test_a_machine_without_a_sandbox_is_told_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enter, "landlock_version", lambda: 0)
+    finding = found(doctor.examine(None), "sandbox")
+    assert finding.level == "note"
+    assert "no Landlock" in finding.words and "--no-sandbox" in finding.words
 
 
 def test_a_contested_name_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

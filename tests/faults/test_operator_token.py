@@ -12,11 +12,12 @@ import numpy as np
 import psutil
 import pytest
 
+from coordinator.api.deps import read_admin_token
 from coordinator.local_fleet import LocalFleet, local_fleet
 from coordinator.operator_client import Refused
 from coordinator.sandbox import enter
 from tests.support import spy
-from tests.support.cli import CACHE
+from tests.support.cli import CACHE, assert_refused, options, run_here
 from tests.support.require import require
 
 pytestmark = pytest.mark.slow
@@ -117,6 +118,16 @@ def test_code_that_is_merely_installed_never_runs(fleet: LocalFleet, folder: Pat
     assert refused(fleet, model={"name": "torch.hub:load", **hub}) == "code_not_allowed"
     assert refused(fleet, data={"dataset": "os:abort"}) == "code_not_allowed"
     assert not canary.exists()
+
+
+def test_the_command_says_what_the_administrator_is_to_do(fleet: LocalFleet, folder: Path) -> None:
+    env = {"FEDLOOP_COORDINATOR": fleet.operator_url, "FEDLOOP_ADMIN_TOKEN": read_admin_token(fleet.home)}
+    done = run_here("run", *options(["model.name=mine:build"]), cwd=folder, env=env)
+    assert_refused(
+        done, "model.name = 'mine:build'", "fedloop serve --allow-code mine:build", "fedloop.models"
+    )
+    done = run_here("run", *options(["model.init=start.safetensors"]), cwd=folder, env=env)
+    assert_refused(done, str(folder / "start.safetensors"), "--allow-path DIR", "digits:3")
 
 
 def test_endless_and_secret_files_are_refused_before_they_are_read(fleet: LocalFleet) -> None:

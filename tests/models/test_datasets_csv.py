@@ -305,6 +305,8 @@ def test_a_class_without_training_rows_is_said(path: Path) -> None:
 def test_a_table_that_is_not_there_is_told_without_a_traceback(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         load("csv", path=tmp_path / "absent.csv")
+    with pytest.raises(DataError, match="it is a device, expected a regular file"):
+        load("csv", path="/dev/zero")
     with pytest.raises(DataError, match="it is a folder, expected a regular file"):
         load("csv", path=tmp_path)
     with pytest.raises(DataError, match="needs `path`"):

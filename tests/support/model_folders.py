@@ -37,6 +37,21 @@ def tflite(seed: int) -> bytes:
     return b"\x1c\x00\x00\x00TFL3" + np.random.default_rng(seed).bytes(200)
 
 
+def onnx(*external: str, outputs: int = 1) -> bytes:
+    """A model of one node, with a tensor in each of these files; written by hand, as protobuf has it."""
+
+    def field(number: int, content: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(content)]) + content
+
+    def tensor(place: str) -> bytes:
+        return field(8, b"w") + field(13, field(1, b"location") + field(2, place.encode())) + b"\x70\x01"
+
+    graph = field(1, field(1, b"x") + field(2, b"y") + field(4, b"Relu")) + field(2, b"g")
+    graph += b"".join(field(5, tensor(each)) for each in external)
+    graph += field(12, field(1, b"y")) * outputs
+    return b"\x08\x0a" + field(8, b"\x10\x14") + field(7, graph)
+
+
 def released(source: bytes) -> bytes:
     """The file of a release that is made from this one."""
     return source + b"any number of rows"

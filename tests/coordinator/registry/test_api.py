@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from coordinator.app import operator_app
 from coordinator.db import registry
 from coordinator.metrics import Metrics
 from coordinator.registry import folders
-from coordinator.registry.contents import Content
+from coordinator.registry.contents import Content, content_of
 from coordinator.runs import RunService
 from coordinator.services import Services
 from tests.support import model_folders as left
@@ -307,6 +308,20 @@ def test_wrong_requests_are_told(admin: TestClient, tmp_path: Path) -> None:
     assert code_of(admin.get("/versions/digits:9")) == (404, "unknown_version")
     assert code_of(admin.get("/versions/digits:1/files/../x")) == (404, "not_found")
     assert code_of(admin.get("/versions/digits:1/files/x")) == (404, "unknown_file")
+
+
+def test_rubbish_and_pickles_are_refused_as_they_are_at_import(admin: TestClient, tmp_path: Path) -> None:
+    left.pretrained(tmp_path / "run")
+    kind, contents = folders.gather(tmp_path / "run")
+    left.write(tmp_path, "pytorch_model.bin", pickle.dumps({"weights": [1.0]}))
+    beside = {**contents, "pytorch_model.bin": content_of(tmp_path / "pytorch_model.bin")}
+    digest = left.write(tmp_path, "model.onnx", b"nothing of the kind")
+    left.write(tmp_path, "onnx.json", {"sha256": digest})
+    rubbish = {name: content_of(tmp_path / name) for name in ("model.onnx", "onnx.json")}
+    for files, sent_as, code in ((beside, kind, "extra_file"), (rubbish, "onnx", "bad_file")):
+        upload(admin, files)
+        assert code_of(admin.post("/models/digits/versions", json=asked(sent_as, files))) == (422, code)
+    assert admin.get("/models").json()["models"] == []
 
 
 def _together(calls: list[Callable[[], Any]]) -> list[Any]:

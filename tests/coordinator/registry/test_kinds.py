@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from coordinator.db.registry import Input, NewVersion
 from coordinator.errors import UserError
 from coordinator.registry import folders
-from coordinator.registry.contents import content_of
+from coordinator.registry.contents import LIMIT_BYTES, content_of
 from coordinator.registry.kinds import examine
 from edge_client.wire import arrays
 from tests.support import model_folders as left
@@ -213,7 +215,7 @@ def test_an_index_that_is_wrong_is_refused(tmp_path: Path) -> None:
 
 def test_an_onnx_file_is_the_one_that_its_document_tells_of(tmp_path: Path) -> None:
     told = {"opset": {"ai.onnx": 20}, "inputs": [], "outputs": []}
-    told["sha256"] = left.write(tmp_path, "model.onnx", b"graph")
+    told["sha256"] = left.write(tmp_path, "model.onnx", left.onnx("w.data"))
     told["external"] = {"w.data": left.write(tmp_path, "w.data", b"weights")}
     told["params_sha256"] = left.write(tmp_path, "model.safetensors", left.params(0))
     left.write(tmp_path, "onnx.json", told)
@@ -222,8 +224,8 @@ def test_an_onnx_file_is_the_one_that_its_document_tells_of(tmp_path: Path) -> N
     def version() -> Any:
         return examine("onnx", {name: content_of(tmp_path / name) for name in names})
 
-    found = version()
-    assert (found.stage, found.metrics["import"]) == ("import", {"bytes": 12, "parameters": 15})
+    found, size = version(), len(left.onnx("w.data")) + len(b"weights")
+    assert (found.stage, found.metrics["import"]) == ("import", {"bytes": size, "parameters": 15})
     assert found.about["opset"] == {"ai.onnx": 20}
     for name in names[:3]:
         kept = (tmp_path / name).read_bytes()
@@ -232,6 +234,102 @@ def test_an_onnx_file_is_the_one_that_its_document_tells_of(tmp_path: Path) -> N
             version()
         assert caught.value.code == "hash_mismatch"
         (tmp_path / name).write_bytes(kept)
+
+
+RUBBISH = {
+    "empty": b"",
+    "text": b"nothing of the kind",
+    "zeros": bytes(1000),
+    "pickle": pickle.dumps({"weights": [1.0, 2.0]}),
+    "safetensors": left.params(0),
+    "cut": left.onnx()[:-3],
+    "without outputs": left.onnx(outputs=0),
+    "another message": left.onnx()[2:],
+    "endless": b"\x08\x0a" * 600_000,
+    "too long": b"\x08\x0a\x3a\xff\xff\xff\xff\x0f",
+}
+
+
+def onnx_version(folder: Path, content: bytes, **external: str) -> NewVersion:
+    told = {"sha256": left.write(folder, "model.onnx", content), "external": external}
+    left.write(folder, "onnx.json", told)
+    names = ("model.onnx", "onnx.json", *external)
+    return examine("onnx", {name: content_of(folder / name) for name in names})
+
+
+@pytest.mark.parametrize("kind", RUBBISH)
+def test_rubbish_is_not_kept_as_onnx(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(UserError, match=r"model\.onnx is not an ONNX file") as told:
+        onnx_version(tmp_path, RUBBISH[kind])
+    assert told.value.code == "bad_file"
+
+
+def test_an_onnx_file_has_its_weights_where_its_document_says(tmp_path: Path) -> None:
+    assert onnx_version(tmp_path, left.onnx()).kind == "onnx"
+    digest = left.write(tmp_path, "w.data", b"weights")
+    for content, external in (
+        (left.onnx("../../pki/ca.key"), {}),
+        (left.onnx("w.data"), {}),
+        (left.onnx(), {"w.data": digest}),
+    ):
+        with pytest.raises(UserError, match="has weights in") as told:
+            onnx_version(tmp_path, content, **external)
+        assert told.value.code == "bad_file"
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "weights.pkl", "model.onnx", "run.sh", "sub/lineage.json"]
+)
+def test_a_file_that_the_kind_does_not_name_is_refused(tmp_path: Path, name: str) -> None:
+    left.pretrained(tmp_path / "params")
+    hugging_face(tmp_path / "weights")
+    left.release(tmp_path / "inference", 1, "e" * 64, left.tflite(1))
+    gathered = [folders.gather(tmp_path / "params"), folders.gather(tmp_path / "inference")]
+    left.write(tmp_path, name, pickle.dumps({}))
+    for kind, contents in (*gathered, folders.imported(tmp_path / "weights")):
+        with pytest.raises(UserError, match=re.escape(name)) as told:
+            examine(kind, {**contents, name: content_of(tmp_path / name)})
+        assert told.value.code == "extra_file"
+
+
+@pytest.mark.parametrize("name", ["curves.png", "rounds.csv", "config.toml", "pipeline.toml"])
+def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, name: str) -> None:
+    left.pretrained(tmp_path)
+    left.write(tmp_path, name, pickle.dumps({"a": [1.5]}))
+    assert refused(tmp_path) == "bad_file"
+
+
+def test_links_out_of_a_folder_from_elsewhere_are_not_followed(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"model_type": "secret"}')
+    for name in ("config.json", "model.safetensors"):
+        folder = tmp_path / name.partition(".")[0]
+        hugging_face(folder, sharded=False)
+        (folder / name).unlink()
+        (folder / name).symlink_to(secret)
+        with pytest.raises(UserError, match=r"leads out of .*cp -rL"):
+            folders.imported(folder)
+
+
+def test_links_within_a_folder_from_elsewhere_are_files(tmp_path: Path) -> None:
+    hugging_face(tmp_path, sharded=False)
+    (tmp_path / "blob").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").symlink_to("blob")
+    assert examine(*folders.imported(tmp_path)).about["parameters"] == 12
+
+
+def test_a_pipe_or_a_huge_file_in_a_folder_from_elsewhere_is_refused(tmp_path: Path) -> None:
+    hugging_face(tmp_path, sharded=False)
+    weights = tmp_path / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.truncate(LIMIT_BYTES + 1)
+    with pytest.raises(UserError, match="expected at most"):
+        folders.imported(tmp_path)
+    weights.unlink()
+    os.mkfifo(weights)
+    with pytest.raises(UserError, match="it is a pipe"):
+        folders.imported(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.pkl", "last.ckpt"])
