@@ -101,7 +101,7 @@ def _decoded(path: Path) -> str:
 
 def _delimiter(text: str) -> str:
     """The delimiter that splits the first line into most names; a comma when none does."""
-    first = next((line for line in text.splitlines() if line.strip()), "")
+    first = next((line for line in text.splitlines() if line.strip()), "")[: csv.field_size_limit()]
     return max(DELIMITERS, key=lambda delimiter: len(next(csv.reader([first], delimiter=delimiter), [])))
 
 
