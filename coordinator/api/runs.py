@@ -52,7 +52,11 @@ def runs_of(request: Request) -> RunService:
 
 @router.post("/runs", status_code=201)
 def create_run(asked: RunRequest, service: Annotated[RunService, Depends(runs_of)], services: Serving) -> Run:
-    """Starts a federated training on the fleet."""
+    """Starts a federated training on the fleet.
+
+    422 `code_not_allowed`, `path_not_allowed`: the experiment names code or a file that this coordinator does not take
+    from the API; the message says what its administrator can do.
+    """
     given = asked.experiment
     document = experiments.parsed(given, "experiment") if isinstance(given, str) else given
     return _shown(_found(services, service.create(document, asked.sets)))

@@ -38,21 +38,36 @@ _PASSED_PREFIXES = (
     "LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "TF_", "XLA_", "JAX_", "KERAS_", "TORCH_",
     "PYTORCH_", "CUDA_", "NVIDIA_",
 )  # fmt: skip
+_LONGEST_RULES = 100_000
+"""Characters of rules; Linux takes an argument of 131,072."""
 _BESIDE_A_DATABASE = ("", "-wal", "-shm", "-journal")
 
 
 def require(settings: Settings) -> None:
-    """Lets settings pass that do not run a user's code unconfined by accident.
+    """Lets settings pass under which workers can be confined, and find what they need.
 
     Raises:
-        UserError: `--allow-code` on a machine without a sandbox; or a data folder and the coordinator's own files are
-            not apart.
+        UserError: `--allow-code` on a machine without a sandbox; modules in a home directory; or the coordinator's own
+            files are not apart from the data, or lie among too many others.
     """
     if settings.allow_code and not settings.no_sandbox and (reason := enter.missing()):
         raise UserError(
             f"--allow-code {settings.allow_code[0]}: would run without a sandbox, able to read this coordinator's keys: "
             f"{reason}; leave it away, or say --no-sandbox"
         )
+    _require_apart(settings)
+    if settings.no_sandbox or enter.missing():
+        return
+    for reference in settings.allow_code:
+        _require_readable(reference)
+    if len(json.dumps(_rules(settings, []))) > _LONGEST_RULES:
+        raise UserError(
+            f"--home {settings.home}: lies among too many files that modules are read from; start the coordinator from "
+            "another folder, or move its home"
+        )
+
+
+def _require_apart(settings: Settings) -> None:
     for folder in map(Path.resolve, settings.folders):
         for secret in _secrets(settings):
             if secret.is_relative_to(folder) or folder.is_relative_to(settings.home.resolve()):
@@ -62,16 +77,27 @@ def require(settings: Settings) -> None:
                 )
 
 
+def _require_readable(reference: str) -> None:
+    """Refuses modules in a home directory, which workers do not read: it holds more than modules."""
+    place = Path.cwd()
+    module = place / reference.partition(":")[0].partition(".")[0]
+    if _is_home(place) and (module.is_dir() or module.with_suffix(".py").is_file()):
+        raise UserError(
+            f"--allow-code {reference}: {module.name} is in {place}, a home directory, which workers may not read; start "
+            "the coordinator from a folder that holds the modules alone"
+        )
+
+
 def launch(settings: Settings, folder: Path, *more: Path) -> Launch:
     """How to start workers of the run whose folder this is. `more`: further folders that they may change."""
 
     def environment() -> dict[str, str]:
         return _environment(settings, folder)
 
-    if settings.no_sandbox or enter.missing():
-        return Launch(environment=environment)
     for path in (folder / TEMPORARY, *more):
         path.mkdir(parents=True, exist_ok=True)  # there is no rule for what is not there
+    if settings.no_sandbox or enter.missing():
+        return Launch(environment=environment)
     rules = json.dumps(_rules(settings, [folder, *more]))
     return Launch((sys.executable, "-I", "-S", enter.__file__, rules), environment)
 
@@ -89,16 +115,20 @@ def _rules(settings: Settings, writable: Sequence[Path]) -> dict[str, list[str]]
 
 def _readable(settings: Settings) -> Iterator[Path]:
     """Where programs and modules lie. Never a whole home directory, which holds more than these."""
-    own = Path.home().resolve()
     given = [*_SYSTEM, sys.prefix, sys.base_prefix, *sys.path]
     given += os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     if settings.allow_code:
         given.append(str(Path.cwd()))
     for text in given:
         path = Path(text)
-        if path.is_absolute() and not own.is_relative_to(path.resolve()):
+        if path.is_absolute() and not _is_home(path):
             # What is a link to this process here would be one to the worker there.
             yield path if text.startswith("/proc/") else path.resolve()
+
+
+def _is_home(path: Path) -> bool:
+    """Whether a folder is this user's home directory, or holds it."""
+    return Path.home().resolve().is_relative_to(path.resolve())
 
 
 def _without(path: Path, secrets: Iterable[Path]) -> Iterator[tuple[str, Path]]:

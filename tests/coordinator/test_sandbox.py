@@ -58,7 +58,6 @@ def confined() -> None:
 def ran(settings: Settings, *command: str, run: str = "a") -> subprocess.CompletedProcess[str]:
     """Python with these arguments, as a worker of a run is started."""
     launch = policy.launch(settings, settings.home / "runs" / run)
-    (settings.home / "runs" / run / policy.TEMPORARY).mkdir(parents=True, exist_ok=True)
     return subprocess.run(
         launch.command(*command), env=launch.environment(), capture_output=True, text=True, check=False
     )
@@ -215,6 +214,31 @@ def test_code_is_not_run_without_a_sandbox_unless_insisted(
         policy.require(allowed)
     policy.require(replace(allowed, no_sandbox=True))
     assert policy.launch(settings, settings.home / "runs" / "a").prefix == ()
+
+
+def test_modules_in_a_home_directory_are_refused_at_the_start(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    confined()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    allowed = replace(settings, allow_code=("mine.nets:build",))
+    policy.require(allowed)  # an installed package
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UserError, match="a home directory"):
+        policy.require(allowed)
+
+
+def test_a_home_among_too_many_files_is_refused_at_the_start(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    confined()
+    monkeypatch.chdir(tmp_path)
+    for number in range(2000):
+        (tmp_path / f"file-{number}").touch()
+    policy.require(settings)
+    with pytest.raises(UserError, match="among too many files"):
+        policy.require(replace(settings, allow_code=("mine:build",)))
 
 
 def test_data_folders_and_the_coordinators_files_are_apart(settings: Settings, tmp_path: Path) -> None:
