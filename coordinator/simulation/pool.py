@@ -9,6 +9,7 @@ Several workers are forked from one process that has imported what they need (`e
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 import subprocess
@@ -32,6 +33,7 @@ TORCH = ("models.zoo", "edge_client.train.torch_trainer")
 """What workers import that build, train or score models of torch."""
 
 _WORKER = "coordinator.simulation.worker"
+_TAIL_BYTES = 65_536
 
 
 class WorkerDied(Exception):
@@ -187,6 +189,8 @@ class WorkerPool:
 
     def _died(self, worker: _Worker) -> WorkerDied:
         status = worker.process.wait()
-        tail = self._log.read_text("utf-8", "replace").strip().splitlines()[-8:]
+        with self._log.open("rb") as file:  # a worker may have written without end
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            tail = file.read(_TAIL_BYTES).decode("utf-8", "replace").strip().splitlines()[-8:]
         how = f"signal {-status}" if status < 0 else f"exit code {status}"
         return WorkerDied(f"a worker process ended with {how}; the end of {self._log}:\n" + "\n".join(tail))

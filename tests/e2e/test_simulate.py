@@ -169,6 +169,8 @@ BAD = {
         ["--set", "model.init=absent.safetensors"],
         ["model.init", "absent.safetensors", "No such file"],
     ),
+    "endless starting params": (["--set", "model.init=/dev/zero"], ["model.init", "it is a device"]),
+    "endless experiment": (["/dev/zero"], ["/dev/zero", "4,194,304 bytes"]),
     "no run to resume": (["--resume", "nothing-here"], ["nothing-here", "no run"]),
     "resume with settings": (["--resume", "x", "--set", "local.lr=1"], ["--resume", "--set"]),
     "folder that cannot be": (["--out", "/dev/null/x"], ["/dev/null/x"]),

@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -46,6 +47,7 @@ def attempts(home: Path, coordinator: int, address: str) -> dict[str, Any]:
         "signal": lambda: os.kill(coordinator, 0) or "sent",
         "limits": lambda: _limits(coordinator),
         "open files": lambda: _open_files(home),
+        "listening sockets": _listening,
         "connect": lambda: socket.create_connection((host, int(port)), 5),
         "datagram": lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM),
         "unix socket": lambda: socket.socket(socket.AF_UNIX),
@@ -139,6 +141,17 @@ def _open_files(home: Path) -> list[str]:
     return [
         each for each in targets if Path(each).is_relative_to(home) and not Path(each).is_relative_to(own)
     ]
+
+
+def _listening() -> list[int]:
+    """Open sockets that take connections."""
+    found = []
+    for number in filter(_is_open, range(3, 100)):
+        if stat.S_ISSOCK(os.fstat(number).st_mode):
+            with socket.socket(fileno=os.dup(number)) as copy:
+                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.append(number)
+    return found
 
 
 def _is_open(number: int) -> bool:
