@@ -19,6 +19,7 @@ from coordinator.settings import Settings
 from coordinator.simulation.pool import WorkerPool
 from tests.coordinator.test_pool import preparing
 from tests.support import spy
+from tests.support.databases import postgres
 from tests.support.require import require
 
 pytestmark = pytest.mark.slow
@@ -95,6 +96,33 @@ def test_the_same_process_unconfined_gets_it(settings: Settings, address: str) -
     )
     assert not missed
     assert {f"read {name}" for name in spy.FILES} <= set(found["got"])
+
+
+CONNECTING = """
+import sys, psycopg
+for place in sys.argv[1:]:
+    try:
+        psycopg.connect(place, connect_timeout=5).close()
+        print("connected")
+    except psycopg.OperationalError:
+        print("refused")
+"""
+
+
+def test_a_postgresql_that_trusts_the_coordinators_user_does_not_trust_its_workers(
+    settings: Settings,
+) -> None:
+    confined()
+    cluster = postgres()
+    places = (
+        cluster.url("postgres"),
+        f"host={cluster.folder} port={cluster.port} user=tester dbname=postgres",
+    )
+    for chosen, answer in (
+        (replace(settings, no_sandbox=True), "connected"),
+        (settings, "refused"),
+    ):
+        assert ran(chosen, "-c", CONNECTING, *places).stdout.split("\n") == [answer, answer, ""]
 
 
 READING = "import sys; from pathlib import Path; print(Path(sys.argv[1]).read_text()[:6])"
