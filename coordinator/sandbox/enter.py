@@ -126,7 +126,7 @@ def enter(policy: Mapping[str, Sequence[str]]) -> None:
         OSError: the kernel refuses a step.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _done(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    _done(_prctl(_PR_SET_NO_NEW_PRIVS, 1), "prctl(PR_SET_NO_NEW_PRIVS)")
     _restrict_files(policy, landlock_version())
     _drop_capabilities()
     _refuse_calls(_MACHINES[platform.machine()])
@@ -180,8 +180,11 @@ def _refuse_calls(machine: _Machine) -> None:
     """Installs the filter. https://docs.kernel.org/userspace-api/seccomp_filter.html"""
     program = b"".join(struct.pack("=HBBI", *line) for line in _filter(machine))
     held = ctypes.create_string_buffer(program, len(program))
-    fprog = struct.pack("=H6xQ", len(program) // 8, ctypes.addressof(held))
-    _done(_LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, fprog, 0, 0), "prctl(PR_SET_SECCOMP)")
+    fprog = ctypes.create_string_buffer(struct.pack("=H6xQ", len(program) // 8, ctypes.addressof(held)))
+    _done(
+        _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(fprog)),
+        "prctl(PR_SET_SECCOMP, filter)",
+    )
 
 
 def _filter(machine: _Machine) -> list[_Line]:
@@ -201,6 +204,12 @@ def _filter(machine: _Machine) -> list[_Line]:
     lines += [(_EQUAL, 0, 4, _PRLIMIT64[machine.column]), (_LOAD, 0, 0, _FIRST), (_EQUAL, 1, 0, 0)]
     lines += [refuse, allow]
     return [*lines, allow]
+
+
+def _prctl(option: int, second: int, third: int = 0) -> int:
+    """The call with all its arguments as wide as it reads them."""
+    result: int = _LIBC.prctl(option, *map(ctypes.c_ulong, (second, third, 0, 0)))
+    return result
 
 
 def _done(result: int, what: str) -> int:
