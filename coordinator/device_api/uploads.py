@@ -130,7 +130,7 @@ class _Upload:
         try:
             await self._write_blocks(request, offset)
         except FileNotFoundError:
-            raise _over() from None
+            raise await self._swept() from None
         except OSError as error:
             await run_in_threadpool(self._transfer.cut_back, offset)
             if not is_disk_full(error):
@@ -175,7 +175,7 @@ class _Upload:
                 raise await self._rejected(verdict, file)
             await self._accept(file, digest)
         except FileNotFoundError:
-            raise _over() from None
+            raise await self._swept() from None
         except (OSError, DBAPIError) as error:
             if not is_disk_full(error):
                 raise
@@ -212,6 +212,8 @@ class _Upload:
 
     async def _rejected(self, verdict: Rejection, file: Path) -> Refusal:
         """Writes the rejection down, and gives the answer that tells it."""
+        # Read first: once the rejection is written the task is over, and a sweep may remove the file.
+        names_another = await run_in_threadpool(_names_another, file, self._task.device)
 
         def work(connection: Connection) -> None:
             task = own_task(connection, self._task.device, self._task.id)
@@ -220,7 +222,7 @@ class _Upload:
 
         await self._write(work)
         self._notify()
-        if await run_in_threadpool(_names_another, file, self._task.device):
+        if names_another:
             return Refusal(403, "foreign_identity", verdict.words)
         return Refusal(413 if verdict.reason == "oversized" else 422, verdict.reason, verdict.words)
 
@@ -245,6 +247,16 @@ class _Upload:
             raise
         failpoints.reach("intake.committed")
         self._notify()
+
+    async def _swept(self) -> Refusal:
+        """Why the part file is gone: its task ended, for the reason that its row gives."""
+        services, device, task = self._services, self._task.device, self._task.id
+        found = await run_in_threadpool(services.database.read, lambda at: own_task(at, device, task))
+        try:
+            require_wanted(found, services.clock())
+        except Refusal as reason:
+            return reason
+        return Refusal(409, "upload_offset", "what came of this upload is lost, begin it again", offset=0)
 
     def _drop(self, digest: str) -> None:
         """Removes the blob of a result that came too late, unless it counts."""
@@ -362,8 +374,3 @@ def _names_another(file: Path, device: str) -> bool:
 def _disk_full() -> Refusal:
     words = "the coordinator's disk is full; nothing of this piece was kept, try again later"
     return Refusal(507, "disk_full", words)
-
-
-def _over() -> Refusal:
-    """The part file was swept away."""
-    return Refusal(409, "round_closed", "the round ended meanwhile, nothing more is taken")

@@ -17,11 +17,11 @@ import pytest
 from sqlalchemy import func, select
 
 from coordinator import enrolment
-from coordinator.db import events, rounds
+from coordinator.db import answers, events, rounds
 from coordinator.db.store import Database
 from coordinator.db.tables import tasks, updates
 from coordinator.device_api import uploads
-from coordinator.fleets.device import DeviceFleet
+from coordinator.fleets.device import DeviceFleet, sweep_uploads
 from coordinator.fleets.fleet import Answer, Silence, Terms
 from coordinator.rounds import intake, plan
 from coordinator.rounds.plan import LocalWork, RunPlan
@@ -346,6 +346,45 @@ def test_a_bad_result_is_rejected_for_good_and_nothing_of_it_is_kept(opened_on_e
     assert [type(each) for each in told] == [Answer, Silence]
     assert isinstance(told[0], Answer) and isinstance(told[0].verdict, intake.Rejection)
     assert told[0].verdict.reason == "malformed"
+
+
+def test_a_rejected_result_hears_its_reason_though_its_file_is_swept_at_once(
+    opened_on_each: OpenRound, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task is over as soon as the rejection is written, and a sweep may come before the answer is made."""
+    opened = opened_on_each
+    services = opened.world.services
+    device, task, _ = opened.leased()
+    reject = answers.reject
+
+    def swept_at_once(connection: Any, *told: Any) -> None:
+        reject(connection, *told)
+        services.part_files.forget([task])
+
+    monkeypatch.setattr(answers, "reject", swept_at_once)
+    with pytest.raises(Refused) as refused:
+        device.upload(task, b"this is no result at all")
+    assert (refused.value.status, refused.value.code) == (422, "malformed")
+
+
+def test_an_upload_that_was_swept_away_hears_why_its_task_is_over(
+    opened: OpenRound, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = opened.world.services
+    device, task, payload = opened.leased()
+    check = intake.check
+
+    def lease_runs_out_meanwhile(*asked: Any) -> Any:
+        opened.world.clock.pass_seconds(1000)
+        now = services.clock()
+        services.database.write(lambda at: rounds.expire(at, "r", 1, "train", now)).result()
+        sweep_uploads(services)
+        return check(*asked)
+
+    monkeypatch.setattr(intake, "check", lease_runs_out_meanwhile)
+    with pytest.raises(Refused) as refused:
+        device.upload(task, payload)
+    assert (refused.value.status, refused.value.code) == (409, "lease_expired")
 
 
 def test_a_result_for_a_closed_round_is_refused(tmp_path: Path, database: Database) -> None:
