@@ -7,7 +7,6 @@ killed after, the next round begins.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,6 +24,7 @@ from coordinator.experiment import COHORT, Experiment
 from coordinator.federated_evaluation import Devices, Federated, summed
 from coordinator.fleets.deployments import Deployment, Selection
 from coordinator.fleets.fleet import Stopped
+from coordinator.json_values import finite
 from coordinator.preparing import HeldOut, Prepared
 from coordinator.rounds import engine
 from coordinator.rounds.checkpoint import keep_in
@@ -164,8 +164,8 @@ class LiveRun:
         if self._held_out is None:
             return {"test_loss": None, "test_accuracy": None, "test_rows": None}
         scored = self._held_out.score(params)
-        loss = scored.loss if math.isfinite(scored.loss) else None
-        return {"test_loss": loss, "test_accuracy": scored.accuracy, "test_rows": self._held_out.rows}
+        figures = {"test_loss": scored.loss, "test_accuracy": scored.accuracy}
+        return {**finite(figures), "test_rows": self._held_out.rows}
 
     def _open(self, prepared: Prepared, pool: WorkerPool) -> None:
         self._held_out = preparing.open_held_out(
@@ -231,7 +231,7 @@ class LiveRun:
     def _commit(
         self, state: RunState, record: RoundRecord, clients: Mapping[str, Mapping[str, Params]]
     ) -> None:
-        line = engine.as_row(record) | self._evaluation()
+        line = engine.as_row(record) | finite(self._evaluation())
         with self._services.blobs.naming:
             params, strategy = self._store(state)
             failpoints.reach("commit.blobs_stored")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from coordinator import json_values
 from coordinator.experiment import Experiment
 from coordinator.fleets.simulated import SimulatedClient
 from coordinator.rounds.checkpoint import Committed
@@ -100,7 +101,7 @@ def write(
         **totals(rounds),
         "final": {
             "test_accuracy": final.accuracy,
-            "test_loss": final.loss if math.isfinite(final.loss) else None,
+            "test_loss": json_values.finite(final.loss),
             "test_rows": len(final.labels),
             "model_sha256": arrays.sha256(encoded),
         },
@@ -108,7 +109,7 @@ def write(
     if sites is not None:
         document["per_site"] = _per_site(final, sites, found["site_names"])
     draw_curves(out / "curves.png", experiment.name, start, rounds)
-    write_durably(out / "report.json", json.dumps(document, indent=2).encode())
+    write_durably(out / "report.json", json_values.dumps(document, indent=2).encode())
     return document
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import UserError
+from coordinator.json_values import is_finite
 from models import catalog, user_code
 
 
@@ -55,6 +56,9 @@ def model_problems(name: str, options: Mapping[str, Any]) -> Iterator[str]:
     """
     entry = catalog.MODELS.get(name)
     if entry is None:
+        for key, value in options.items():
+            if not is_finite(value):
+                yield f"model.{key} = {value!r}: expected finite numbers"
         is_own = user_code.is_reference(name) or name.endswith(user_code.KERAS_FILE)
         if not is_own and name not in _installed_models():
             yield (

@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, insert, select
 
 from coordinator.db.tables import events
+from coordinator.json_values import finite
 
 
 def record(
@@ -26,7 +27,7 @@ def record(
 ) -> None:
     """Writes an event into the transaction of the change it tells of. Afterwards `signals.notify("events")`.
 
-    `values` are JSON and for people to read: no arrays, no secrets.
+    `values` are JSON and for people to read: no arrays, no secrets. A figure that is not finite becomes null.
     """
     connection.execute(
         insert(events).values(
@@ -35,7 +36,7 @@ def record(
                 events.c.event: event,
                 events.c.run: run,
                 events.c.device: device,
-                events.c["values"]: values,
+                events.c["values"]: finite(values),
             }
         )
     )

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Row, func, select, update
 from coordinator.db.tables import devices
 from coordinator.fleets.matching import OVERDUE, Candidate
 from edge_client.wire.device import CheckIn
-from edge_client.wire.strict import parse_message
+from edge_client.wire.strict import Unfit, parse_message
 
 _CANDIDATE = (
     devices.c.id,
@@ -71,5 +71,14 @@ def _candidate(row: Row[*tuple[Any, ...]]) -> Candidate:
         certificate_until=row.certificate_until,
         last_seen_at=row.last_seen_at,
         expected_at=row.expected_at,
-        report=parse_message(CheckIn, row.report, "report") if row.report else None,
+        report=_report(row.report),
     )
+
+
+def _report(stored: Mapping[str, Any]) -> CheckIn | None:
+    """The last check-in. One that an earlier version took and this one would refuse counts as none: no device may
+    fail the runs of others, and its next check-in replaces it."""
+    try:
+        return parse_message(CheckIn, stored, "report") if stored else None
+    except Unfit:
+        return None

@@ -34,6 +34,7 @@ from sqlalchemy import (
 )
 
 from coordinator.db.tables import UTCDateTime, devices, metadata
+from coordinator.pooling import label_cap
 from coordinator.rollouts.gates import Gates, Tally
 
 State = Literal["created", "running", "paused", "halted", "rolled_back", "aborted", "finished"]
@@ -279,15 +280,14 @@ def failed_before(connection: Connection, model: str, version: int) -> set[str]:
 def tallies(connection: Connection, rollout: str) -> dict[int, Tally]:
     """Figures by number of phase, of devices that may still take part; phases without any are left out.
 
-    In the comparison no device counts for more labels than the median one has: of n that compared, one that lies
-    about how many it holds weighs 2/n at most.
+    In the comparison no device counts for more labels than the median one has (`coordinator.pooling`).
     """
     at = rollout_members.c
     took_part = [_count(at.standing == each) for each in ("installing", "active", "failed", "rolled_back")]
     takes_part = and_(at.rollout == rollout, at.standing != "barred", devices.c.state == "active")
     compared = at.champion_correct.is_not(None)
-    most = _median_labels(connection, and_(takes_part, compared))
-    weight = case((at.labels > most, most / at.labels), else_=1.0)
+    most = _label_cap(connection, and_(takes_part, compared))
+    weight = case((at.labels > most, float(most) / at.labels), else_=1.0)
     summed = ("labels", "correct", "loss_sum", "champion_correct", "champion_loss_sum")
     query = (
         select(
@@ -411,14 +411,13 @@ def _pair(row: Row[Any]) -> tuple[RolloutRow, MemberRow]:
     return RolloutRow(*row[: len(_ROLLOUT)]), MemberRow(*row[len(_ROLLOUT) :])
 
 
-def _median_labels(connection: Connection, which: ColumnElement[bool]) -> float:
-    """How many labels the median one of these members has, the lower one of two; 0 where there is none."""
+def _label_cap(connection: Connection, which: ColumnElement[bool]) -> int:
+    """The most labels that one of these members counts for; 0 where there is none."""
     labels = (
         select(rollout_members.c.labels).join(devices, devices.c.id == rollout_members.c.device).where(which)
     )
-    count = connection.execute(select(func.count()).select_from(labels.subquery())).scalar_one()
-    middle = labels.order_by(rollout_members.c.labels).offset(max(count - 1, 0) // 2).limit(1)
-    return float(connection.execute(middle).scalar_one_or_none() or 0.0)
+    found = connection.execute(labels).scalars().all()
+    return label_cap(found) if found else 0
 
 
 def _count(which: ColumnElement[bool]) -> ColumnElement[int]:

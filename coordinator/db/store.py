@@ -26,6 +26,7 @@ from sqlalchemy import Connection, Engine, RootTransaction, create_engine, event
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 
+from coordinator import json_values
 from coordinator.errors import UserError
 
 T = TypeVar("T")
@@ -34,6 +35,11 @@ PATIENCE_SECONDS = 30.0
 """How long writes wait for a lost server, or for a foreign process that holds SQLite's lock."""
 
 _CONNECTIONS = 40
+_ENGINE_OPTIONS: dict[str, Any] = {
+    "max_overflow": _CONNECTIONS - 5,
+    "hide_parameters": True,  # errors are logged, values are not
+    "json_serializer": json_values.dumps,  # SQLite would keep Infinity, PostgreSQL refuses it: so do we, for both
+}
 _SHM_SIZE = 4874  # SQLITE_IOERR_SHMSIZE: no room for the index of the write-ahead log
 
 
@@ -203,12 +209,11 @@ def open_engine(url: str) -> Engine:
     """
     parsed = _parsed(url)
     if parsed.get_backend_name() == "postgresql":
-        return create_engine(parsed, pool_pre_ping=True, max_overflow=_CONNECTIONS - 5, hide_parameters=True)
+        return create_engine(parsed, pool_pre_ping=True, **_ENGINE_OPTIONS)
     engine = create_engine(
         parsed,
         connect_args={"timeout": PATIENCE_SECONDS, "check_same_thread": False},
-        max_overflow=_CONNECTIONS - 5,
-        hide_parameters=True,  # errors are logged, values are not
+        **_ENGINE_OPTIONS,
     )
 
     @event.listens_for(engine, "connect")

@@ -17,6 +17,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from coordinator.db.rollouts import Action, MemberRow, RolloutRow, Standing, State
+from coordinator.pooling import bounded_loss
 from coordinator.rollouts.gates import Tally, judge
 from edge_client.wire.device import ReleaseOffer, ReleaseReport
 from edge_client.wire.rollouts import NO_MODEL
@@ -24,9 +25,6 @@ from edge_client.wire.strict import printable
 
 DECIDES_BY_ITSELF = ("created", "running", "halted")
 GOES_BACK = ("halted", "rolled_back", "aborted")
-
-MOST_LOSS = 20.0
-"""Mean loss a label, in nats, that a device's figures count for at most: a probability of 2e-9 for what was right."""
 
 _LARGEST_VERSION = 10**9
 _MANY_LABELS = 10**15
@@ -286,14 +284,13 @@ def _figures(member: MemberRow, report: ReleaseReport) -> MemberRow:
     if found is None:
         return member
     compared = found.champion_correct is not None and found.champion_loss_sum is not None
-    most = MOST_LOSS * found.labels
     return replace(
         member,
         labels=found.labels,
         correct=found.correct,
-        loss_sum=min(found.loss_sum, most),
+        loss_sum=bounded_loss(found.loss_sum, found.labels),
         champion_correct=found.champion_correct if compared else None,
-        champion_loss_sum=min(found.champion_loss_sum or 0.0, most) if compared else None,
+        champion_loss_sum=bounded_loss(found.champion_loss_sum or 0.0, found.labels) if compared else None,
     )
 
 

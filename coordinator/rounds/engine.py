@@ -14,13 +14,13 @@ A round that was open when the process died goes on with its cohort: the fleet s
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from coordinator.fleets.fleet import Answer, Fleet, Model, Reopened, Terms
+from coordinator.json_values import finite
 from coordinator.rounds import intake, plan
 from coordinator.rounds.events import Emit
 from coordinator.rounds.plan import RunPlan, Task
@@ -246,10 +246,4 @@ def _median(ordered: Sequence[float]) -> float:
 
 def as_row(record: RoundRecord) -> dict[str, Any]:
     """The record as JSON values; what is not a finite number, such as the loss of a diverged model, is None."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return dict(value)
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return {name: plain(value) for name, value in vars(record).items()}
+    return {name: finite(value) for name, value in vars(record).items()}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
+
+from coordinator import json_values
 
 Clock = Callable[[], datetime]
 
@@ -58,4 +59,4 @@ class EventLog:
 
     def __call__(self, event: str, **values: Any) -> None:
         moment = self._clock().isoformat(timespec="milliseconds")
-        self._lines.append(json.dumps({"time": moment, "event": event, **values}))
+        self._lines.append(json_values.dumps({"time": moment, "event": event, **json_values.finite(values)}))

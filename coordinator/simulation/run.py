@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import math
 import os
 import shutil
 import time
@@ -214,10 +213,7 @@ def _begun(prepared: Prepared, run_plan: RunPlan) -> RunState:
 
 
 def _figures(score: Score) -> dict[str, float | None]:
-    return {
-        "test_loss": score.loss if score.loss is not None and math.isfinite(score.loss) else None,
-        "test_accuracy": score.accuracy,
-    }
+    return {"test_loss": score.loss, "test_accuracy": score.accuracy}
 
 
 def _cohort_size(experiment: Experiment, clients: int) -> int:

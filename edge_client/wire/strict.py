@@ -146,6 +146,8 @@ def _scalar(kind: Any, value: object, place: str) -> Any:
         value = _as_float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise Unfit(f"{place} is {shown(value)}, expected {_WORDS[kind]}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise Unfit(f"{place} is {shown(value)}, expected a whole number of 64 bits")
     if isinstance(value, float) and not math.isfinite(value):
         raise Unfit(f"{place} is {value}, expected a finite number")
     if isinstance(value, str) and not is_text(value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from coordinator.db.store import Database
+from coordinator.fleets.deployments import Selection
 from coordinator.fleets.device import DeviceFleet
 from coordinator.fleets.fleet import Answer, Model, Silence, Stopped, Terms
 from coordinator.rounds import intake, plan
@@ -18,7 +21,10 @@ from coordinator.rounds.plan import LocalWork, RunPlan
 from edge_client.wire.device import EvaluationResult, TaskOffer, to_json
 from strategies import presets
 from tests.coordinator.test_uploads import PARAMS, result_of
-from tests.support.device_world import Refused, TestDevice, World, serving, sqlite
+from tests.support.databases import database, database_url
+from tests.support.device_world import REPORT, START, Refused, TestDevice, World, serving, sqlite
+
+__all__ = ["database", "database_url"]
 
 FIGURES = {"rows": 10, "labels": 10, "correct": 7, "loss_sum": 3.5, "site": "north"}
 
@@ -218,6 +224,23 @@ def held_task(device: TestDevice) -> TaskOffer:
         offer = device.check_in(wait_seconds=5).task
         if offer is not None:
             return offer
+
+
+@pytest.mark.parametrize("where", ["memory_bytes", "datasets"])
+def test_a_number_beyond_any_machine_fails_no_run(tmp_path: Path, database: Database, where: str) -> None:
+    """It is refused; one that an earlier version took is passed over, and the next check-in replaces it."""
+    beyond: dict[str, Any] = {"memory_bytes": -(10**400), "datasets": {"digits": 10**400}}
+    with serving(tmp_path, database, lease_seconds=120.0) as world:
+        good, bad = world.enrol("a"), world.enrol("b")
+        good.check_in()
+        with pytest.raises(Refused, match="malformed"):
+            bad.check_in(**{where: beyond[where]})
+        world.set_device("b", report=to_json(replace(REPORT, **{where: beyond[where]})), last_seen_at=START)
+        fleet = fleet_of(world, selection=Selection(memory_bytes=1))
+        assert fleet.clients(1) == ["a"]
+        assert codes(world, "b") == ["never_seen"]
+        bad.check_in()
+        assert fleet.clients(2) == ["a", "b"]
 
 
 def test_a_run_that_its_owner_opted_out_of_is_declined_for_the_device(world: World) -> None:

@@ -17,7 +17,8 @@ from coordinator.db.events import since
 from coordinator.db.rollouts import RolloutRow
 from coordinator.db.store import Database
 from coordinator.errors import Refusal
-from coordinator.rollouts import engine, plan, reports, service
+from coordinator.pooling import MOST_LOSS
+from coordinator.rollouts import plan, reports, service
 from coordinator.rollouts.gates import Gates
 from coordinator.rollouts.plan import Filter
 from edge_client.wire.device import ReleaseEvaluation, ReleaseReport
@@ -568,7 +569,7 @@ def test_a_loss_without_bounds_leaves_the_figures_numbers(small: Fleet) -> None:
             wire="1.3", releases=(ReleaseReport(made.id, "digits", GOOD, "active", evaluation=figures),)
         )
     found = small.world.services.database.read(partial(rows.tallies, rollout=made.id))[0]
-    assert found.loss_sum == found.champion_loss_sum == 2 * 40 * engine.MOST_LOSS
+    assert found.loss_sum == found.champion_loss_sum == 2 * 40 * MOST_LOSS
 
 
 def test_a_rollout_is_for_no_more_devices_than_a_document_names(

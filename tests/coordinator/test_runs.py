@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,17 @@ from coordinator.db import events
 from coordinator.db import runs as rows
 from coordinator.errors import Refusal, UserError
 from coordinator.fleets.deployments import Deployment
+from coordinator.fleets.fleet import Model
+from coordinator.rounds.plan import Task
 from coordinator.runs import RunService
 from coordinator.services import Services
+from edge_client.wire.device import EvaluationResult
+from strategies.update import Update
+from tests.support.databases import database_url
 from tests.support.fake_devices import FakeDevices, FleetOf, answering
 from tests.support.services import services_in
+
+__all__ = ["database_url"]
 
 DIGITS: dict[str, Any] = {
     "model": {"name": "logreg"},
@@ -131,6 +139,28 @@ def test_data_that_only_devices_hold_is_scored_by_the_devices(tmp_path: Path) ->
             "devices": 2,
         }
         assert third["per_site"]["eve"]["test_rows"] == 10
+
+
+class BeyondAllBounds(FakeDevices):
+    """Devices whose figures are finite one by one and add up to infinity."""
+
+    def evaluate(self, number: int, model: Model, seconds: float) -> dict[str, EvaluationResult]:
+        honest = super().evaluate(number, model, seconds)
+        return {name: replace(each, loss_sum=1.7e308) for name, each in honest.items()}
+
+    def _update(self, task: Task) -> Update:
+        return replace(super()._update(task), train_loss=1.7e308)
+
+
+@pytest.mark.slow
+def test_no_figure_of_a_device_fails_a_run(tmp_path: Path, database_url: str) -> None:
+    document = {**UNKNOWN, "devices": {"evaluate_every": 1}}
+    with services_in(tmp_path / "home", database_url) as services:
+        run = carried(services, document, lambda *given: BeyondAllBounds(*given[:2]))
+        assert (run.state, run.round, run.error) == ("finished", 3, None)
+        row = report_of(services, run.id)["rounds"][0]
+        assert (row["train_loss"], row["test_loss"]) == (None, 20.0)
+        assert row["per_site"]["eve"]["test_loss"] == 20.0
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import signal
@@ -20,8 +21,9 @@ from typing import Any
 import psycopg
 import pytest
 from sqlalchemy import Connection, event, func, insert, select, text
-from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, StatementError
 
+from coordinator.db import events
 from coordinator.db.migrations import migrate
 from coordinator.db.store import Database, is_disk_full
 from coordinator.db.tables import certificates, serials
@@ -389,3 +391,20 @@ def test_what_was_acknowledged_survives_kill_9(kind: str, tmp_path: Path) -> Non
     database.close()
     if kind == "postgresql":
         postgres().drop(url)
+
+
+def test_json_without_a_word_for_it_is_refused_by_both_databases_and_events_tell_null(
+    database: Database,
+) -> None:
+    def written(connection: Connection) -> None:
+        connection.execute(
+            insert(events.events).values(time=NOON, event="x", **{"values": {"loss": math.inf}})
+        )
+
+    with pytest.raises((StatementError, ValueError), match="not JSON compliant"):
+        database.write(written).result()
+
+    figures = {"loss": math.inf, "sites": {"a": [math.nan, -math.inf, 1]}}
+    database.write(lambda at: events.record(at, NOON, "scored", **figures)).result()
+    (row,) = database.read(lambda at: events.since(at, 0, 10))
+    assert row.values == {"loss": None, "sites": {"a": [None, None, 1]}}
