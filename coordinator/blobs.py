@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,22 +74,33 @@ class Blobs:
 
         Raises:
             OSError: the disk is full or not writable; nothing is left behind.
+            NotFinite: from tensors that are checked as they are read; nothing is left behind.
         """
-        known = self._known(tensors, values)
-        if known is not None:
-            return known
-        temporary = self._folder / f".arrays.{os.getpid()}.{threading.get_native_id()}.tmp"
+        return self.put_all([(tensors, values)])[0]
+
+    def put_all(self, sets: Sequence[tuple[Tensors, Mapping[str, Any] | None]]) -> list[BlobInfo]:
+        """As `put_arrays` for each; all of them are written before the first becomes a blob."""
+        infos: list[BlobInfo] = []
+        written: list[tuple[Path, str]] = []
+        stem = f".arrays.{os.getpid()}.{threading.get_native_id()}"
         try:
-            digest = arrays.write(temporary, tensors, values)
-            sync_file(temporary)
-            size = temporary.stat().st_size
-            self._expect(digest)
-            temporary.replace(self.path(digest))
+            for number, (tensors, values) in enumerate(sets):
+                info = self._known(tensors, values)
+                if info is None:
+                    temporary = self._folder / f"{stem}.{number}.tmp"
+                    info = _written(temporary, tensors, values)
+                    written.append((temporary, info.sha256))
+                infos.append(info)
+            for temporary, digest in written:
+                self._expect(digest)
+                temporary.replace(self.path(digest))
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            for temporary, _ in written:
+                temporary.unlink(missing_ok=True)
             raise
-        sync_folder(self._folder)
-        return BlobInfo(digest, size)
+        if written:
+            sync_folder(self._folder)
+        return infos
 
     def open_arrays(self, digest: str) -> StoredArrays:
         """The arrays of a blob, each read when it is asked for.
@@ -107,9 +118,9 @@ class Blobs:
         except arrays.Malformed as error:
             raise BlobDamaged(f"{path} does not hold arrays: {error}") from None
 
-    def keep_arrays(self, tensors: Tensors, values: Mapping[str, Any] | None = None) -> StoredArrays:
-        """As `put_arrays`, and gives the stored arrays in place of the given ones."""
-        return StoredArrays(FilePayload(self.path(self.put_arrays(tensors, values).sha256)))
+    def keep_all(self, sets: Sequence[tuple[Tensors, Mapping[str, Any] | None]]) -> list[StoredArrays]:
+        """As `put_all`, and gives the stored arrays in place of the given ones."""
+        return [StoredArrays(FilePayload(self.path(info.sha256))) for info in self.put_all(sets)]
 
     def adopt(self, file: Path, digest: str) -> None:
         """Makes a file, whose SHA-256 the caller knows to be `digest`, a blob, durably.
@@ -198,6 +209,17 @@ class Blobs:
             return None
         self._expect(path.name)
         return BlobInfo(path.name, path.stat().st_size) if path.exists() else None
+
+
+def _written(path: Path, tensors: Tensors, values: Mapping[str, Any] | None) -> BlobInfo:
+    """The arrays in a file, durably; no file where that fails."""
+    try:
+        digest = arrays.write(path, tensors, values)
+        sync_file(path)
+        return BlobInfo(digest, path.stat().st_size)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _age_seconds(path: Path) -> float:

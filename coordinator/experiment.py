@@ -105,6 +105,8 @@ class Federation(Section):
     deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
     min_updates: Annotated[int, Field(ge=1)] = 1
     max_examples: Annotated[int, Field(ge=1, le=2**53)] | None = None
+    weight_cap: Annotated[float, Field(ge=0, le=1e9)] = 10.0
+    outlier_factor: Annotated[float, Field(ge=0, le=1e30)] = 100.0
 
 
 class Local(Section):
@@ -345,6 +347,16 @@ def _problems(experiment: Experiment, fleet: FleetKind) -> Iterable[str]:
         yield (
             f"federation.min_updates = {federation.min_updates} is more than "
             f"federation.clients_per_round = {federation.clients_per_round}; no round could ever close"
+        )
+    if 0 < federation.weight_cap < 1:
+        yield (
+            f"federation.weight_cap = {federation.weight_cap:g} would cap the median client too; expected 1 or more, "
+            "or 0: no cap"
+        )
+    if 0 < federation.outlier_factor < 1:
+        yield (
+            f"federation.outlier_factor = {federation.outlier_factor:g} would leave the median client out too; expected "
+            "1 or more, or 0: no bound"
         )
     names = experiment.simulation.names
     if names is not None and (len(set(names)), len(names)) != (federation.clients or len(names),) * 2:

@@ -28,6 +28,8 @@ def run_plan(experiment: Experiment, trainable: Sequence[str], clients_per_round
         deadline_seconds=federation.deadline_seconds,
         min_updates=federation.min_updates,
         max_examples=federation.max_examples,
+        outlier_factor=federation.outlier_factor,
+        weight_cap=federation.weight_cap,
     )
 
 

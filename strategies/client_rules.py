@@ -71,6 +71,12 @@ class ClientRule(Protocol):
     def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> Streams:
         """On the server, after the round: the next broadcast. `num_clients` is the whole population."""
 
+    def stream_norm(self, broadcast: float, delta: float, num_steps: int, lr: float) -> float:
+        """The largest L2 norm of a stream that an honest client sends beside a delta of this norm, but for rounding.
+
+        `broadcast`: norm of the stream of that name as the server sent it.
+        """
+
 
 class _Stateless:
     """The halves that a rule without streams has nothing to say to."""
@@ -91,6 +97,9 @@ class _Stateless:
 
     def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> Streams:
         return {}
+
+    def stream_norm(self, broadcast: float, delta: float, num_steps: int, lr: float) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -159,6 +168,10 @@ class ControlVariates:
             return (control.astype(np.float64) + share * change).astype(np.float32)
 
         return {"control": elementwise(move, broadcast["control"], aggregate.extras["control"])}
+
+    def stream_norm(self, broadcast: float, delta: float, num_steps: int, lr: float) -> float:
+        """Δcᵢ = −c + (w₀ − w) / (K · lr), so no longer than the two together."""
+        return broadcast + delta / (num_steps * lr)
 
 
 def to_options(rule: ClientRule) -> dict[str, str | float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import reduce
 
 import numpy as np
@@ -22,6 +22,14 @@ PIECE = 2**18
 
 Entries = Mapping[str, tuple[Tensors, str]]
 """By a tensor's name: the set that it is taken from, and its name there."""
+
+
+class NotFinite(ValueError):
+    """A tensor holds NaN or infinity where it must not. `name`: which."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} holds NaN or infinity")
+        self.name = name
 
 
 class LazyTensors(Mapping[str, FloatArray]):
@@ -92,6 +100,39 @@ def in_memory(tensors: Tensors) -> Params:
     return tensors if isinstance(tensors, dict) else dict(tensors)
 
 
+def l2_norm(tensors: Tensors) -> float:
+    """The L2 norm over all tensors, in float64, which no float32 values overflow; inf or NaN where a value is one."""
+    squares = (
+        float(np.sum(np.square(piece, dtype=np.float64)))
+        for name in tensors
+        for piece in pieces_of(tensors, name)
+    )
+    return math.sqrt(sum(squares))
+
+
+def require_finite(tensors: Tensors, names: Iterable[str]) -> None:
+    """Reads the tensors named.
+
+    Raises:
+        NotFinite: naming the first that holds NaN or infinity.
+    """
+    for name in names:
+        for piece in pieces_of(tensors, name):
+            _require_numbers(name, piece)
+
+
+def checked(tensors: Tensors, names: Collection[str]) -> Tensors:
+    """The same tensors, of which those named are checked: now, or, where they are lazy, as they are read.
+
+    Raises:
+        NotFinite: as `require_finite`, now or from the result when it is read.
+    """
+    if isinstance(tensors, LazyTensors):
+        return _Checked(tensors, names)
+    require_finite(tensors, names)
+    return tensors
+
+
 def elementwise(function: Callable[..., FloatArray], *sources: Tensors) -> Tensors:
     """`function` of the values of equal name and place in `sources`; the names are those of the first.
 
@@ -127,6 +168,11 @@ def overlaid(tensors: Tensors, over: Tensors) -> Tensors:
     """`tensors` with those in `over` in place of their own."""
     replaced = set(over)
     return picked({name: (over if name in replaced else tensors, name) for name in tensors})
+
+
+def _require_numbers(name: str, values: FloatArray) -> None:
+    if not np.isfinite(values).all():
+        raise NotFinite(name)
 
 
 def _any_lazy(sources: tuple[Tensors, ...]) -> bool:
@@ -191,6 +237,27 @@ class _Sum(LazyTensors):
         values = (piece_of(term, name, start, stop) for term in self.terms)
         total: FloatArray = reduce(np.add, values)
         return total
+
+
+class _Checked(LazyTensors):
+    def __init__(self, source: Tensors, names: Collection[str]) -> None:
+        self._source = source
+        self._names = frozenset(names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return shape_of(self._source, name)
+
+    def piece(self, name: str, start: int, stop: int) -> FloatArray:
+        values = piece_of(self._source, name, start, stop)
+        if name in self._names:
+            _require_numbers(name, values)
+        return values
 
 
 class _Picked(LazyTensors):

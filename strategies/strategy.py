@@ -17,7 +17,7 @@ import numpy as np
 
 from strategies.aggregators import Aggregator, Fold, WeightedMean
 from strategies.client_rules import ClientRule, PlainSGD, Streams
-from strategies.lazy import elementwise, picked, pieces_of
+from strategies.lazy import elementwise, picked
 from strategies.params import Tensors
 from strategies.server_optimizers import SGD, ServerOptimizer
 from strategies.state import State, joined, part_of, parted
@@ -37,15 +37,9 @@ class ClipNorm:
     max_norm: float
 
     def __call__(self, update: Update) -> Update:
-        squares = (
-            float(np.sum(np.square(piece, dtype=np.float64)))
-            for name in update.delta
-            for piece in pieces_of(update.delta, name)
-        )
-        norm = float(np.sqrt(sum(squares)))
-        if norm <= self.max_norm:
+        if update.norm <= self.max_norm:
             return update
-        factor = np.float32(self.max_norm / norm)
+        factor = np.float32(self.max_norm / update.norm)
         return replace(update, delta=elementwise(lambda value: value * factor, update.delta))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from strategies.lazy import l2_norm
 from strategies.params import Tensors
 
 
@@ -14,7 +16,7 @@ class Update:
 
     Attributes:
         delta: trained minus base, trainable tensors only, float32.
-        num_examples: size of the client's local training set, >= 1; the weight in the mean.
+        num_examples: size of the client's local training set, >= 1, as far as it counts; the weight in the mean.
         num_steps: optimizer steps taken.
         train_loss: mean loss per example over the local steps.
         extras: further tensors of the client rule by stream name, such as `{"control": …}` for SCAFFOLD.
@@ -25,6 +27,11 @@ class Update:
     num_steps: int
     train_loss: float
     extras: Mapping[str, Tensors] = field(default_factory=dict)
+
+    @cached_property
+    def norm(self) -> float:
+        """L2 norm of the delta over all tensors, in float64; computed once."""
+        return l2_norm(self.delta)
 
 
 @dataclass(frozen=True)

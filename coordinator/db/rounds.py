@@ -90,7 +90,12 @@ def find_round(connection: Connection, run: str, number: int) -> RoundRow | None
         state=row.state,
         wanted=row.wanted,
         population=row.population,
-        expected=Expected(shapes, row.expected["payload_limit_bytes"], row.expected.get("max_examples")),
+        expected=Expected(
+            shapes,
+            row.expected["payload_limit_bytes"],
+            row.expected.get("max_examples"),
+            row.expected.get("weight_limit"),
+        ),
         started_at=row.started_at,
         deadline_at=row.deadline_at,
     )
@@ -102,6 +107,7 @@ def open_round(connection: Connection, opened: RoundRow, base: str) -> None:
         "shapes": {name: list(shape) for name, shape in opened.expected.shapes.items()},
         "payload_limit_bytes": opened.expected.payload_limit_bytes,
         "max_examples": opened.expected.max_examples,
+        "weight_limit": opened.expected.weight_limit,
     }
     connection.execute(
         insert(rounds).values(

@@ -87,7 +87,7 @@ class DeviceFleet:
                 return None
             given = rounds.train_offers(connection, run, round_number)
             tasks = tuple(Task(at, TaskMessage.from_json(offer["message"])) for at, offer in given)
-            return Reopened(tasks, found.population)
+            return Reopened(tasks, found.population, found.expected.weight_limit)
 
         return self._services.database.read(work)
 
@@ -105,6 +105,19 @@ class DeviceFleet:
             # Looking through a large fleet takes a while; it must not be done at every single check-in.
             self._stop.wait(min(left, 4 * (monotonic() - began)))
             signals.wait("devices", seen, min(left, _LONGEST_WAIT_SECONDS))
+
+    def declared(self, clients: Sequence[str]) -> Mapping[str, int]:
+        dataset = self._deployment.dataset
+
+        def work(connection: Connection) -> dict[str, int]:
+            found = {name: participants.candidate(connection, name) for name in clients}
+            reports = {name: each.report for name, each in found.items() if each is not None and each.report}
+            return {
+                name: said.datasets[dataset] for name, said in reports.items() if dataset in said.datasets
+            }
+
+        counts = self._services.database.read(work)
+        return {name: count for name, count in counts.items() if count >= 1}
 
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
         self._held.close()

@@ -80,10 +80,14 @@ class Silence:
 
 @dataclass(frozen=True)
 class Reopened:
-    """A round that was under way when the process died: the tasks as they were given out."""
+    """A round that was under way when the process died: the tasks as they were given out.
+
+    `weight_limit`: as in `intake.Expected`, decided when the round was opened.
+    """
 
     tasks: tuple[Task, ...]
     population: int
+    weight_limit: int | None = None
 
 
 class Fleet(Protocol):
@@ -97,6 +101,9 @@ class Fleet(Protocol):
 
         A fleet of devices waits until there are `wanted`; after its patience fewer will do, if a quorum is there.
         """
+
+    def declared(self, clients: Sequence[str]) -> Mapping[str, int]:
+        """How many examples these clients say they have, as far as they say so."""
 
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
         """Params made ready to be sent; what they were made ready for before is let go."""

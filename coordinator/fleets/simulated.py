@@ -60,6 +60,9 @@ class SimulatedFleet:
     def clients(self, wanted: int) -> Sequence[str]:
         return list(self._clients)
 
+    def declared(self, clients: Sequence[str]) -> Mapping[str, int]:
+        return {name: self._clients[name].num_examples for name in clients}
+
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
         return model_of(params, streams)
 

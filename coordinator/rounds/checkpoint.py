@@ -47,13 +47,14 @@ class Committed:
 def keep_in(blobs: Blobs) -> Keep:
     """For `engine.run`: what a round came to is computed as it is written to `blobs`, and read from there after.
 
-    To commit it is then to store it once more, which costs nothing (`Blobs.put_arrays`).
+    To commit it is then to store it once more, which costs nothing (`Blobs.put_arrays`). Where the params or the state
+    cannot be kept, neither is.
     """
 
     def keep(state: RunState) -> RunState:
         values = state.strategy.values
-        strategy = State(blobs.keep_arrays(state.strategy.arrays, values), values)
-        return RunState(state.round, blobs.keep_arrays(state.params), strategy)
+        strategy, params = blobs.keep_all([(state.strategy.arrays, values), (state.params, None)])
+        return RunState(state.round, params, State(strategy, values))
 
     return keep
 

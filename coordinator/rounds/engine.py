@@ -8,26 +8,37 @@ evaluator scores, a commit makes the round durable; the engine says in which ord
     3. hear what the fleet        6. commit
        accepted and rejected,
        until quorum or deadline
+       (`rounds.gathering`)
 
+A round that came to no model of numbers, or to too few updates, leaves params and state as they were.
 A round that was open when the process died goes on with its cohort: the fleet says so (`Fleet.reopened`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, Protocol
 
-from coordinator.fleets.fleet import Answer, Fleet, Model, Reopened, Terms
+import numpy as np
+
+from coordinator.fleets.fleet import Fleet, Model, Reopened, Terms
 from coordinator.json_values import finite
 from coordinator.rounds import intake, plan
 from coordinator.rounds.events import Emit
+from coordinator.rounds.gathering import Gathered, gather, trained
 from coordinator.rounds.plan import RunPlan, Task
-from strategies.lazy import in_memory, picked
+from strategies.lazy import NotFinite, checked, in_memory
 from strategies.params import Params, Tensors
 from strategies.state import State
 from strategies.update import Aggregate
+
+MODEL_NOT_FINITE = "model_not_finite"
+"""The event of a round whose updates, finite each, come to a model that is not; they count as rejected for it."""
+
+MOST_NAMED = 5
+"""Clients that such an event names, those with the largest updates."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,7 @@ class RoundRecord:
     """One line of the report. `seconds` is the whole round, evaluation and commit included.
 
     `silent` clients were asked and never answered, or answered when the round was over; `rejections` counts
-    results by reason. Accuracies of single clients are given as minimum, median and maximum. What was not tested is None.
+    results by reason, `gathering.OUTLIER` and `MODEL_NOT_FINITE` among them. Accuracies of single clients are given as minimum, median and maximum. What was not tested is None.
     """
 
     round: int
@@ -71,17 +82,6 @@ class RunState:
     round: int
     params: Tensors
     strategy: State
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """What a cohort's answers came to."""
-
-    aggregate: Aggregate | None
-    accepted: tuple[str, ...]
-    rejections: Mapping[str, int]
-    silent: int
-    bytes_up: int
 
 
 class Commit(Protocol):
@@ -150,17 +150,11 @@ def one_round(
     number = state.round + 1
     model = fleet.model(state.params, run_plan.strategy.broadcast(state.strategy))
     asked = fleet.reopened(number) or _asked(run_plan, fleet, number, model, emit)
-    fleet.submit(asked.tasks, model, _terms(run_plan, model, asked.population))
+    fleet.submit(asked.tasks, model, _terms(run_plan, model, asked))
 
-    gathered = gather(run_plan, fleet, asked.tasks, emit)
+    gathered = gather(run_plan, fleet, asked, model, emit)
 
-    state = replace(state, round=number)
-    if gathered.aggregate is not None and len(gathered.accepted) >= run_plan.min_updates:
-        moved = run_plan.strategy.apply(state.params, state.strategy, gathered.aggregate, asked.population)
-        state = keep(RunState(number, *moved))
-    else:
-        emit("quorum_missed", round=number, accepted=len(gathered.accepted), min_updates=run_plan.min_updates)
-        gathered = replace(gathered, accepted=())
+    state, gathered = _moved(run_plan, state, gathered, asked.population, emit, keep)
     score = evaluate(number, state.params)
     record = _record(number, asked.tasks, model, gathered, score)
     return state, record, gathered.accepted
@@ -171,55 +165,56 @@ def _asked(run_plan: RunPlan, fleet: Fleet, number: int, model: Model, emit: Emi
     population = fleet.clients(plan.cohort_size(run_plan))
     cohort = plan.choose_cohort(population, run_plan, plan.generator(run_plan.seed, "cohort", number))
     emit("round_started", round=number, cohort=list(cohort), base=model.base)
-    return Reopened(plan.tasks_for(cohort, number, model.base, run_plan), len(population))
+    limit = plan.weight_limit(fleet.declared(cohort).values(), run_plan.weight_cap)
+    return Reopened(plan.tasks_for(cohort, number, model.base, run_plan), len(population), limit)
 
 
-def _terms(run_plan: RunPlan, model: Model, population: int) -> Terms:
-    trainable = picked({name: (model.params, name) for name in run_plan.trainable})
+def _terms(run_plan: RunPlan, model: Model, asked: Reopened) -> Terms:
+    trainable = trained(run_plan, model.params)
     return Terms(
-        expected=intake.expected_of(trainable, model.streams, run_plan.max_examples),
+        expected=intake.expected_of(trainable, model.streams, run_plan.max_examples, asked.weight_limit),
         wanted=run_plan.clients_per_round,
         deadline_seconds=run_plan.deadline_seconds,
-        population=population,
+        population=asked.population,
     )
 
 
-def gather(run_plan: RunPlan, fleet: Fleet, tasks: Sequence[Task], emit: Emit) -> Gathered:
-    """Results folded as they arrive, until the fleet has no more to tell."""
-    fold = run_plan.strategy.start(len(tasks))
-    accepted: list[str] = []
-    answered: set[int] = set()
-    rejections: Counter[str] = Counter()
-    bytes_up = 0
-    for result in fleet.results():
-        told = {"round": result.task.message.round, "client": result.task.message.client}
-        if not isinstance(result, Answer):
-            emit("client_silent", **told, reason=result.reason)
-            continue
-        answered.add(result.task.position)
-        bytes_up += result.payload_bytes
-        if isinstance(result.verdict, intake.Rejection):
-            rejections[result.verdict.reason] += 1
-            emit("update_rejected", **told, reason=result.verdict.reason, words=result.verdict.words)
-            continue
-        fold.add(result.task.position, run_plan.strategy.transform(result.verdict))
-        accepted.append(result.task.message.client)
-        emit("update_accepted", **told, seconds=result.seconds)
-    fleet.cancel([task for task in tasks if task.position not in answered])
-    return Gathered(
-        aggregate=fold.finish() if accepted else None,
-        accepted=tuple(accepted),
-        rejections=dict(sorted(rejections.items())),
-        silent=len(tasks) - len(answered),
-        bytes_up=bytes_up,
-    )
+def _moved(
+    run_plan: RunPlan, state: RunState, gathered: Gathered, population: int, emit: Emit, keep: Keep
+) -> tuple[RunState, Gathered]:
+    """The state after the round, and what was gathered, of which nothing is accepted where the round moves nothing."""
+    number, accepted = state.round + 1, len(gathered.accepted)
+    if gathered.aggregate is None or accepted < run_plan.min_updates:
+        emit("quorum_missed", round=number, accepted=accepted, min_updates=run_plan.min_updates)
+        return replace(state, round=number), replace(gathered, accepted=())
+    try:
+        return _applied(run_plan, state, gathered.aggregate, population, keep), gathered
+    except NotFinite as error:
+        largest = dict(list(gathered.norms.items())[:MOST_NAMED])
+        emit(MODEL_NOT_FINITE, round=number, tensor=error.name, largest_norms=largest)
+        rejections = dict(sorted({**gathered.rejections, MODEL_NOT_FINITE: accepted}.items()))
+        return replace(state, round=number), replace(gathered, accepted=(), rejections=rejections)
+
+
+def _applied(
+    run_plan: RunPlan, state: RunState, aggregate: Aggregate, population: int, keep: Keep
+) -> RunState:
+    """The state after the round, kept.
+
+    Raises:
+        NotFinite: a trained tensor or the strategy's state would hold NaN or infinity; nothing was kept.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is looked for
+        params, strategy = run_plan.strategy.apply(state.params, state.strategy, aggregate, population)
+        after = State(checked(strategy.arrays, strategy.arrays), strategy.values)
+        return keep(RunState(state.round + 1, checked(params, run_plan.trainable), after))
 
 
 def _record(
     number: int, tasks: Sequence[Task], model: Model, gathered: Gathered, score: Score
 ) -> RoundRecord:
-    spread = sorted(score.clients.values())
-    low, middle, high = (spread[0], _median(spread), spread[-1]) if spread else (score.accuracy,) * 3
+    spread = score.clients.values()
+    low, middle, high = (min(spread), median(spread), max(spread)) if spread else (score.accuracy,) * 3
     return RoundRecord(
         round=number,
         selected=len(tasks),
@@ -237,11 +232,6 @@ def _record(
         seconds=0.0,
         rejections=gathered.rejections,
     )
-
-
-def _median(ordered: Sequence[float]) -> float:
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def as_row(record: RoundRecord) -> dict[str, Any]:

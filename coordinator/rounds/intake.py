@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
-import numpy as np
-
 from coordinator.rounds.plan import Task
+from edge_client.train import schedule
 from edge_client.wire import arrays
 from edge_client.wire.arrays import FilePayload, Payload, StoredArrays
 from edge_client.wire.messages import DELTA, ResultHeader, result_header
-from strategies.lazy import pieces_of, shape_of
+from strategies.lazy import NotFinite, require_finite, shape_of
 from strategies.params import Tensors
 from strategies.state import joined, parted
 from strategies.update import Update
@@ -32,6 +31,7 @@ Reason = Literal[
     "wrong_task",
     "no_examples",
     "too_many_examples",
+    "wrong_steps",
     "missing_tensor",
     "extra_tensor",
     "misnamed_tensor",
@@ -57,29 +57,35 @@ class Rejection:
 class Expected:
     """What a result of this round must hold: tensor name -> shape, all float32, and its largest size.
 
-    `max_examples`: the most examples it may claim, and so its most weight in the mean; None: any.
+    Attributes:
+        max_examples: the most examples it may claim; None: any.
+        weight_limit: the most examples it counts for, however many it claims; None: any.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     payload_limit_bytes: int
     max_examples: int | None = None
+    weight_limit: int | None = None
 
 
 def expected_of(
-    trainable: Tensors, streams: Mapping[str, Tensors], max_examples: int | None = None
+    trainable: Tensors,
+    streams: Mapping[str, Tensors],
+    max_examples: int | None = None,
+    weight_limit: int | None = None,
 ) -> Expected:
     """The expectation for updates of `trainable` with the client rule's `streams`."""
     tensors = joined({DELTA: trainable, **streams})
     shapes = {name: shape_of(tensors, name) for name in tensors}
     size = sum(4 * math.prod(shape) for shape in shapes.values())
     names = sum(len(name) + 128 for name in tensors)
-    return Expected(shapes, size + names + _HEADROOM_BYTES, max_examples)
+    return Expected(shapes, size + names + _HEADROOM_BYTES, max_examples, weight_limit)
 
 
 def check(payload: Payload, task: Task, expected: Expected) -> Update | Rejection:
     """The update in `payload`, or the reason it is refused. Tensors of a payload on disk stay there.
 
-    Checked in this order: size, form, base version, task, examples, names, dtypes, shapes, finiteness. Whether
+    Checked in this order: size, form, base version, task, examples, steps, names, dtypes, shapes, finiteness. Whether
     it came before is for the fleet to know (`duplicate`).
     """
     no = partial(_rejection, task)
@@ -92,15 +98,19 @@ def check(payload: Payload, task: Task, expected: Expected) -> Update | Rejectio
         said = result_header(header.values)
     except arrays.Malformed as error:
         return no("malformed", str(error))
-    refused = _wrong_task(said, task) or _too_many(said, expected) or _wrong_tensors(header.tensors, expected)
+    refused = (
+        _wrong_task(said, task)
+        or _too_many(said, expected)
+        or _wrong_steps(said, task)
+        or _wrong_tensors(header.tensors, expected)
+    )
     if refused:
         return no(*refused)
     tensors = StoredArrays(payload, header)
-    for name in tensors:
-        if not all(np.isfinite(piece).all() for piece in pieces_of(tensors, name)):
-            return no(
-                "non_finite", f"{name} holds NaN or infinity; lower the learning rate or check the data"
-            )
+    try:
+        require_finite(tensors, tensors)
+    except NotFinite as error:
+        return no("non_finite", f"{error}; lower the learning rate or check the data")
     return _update(tensors, said)
 
 
@@ -176,6 +186,15 @@ def _too_many(said: ResultHeader, expected: Expected) -> tuple[Reason, str] | No
         "too_many_examples",
         f"it says {said.num_examples} examples, this run takes at most {expected.max_examples} of a client",
     )
+
+
+def _wrong_steps(said: ResultHeader, task: Task) -> tuple[Reason, str] | None:
+    """Every runtime reports the steps that its schedule has: they are what an update's length is held against."""
+    asked = task.message
+    steps = schedule.count(said.num_examples, asked.batch_size, epochs=asked.epochs, steps=asked.steps)
+    if said.num_steps == steps:
+        return None
+    return "wrong_steps", f"it says {said.num_steps} steps; {said.num_examples} examples make {steps} here"
 
 
 def _wrong_tensors(sent: Mapping[str, arrays.Slot], expected: Expected) -> tuple[Reason, str] | None:

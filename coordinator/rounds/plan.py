@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 import numpy as np
 
@@ -39,6 +40,8 @@ class RunPlan:
         deadline_seconds: on the fleet's clock, from the start of the round.
         min_updates: quorum at the deadline; with fewer the round changes nothing.
         max_examples: the most that one client may claim; None: any.
+        outlier_factor: how many times as long as the others' an update's steps may be (`rounds.outliers`); 0: any.
+        weight_cap: how many times the cohort's median number of examples one update may weigh; 0: any.
     """
 
     seed: int
@@ -51,6 +54,8 @@ class RunPlan:
     deadline_seconds: float = 600.0
     min_updates: int = 1
     max_examples: int | None = None
+    outlier_factor: float = 0.0
+    weight_cap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,14 @@ def choose_cohort(clients: Sequence[str], plan: RunPlan, rng: np.random.Generato
     wanted = min(len(clients), cohort_size(plan))
     drawn = rng.choice(len(clients), size=wanted, replace=False)
     return tuple(clients[index] for index in sorted(drawn))
+
+
+def weight_limit(declared: Collection[int], cap: float) -> int | None:
+    """The most examples that one update counts for: `cap` times the median of what a cohort declared, of two the lower.
+
+    None, any number, where `cap` is 0 or nobody declared anything.
+    """
+    return int(cap * median_low(declared)) if cap and declared else None
 
 
 def tasks_for(cohort: Sequence[str], round_number: int, base: str, plan: RunPlan) -> tuple[Task, ...]:

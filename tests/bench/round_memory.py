@@ -70,6 +70,9 @@ class StoredFleet:
     def clients(self, wanted: int) -> Sequence[str]:
         return list(self._uploads)
 
+    def declared(self, clients: Sequence[str]) -> Mapping[str, int]:
+        return dict.fromkeys(clients, 10)
+
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
         stored = self._blobs.put_arrays(params)
         extra = self._blobs.put_arrays(joined(streams)).size_bytes if streams else 0
@@ -161,7 +164,7 @@ def _make(case: str, model_bytes: int, folder: Path) -> tuple[str, str]:
             "client": str(i),
             "base": base,
             "num_examples": 10 + i,
-            "num_steps": 1,
+            "num_steps": -(-(10 + i) // 4),
             "train_loss": 0.5,
         }
         arrays.write(folder / f"upload-{i}", joined({"delta": tensors(), **streams}), header)

@@ -11,8 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import update
 
 from coordinator.db.store import Database
+from coordinator.db.tables import rounds
 from coordinator.fleets.deployments import Selection
 from coordinator.fleets.device import DeviceFleet
 from coordinator.fleets.fleet import Answer, Model, Silence, Stopped, Terms
@@ -36,13 +38,18 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def submit(
-    fleet: DeviceFleet, cohort: tuple[str, ...], number: int = 1, wanted: int = 9, population: int = 3
+    fleet: DeviceFleet,
+    cohort: tuple[str, ...],
+    number: int = 1,
+    wanted: int = 9,
+    population: int = 3,
+    weight_limit: int | None = None,
 ) -> tuple[Model, tuple[plan.Task, ...]]:
     model = fleet.model(PARAMS, {})
     work = LocalWork(batch_size=4, lr=0.1, epochs=None, steps=1)
     run_plan = RunPlan(7, 3, presets.get("fedavg"), work, ("w",), clients_per_round=9)
     tasks = plan.tasks_for(cohort, number, model.base, run_plan)
-    expected = intake.expected_of({"w": PARAMS["w"]}, {})
+    expected = intake.expected_of({"w": PARAMS["w"]}, {}, weight_limit=weight_limit)
     fleet.submit(tasks, model, Terms(expected, wanted, 3600, population))
     return model, tasks
 
@@ -130,6 +137,27 @@ def test_leases_do_not_run_out_while_the_coordinator_is_away(world: World) -> No
     submit(again, ("a",))
     assert device.upload(offer.task, result_of(offer)).accepted
     assert [type(each) for each in again.results()] == [Answer]
+
+
+def test_the_weight_limit_follows_what_devices_declared_and_outlives_a_restart(
+    tmp_path: Path, database: Database
+) -> None:
+    with serving(tmp_path, database, lease_seconds=120.0) as world:
+        for name, rows in {"a": 30, "b": 2**62, "c": 50, "d": 0}.items():
+            world.enrol(name).check_in(datasets={"digits": rows, "other": 10**6})
+        world.enrol("silent")
+        fleet = fleet_of(world)
+        declared = fleet.declared(["a", "b", "c", "d", "silent"])
+        assert declared == {"a": 30, "b": 2**62, "c": 50}
+        submit(fleet, ("a", "b", "c"), weight_limit=plan.weight_limit(declared.values(), 10.0))
+
+        again = DeviceFleet(world.services, world.services.deployments.active()[0], patience_seconds=0)
+        reopened = again.reopened(1)
+        assert reopened is not None and reopened.weight_limit == 500
+        earlier = {"shapes": {"delta/w": [60_000]}, "payload_limit_bytes": 10**6}
+        database.write(lambda at: at.execute(update(rounds).values(expected=earlier))).result()
+        opened_by_an_earlier_version = again.reopened(1)
+        assert opened_by_an_earlier_version is not None and opened_by_an_earlier_version.weight_limit is None
 
 
 def test_a_run_that_is_stopped_leaves_its_round_open(world: World) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.blobs import Blobs
-from coordinator.fleets.fleet import Answer, Model, Reopened, Silence, Terms, model_of
-from coordinator.rounds import engine, intake, plan
+from coordinator.fleets.fleet import Model, Reopened, Terms, model_of
+from coordinator.rounds import engine, plan
 from coordinator.rounds.checkpoint import Checkpoints, Committed, keep_in
 from coordinator.rounds.engine import RoundRecord, RunState, Score, as_row
 from coordinator.rounds.plan import RunPlan, Task
 from coordinator.simulation import faults
 from edge_client.wire import arrays
-from edge_client.wire.arrays import FilePayload, StoredArrays
+from edge_client.wire.arrays import StoredArrays
 from edge_client.wire.messages import TaskMessage, encode_result
 from strategies import presets
 from strategies.params import Params
 from strategies.update import Update
 from tests.support import runs
 from tests.support.federation import PARAMS, run_plan
-from tests.support.memory_fleet import MemoryClient, MemoryFleet, Script, honest
+from tests.support.memory_fleet import MemoryClient, MemoryFleet, Script, StoringFleet, honest
 
 NAMES = "abcdefghijkl"
 
@@ -263,32 +263,17 @@ def test_a_round_without_clients_changes_nothing() -> None:
 # Updates on disk
 
 
-class Storing(MemoryFleet):
-    """A fleet whose accepted updates lie in files."""
-
-    folder: Path
-
-    def results(self) -> Iterator[Answer | Silence]:
-        for result in super().results():
-            if isinstance(result, Answer) and isinstance(result.verdict, Update):
-                path = self.folder / f"{result.task.message.round}-{result.task.position}"
-                path.write_bytes(encode_result(result.task.message, result.verdict))
-                result = replace(result, verdict=intake.stored(FilePayload(path)))
-            yield result
-
-
 @pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "fedadam", "fedyogi", "scaffold"])
 @pytest.mark.parametrize("kept", ["in memory", "on disk"])
 def test_a_run_over_updates_on_disk_gives_the_same_bits(strategy: str, kept: str, tmp_path: Path) -> None:
     plan = run_plan(strategy, rounds=3, clients_per_round=9)
     blobs = Blobs(tmp_path / "blobs")
 
-    fleet = Storing({name: MemoryClient(c=i - 3.7, num_examples=5 + i) for i, name in enumerate(NAMES)})
-    fleet.folder = tmp_path
+    clients = {name: MemoryClient(c=i - 3.7, num_examples=5 + i) for i, name in enumerate(NAMES)}
+    fleet = StoringFleet(clients, tmp_path)
     last, _ = runs.run(plan, fleet, keep=keep_in(blobs) if kept == "on disk" else engine.keep_in_memory)
     assert isinstance(last.params, StoredArrays if kept == "on disk" else dict)
-    again = MemoryFleet({name: MemoryClient(c=i - 3.7, num_examples=5 + i) for i, name in enumerate(NAMES)})
-    assert runs.bits(last) == runs.bits(runs.run(plan, again)[0])
+    assert runs.bits(last) == runs.bits(runs.run(plan, MemoryFleet(clients))[0])
 
 
 # The same bits

@@ -38,6 +38,8 @@ mode = "sync"
 over_select = 1.0
 deadline_seconds = 600.0
 min_updates = 1
+weight_cap = 10.0
+outlier_factor = 100.0
 
 [federation.runtimes]
 litert = 0.5
@@ -347,6 +349,8 @@ CONTRADICTIONS: list[tuple[Sequence[str], Sequence[str]]] = [
     (["local.epochs=2", "local.steps=3"], ["local.epochs = 2", "local.steps = 3", "keep one"]),
     (["federation.clients=5", "federation.clients_per_round=8"], ["federation.clients_per_round = 8", "federation.clients = 5", "expected 1 to 5"]),
     (["federation.clients_per_round=3", "federation.min_updates=4"], ["federation.min_updates = 4", "federation.clients_per_round = 3"]),
+    (["federation.weight_cap=0.5"], ["federation.weight_cap = 0.5", "1 or more, or 0: no cap"]),
+    (["federation.outlier_factor=0.5"], ["federation.outlier_factor = 0.5", "1 or more, or 0: no bound"]),
     (["federation.clients=4", "simulation.faults={nan=2, duplicate=2}"], ["simulation.faults names 4", "federation.clients = 4", "leave at least one honest"]),
     (["model.name=resnet8", "federation.runtimes={tensorflow=1}"], ["federation.runtimes asks for tensorflow", "model.name = 'resnet8'", "runs in: litert, torch"]),
     (["data.dataset=csv"], ["data.dataset", "needs data.path"]),
@@ -404,6 +408,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_a_model_of_ones_own_may_have_any_options() -> None:
     assert load("model.name=my.nets:build", "model.depth=3").model.options == {"depth": 3}
+
+
+def test_an_option_that_json_has_no_word_for_is_refused() -> None:
+    message = refused("model.name=my.nets:build", "model.scales=[1.0, inf]")
+    assert "model.scales = [1.0, inf]: expected finite numbers" in message
 
 
 toml_values = st.recursive(

@@ -128,6 +128,8 @@ def test_a_clients_control_variate_is_option_two_of_the_paper(
     np.testing.assert_allclose(correction.offset["w"], control - own, rtol=0, atol=atol)
     np.testing.assert_allclose(outcome.client_state["control"]["w"], expected, rtol=0, atol=atol)
     np.testing.assert_allclose(outcome.extras["control"]["w"], expected - own, rtol=0, atol=2 * atol)
+    longest = rule.stream_norm(abs(control), abs(moved), num_steps, lr)
+    assert abs(float(outcome.extras["control"]["w"][0])) <= longest + 2 * atol
 
 
 def test_the_first_tensor_that_differs_is_named() -> None:

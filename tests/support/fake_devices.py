@@ -39,6 +39,9 @@ class FakeDevices:
     def clients(self, wanted: int) -> Sequence[str]:
         return DEVICES
 
+    def declared(self, clients: Sequence[str]) -> Mapping[str, int]:
+        return dict.fromkeys(clients, 10)
+
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
         return model_of(params, streams)
 

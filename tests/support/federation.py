@@ -38,7 +38,7 @@ def task(client: str = "site-a", *, round_number: int = 3, position: int = 0) ->
 
 
 def update(like: Params, *, seed: int = 0, num_examples: int = 10) -> Update:
-    """Normal deltas shaped as `like`."""
+    """Normal deltas shaped as `like`, as after the one epoch that `task` asks for."""
     rng = np.random.default_rng(seed)
     delta = {name: rng.normal(0, 0.1, value.shape).astype(np.float32) for name, value in like.items()}
-    return Update(delta, num_examples, num_steps=3, train_loss=float(rng.uniform(0.1, 2)))
+    return Update(delta, num_examples, num_steps=-(-num_examples // 4), train_loss=float(rng.uniform(0.1, 2)))

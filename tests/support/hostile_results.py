@@ -405,6 +405,12 @@ def _counts() -> Iterator[BadResult]:
         for name, value in wrong.items():
             codes = "no_examples" if name == "negative" else "malformed"
             yield _case(f"{key} is {name}", codes, lambda good, k=key, v=value: good.saying(**{k: v}))  # type: ignore[misc]
+    for name, steps in {"one more than its examples make": 1, "far too many": 2**50}.items():
+        yield _case(
+            f"num_steps is {name}",
+            "wrong_steps",
+            lambda good, more=steps: good.saying(num_steps=good.values["num_steps"] + more),  # type: ignore[misc]
+        )
     for name, value in {
         "a string": "0.5",
         "null": None,

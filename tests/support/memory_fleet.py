@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from coordinator.fleets.fleet import Answer, Model, Reopened, Silence, Terms, mo
 from coordinator.rounds import intake
 from coordinator.rounds.plan import Task
 from edge_client.train.trainer import Examples, Trainer
-from edge_client.wire.arrays import BytesPayload
+from edge_client.wire.arrays import BytesPayload, FilePayload
 from edge_client.wire.messages import TaskMessage, encode_result
 from strategies.params import Params, Tensors
 from strategies.update import Update
@@ -48,7 +49,7 @@ class MemoryFleet:
 
     def __init__(self, clients: Mapping[str, MemoryClient]) -> None:
         self._clients = dict(clients)
-        self._unanswered: dict[int, Task] = {}
+        self._tasks: dict[int, Task] = {}
         self._uploads: list[_Upload] = []
         self._terms: Terms | None = None
         self._kept: dict[str, Mapping[str, Params]] = {}
@@ -60,22 +61,27 @@ class MemoryFleet:
     def clients(self, wanted: int) -> Sequence[str]:
         return list(self._clients)
 
+    def declared(self, clients: Sequence[str]) -> Mapping[str, int]:
+        return {name: self._clients[name].num_examples for name in clients}
+
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
         return model_of(params, streams)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
         self._terms = terms
         self._renewed = {}
-        self._unanswered = {task.position: task for task in tasks}
+        self._tasks = {task.position: task for task in tasks}
         uploads = [upload for task in tasks for upload in self._train(task, model)]
         self._uploads = sorted(uploads, key=lambda each: (each.seconds, each.task.position))
 
     def results(self) -> Iterator[Answer | Silence]:
         assert self._terms is not None
         until, accepted = self._terms.deadline_seconds, set[str]()
-        while self._uploads and self._uploads[0].seconds <= until:
-            upload = self._uploads.pop(0)
-            self._unanswered.pop(upload.task.position, None)
+        unanswered = dict(self._tasks)
+        for upload in self._uploads:
+            if upload.seconds > until:
+                break
+            unanswered.pop(upload.task.position, None)
             client = upload.task.message.client
             verdict = intake.check(BytesPayload(upload.payload), upload.task, self._terms.expected)
             if isinstance(verdict, Update) and client in accepted:
@@ -85,13 +91,13 @@ class MemoryFleet:
             yield Answer(upload.task, verdict, len(upload.payload), upload.seconds)
             if len(accepted) == self._terms.wanted:
                 return
-        for task in [*self._unanswered.values()]:
+        for task in unanswered.values():
             yield Silence(task, "did not answer", until)
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         gone = {task.position for task in tasks}
         self._uploads = [upload for upload in self._uploads if upload.task.position not in gone]
-        self._unanswered = {at: task for at, task in self._unanswered.items() if at not in gone}
+        self._tasks = {at: task for at, task in self._tasks.items() if at not in gone}
 
     def client_state(self, accepted: Sequence[str]) -> Mapping[str, Mapping[str, Params]]:
         changed = {name: self._renewed[name] for name in accepted if self._renewed.get(name)}
@@ -112,6 +118,22 @@ class MemoryFleet:
         )
         self._renewed[work.client] = result.client_state
         return [_Upload(seconds, task, payload) for seconds, payload in client.script(work, result.update)]
+
+
+class StoringFleet(MemoryFleet):
+    """A fleet whose accepted updates lie in files."""
+
+    def __init__(self, clients: Mapping[str, MemoryClient], folder: Path) -> None:
+        super().__init__(clients)
+        self._folder = folder
+
+    def results(self) -> Iterator[Answer | Silence]:
+        for result in super().results():
+            if isinstance(result, Answer) and isinstance(result.verdict, Update):
+                path = self._folder / f"{result.task.message.round}-{result.task.position}"
+                path.write_bytes(encode_result(result.task.message, result.verdict))
+                result = replace(result, verdict=intake.stored(FilePayload(path)))
+            yield result
 
 
 def _params(streams: Mapping[str, Tensors]) -> dict[str, Params]:
