@@ -59,12 +59,13 @@ class Blobs:
         return self._folder / digest
 
     def put(self, payload: bytes) -> str:
-        """Stores bytes durably and returns their SHA-256. Storing them twice costs nothing."""
+        """Stores bytes durably and returns their SHA-256. Storing them twice costs a read, and mends a damaged blob."""
         digest = arrays.sha256(payload)
         self._expect(digest)
-        path = self._folder / digest
-        if not path.exists():
-            write_durably(path, payload)
+        try:
+            self.require_whole(digest)
+        except BlobDamaged:
+            write_durably(self.path(digest), payload)
         return digest
 
     def put_arrays(self, tensors: Tensors, values: Mapping[str, Any] | None = None) -> BlobInfo:
@@ -108,15 +109,25 @@ class Blobs:
         Raises:
             BlobDamaged: the file was changed or is missing. It is read through once to know.
         """
+        path = self.require_whole(digest)
+        try:
+            return StoredArrays(FilePayload(path))
+        except arrays.Malformed as error:
+            raise BlobDamaged(f"{path} does not hold arrays: {error}") from None
+
+    def require_whole(self, digest: str) -> Path:
+        """Where the blob lies, once all of it was read.
+
+        Raises:
+            BlobDamaged: the file was changed or is missing.
+        """
         path = self.path(digest)
         try:
             if arrays.sha256_of(path) != digest:
                 raise BlobDamaged(f"{path} does not hold what its name says")
-            return StoredArrays(FilePayload(path))
         except (FileNotFoundError, IsADirectoryError):
             raise BlobDamaged(f"{path} is missing") from None
-        except arrays.Malformed as error:
-            raise BlobDamaged(f"{path} does not hold arrays: {error}") from None
+        return path
 
     def keep_all(self, sets: Sequence[tuple[Tensors, Mapping[str, Any] | None]]) -> list[StoredArrays]:
         """As `put_all`, and gives the stored arrays in place of the given ones."""
@@ -125,21 +136,25 @@ class Blobs:
     def adopt(self, file: Path, digest: str) -> None:
         """Makes a file, whose SHA-256 the caller knows to be `digest`, a blob, durably.
 
-        The file keeps its name beside the blob's where the disk allows; it must not be written to any more.
+        The file keeps its name beside the blob's where the disk allows; it must not be written to any more. It takes the
+        place of a blob of that name, which may be damaged.
 
         Raises:
             OSError: the disk is full or not writable, or the file is gone.
         """
         self._expect(digest)
         sync_file(file)
+        second = self._folder / f".adopted.{os.getpid()}.{threading.get_native_id()}.tmp"
         try:
-            os.link(file, self.path(digest))
-        except FileExistsError:
-            pass
+            second.unlink(missing_ok=True)  # a link cannot take the place of another
+            os.link(file, second)
+            second.replace(self.path(digest))
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.ENOTSUP):
                 raise
             file.replace(self.path(digest))
+        finally:
+            second.unlink(missing_ok=True)
         sync_folder(self._folder)
 
     @contextmanager

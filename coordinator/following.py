@@ -21,6 +21,7 @@ from coordinator.progress import Progress
 from coordinator.rounds.engine import RoundRecord
 from coordinator.rounds.events import LineFile
 from edge_client.files import write_durably
+from edge_client.wire import arrays
 
 ENDS = ("run_finished", "run_failed", "run_cancelled")
 _AGAIN_SECONDS = 1.0
@@ -136,8 +137,14 @@ def record_of(event: Mapping[str, Any]) -> RoundRecord:
 
 def _keep(client: OperatorClient, run: str, out: Path, name: str) -> dict[str, Any]:
     """Model, curves and report, the report last."""
-    write_durably(out / "model.safetensors", client.download(f"/runs/{run}/model"))
+    model = client.download(f"/runs/{run}/model")
     document: dict[str, Any] = client.get(f"/runs/{run}/report")
+    if arrays.sha256(model) != document["final"]["model_sha256"]:
+        raise RunInterrupted(
+            f"the model that came of run {run} has another hash than its report says; try again with: "
+            f"fedloop run --follow {run}; should it stay so, the coordinator's disk has damaged it"
+        )
+    write_durably(out / "model.safetensors", model)
     report.draw_curves(out / "curves.png", name, document["start"], document["rounds"])
     write_durably(out / "report.json", json.dumps(document, indent=2).encode())
     return document

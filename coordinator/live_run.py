@@ -62,6 +62,7 @@ class LiveRun:
         self._row = self._read()
         self._experiment = Experiment.model_validate(self._row.experiment)
         self._held = ExitStack()
+        self._moves_from: tuple[str, str] = ("", "")
         self._held_out: HeldOut | None = None
         self._scored: Federated | None = None
         self._per_site: Mapping[str, Any] = {}
@@ -80,6 +81,7 @@ class LiveRun:
 
         Raises:
             UserError: the data or the model is wrong, changed since the run began, or is not allowed any more.
+            BlobDamaged: the artifact that devices fetch is no longer what it was.
             Stopped: the run was cancelled meanwhile.
         """
         admission.require_code(self._experiment, self._services.settings)
@@ -87,6 +89,9 @@ class LiveRun:
             prepared = self._prepare()
         else:
             prepared = preparing.read(self._row.prepared)
+            for ref in (prepared.artifact, prepared.manifest):
+                if ref is not None:
+                    self._services.blobs.require_whole(ref.sha256)
             if prepared.data is not None:
                 self._open(prepared, self._make_pool())
             self._emit("run_resumed", round=self._row.round)
@@ -195,8 +200,8 @@ class LiveRun:
 
     def _start(self) -> RunState:
         blobs = self._services.blobs
-        params = blobs.open_arrays(self._row.params)
-        strategy = blobs.open_arrays(self._row.strategy_state)
+        self._moves_from = (self._row.params, self._row.strategy_state)
+        params, strategy = (blobs.open_arrays(digest) for digest in self._moves_from)
         return RunState(self._row.round, params, State(strategy, strategy.header.values))
 
     def _evaluate(self, fleet: Devices, number: int, params: Tensors) -> Score:
@@ -221,11 +226,18 @@ class LiveRun:
         return summed(fleet.evaluate(number, model, devices.evaluate_seconds))
 
     def _keep(self, state: RunState) -> RunState:
-        """What the round came to, computed piece by piece as it is written to disk, and held there."""
+        """What the round came to, computed piece by piece as it is written to disk, and held there.
+
+        Raises:
+            BlobDamaged: what it moves from is no longer what it was; nothing is made of that.
+        """
         blobs = self._services.blobs
+        for digest in self._moves_from:
+            blobs.require_whole(digest)
         with self._services.blobs.naming:
             kept = keep_in(blobs)(state)
-            self._held.enter_context(blobs.held(*self._store(kept)))
+            self._moves_from = self._store(kept)
+            self._held.enter_context(blobs.held(*self._moves_from))
         return kept
 
     def _commit(

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, insert, select
+from sqlalchemy import Connection, and_, delete, func, insert, select, update
 
 from coordinator.db import events
-from coordinator.db.rounds import TaskRow, close_round, find_round, finish
-from coordinator.db.tables import evaluations, updates, uploads
+from coordinator.db.rounds import TaskRow, close_round, find_round, finish, of_round
+from coordinator.db.tables import evaluations, tasks, updates, uploads
 from edge_client.wire.device import EvaluationResult, UploadStart
 from edge_client.wire.strict import parse_message
 
@@ -90,14 +90,43 @@ def is_counted(connection: Connection, blob: str) -> bool:
     return connection.execute(found).first() is not None
 
 
-def counted(connection: Connection, task: TaskRow) -> Taken:
-    """What was accepted of an accepted train task."""
+def counted(connection: Connection, task: TaskRow) -> Taken | None:
+    """What was accepted of a train task; None where it was taken back this moment."""
     row = connection.execute(
         select(updates.c.blob, updates.c.sent_sha256, updates.c.payload_bytes).where(
             updates.c.run == task.run, updates.c.round == task.round, updates.c.device == task.device
         )
-    ).one()
-    return Taken(**row._mapping)
+    ).one_or_none()
+    return None if row is None else Taken(**row._mapping)
+
+
+def take_back(
+    connection: Connection,
+    run: str,
+    number: int,
+    device: str,
+    fetch_until: datetime,
+    deadline_at: datetime,
+    now: datetime,
+) -> None:
+    """An accepted update counts as never received, for its bytes are damaged: its task waits for the device again."""
+    which = and_(of_round(run, number, "train"), tasks.c.device == device, tasks.c.state == "accepted")
+    task = connection.execute(select(tasks.c.id, tasks.c.offer).where(which)).one()
+    mine = and_(updates.c.run == run, updates.c.round == number, updates.c.device == device)
+    blob = connection.execute(select(updates.c.blob).where(mine)).scalar_one()
+    connection.execute(delete(updates).where(mine))
+    connection.execute(delete(uploads).where(uploads.c.task == task.id))
+    connection.execute(
+        update(tasks)
+        .where(tasks.c.id == task.id)
+        .values(
+            state="waiting",
+            offer={**task.offer, "deadline_at": deadline_at.isoformat()},
+            leased_until=fetch_until,
+            answered_at=None,
+        )
+    )
+    events.record(connection, now, "update_damaged", run=run, device=device, round=number, blob=blob)
 
 
 def reject(connection: Connection, task: TaskRow, reason: str, words: str, now: datetime) -> None:

@@ -1,7 +1,8 @@
 """Rounds and tasks of devices: every query and every change, each of them one step of a transaction.
 
-A task goes waiting → leased → accepted, rejected, declined, expired or cancelled, and never back; a round goes
-open → closed → committed. What devices send is in `coordinator.db.answers`.
+A task goes waiting → leased → accepted, rejected, declined, expired or cancelled; a round goes open → closed →
+committed. Neither goes back, but for an accepted update that the disk has damaged: its round opens again and its
+task waits. What devices send is in `coordinator.db.answers`.
 """
 
 from __future__ import annotations
@@ -130,6 +131,15 @@ def close_round(connection: Connection, run: str, number: int) -> None:
         update(rounds)
         .where(rounds.c.run == run, rounds.c.number == number, rounds.c.state == "open")
         .values(state="closed")
+    )
+
+
+def reopen_round(connection: Connection, run: str, number: int, deadline_at: datetime) -> None:
+    """A closed round takes updates again, until its deadline or, if that is later, the one given."""
+    this = and_(rounds.c.run == run, rounds.c.number == number)
+    connection.execute(update(rounds).where(this, rounds.c.state == "closed").values(state="open"))
+    connection.execute(
+        update(rounds).where(this, rounds.c.deadline_at < deadline_at).values(deadline_at=deadline_at)
     )
 
 

@@ -314,6 +314,10 @@ async def _as_before(services: Services, task: TaskRow, digest: str | None) -> U
         Refusal: 409 `duplicate`: `digest` is that of another result.
     """
     counted = await run_in_threadpool(services.database.read, lambda at: answers.counted(at, task))
+    if counted is None:
+        raise Refusal(
+            409, "not_leased", f"the result of round {task.round} was lost; check in to be asked again"
+        )
     if digest is not None and digest != counted.sent_sha256:
         raise Refusal(409, "duplicate", f"another result of round {task.round} counts already")
     return UploadState(counted.payload_bytes, accepted=True)

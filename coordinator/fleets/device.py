@@ -10,10 +10,14 @@ come for them through the device API, which writes down what they answer; the fl
 
 So whatever process dies, the rows say where the round is, and submitting it again goes on with it. Leases that
 run out and the deadline are watched here, in the thread of the run.
+
+An accepted update that its disk has damaged counts as never received: before a closed round is told, all its updates
+are read through, and where one is not what was accepted, the round opens again and its device is asked once more.
 """
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,7 +28,7 @@ from typing import TypeVar
 from sqlalchemy import Connection
 
 from coordinator import failpoints
-from coordinator.blobs import BlobInfo
+from coordinator.blobs import BlobDamaged, BlobInfo
 from coordinator.db import answers, participants, rounds
 from coordinator.db.rounds import Finished, RoundRow
 from coordinator.db.store import is_disk_full
@@ -70,6 +74,7 @@ class DeviceFleet:
         self._held = ExitStack()
         self._number = 0
         self._tasks: dict[int, Task] = {}
+        self._round_lasts = timedelta()
 
     def stop(self) -> None:
         """Ends every wait of this fleet with `Stopped`; callable from any thread."""
@@ -134,6 +139,7 @@ class DeviceFleet:
         self._require_running()
         self._number = tasks[0].message.round if tasks else self._number
         self._tasks = {task.position: task for task in tasks}
+        self._round_lasts = timedelta(seconds=terms.deadline_seconds)
         now = self._services.clock()
         opened = RoundRow(
             run=self._deployment.run,
@@ -143,7 +149,7 @@ class DeviceFleet:
             population=terms.population,
             expected=terms.expected,
             started_at=now,
-            deadline_at=now + timedelta(seconds=terms.deadline_seconds),
+            deadline_at=now + self._round_lasts,
         )
 
         def work(connection: Connection) -> None:
@@ -162,24 +168,16 @@ class DeviceFleet:
         self._notify(task.message.client for task in tasks)
 
     def results(self) -> Iterator[Answer | Silence]:
-        told: set[int] = set()
+        """Told once the round is closed, when every accepted update was read through: a disk may have damaged one."""
         while True:
-            self._require_running()
-            seen, now = self._services.signals.seen(self._topic), self._services.clock()
-            opened, ended, until = self._services.database.read(self._progress)
-            for row in ended:
-                if row.position not in told:
-                    told.add(row.position)
-                    yield self._told(row, opened)
-            if opened.state != "open":
-                failpoints.reach("round.closed")
-                return
-            if until is None or now > opened.deadline_at:
-                self._close(min(now, opened.deadline_at))
-            elif until < now:
-                self._expire("train", now)
-            else:
-                self._wait(seen, min(until, opened.deadline_at) - now)
+            opened, ended = self._closed()
+            damaged = [row for row in ended if row.blob is not None and not self._is_whole(row.blob)]
+            if not damaged:
+                break
+            self._ask_again(damaged)
+        failpoints.reach("round.closed")
+        for row in ended:
+            yield self._told(row, opened)
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         if tasks:
@@ -218,14 +216,19 @@ class DeviceFleet:
         return self._services.database.read(lambda at: answers.evaluations_of(at, run, number))
 
     def _stored(self, tensors: Tensors) -> BlobInfo:
-        """A blob that stays until tasks name it."""
+        """A blob that stays until tasks name it.
+
+        Raises:
+            BlobDamaged: it was one before and is no longer what it was; every device would refuse it.
+        """
         blobs = self._services.blobs
 
         def store() -> BlobInfo:
             with blobs.naming:
                 info = blobs.put_arrays(tensors)
                 self._held.enter_context(blobs.held(info.sha256))
-                return info
+            blobs.require_whole(info.sha256)
+            return info
 
         return self._despite_full_disk(store)
 
@@ -281,6 +284,53 @@ class DeviceFleet:
             deadline_at=deadline_at,
             result_limit_bytes=limit_bytes,
         )
+
+    def _closed(self) -> tuple[RoundRow, list[Finished]]:
+        """The round once it takes nothing more, and how its tasks ended. Leases and the deadline are watched here."""
+        while True:
+            self._require_running()
+            seen, now = self._services.signals.seen(self._topic), self._services.clock()
+            opened, ended, until = self._services.database.read(self._progress)
+            if opened.state != "open":
+                return opened, ended
+            if until is None or now > opened.deadline_at:
+                self._close(min(now, opened.deadline_at))
+            elif until < now:
+                self._expire("train", now)
+            else:
+                self._wait(seen, min(until, opened.deadline_at) - now)
+
+    def _is_whole(self, blob: str) -> bool:
+        """Whether the bytes of an accepted update are still what they were."""
+        self._require_running()
+        try:
+            self._services.blobs.require_whole(blob)
+        except BlobDamaged:
+            return False
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return False
+        return True
+
+    def _ask_again(self, damaged: Sequence[Finished]) -> None:
+        """Takes back updates that are damaged, opens the round again, and has their devices asked once more.
+
+        The bytes go first: stopped in between, the update is missing, which is damage too.
+        """
+        run, number, now = self._deployment.run, self._number, self._services.clock()
+        devices = {row.position: self._tasks[row.position].message.client for row in damaged}
+        deadline_at = now + self._round_lasts
+
+        def work(connection: Connection) -> None:
+            rounds.reopen_round(connection, run, number, deadline_at)
+            for device, asked in self._asked(connection, list(devices.values()), now).items():
+                answers.take_back(connection, run, number, device, asked.fetch_until, deadline_at, now)
+
+        with self._services.blobs.naming:
+            self._services.blobs.remove([row.blob for row in damaged if row.blob is not None])
+        self._write(work)
+        self._notify(devices.values())
 
     def _progress(self, connection: Connection) -> tuple[RoundRow, list[Finished], datetime | None]:
         """The round, the tasks that ended, and when the next live one runs out; None where none is live.

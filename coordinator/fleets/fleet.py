@@ -114,8 +114,10 @@ class Fleet(Protocol):
     def results(self) -> Iterator[Answer | Silence]:
         """Answers in the order they arrive, up to the deadline; ends early when none is outstanding.
 
-        After a reopened round, first the updates that were accepted already. Never more than `wanted`
-        accepted ones; every accepted update that a client was told of is among them.
+        After a reopened round, first the updates that were accepted already. Never more than `wanted` accepted ones;
+        every accepted update that a client was told of is among them, unless a disk has damaged it since.
+
+        Asked again before `cancel`, once it has ended, it tells the same again: a simulation trains once more.
         """
 
     def cancel(self, tasks: Sequence[Task]) -> None:

@@ -295,5 +295,5 @@ def _documents(connection: Connection, run: Row[Any]) -> dict[str, bytes]:
 
 
 def _stored(services: Services, digest: str) -> Content:
-    path = services.blobs.path(digest)
+    path = services.blobs.require_whole(digest)
     return Content(path, digest, path.stat().st_size)

@@ -22,6 +22,7 @@ from edge_client.wire.messages import TaskMessage, encode_result
 from strategies.update import Update
 from tests.support import noop
 from tests.support.device_client import RawDevice
+from tests.support.federation import steps_of
 
 MODEL_BYTES, CLIENTS, ROUNDS = 100_000_000, 8, 2
 PIECE_BYTES = 8 * 2**20
@@ -78,7 +79,8 @@ def _take_part(device: RawDevice) -> None:
 
 def _result(offer: dict[str, Any], params: bytes) -> bytes:
     task = TaskMessage.from_json(offer["message"])
-    return encode_result(task, Update({n: 0 * v for n, v in arrays.decode(params).items()}, 1, 1, 0.0))
+    delta = {name: 0 * value for name, value in arrays.decode(params).items()}
+    return encode_result(task, Update(delta, 1, steps_of(task, 1), 0.0))
 
 
 class _Workers:

@@ -25,6 +25,7 @@ from strategies import presets
 from tests.coordinator.test_uploads import PARAMS, result_of
 from tests.support.databases import database, database_url
 from tests.support.device_world import REPORT, START, Refused, TestDevice, World, serving, sqlite
+from tests.support.listening import Listening
 
 __all__ = ["database", "database_url"]
 
@@ -115,14 +116,15 @@ def test_a_lease_runs_out_in_silence_and_the_device_gets_nothing_more_of_the_rou
     for _ in range(3):
         world.clock.pass_seconds(60)
         alive.check_in(working_on=other.task)
-    results = fleet.results()
-    silence = next(results)
-    assert isinstance(silence, Silence) and silence.task.message.client == "a"
+    listening = Listening(fleet)
+    while "lease_expired" not in codes(world, "a"):
+        threading.Event().wait(0.01)
     assert quiet.check_in().task is None
     with pytest.raises(Refused, match="lease_expired"):
         quiet.start_upload(task.task, b"late")
     assert alive.upload(other.task, result_of(other)).accepted
-    assert [type(each) for each in results] == [Answer]
+    told = [(type(each), each.task.message.client) for each in listening.until_told()]
+    assert told == [(Silence, "a"), (Answer, "b")]
 
 
 def test_leases_do_not_run_out_while_the_coordinator_is_away(world: World) -> None:
@@ -319,13 +321,12 @@ def test_why_tells_what_became_of_a_device_in_a_round(world: World) -> None:
         if name != "silent":
             devices[name].check_in(working_on=offers[name].task if name == "training" else None)
     world.clock.pass_seconds(2)
-    results = fleet.results()
-    for _ in range(4):
-        next(results)
+    Listening(fleet)
+    while "lease_expired" not in codes(world, "silent"):
+        threading.Event().wait(0.01)
     assert told(world, "idle") == [("not_chosen", "not chosen in round 1: the cohort had 5 of 6 devices")]
     assert codes(world, "accepted") == ["accepted"]
     ((code, words),) = told(world, "rejected")
     assert code == "rejected" and "header" in words
     assert told(world, "declined") == [("declined", "it declined round 1: out of memory")]
-    assert "lease_expired" in codes(world, "silent")
     assert codes(world, "training") == ["training"]

@@ -232,6 +232,40 @@ def test_results_that_are_not_what_was_asked_for_are_rejected_and_do_not_count_a
         assert each.verdict.reason in ("misnamed_tensor", "extra_tensor")
 
 
+@pytest.mark.parametrize("until", [2.0, 100.0])
+def test_results_are_told_again_the_same(kind: Kind, until: float) -> None:
+    def told(fleet: Fleet) -> list[Any]:
+        return [
+            (each.task, each.seconds, bits(each) if isinstance(each, Answer) else each.reason)
+            for each in fleet.results()
+        ]
+
+    fleet = kind.make()
+    model = kind.model(fleet, control=0.5)
+    fleet.submit(kind.tasks(model), model, kind.terms(model, until=until))
+    first = told(fleet)
+    assert len(first) == 4
+    assert told(fleet) == first
+    accepted = [each[0].message.client for each in first if isinstance(each[2], dict)]
+    states = fleet.client_state(accepted)
+    once = kind.make()
+    once.submit(kind.tasks(model), kind.model(once, control=0.5), kind.terms(model, until=until))
+    assert [each.task for each in once.results()] == [each[0] for each in first]
+    assert same_states(states, once.client_state(accepted))
+
+
+def same_states(left: Mapping[str, Mapping[str, Params]], right: Mapping[str, Mapping[str, Params]]) -> bool:
+    """Whether both hold the same bits for the same clients."""
+
+    def of(states: Mapping[str, Mapping[str, Params]]) -> dict[str, dict[str, bytes]]:
+        return {
+            client: {name: value.tobytes() for name, value in joined(streams).items()}
+            for client, streams in states.items()
+        }
+
+    return of(left) == of(right)
+
+
 def test_nothing_comes_where_nothing_was_asked(kind: Kind) -> None:
     fleet = kind.make()
     model = kind.model(fleet)

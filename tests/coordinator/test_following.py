@@ -32,6 +32,7 @@ EVENTS: list[dict[str, Any]] = [
     {"id": 9, "event": "run_resumed", "round": 1},
     {"id": 10, "event": "round_committed", **record(2)},
 ]
+MODEL = arrays.encode({})
 FINISHED = {"id": 11, "event": "run_finished"}
 
 
@@ -47,11 +48,12 @@ class Coordinator(OperatorClient):
     def get(self, path: str, **query: Any) -> Any:
         rounds = [record(1), record(2)]
         if path.endswith("/report"):
-            return {"start": {"test_loss": 2.3, "test_accuracy": 0.1}, "rounds": rounds}
+            final = {"model_sha256": arrays.sha256(MODEL)}
+            return {"start": {"test_loss": 2.3, "test_accuracy": 0.1}, "rounds": rounds, "final": final}
         return {"experiment": EXPERIMENT.model_dump(mode="json", exclude_none=True), "notices": []}
 
     def download(self, path: str) -> bytes:
-        return arrays.encode({})
+        return MODEL
 
     def events(self, path: str, after: int = 0) -> Iterator[dict[str, Any]]:
         left = [event for event in self._script if event["id"] > after]
@@ -91,6 +93,17 @@ def test_what_is_left_is_what_a_simulation_leaves(tmp_path: Path) -> None:
         *("experiment.toml", "rounds.csv", "events.jsonl"),
         *("report.json", "curves.png", "model.safetensors"),
     }
+
+
+def test_a_model_that_is_not_what_the_report_says_is_not_kept(tmp_path: Path) -> None:
+    class Damaged(Coordinator):
+        def download(self, path: str) -> bytes:
+            return MODEL[:-1] + b"?"
+
+    client = Damaged([*EVENTS, FINISHED])
+    with pytest.raises(RunInterrupted, match="another hash than its report says"):
+        following.follow(client, "r", tmp_path / "out", Quiet(), wait=lambda seconds: None)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

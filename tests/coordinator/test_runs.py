@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,7 @@ from coordinator.db import events
 from coordinator.db import runs as rows
 from coordinator.errors import Refusal, UserError
 from coordinator.fleets.deployments import Deployment
-from coordinator.fleets.fleet import Model
+from coordinator.fleets.fleet import Answer, Model, Silence
 from coordinator.rounds.plan import Task
 from coordinator.runs import RunService
 from coordinator.services import Services
@@ -159,8 +161,30 @@ def test_no_figure_of_a_device_fails_a_run(tmp_path: Path, database_url: str) ->
         run = carried(services, document, lambda *given: BeyondAllBounds(*given[:2]))
         assert (run.state, run.round, run.error) == ("finished", 3, None)
         row = report_of(services, run.id)["rounds"][0]
-        assert (row["train_loss"], row["test_loss"]) == (None, 20.0)
+        assert (row["train_loss"], row["test_loss"]) == (1e6, 20.0)
         assert row["per_site"]["eve"]["test_loss"] == 20.0
+
+
+@pytest.mark.slow
+def test_nothing_is_made_of_a_model_that_the_disk_has_damaged(tmp_path: Path, database_url: str) -> None:
+    """Changed in the middle of a round, after devices fetched it: the next model would be built on it."""
+    home, damaged = tmp_path / "home", threading.Event()
+
+    class Damaging(FakeDevices):
+        def results(self) -> Iterator[Answer | Silence]:
+            yield from super().results()
+            if self._tasks[0].message.round == 2:
+                path = home / "blobs" / self._tasks[0].message.base
+                path.write_bytes(path.read_bytes()[:-1] + b"?")
+                damaged.set()
+
+    with services_in(home, database_url) as services:
+        service = service_of(services, lambda *given: Damaging(*given[:2]))
+        run = service.create(UNKNOWN)
+        assert damaged.wait(LONG_SECONDS)
+        services.signals.close()
+        assert service.join(run, LONG_SECONDS)
+        assert row_of(services, run).round == 1
 
 
 @pytest.mark.slow

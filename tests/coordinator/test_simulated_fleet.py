@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +18,7 @@ from coordinator.simulation.pool import Job, WorkerPool
 from coordinator.simulation.virtual_time import VirtualTime
 from edge_client.wire import arrays
 from edge_client.wire.messages import TaskMessage, encode_result
-from tests.support.federation import PARAMS, run_plan, update
+from tests.support.federation import PARAMS, run_plan, steps_of, update
 
 SECONDS = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 1.0}
 """When each client answers: one local step, times a factor of its own."""
@@ -51,7 +52,8 @@ class BackwardPool:
 
     def _done(self, job: Job) -> tuple[Job, Frame]:
         message = TaskMessage.from_json(job.values["task"])
-        payload = encode_result(message, update({"w": PARAMS["w"]}))
+        sent = replace(update({"w": PARAMS["w"]}), num_steps=steps_of(message, 10))
+        payload = encode_result(message, sent)
         state = arrays.encode({"control/w": np.ones(1, np.float32)})
         return job, Frame({}, (*[payload] * (2 if job.values["fault"] == "duplicate" else 1), state))
 

@@ -51,7 +51,8 @@ class OpenRound:
     ) -> None:
         self.world = world
         self.devices = {name: world.enrol(name) for name in devices}
-        self.fleet = DeviceFleet(world.services, world.start_run("r"), patience_seconds=0)
+        self.deployment = world.start_run("r")
+        self.fleet = DeviceFleet(world.services, self.deployment, patience_seconds=0)
         for device in self.devices.values():
             device.check_in()
         self.terms = Terms(

@@ -31,6 +31,7 @@ from strategies.update import Update
 from tests.support.arena import Arena, arena, experiment, honest_config, readings
 from tests.support.cli import assert_refused, run_cli
 from tests.support.device_client import RawDevice
+from tests.support.federation import steps_of
 from tests.support.hostile_results import TENSORS
 from tests.support.processes import HANGS_SECONDS
 from tests.support.stored import change, rows, url_of
@@ -233,7 +234,8 @@ def sent(ward: Ward, device: RawDevice, value: float) -> Any:
     """What is answered to an update of nothing but this value."""
     offer = ward.task(device)
     delta = {name: np.full(shape, value, np.float32) for name, shape in TENSORS.items()}
-    payload = encode_result(TaskMessage.from_json(offer["message"]), Update(delta, 10, 3, 0.5))
+    task = TaskMessage.from_json(offer["message"])
+    payload = encode_result(task, Update(delta, 10, steps_of(task, 10), 0.5))
     return device.upload(offer["task"], payload)
 
 

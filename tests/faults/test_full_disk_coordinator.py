@@ -18,6 +18,7 @@ from edge_client.wire.messages import TaskMessage, encode_result
 from strategies.update import Update
 from tests.support import noop
 from tests.support.device_client import RawDevice
+from tests.support.federation import steps_of
 from tests.support.small_disk import fill, free_bytes, small_disk
 
 pytestmark = pytest.mark.slow
@@ -69,7 +70,8 @@ def _result(raw: RawDevice, offer: dict[str, Any]) -> bytes:
     """An update that changes nothing."""
     params = arrays.decode(raw.get(f"/blobs/{offer['params']['sha256']}").body)
     task = TaskMessage.from_json(offer["message"])
-    return encode_result(task, Update({name: 0 * value for name, value in params.items()}, 1, 1, 0.0))
+    delta = {name: 0 * value for name, value in params.items()}
+    return encode_result(task, Update(delta, 1, steps_of(task, 1), 0.0))
 
 
 def _leased(fleet: LocalFleet) -> int:

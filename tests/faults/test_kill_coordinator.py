@@ -86,6 +86,39 @@ def test_killed_at_every_failpoint_and_anywhere_the_model_is_the_same(on_sqlite:
     disturbed(fleet, expected, experiment(rounds), POINTS, RANDOM_KILLS)
 
 
+def test_an_update_that_was_damaged_while_the_coordinator_was_away_is_trained_once_more(
+    on_sqlite: LocalFleet,
+) -> None:
+    """By the daemon as it is, which thinks that it is done with the task: the model comes out the same."""
+    damaged_in_between(on_sqlite, f"sqlite:///{on_sqlite.home / 'fedloop.db'}")
+
+
+def damaged_in_between(fleet: LocalFleet, url: str) -> None:
+    expected = undisturbed(fleet, experiment(2))
+    fleet.coordinator.stop()
+    fleet.serve()
+    run = fleet.client.post("/runs", {"experiment": experiment(2).to_toml()})["id"]
+    fleet.coordinator.kill()
+    fleet.serve({"FEDLOOP_FAILPOINT": "round.closed:2"}, wait=False)
+    assert fleet.coordinator.ended(HANGS_SECONDS) == -9
+    mine = select(updates).where(updates.c.run == run, updates.c.round == 2).order_by(updates.c.device)
+    damaged, *sound = rows(url, mine)
+    blob = fleet.home / "blobs" / damaged.blob
+    content = bytearray(blob.read_bytes())
+    content[-1] ^= 0x40
+    blob.write_bytes(content)
+    fleet.serve()
+    until_finished(fleet, run)
+    report = fleet.client.get(f"/runs/{run}/report")
+    assert report["final"]["model_sha256"] == expected["final"]["model_sha256"]
+    assert [row["accepted"] for row in report["rounds"]] == [3, 3]
+    told = select(events.c.device).where(events.c.run == run, events.c.event == "update_damaged")
+    assert [row.device for row in rows(url, told)] == [damaged.device]
+    again = {row.device: row.accepted_at for row in rows(url, mine)}
+    assert again == {row.device: row.accepted_at for row in sound} | {damaged.device: again[damaged.device]}
+    assert again[damaged.device] > damaged.accepted_at
+
+
 def test_on_postgresql_too(tmp_path: Path) -> None:
     cluster = databases.postgres()
     url = cluster.create()
@@ -94,6 +127,7 @@ def test_on_postgresql_too(tmp_path: Path) -> None:
         asked = experiment(len(points) + 2)
         expected = undisturbed(fleet, asked)
         disturbed(fleet, expected, asked, points, 0, url)
+        damaged_in_between(fleet, url)
 
 
 def undisturbed(fleet: LocalFleet, asked: Experiment) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -24,7 +24,8 @@ from edge_client.wire.device import TaskOffer
 from edge_client.wire.messages import TaskMessage, encode_result
 from strategies.params import Params
 from strategies.state import parted
-from tests.support.device_world import Refused, TestDevice, World
+from strategies.update import Update
+from tests.support.device_world import REPORT, Refused, TestDevice, World
 from tests.support.quadratic import QuadraticRuntime
 
 
@@ -36,10 +37,23 @@ class _Result:
     state: Mapping[str, Params]
 
 
-class ScriptedDevice:
-    """A device whose loss is a/2 · (w − c)²; it keeps the state of the client rule itself."""
+Changed = Callable[[TaskMessage, Update], Update]
 
-    def __init__(self, client: TestDevice, a: float, c: float, seconds: float) -> None:
+
+def _unchanged(task: TaskMessage, update: Update) -> Update:
+    return update
+
+
+class ScriptedDevice:
+    """A device whose loss is a/2 · (w − c)²; it keeps the state of the client rule itself.
+
+    `changed`: what it sends in place of its update.
+    """
+
+    def __init__(
+        self, client: TestDevice, a: float, c: float, seconds: float, changed: Changed = _unchanged
+    ) -> None:
+        self._changed = changed
         self.client = client
         self._trainer = Trainer(QuadraticRuntime(a, c))
         self._seconds = seconds
@@ -50,9 +64,11 @@ class ScriptedDevice:
         work = TaskMessage.from_json(offer.message)
         params = arrays.decode(self.client.fetch(offer.params.sha256).content)
         extra = arrays.decode(self.client.fetch(offer.streams.sha256).content) if offer.streams else {}
-        rows = Examples(np.zeros((8, 1), np.float32), np.zeros(8, np.int32))
+        count = REPORT.datasets["digits"]  # as it declares
+        rows = Examples(np.zeros((count, 1), np.float32), np.zeros(count, np.int32))
         result = self._trainer.train(params, work.train_task(parted(extra)), rows, self._state)
-        return _Result(self._seconds, offer, encode_result(work, result.update), result.client_state)
+        sent = encode_result(work, self._changed(work, result.update))
+        return _Result(self._seconds, offer, sent, result.client_state)
 
     def deliver(self, result: _Result) -> None:
         """New state is kept once the update was accepted; a refusal is for the coordinator to tell."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.rounds.plan import LocalWork, RunPlan, Task
+from edge_client.train import schedule
 from edge_client.wire.messages import TaskMessage
 from strategies import presets
 from strategies.params import Params
@@ -35,6 +36,11 @@ def run_plan(strategy: str = "fedavg", **changed: Any) -> RunPlan:
 def task(client: str = "site-a", *, round_number: int = 3, position: int = 0) -> Task:
     message = TaskMessage(round_number, client, BASE, 5, 4, 0.1, 1, None, {"name": "plain"})
     return Task(position, message)
+
+
+def steps_of(task: TaskMessage, num_examples: int) -> int:
+    """The steps that a client with so many examples reports."""
+    return schedule.count(num_examples, task.batch_size, epochs=task.epochs, steps=task.steps)
 
 
 def update(like: Params, *, seed: int = 0, num_examples: int = 10) -> Update:

@@ -251,8 +251,8 @@ def _announcements() -> Iterator[Case]:
 
     yield from _bodies(path, "announcement")
     wrong: dict[str, Sequence[Any]] = {
-        "size_bytes": [..., None, "100", 1.5, True, 0, -1, 99, -(2**63)],
-        "decoded_bytes": [..., None, "100", 100.0, 0, -1, 99],
+        "size_bytes": [..., None, "100", 1.5, True, 0, -1, 99, -(2**63), 2**63, 10**400],
+        "decoded_bytes": [..., None, "100", 100.0, 0, -1, 99, 2**63, 10**400],
         "sha256": [
             ...,
             None,
@@ -269,7 +269,7 @@ def _announcements() -> Iterator[Case]:
     }
     yield from _fields(path, "announcement", good, wrong)
     for key in ("size_bytes", "decoded_bytes"):
-        sizes = {key: [10**9, 2**63, 10**400]}
+        sizes = {key: [10**9, 2**62]}
         yield from _fields(path, "announcement", good, sizes, "oversized")
 
 
@@ -375,7 +375,7 @@ def _encodings() -> Iterator[Case]:
         "bad_encoding",
         lambda target: sent(target, bytes(target.limit_bytes), bomb),
     )
-    for size in (2**31, 2**63, 50_000_000):
+    for size in (2**31, 2**62, 50_000_000):
         yield _one(
             f"deflate: a bomb that announces {size} bytes",
             "oversized",

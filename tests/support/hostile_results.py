@@ -28,6 +28,7 @@ from edge_client.wire import arrays
 from edge_client.wire.messages import TaskMessage, encode_result
 from strategies.params import Params
 from strategies.update import Update
+from tests.support.federation import steps_of
 from tests.support.payloads import parsed, raw
 
 TENSORS = {"fc.bias": (3,), "fc.weight": (3, 4)}
@@ -85,7 +86,8 @@ class BadResult:
 def sound_result(task: TaskMessage, other_device: str, canary: Path, seed: int = 1) -> Sound:
     rng = np.random.default_rng(seed)
     delta = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in TENSORS.items()}
-    return Sound(task, encode_result(task, Update(delta, 10, 3, 0.5)), other_device, canary)
+    update = Update(delta, 10, steps_of(task, 10), 0.5)
+    return Sound(task, encode_result(task, update), other_device, canary)
 
 
 def bad_results() -> list[BadResult]:
