@@ -10,9 +10,9 @@ export OMP_NUM_THREADS ?= 1
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Compiled once: the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
-SOURCES := coordinator edge_client strategies models tests fedloop.py _fedloop_command.py
+SOURCES := coordinator edge_client strategies models tests docs fedloop.py _fedloop_command.py
 
-.PHONY: help setup constrained demo demo-fleet demo-loop test coverage check bench clean
+.PHONY: help setup constrained demo demo-fleet demo-loop test test-long twins coverage check bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -47,7 +47,7 @@ check: setup ## the fast loop: format, lint, types, import rules, unit tests
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q -n 2 -m "not slow"
+	$(BIN)/pytest -q -n 2 -m "not slow" -k "not postgresql" --hypothesis-profile quick
 
 test: setup constrained ## everything; what CI runs
 	$(BIN)/ruff format --check $(SOURCES)
@@ -56,12 +56,22 @@ test: setup constrained ## everything; what CI runs
 	$(BIN)/lint-imports
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 25
 
+test-long: setup constrained ## what `make test` leaves out: further cases, long editions, both databases for all
+	FEDLOOP_TEST_LONG=1 $(BIN)/pytest -n 2 --dist load --durations 5 -m "long or extended" --timeout 7200
+
+twins: setup ## every fault test of the coordinator on PostgreSQL
+	FEDLOOP_TEST_LONG=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/faults -k postgresql
+
 coverage: setup constrained ## the tests again, with a table of the lines they run
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 bench: setup ## benchmarks: ratios measured interleaved, JSON under runs/bench
 	$(BIN)/python -m tests.bench
 
+docs: setup ## the documentation as a site in site; broken links and warnings are errors
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs site
+	@echo "site/index.html"
+
 clean: ## remove what was made here: environment, caches, runs
-	rm -rf .venv .venv-constrained runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* *.egg-info
+	rm -rf .venv .venv-constrained runs site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

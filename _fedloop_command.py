@@ -1,6 +1,6 @@
 """Starts the `fedloop` command, also where somebody shadows the very package it lives in.
 
-It lies outside that package for this one reason; everything else about our names is in `coordinator.ownership`.
+It lies outside that package for this one reason; everything else about our names is in `coordinator.import_guard`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Hands over to `coordinator.cli`, if that is ours; exits with 2 and says what to do if not."""
+    """Hands over to `coordinator.commands.cli`, if that is ours; exits with 2 and says what to do if not."""
     ours = Path(__file__).resolve().parent / "coordinator"
     spec = find_spec("coordinator")
     found = Path(spec.origin).resolve().parent if spec is not None and spec.origin is not None else None
@@ -21,6 +21,6 @@ def main() -> None:
             "off PYTHONPATH\n"
         )
         raise SystemExit(2)
-    from coordinator import cli
+    from coordinator.commands import cli
 
     cli.main()

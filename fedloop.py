@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator import ownership as _ownership
+from coordinator import import_guard as _ownership
 
-# Looked at first: where somebody shadows one of our generic names, the imports below fail.
+# Checked first: if one of our generic names is shadowed, the imports below fail.
 if _wrong := _ownership.problems():
     raise ImportError("\n".join(_wrong))
 
-from coordinator import experiment as _experiment
 from coordinator.errors import RunInterrupted, UserError
-from coordinator.progress import Progress as _Progress
-from coordinator.progress import Quiet as _Quiet
-from coordinator.simulation import run as _run
+from coordinator.experiments import experiment as _experiment
+from coordinator.reports.progress import Progress as _Progress
+from coordinator.reports.progress import Quiet as _Quiet
+from coordinator.runs import simulation as _run
 from edge_client.wire import arrays as _arrays
 from strategies.params import Params
 
@@ -53,7 +53,7 @@ class Result:
 
     @property
     def rounds(self) -> list[dict[str, Any]]:
-        """One object a round, as in `report.json`."""
+        """One object per round, as in `report.json`."""
         rounds: list[dict[str, Any]] = self.report["rounds"]
         return rounds
 
@@ -70,36 +70,36 @@ def simulate(
     Args:
         experiment: tables and keys of an experiment file, or the path of one; None for the defaults.
         out: folder for the results, new or empty.
-        data_dir: where data files lie.
-        progress: hears of stages and rounds.
+        data_dir: folder of data files.
+        progress: receives stages and rounds.
 
     Raises:
-        UserError: something in the experiment or its data is wrong; says what and what to do.
-        RunInterrupted: the run stopped for another reason; `resume(out)` goes on.
+        UserError: the experiment or its data is wrong; says what and what to do.
+        RunInterrupted: the run stopped for another reason; `resume(out)` continues it.
     """
     if isinstance(experiment, Mapping):
         resolved = _experiment.resolve(experiment, "experiment")
     else:
         resolved = _experiment.load(Path(experiment) if experiment is not None else None)
     folder = Path(out)
-    return _result(folder, _run.simulate(resolved, folder, _surroundings(data_dir, progress)))
+    return _result(folder, _run.simulate(resolved, folder, _environment(data_dir, progress)))
 
 
 def resume(
     out: str | Path, *, data_dir: str | Path | None = None, progress: _Progress | None = None
 ) -> Result:
-    """Goes on with the run in `out` from its last committed round; returns a finished one as it is.
+    """Resumes the run in `out` from its last committed round; returns a finished one unchanged.
 
     Raises:
         UserError: there is no run, or its experiment or data were changed.
         RunInterrupted: as `simulate`.
     """
     folder = Path(out)
-    return _result(folder, _run.resume(folder, _surroundings(data_dir, progress)))
+    return _result(folder, _run.resume(folder, _environment(data_dir, progress)))
 
 
-def _surroundings(data_dir: str | Path | None, progress: _Progress | None) -> _run.Surroundings:
-    return _run.Surroundings(Path(data_dir) if data_dir is not None else None, progress or _Quiet())
+def _environment(data_dir: str | Path | None, progress: _Progress | None) -> _run.Environment:
+    return _run.Environment(Path(data_dir) if data_dir is not None else None, progress or _Quiet())
 
 
 def _result(folder: Path, report: dict[str, Any]) -> Result:

@@ -1,1 +1,1 @@
-"""The server: chooses cohorts, accepts updates, commits rounds."""
+"""The server; shared here are its settings, errors, certificate fields and model references."""

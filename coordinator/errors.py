@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
+
+from edge_client.files import NO_ROOM
+
+DISK_ERRNOS = (*NO_ROOM, errno.EROFS, errno.EIO)
+"""Errors that a worker reports as the disk's. Missing files and permissions are not among them: a user's code causes these too."""
 
 
 class UserError(Exception):
-    """Something a user gave is wrong. The message names the file, key and value, and what to do.
+    """The user's input is wrong. The message names the file, key and value, and what to do.
 
     The command line prints it and exits with 2; the API answers 4xx with `code`.
     """
@@ -16,18 +22,45 @@ class UserError(Exception):
         self.code = code
 
 
+class StorageFailed(UserError):
+    """A worker could not write or read a file for a reason that may be temporary; `errno` is one of `DISK_ERRNOS`."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.errno = number
+
+
 class RunInterrupted(Exception):
-    """A run stopped before its last round, for a reason outside the experiment. The message says how to resume."""
+    """A run stopped before its last round for a reason outside the experiment. The message says how to resume."""
+
+
+class NothingLearnt(Exception):
+    """A run completed, but no round changed the model. The message says what happened to the clients' updates."""
 
 
 class Refusal(Exception):
-    """A request that is refused: HTTP status, stable code, words for a person, and details a program can use.
+    """A refused request: HTTP status, stable code, a message for people and details for programs.
 
     Both APIs answer `{"error": {"code": …, "message": …, **details}}`.
+
+    Attributes:
+        retry_after_seconds: when to repeat the request; sent as `Retry-After`.
+        closes: whether the connection ends with this answer.
     """
 
-    def __init__(self, status: int, code: str, message: str, **details: Any) -> None:
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        retry_after_seconds: float | None = None,
+        closes: bool = False,
+        **details: Any,
+    ) -> None:
         super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+        self.closes = closes
         self.status = status
         self.code = code
         self.details = details

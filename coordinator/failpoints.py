@@ -1,4 +1,4 @@
-"""Failpoints: named moments at which a test has this process killed, as a power cut would.
+"""Failpoints: named moments at which a test kills this process, as a power cut would.
 
 `FEDLOOP_FAILPOINT=commit.before:2` kills the process with SIGKILL the second time it reaches `commit.before`.
 Unset, as always outside tests, a failpoint costs one comparison.
@@ -11,33 +11,33 @@ import signal
 import threading
 from typing import Literal, get_args
 
-OfRounds = Literal[
+RoundFailpoint = Literal[
     "intake.opened",  # an upload was announced, its row is written
     "intake.part_written",  # a piece of it is in the part file
-    "intake.checked",  # it is whole and was found good
-    "intake.blob_stored",  # its blob is durable, no row names it
-    "intake.committed",  # its row is durable, the device has not heard
+    "intake.checked",  # it is complete and valid
+    "intake.blob_stored",  # its blob is durable, no row refers to it
+    "intake.committed",  # its row is durable, the device is not answered
     "round.opened",  # cohort and tasks are durable
-    "round.closed",  # no more updates are taken
+    "round.closed",  # no more updates are accepted
     "round.folded",  # the new params are in memory only
-    "commit.blobs_stored",  # they are durable, no row names them
-    "commit.done",  # the round is committed, nobody has heard
+    "commit.blobs_stored",  # they are durable, no row refers to them
+    "commit.done",  # the round is committed, nothing is notified
 ]
-OfReleases = Literal[
-    "release.files_stored",  # the files of new releases are durable, no metadata names them
-    "release.targets_stored",  # targets does, no snapshot names it
-    "release.snapshot_stored",  # a snapshot does, the timestamp names the one before
-    "release.timestamp_stored",  # all is there, but a root that came with it
-    "release.root_stored",  # the root too; keys it trusts no more are still kept
+ReleaseFailpoint = Literal[
+    "release.files_stored",  # the files of new releases are durable, no metadata lists them
+    "release.targets_stored",  # the targets metadata lists them, no snapshot lists that
+    "release.snapshot_stored",  # a snapshot lists it, the timestamp names the previous snapshot
+    "release.timestamp_stored",  # everything is stored except a root that came with it
+    "release.root_stored",  # the root is stored too; keys it no longer trusts are still there
 ]
-OfRegistry = Literal[
-    "registry.blobs_stored",  # the files of a new version are durable, no row names them
-    "registry.committed",  # its row is durable, nobody has heard
+RegistryFailpoint = Literal[
+    "registry.blobs_stored",  # the files of a new version are durable, no row refers to them
+    "registry.committed",  # its row is durable, nothing is notified
 ]
-Name = OfRounds | OfReleases | OfRegistry
-NAMES: tuple[str, ...] = get_args(OfRounds)
-NAMES_OF_RELEASES: tuple[str, ...] = get_args(OfReleases)
-NAMES_OF_REGISTRY: tuple[str, ...] = get_args(OfRegistry)
+Name = RoundFailpoint | ReleaseFailpoint | RegistryFailpoint
+NAMES: tuple[str, ...] = get_args(RoundFailpoint)
+RELEASE_NAMES: tuple[str, ...] = get_args(ReleaseFailpoint)
+REGISTRY_NAMES: tuple[str, ...] = get_args(RegistryFailpoint)
 
 _name, _, _count = os.environ.get("FEDLOOP_FAILPOINT", "").partition(":")
 _left = int(_count or 1)
@@ -45,7 +45,7 @@ _lock = threading.Lock()
 
 
 def reach(name: Name) -> None:
-    """Kills this process if the environment asks for it here."""
+    """Kills this process if the environment names this failpoint."""
     global _left
     if name != _name:
         return

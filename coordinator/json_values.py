@@ -1,4 +1,4 @@
-"""JSON has no word for infinity and NaN: what databases store and reports tell instead."""
+"""JSON values for databases and reports: JSON has no infinity and no NaN, so they become None."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def finite(value: Any) -> Any:
-    """The JSON value with None in place of every number that is not finite."""
+    """The JSON value with every non-finite number replaced by None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -20,7 +20,7 @@ def finite(value: Any) -> Any:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether the JSON value holds no number that `finite` would replace."""
+    """Whether all numbers in the JSON value are finite."""
     if isinstance(value, Mapping):
         return all(map(is_finite, value.values()))
     if isinstance(value, list | tuple):
@@ -29,9 +29,9 @@ def is_finite(value: Any) -> bool:
 
 
 def dumps(value: Any, **options: Any) -> str:
-    """The value as JSON that every reader understands. `options` as of `json.dumps`.
+    """The value as standard JSON. `options` as of `json.dumps`.
 
     Raises:
-        ValueError: it holds infinity or NaN; figures that may are to go through `finite`.
+        ValueError: it holds infinity or NaN; pass such values through `finite` first.
     """
     return json.dumps(value, allow_nan=False, **options)

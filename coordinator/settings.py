@@ -1,73 +1,271 @@
-"""Settings of `fedloop serve`: read once from flags and `FEDLOOP_*` variables, passed on as a frozen value."""
+"""Settings of `fedloop serve`: read once from options and `FEDLOOP_*` variables, passed on as a frozen value.
+
+A field annotated with an `Option` is an option of the command: `coordinator.commands.fleet` derives its flag, environment
+variable, help and default from the field, and `read_settings` checks its value.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+from coordinator import option_parsers as parse
+from coordinator.errors import UserError
+from coordinator.option_parsers import Address
+
+DEFAULT_OPERATOR = Address("127.0.0.1", 8080)
+_DEFAULT_DEVICE = Address("127.0.0.1", 8443)
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of `fedloop serve`.
+
+    Attributes:
+        parse: value on the command line -> value of the field; raises ValueError.
+        variable: environment variable that gives the value where the command line does not.
+    """
+
+    flag: str
+    help: str
+    parse: Callable[[Any], Any] = _unchanged
+    variable: str | None = None
+    metavar: str | None = None
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Where the coordinator keeps its state, what it listens on, and its policies.
+    """Where the coordinator keeps its state, where it listens, and its policies.
 
     Attributes:
-        home: folder of database, blobs, uploads, keys, admin token. One coordinator at a time.
-        database_url: SQLAlchemy's; SQLite in `home` unless given.
-        names: host names and addresses in the device API's server certificate.
-        device_url: what devices are told to connect to; goes into enrolment tokens.
-        ca_certificate, ca_key: PEM files of a CA of one's own; both or none.
-        trusted_proxies: addresses whose forwarded client certificates are believed; none unless given.
-        needs_approval: a person approves every enrolment.
-        certificate_days: how long a device's certificate is valid.
-        renew_after_expiry_days: how long after that it may still be renewed.
-        held: most devices kept waiting in a long poll.
-        checkins_per_second: what pacing spreads the fleet to.
-        lease_seconds: silence after which a task is given up.
+        device_url: goes into enrolment tokens. Empty: https, the first of `names`, and the device port.
+        renew_after_expiry_days: how long after its end a device's certificate may still be renewed.
         workers: worker processes of one run, for initial params and evaluation.
-        data_dir: where data sets of known names are looked for.
-        allow_paths: further folders with files that an experiment may name.
-        allow_code: references `package.module:function` to a user's code that an experiment may name.
-        no_sandbox: worker processes are not confined.
     """
 
-    home: Path
-    database_url: str
-    operator_host: str = "127.0.0.1"
-    operator_port: int = 8080
-    device_host: str = "127.0.0.1"
-    device_port: int = 8443
-    names: tuple[str, ...] = ("localhost", "127.0.0.1")
-    device_url: str = "https://localhost:8443"
-    ca_certificate: Path | None = None
-    ca_key: Path | None = None
-    trusted_proxies: tuple[str, ...] = ()
-    needs_approval: bool = False
-    certificate_days: float = 30.0
+    home: Annotated[
+        Path,
+        Option(
+            "--home",
+            "Folder of all state; one coordinator at a time uses it. Default: fedloop among the user's data.",
+            lambda path: path.expanduser().absolute(),
+            "FEDLOOP_HOME",
+        ),
+    ]
+    database_url: Annotated[
+        str,
+        Option(
+            "--database-url",
+            "SQLAlchemy URL, such as postgresql+psycopg://… Default: SQLite in the home.",
+            variable="FEDLOOP_DATABASE_URL",
+        ),
+    ]
+    operator: Annotated[
+        Address,
+        Option(
+            "--operator", "Where the operator API listens.", parse.address, "FEDLOOP_OPERATOR", "HOST:PORT"
+        ),
+    ] = DEFAULT_OPERATOR
+    device: Annotated[
+        Address,
+        Option("--device", "Where the device API listens.", parse.address, "FEDLOOP_DEVICE", "HOST:PORT"),
+    ] = _DEFAULT_DEVICE
+    names: Annotated[
+        tuple[str, ...],
+        Option(
+            "--name",
+            "Host name or address in the server's certificate; may be repeated.",
+            parse.host_names,
+        ),
+    ] = ("localhost", "127.0.0.1")
+    device_url: Annotated[
+        str, Option("--device-url", "URL that devices connect to.", parse.https_origin, "FEDLOOP_DEVICE_URL")
+    ] = ""
+    ca_certificate: Annotated[
+        Path | None,
+        Option("--ca-cert", "Certificate of your own CA, PEM. Default: a new CA.", parse.existing_path),
+    ] = None
+    ca_key: Annotated[
+        Path | None, Option("--ca-key", "Private key of that CA, PEM.", parse.existing_path)
+    ] = None
+    trusted_proxies: Annotated[
+        tuple[str, ...],
+        Option(
+            "--trusted-proxy",
+            "Address of a proxy whose forwarded client certificates are trusted; may be repeated.",
+            parse.networks,
+        ),
+    ] = ()
+    needs_approval: Annotated[bool, Option("--approve", "A person approves every enrolment.")] = False
+    certificate_days: Annotated[
+        float,
+        Option(
+            "--certificate-days",
+            "Lifetime of a device's certificate.",
+            parse.number(1 / 24, 3650),
+            metavar="DAYS",
+        ),
+    ] = 30.0
     renew_after_expiry_days: float = 90.0
-    held: int = 1000
-    checkins_per_second: float = 100.0
-    lease_seconds: float = 120.0
+    lease_seconds: Annotated[
+        float,
+        Option(
+            "--lease-seconds",
+            "Silence of a device after which its task is released.",
+            parse.number(5, 86_400),
+            "FEDLOOP_LEASE_SECONDS",
+            "SECONDS",
+        ),
+    ] = 120.0
+    checkins_per_second: Annotated[
+        float,
+        Option(
+            "--checkins-per-second",
+            "Rate to which the check-ins of all devices are paced.",
+            parse.number(0.1, 10_000),
+            metavar="RATE",
+        ),
+    ] = 100.0
+    held: Annotated[
+        int,
+        Option(
+            "--held",
+            "Maximum number of devices that wait for a task in a long poll.",
+            parse.integer(0, 50_000),
+            metavar="COUNT",
+        ),
+    ] = 1000
+    upload_memory_bytes: Annotated[
+        int,
+        Option(
+            "--upload-memory",
+            "Memory for concurrent uploads, 1 MiB each; further ones are told to retry.",
+            parse.integer(2**20, 2**40),
+            metavar="BYTES",
+        ),
+    ] = 8 * 2**20
     workers: int = 1
-    data_dir: Path | None = None
-    allow_paths: tuple[Path, ...] = ()
-    allow_code: tuple[str, ...] = ()
-    no_sandbox: bool = False
+    data_dir: Annotated[
+        Path | None,
+        Option("--data-dir", "Folder that holds the data files.", parse.existing_path, "FEDLOOP_DATA_DIR"),
+    ] = None
+    allow_paths: Annotated[
+        tuple[Path, ...],
+        Option(
+            "--allow-path",
+            "Further folder with files that experiments may name (data.path, model.init); may be repeated.",
+            parse.existing_folders,
+            metavar="DIR",
+        ),
+    ] = ()
+    allow_code: Annotated[
+        tuple[str, ...],
+        Option(
+            "--allow-code",
+            "Code of your own, such as mine:build, that experiments may name and workers then run, in a sandbox; "
+            "may be repeated. Default: none.",
+            parse.code_references,
+            metavar="MODULE:FUNCTION",
+        ),
+    ] = ()
+    no_sandbox: Annotated[
+        bool,
+        Option(
+            "--no-sandbox",
+            "Start workers unconfined: where the kernel has no Landlock, --allow-code needs it. The code can then "
+            "read this coordinator's keys.",
+        ),
+    ] = False
+    log_format: Annotated[
+        str,
+        Option(
+            "--log-format",
+            "auto, text or json.",
+            parse.choice("auto", "text", "json"),
+            "FEDLOOP_LOG_FORMAT",
+        ),
+    ] = "auto"
+    insecure_operator: Annotated[
+        bool,
+        Option("--insecure-operator", "Let the operator API, plain HTTP, listen beyond this machine."),
+    ] = False
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Where files lie that an experiment may name."""
+        """Folders with files that an experiment may name."""
         return (*((self.data_dir,) if self.data_dir else ()), *self.allow_paths)
 
     @property
     def certificate_lifetime(self) -> timedelta:
         return timedelta(days=self.certificate_days)
 
+    def with_ports(self, operator: int, device: int) -> Settings:
+        """These settings with the ports that were bound, and with `device_url` filled in."""
+        return replace(
+            self,
+            operator=self.operator._replace(port=operator),
+            device=self.device._replace(port=device),
+            device_url=self.device_url or f"https://{Address(self.names[0], device)}",
+        )
+
+
+def options() -> dict[str, tuple[Any, Option]]:
+    """Field -> its type and its option, of all fields of `Settings` that are options."""
+    hints = get_type_hints(Settings, include_extras=True)
+    return {
+        name: (hint.__origin__, hint.__metadata__[0])
+        for name, hint in hints.items()
+        if hasattr(hint, "__metadata__")
+    }
+
+
+def read_settings(values: Mapping[str, Any]) -> Settings:
+    """The settings of these values of options, by field; what is missing or None has its default.
+
+    Raises:
+        UserError: listing every bad value.
+    """
+    parsed, problems = {}, []
+    for name, (_, option) in options().items():
+        if (value := values.get(name)) is None:
+            continue
+        try:
+            parsed[name] = option.parse(value)
+        except ValueError as error:
+            problems.append(f"{option.flag} {value}: {error}")
+    if problems:
+        raise UserError("\n".join(problems))
+    home = parsed.setdefault("home", default_home())
+    parsed.setdefault("database_url", f"sqlite:///{home / 'fedloop.db'}")
+    settings = Settings(**parsed)
+    _require_consistent(settings)
+    if not values.get("names") and settings.device.host not in (*settings.names, "0.0.0.0", "::"):
+        return replace(settings, names=(*settings.names, settings.device.host))
+    return settings
+
+
+def _require_consistent(settings: Settings) -> None:
+    if (settings.ca_certificate is None) != (settings.ca_key is None):
+        raise UserError("--ca-cert and --ca-key belong together: give both, or neither")
+    if not settings.insecure_operator and not settings.operator.is_loopback:
+        raise UserError(
+            f"--operator {settings.operator}: the operator API speaks plain HTTP and would send the admin token over the "
+            "network in clear; leave it on loopback and reach it through a tunnel or a TLS proxy, or say "
+            "--insecure-operator"
+        )
+
 
 def default_home() -> Path:
-    """`FEDLOOP_HOME`, else `fedloop` among the user's data: where a coordinator keeps its state unless told."""
-    if given := os.environ.get("FEDLOOP_HOME"):
-        return Path(given).expanduser().absolute()
+    """Where a coordinator keeps its state by default: `FEDLOOP_HOME`, else `fedloop` among the user's data."""
+    if home := os.environ.get("FEDLOOP_HOME"):
+        return Path(home).expanduser().absolute()
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(data).expanduser().absolute() / "fedloop"

@@ -1,1 +1,1 @@
-"""Everything a device installs: training, the wire format."""
+"""Everything a device installs; shared here are its configuration, state, outbox and errors."""

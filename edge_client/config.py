@@ -1,16 +1,17 @@
-"""The daemon's configuration: a TOML file, then `FEDLOOP_EDGE_*` variables, then flags; the later wins.
+"""The daemon's configuration: a TOML file, then `FEDLOOP_EDGE_*` variables, then flags; later ones override.
 
     name = "pump-7"                      # for people; default: the host's name
     state_dir = "/var/lib/fedloop-edge"
     device_class = "gateway"
     runtimes = ["litert", "torch"]       # allowed, in order of preference
-    opt_out = ["some-run"]               # runs, by name or id, this device takes no part in
+    opt_out = ["some-run"]               # runs, by name or id, that this device takes no part in
     deflate_uploads = false
     proxy = "http://proxy:3128"          # default: HTTPS_PROXY, with NO_PROXY
-    outbox_bytes = 1_000_000_000         # most disk kept for results that wait to be delivered
+    outbox_bytes = 1_000_000_000         # most disk for results waiting for delivery
     download_bytes = 4_000_000_000       # most disk for models and artifacts
     [releases]
     root = "/etc/fedloop/root.json"      # the first root of the models' releases; default: pinned at first contact
+    trial_seconds = 60                   # how long a daemon must run with a new version to end its trial
     [labels]
     site = "berlin"
     [limits]                             # of a training process
@@ -21,9 +22,9 @@
     kind = "csv"
     path = "/data/digits.csv"
 
-A variable is the key in capitals with dots as underscores (`FEDLOOP_EDGE_LIMITS_MEMORY_BYTES=…`); a flag is
-`--set limits.memory_bytes=…`. Both take a TOML value, else a string. Data sets and labels: file and flags only.
-All that is wrong is told at once.
+A variable is the key in capitals with underscores for dots (`FEDLOOP_EDGE_LIMITS_MEMORY_BYTES=…`); a flag is
+`--set limits.memory_bytes=…`. Both take a TOML value or else a string. Data sets and labels: file and flags only.
+All errors are reported at once.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from edge_client.connectors import DataConfig
+from edge_client.data import DataConfig
 from edge_client.eligibility import Conditions
 from edge_client.errors import UserMistake
 from edge_client.train.process import Limits
 from edge_client.wire.device import RuntimeName
-from edge_client.wire.strict import Unfit, read, shown
+from edge_client.wire.strict import InvalidDocument, abbreviate, read, require_bounded
 
 PREFIX = "FEDLOOP_EDGE_"
 FILE_VARIABLE = "FEDLOOP_EDGE_CONFIG"
@@ -62,15 +63,21 @@ _PLAIN: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class ReleaseTrust:
-    """`root`: a file with the first root of the releases' repository; empty: the one shown at first contact is pinned."""
+class ReleaseOptions:
+    """The trust in releases, and their trial.
+
+    Attributes:
+        root: a file with the first root of the releases' repository; empty: pin the one received at first contact.
+        trial_seconds: how long the daemon must run with a version to end its trial.
+    """
 
     root: str = ""
+    trial_seconds: float = 60.0
 
 
 @dataclass(frozen=True)
 class EdgeConfig:
-    """What holds for this daemon. Sizes in bytes."""
+    """The daemon's configuration. Sizes in bytes."""
 
     name: str
     state_dir: Path
@@ -85,80 +92,84 @@ class EdgeConfig:
     proxy: str = ""
     outbox_bytes: int = 1_000_000_000
     download_bytes: int = 4_000_000_000
-    releases: ReleaseTrust = ReleaseTrust()
+    releases: ReleaseOptions = ReleaseOptions()
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A configuration, and where each value came from: key -> (value, origin in words)."""
+class LoadedConfig:
+    """A configuration and its origins: key -> (value, description of its origin)."""
 
     config: EdgeConfig
     origins: Mapping[str, tuple[Any, str]]
 
 
 @dataclass(frozen=True)
-class _Given:
+class _Entry:
     value: Any
     origin: str
 
 
-def load(file: Path | None, environment: Mapping[str, str], sets: Sequence[str] = ()) -> Loaded:
-    """The configuration from all three layers.
+def load(file: Path | None, environment: Mapping[str, str], sets: Sequence[str] = ()) -> LoadedConfig:
+    """Loads the configuration from all three layers.
 
     Raises:
-        UserMistake: listing everything that is wrong, with where it stands and what was expected.
+        UserMistake: listing all errors, with their places and the expected values.
     """
-    wrong: list[str] = []
-    given = {
-        **_from_file(file or usual_file(environment), wrong),
-        **_from_environment(environment, wrong),
-        **_from_flags(sets, wrong),
+    problems: list[str] = []
+    entries = {
+        **_from_file(file or default_file(environment), problems),
+        **_from_environment(environment, problems),
+        **_from_flags(sets, problems),
     }
-    values = {key: _checked(key, entry, wrong) for key, entry in given.items()}
-    wrong += _incomplete_data(values)
+    values = {key: _checked(key, entry, problems) for key, entry in entries.items()}
+    problems += _incomplete_data(values)
     try:
-        conditions = Conditions(**_table(values, "conditions"))
-    except (UserMistake, TypeError) as error:
-        wrong.append(str(error))
-    if wrong:
-        raise UserMistake("\n".join(wrong))
-    config = _built(values, conditions)
-    return Loaded(config, _origins(config, given))
+        # unknown keys and wrong types are reported above
+        valid = {key: value for key, value in values.items() if key in _kinds() and value is not None}
+        conditions = Conditions(**_table(valid, "conditions"))
+    except UserMistake as error:
+        problems.append(str(error))
+    if problems:
+        raise UserMistake("\n".join(problems))
+    config = _build(values, conditions)
+    return LoadedConfig(config, _origins(config, entries))
 
 
-def usual_file(environment: Mapping[str, str]) -> Path | None:
-    """`FEDLOOP_EDGE_CONFIG`, else the person's own, else the machine's, where there is one."""
+def default_file(environment: Mapping[str, str]) -> Path | None:
+    """`FEDLOOP_EDGE_CONFIG`, else the user's file, else the machine's, if it exists."""
     if environment.get(FILE_VARIABLE):
         return Path(environment[FILE_VARIABLE])
     own = Path(environment.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "fedloop" / "edge.toml"
     return next((path for path in (own, Path("/etc/fedloop/edge.toml")) if path.exists()), None)
 
 
-def _from_file(path: Path | None, wrong: list[str]) -> dict[str, _Given]:
+def _from_file(path: Path | None, problems: list[str]) -> dict[str, _Entry]:
     if path is None:
         return {}
     try:
         document = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        wrong.append(
-            f"{path}: cannot be read: {error.strerror}; give another with --config or {FILE_VARIABLE}"
+        problems.append(
+            f"{path}: cannot be read: {error.strerror}; choose another with --config or {FILE_VARIABLE}"
         )
         return {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        wrong.append(f"{path}: is not TOML: {error}")
+        problems.append(f"{path}: is not valid TOML: {error}")
         return {}
     folder = path.absolute().parent
-    return {key: _Given(_beside(key, value, folder), str(path)) for key, value in _flat(document).items()}
+    return {
+        key: _Entry(_resolve_path(key, value, folder), str(path)) for key, value in _flatten(document).items()
+    }
 
 
-def _beside(key: str, value: Any, folder: Path) -> Any:
-    """A relative path in a file is meant from that file's folder, wherever the daemon is started."""
-    named = key in ("state_dir", "releases.root") or (key.startswith("data.") and key.endswith(".path"))
-    return str(folder / Path(value).expanduser()) if named and isinstance(value, str) else value
+def _resolve_path(key: str, value: Any, folder: Path) -> Any:
+    """Resolves a relative path from the configuration file's folder, wherever the daemon is started."""
+    is_path = key in ("state_dir", "releases.root") or (key.startswith("data.") and key.endswith(".path"))
+    return str(folder / Path(value).expanduser()) if is_path and isinstance(value, str) else value
 
 
-def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"limits": {"seconds": 1}}` as `{"limits.seconds": 1}`; a table of data two levels deep."""
+def _flatten(document: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"limits": {"seconds": 1}}` as `{"limits.seconds": 1}`; data tables have two levels."""
     flat: dict[str, Any] = {}
     for key, value in document.items():
         if not isinstance(value, dict) or key in _PLAIN:
@@ -172,29 +183,29 @@ def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _from_environment(environment: Mapping[str, str], wrong: list[str]) -> dict[str, _Given]:
+def _from_environment(environment: Mapping[str, str], problems: list[str]) -> dict[str, _Entry]:
     keys = {PREFIX + key.upper().replace(".", "_"): key for key in _kinds()}
-    given = {}
+    entries = {}
     for variable in sorted(environment):
         if not variable.startswith(PREFIX) or variable in _NO_KEYS:
             continue
         if variable not in keys:
-            wrong.append(f"environment: unknown variable {variable}{_nearest(variable, keys)}")
+            problems.append(f"environment: unknown variable {variable}{_nearest(variable, keys)}")
             continue
         key = keys[variable]
-        given[key] = _Given(_toml_value(environment[variable], key), variable)
-    return given
+        entries[key] = _Entry(_toml_value(environment[variable], key), variable)
+    return entries
 
 
-def _from_flags(sets: Sequence[str], wrong: list[str]) -> dict[str, _Given]:
-    given = {}
+def _from_flags(sets: Sequence[str], problems: list[str]) -> dict[str, _Entry]:
+    entries = {}
     for each in sets:
         key, equals, text = each.partition("=")
         if not equals:
-            wrong.append(f"--set {each}: expected key=value")
+            problems.append(f"--set {each}: expected key=value")
             continue
-        given[key.strip()] = _Given(_toml_value(text, key.strip()), f"--set {key.strip()}")
-    return given
+        entries[key.strip()] = _Entry(_toml_value(text, key.strip()), f"--set {key.strip()}")
+    return entries
 
 
 def _toml_value(text: str, key: str) -> Any:
@@ -207,8 +218,8 @@ def _toml_value(text: str, key: str) -> Any:
 
 
 def _kinds() -> dict[str, Any]:
-    """Every key whose name is fixed, and the kind of its value."""
-    tables = {"limits": Limits, "conditions": Conditions, "releases": ReleaseTrust}
+    """Every key with a fixed name, and the type of its value."""
+    tables = {"limits": Limits, "conditions": Conditions, "releases": ReleaseOptions}
     return _PLAIN | {
         f"{table}.{name}": kind
         for table, cls in tables.items()
@@ -217,7 +228,7 @@ def _kinds() -> dict[str, Any]:
     }
 
 
-def _checked(key: str, entry: _Given, wrong: list[str]) -> Any:
+def _checked(key: str, entry: _Entry, problems: list[str]) -> Any:
     kind = _kinds().get(key)
     table, _, rest = key.partition(".")
     if kind is None and table == "labels" and rest:
@@ -225,17 +236,17 @@ def _checked(key: str, entry: _Given, wrong: list[str]) -> Any:
     elif kind is None and table == "data" and rest.count("."):
         kind = str if rest.rpartition(".")[2] in ("kind", "path") else Any
     if kind is None:
-        wrong.append(
+        problems.append(
             f"{entry.origin}: unknown key {key!r}{_nearest(key, [*_kinds(), 'labels.…', 'data.….kind'])}"
         )
         return None
     try:
         value = read(kind, entry.value, key)
-    except Unfit as error:
-        wrong.append(f"{entry.origin}: {error}")
+    except InvalidDocument as error:
+        problems.append(f"{entry.origin}: {error}")
         return None
     if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
-        wrong.append(f"{entry.origin}: {key} is {shown(value)}, expected 0 or more")
+        problems.append(f"{entry.origin}: {key} is {abbreviate(value)}, expected 0 or more")
     return value
 
 
@@ -246,7 +257,7 @@ def _nearest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
 
 def _incomplete_data(values: Mapping[str, Any]) -> list[str]:
     return [
-        f'data.{name} has no kind; expected for instance kind = "csv"'
+        f'data.{name} has no kind; expected for example kind = "csv"'
         for name, table in _data_tables(values).items()
         if table.get("kind") is None
     ]
@@ -261,25 +272,44 @@ def _data_tables(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def _built(values: Mapping[str, Any], conditions: Conditions) -> EdgeConfig:
+def _build(values: Mapping[str, Any], conditions: Conditions) -> EdgeConfig:
     plain = {key: value for key, value in values.items() if key in _PLAIN}
     plain.setdefault("name", socket.gethostname())
-    plain["state_dir"] = Path(plain.get("state_dir") or _usual_state_dir()).absolute()
-    return EdgeConfig(
-        **plain,
-        limits=_limits(_table(values, "limits")),
-        conditions=conditions,
-        labels=_table(values, "labels"),
-        releases=ReleaseTrust(**_table(values, "releases")),
-        data={
-            name: DataConfig(
-                kind=table.pop("kind"),
-                path=_path(table.pop("path", None)),
-                options=dict(sorted(table.items())),
-            )
-            for name, table in sorted(_data_tables(values).items())
-        },
+    plain["state_dir"] = Path(plain.get("state_dir") or _default_state_dir()).absolute()
+    return _require_reportable(
+        EdgeConfig(
+            **plain,
+            limits=_limits(_table(values, "limits")),
+            conditions=conditions,
+            labels=_table(values, "labels"),
+            releases=ReleaseOptions(**_table(values, "releases")),
+            data={
+                name: DataConfig(
+                    kind=table.pop("kind"),
+                    path=_path(table.pop("path", None)),
+                    options=dict(sorted(table.items())),
+                )
+                for name, table in sorted(_data_tables(values).items())
+            },
+        )
     )
+
+
+def _require_reportable(config: EdgeConfig) -> EdgeConfig:
+    """The configuration, if a check-in can report it: a coordinator refuses longer texts."""
+    reported: dict[str, Any] = {
+        "name": config.name,
+        "device_class": config.device_class,
+        "opt_out": config.opt_out,
+        "labels": config.labels,
+        "data": tuple(config.data),
+    }
+    for key, value in reported.items():
+        try:
+            require_bounded(value, key)
+        except InvalidDocument as error:
+            raise UserMistake(f"{error}; a coordinator accepts no more") from None
+    return config
 
 
 def _path(text: str | None) -> Any:
@@ -290,26 +320,26 @@ def _table(values: Mapping[str, Any], table: str) -> dict[str, Any]:
     return {key.partition(".")[2]: value for key, value in values.items() if key.startswith(table + ".")}
 
 
-def _limits(given: Mapping[str, Any]) -> Limits:
-    """Unless told otherwise a training process gets half of the machine's memory and an hour."""
+def _limits(configured: Mapping[str, Any]) -> Limits:
+    """By default a training process gets half of the machine's memory and an hour."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    usual = {"memory_bytes": machine // 2, "cpu_seconds": 3600, "seconds": 3600}
-    return Limits(**{**usual, **given})
+    defaults = {"memory_bytes": machine // 2, "cpu_seconds": 3600, "seconds": 3600}
+    return Limits(**{**defaults, **configured})
 
 
-def _usual_state_dir() -> Path:
+def _default_state_dir() -> Path:
     if os.geteuid() == 0:
         return Path("/var/lib/fedloop-edge")
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "fedloop-edge"
 
 
-def _origins(config: EdgeConfig, given: Mapping[str, _Given]) -> dict[str, tuple[Any, str]]:
-    shown_values: dict[str, Any] = {key: getattr(config, key) for key in _PLAIN}
+def _origins(config: EdgeConfig, entries: Mapping[str, _Entry]) -> dict[str, tuple[Any, str]]:
+    values: dict[str, Any] = {key: getattr(config, key) for key in _PLAIN}
     for table in ("limits", "conditions", "releases"):
         inner = getattr(config, table)
-        shown_values.update({f"{table}.{each.name}": getattr(inner, each.name) for each in fields(inner)})
-    shown_values.update({f"labels.{key}": value for key, value in config.labels.items()})
-    shown_values.update({key: entry.value for key, entry in given.items() if key.startswith("data.")})
+        values.update({f"{table}.{each.name}": getattr(inner, each.name) for each in fields(inner)})
+    values.update({f"labels.{key}": value for key, value in config.labels.items()})
+    values.update({key: entry.value for key, entry in entries.items() if key.startswith("data.")})
     return {
-        key: (value, given[key].origin if key in given else "default") for key, value in shown_values.items()
+        key: (value, entries[key].origin if key in entries else "default") for key, value in values.items()
     }

@@ -1,14 +1,14 @@
-"""When this device may train: what its owner's conditions are, what the machine says, and why not, in words.
+"""Decides whether this device may train, from the owner's conditions and the machine's readings.
 
-`read_now` looks at the machine, `ineligible` decides, without looking at anything else. Only what a condition
-asks for is read. What can be known differs from machine to machine:
+`read_now` reads the machine, and only what a condition needs; `ineligible` decides from the readings alone. What can
+be read differs between machines:
 
 - *power* from the kernel's battery (`/sys/class/power_supply`). A machine without a battery counts as on AC power.
 - *load* is the one-minute load average divided by the cores this process may use.
-- *temperature* is the hottest sensor of the kernel's hwmon and thermal zones. Where there is none, as in most
-  virtual machines, nothing is measured and the condition holds.
-- *metered network* from the file `metered` in the state folder (`yes` or `no`, for a script of the owner's), else
-  from NetworkManager over D-Bus. Where neither knows, the condition does not hold, and the words say what to do.
+- *temperature* is the hottest sensor of the kernel's hwmon and thermal zones. Without a sensor, as in most virtual
+  machines, the condition holds.
+- *metered network* from the file `metered` in the state folder (`yes` or `no`, for the owner's scripts), else
+  from NetworkManager over D-Bus. If neither knows, the condition does not hold, and the message says what to do.
 - *quiet hours* by this machine's local time.
 """
 
@@ -35,19 +35,19 @@ _BUSCTL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Conditions:
-    """Under which the device may train; whatever is not set does not matter.
+    """Conditions under which the device may train; unset ones are ignored.
 
     Attributes:
         on_ac_power: only while on AC power.
-        min_battery_percent: only with at least this charge, where there is a battery.
+        min_battery_percent: only with at least this charge, if there is a battery.
         max_load: only below this one-minute load average per core.
         max_temperature_celsius: only below this temperature of the hottest sensor.
-        min_free_disk_bytes: only with this much free where the state is kept.
-        unmetered_network: only where the network is known not to be metered.
+        min_free_disk_bytes: only with so much free on the disk of the state folder.
+        unmetered_network: only if the network is known to be unmetered.
         quiet_hours: never within these local times, such as "22:00-06:30".
 
     Raises:
-        UserMistake: quiet hours are not of that form.
+        UserMistake: quiet hours are not in that form.
     """
 
     on_ac_power: bool = False
@@ -65,12 +65,12 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Readings:
-    """What the machine says; None where it cannot be known or was not asked for.
+    """The machine's readings; None if unknown or not needed.
 
-    Only of a metered network is not knowing a reason to wait: there waiting costs less than being wrong.
+    Only an unknown metered network is a reason to wait: waiting costs less there than being wrong.
 
     Attributes:
-        on_ac_power: True as well where there is no battery.
+        on_ac_power: also True without a battery.
         load: one-minute average per core.
     """
 
@@ -84,8 +84,8 @@ class Readings:
 
 
 def ineligible(conditions: Conditions, readings: Readings) -> tuple[str, ...]:
-    """Why the device may not train now, one sentence part a reason; empty: it may."""
-    found = (
+    """Reasons why the device may not train now; empty: it may."""
+    reasons = (
         _power(conditions, readings),
         _charge(conditions, readings),
         _load(conditions, readings),
@@ -94,12 +94,12 @@ def ineligible(conditions: Conditions, readings: Readings) -> tuple[str, ...]:
         _network(conditions, readings),
         _quiet(conditions, readings),
     )
-    return tuple(words for words in found if words is not None)
+    return tuple(reason for reason in reasons if reason is not None)
 
 
 def read_now(conditions: Conditions, state_dir: Path, now: datetime | None = None) -> Readings:
-    """What the machine says about the conditions that are set. `now`: local time, the clock's unless given."""
-    battery = psutil.sensors_battery() if _asks_for_battery(conditions) else None
+    """Readings for the conditions that are set. `now`: local time; default: the clock's."""
+    battery = psutil.sensors_battery() if _needs_battery(conditions) else None
     return Readings(
         on_ac_power=battery.power_plugged if battery is not None else True,
         battery_percent=float(battery.percent) if battery is not None else None,
@@ -112,12 +112,12 @@ def read_now(conditions: Conditions, state_dir: Path, now: datetime | None = Non
 
 
 def is_metered(state_dir: Path) -> bool | None:
-    """Whether traffic costs, by the owner's file or NetworkManager; None where neither knows."""
+    """Whether the network is metered, by the owner's file or NetworkManager; None if neither knows."""
     with suppress(OSError, UnicodeDecodeError):
-        said = (state_dir / METERED_FILE).read_text("utf-8").strip().lower()
-        if said in ("yes", "no"):
-            return said == "yes"
-    return _network_manager_says()
+        text = (state_dir / METERED_FILE).read_text("utf-8").strip().lower()
+        if text in ("yes", "no"):
+            return text == "yes"
+    return _network_manager_metered()
 
 
 def _power(conditions: Conditions, readings: Readings) -> str | None:
@@ -175,7 +175,7 @@ def _quiet(conditions: Conditions, readings: Readings) -> str | None:
 
 
 def _within(now: time, start: time, end: time) -> bool:
-    """`start` belongs to the range, `end` does not; a range that ends before it starts goes over midnight."""
+    """`start` is included, `end` is not; a range that ends before it starts spans midnight."""
     if start < end:
         return start <= now < end
     return now >= start or now < end
@@ -192,7 +192,7 @@ def _hours(text: str) -> tuple[time, time]:
     raise UserMistake(f"conditions.quiet_hours has {text!r}, expected local times such as '22:00-06:30'")
 
 
-def _asks_for_battery(conditions: Conditions) -> bool:
+def _needs_battery(conditions: Conditions) -> bool:
     return conditions.on_ac_power or conditions.min_battery_percent is not None
 
 
@@ -201,8 +201,8 @@ def _cores() -> int:
 
 
 def _hottest() -> float | None:
-    found = [entry.current for entries in psutil.sensors_temperatures().values() for entry in entries]
-    return max(found, default=None)
+    temperatures = [entry.current for entries in psutil.sensors_temperatures().values() for entry in entries]
+    return max(temperatures, default=None)
 
 
 def _free(folder: Path) -> int:
@@ -212,7 +212,7 @@ def _free(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _network_manager_says() -> bool | None:
+def _network_manager_metered() -> bool | None:
     """NetworkManager's `Metered`: 1 and 3 (guessed) yes, 2 and 4 (guessed) no, 0 unknown."""
     busctl = shutil.which("busctl")
     if busctl is None or not Path("/run/dbus/system_bus_socket").exists():

@@ -1,7 +1,7 @@
-"""Failpoints: named moments at which a test has this process killed, as a power cut would.
+"""Failpoints: named moments at which a test kills this process, as a power cut would.
 
 `FEDLOOP_DEVICE_FAILPOINT=install.fetched:2` kills the process with SIGKILL the second time it reaches `install.fetched`.
-Unset, as always outside tests, a failpoint costs one comparison.
+If unset, as always outside tests, a failpoint costs one comparison.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import signal
 from typing import Literal, get_args
 
 Name = Literal[
-    "install.trusted",  # the signed documents were read and kept
+    "install.trusted",  # the signed documents were read and stored
     "install.begun",  # the spare slot is marked empty
-    "install.manifest",  # the manifest lies in it
+    "install.manifest",  # the manifest is in it
     "install.part",  # a piece of the model file is in the part file
-    "install.fetched",  # the model file is whole
+    "install.fetched",  # the model file is complete
     "install.tested",  # it passed its self-test
-    "install.flipping",  # the pointer is about to be renamed
+    "install.flipping",  # the pointer is about to be replaced
     "install.flipped",  # the new version is the active one, on trial
-    "install.proving",  # a start counted, the version has yet to prove itself
+    "install.proving",  # a start was counted, the version is on trial
     "install.proved",  # the trial is over
-    "install.turning",  # the way back was decided
-    "install.turned",  # and made durable
+    "install.turning",  # the rollback was decided
+    "install.turned",  # the rollback is durable
 ]
 NAMES: tuple[str, ...] = get_args(Name)
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and other people's files, read with care.
+"""Atomic, durable writes, and careful reads of untrusted files.
 
 Standard library only, so that any worker may import it.
 """
@@ -16,13 +16,13 @@ from io import BufferedReader
 from pathlib import Path
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Numbers of the errors that say that a disk is full, or has no more for us."""
+"""Errors of a full disk, an exceeded quota or a file size limit."""
 
 SPARE_BYTES = 4_000_000
-"""Disk that downloads leave for the daemon's own files."""
+"""Free disk space that downloads leave for the daemon's own files."""
 
 READ_LIMIT_BYTES = 2 * 1024**3
-"""Largest file of a user that is read as a whole: a table, images, a model's params."""
+"""Largest user file that is read into memory: a table, images, a model's params."""
 
 _PIECE_BYTES = 1024 * 1024
 _KINDS = {
@@ -36,18 +36,18 @@ _KINDS = {
 
 
 def write_durably(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Replaces `path` by `content`, whole or not at all, also across a power cut and beside other writers.
+    """Replaces `path` by `content` atomically, also across a power cut and with concurrent writers.
 
-    `mode` is what the file is made with, less the umask: never readable more widely, not for a moment.
+    The file is created with `mode`, less the umask, so that it is never readable more widely.
 
     Raises:
-        OSError: the disk is full or not writable; `path` is as it was.
+        OSError: the disk is full or not writable; `path` is unchanged.
     """
     make_durably(path, lambda temporary: temporary.write_bytes(content), mode=mode)
 
 
 def make_durably(path: Path, write: Callable[[Path], object], *, mode: int = 0o666) -> None:
-    """The same for content that `write` puts into the file it is given."""
+    """As `write_durably`, for content that `write` puts into the path it receives."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
     try:
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode))
@@ -61,7 +61,7 @@ def make_durably(path: Path, write: Callable[[Path], object], *, mode: int = 0o6
 
 
 def make_folder(folder: Path, *, mode: int = 0o700) -> None:
-    """Makes a folder, and those above that are missing, so that they outlast a power cut."""
+    """Creates a folder and its missing parents durably."""
     if folder.is_dir():
         return
     make_folder(folder.parent, mode=mode)
@@ -70,7 +70,7 @@ def make_folder(folder: Path, *, mode: int = 0o700) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Makes what was written to a file durable."""
+    """Makes a file's content durable."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -84,26 +84,26 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def file_sha256(path: Path, going: Callable[[], None] = lambda: None) -> str:
-    """Lower-case hex digest, `going` called between the pieces."""
+def file_sha256(path: Path, check_cancelled: Callable[[], None] = lambda: None) -> str:
+    """Lower-case hex digest; calls `check_cancelled` between the pieces."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_PIECE_BYTES):
-            going()
+            check_cancelled()
             digest.update(chunk)
     return digest.hexdigest()
 
 
 def open_regular(path: Path, limit_bytes: int = READ_LIMIT_BYTES) -> BufferedReader:
-    """A regular file, opened for reading. Links are followed.
+    """Opens a regular file for reading. Follows links.
 
     Raises:
-        OSError: as `open` does; or it is no regular file, or larger than the limit, as `strerror` says.
+        OSError: as `open`; or it is not a regular file, or larger than the limit: see `strerror`.
     """
     require_regular(
         path.stat(), limit_bytes
-    )  # first: to open a pipe may take forever, and a device may act on it
-    return _opened(os.open(path, _READING), limit_bytes)
+    )  # before opening: opening a pipe may block, and opening a device may have effects
+    return _open_checked(os.open(path, _READ_FLAGS), limit_bytes)
 
 
 def read_regular(path: Path, limit_bytes: int = READ_LIMIT_BYTES) -> bytes:
@@ -113,54 +113,54 @@ def read_regular(path: Path, limit_bytes: int = READ_LIMIT_BYTES) -> bytes:
 
 
 def read_all(file: BufferedReader) -> bytes:
-    """What an opened file holds, by its size now: one that grows meanwhile is not followed."""
+    """The content of an open file up to its current size, even if it grows meanwhile."""
     return file.read(os.fstat(file.fileno()).st_size)
 
 
 def is_beneath(path: Path, folders: Iterable[Path]) -> bool:
-    """Whether `path`, with every link on the way followed, lies in one of `folders`. It need not exist."""
-    return _folder_of(_followed(path), folders) is not None
+    """Whether `path`, with all links resolved, is in one of `folders`. It need not exist."""
+    return _folder_of(_resolve(path), folders) is not None
 
 
 def open_beneath(path: Path, folders: Iterable[Path], limit_bytes: int = READ_LIMIT_BYTES) -> BufferedReader:
-    """As `open_regular`, for a file in one of `folders`. Whoever swaps links meanwhile gains nothing.
+    """As `open_regular`, for a file in one of `folders`. Safe against links that change meanwhile.
 
     Raises:
-        OSError: as `open_regular`; or it lies elsewhere.
+        OSError: as `open_regular`; or the file is elsewhere.
     """
-    real = _followed(path)
+    real = _resolve(path)
     folder = _folder_of(real, folders)
     if folder is None:
-        raise PermissionError(errno.EACCES, "lies outside of the folders to read from")
+        raise PermissionError(errno.EACCES, "is outside the folders to read from")
     *above, name = real.relative_to(folder).parts or (".",)
     with ExitStack() as stack:
-        place = os.open(folder, _PASSING)
-        stack.callback(os.close, place)
+        parent = os.open(folder, _PATH_ONLY)
+        stack.callback(os.close, parent)
         for part in above:
-            place = os.open(part, _PASSING | os.O_NOFOLLOW, dir_fd=place)
-            stack.callback(os.close, place)
-        require_regular(os.stat(name, dir_fd=place, follow_symlinks=False), limit_bytes)
-        return _opened(os.open(name, _READING | os.O_NOFOLLOW, dir_fd=place), limit_bytes)
+            parent = os.open(part, _PATH_ONLY | os.O_NOFOLLOW, dir_fd=parent)
+            stack.callback(os.close, parent)
+        require_regular(os.stat(name, dir_fd=parent, follow_symlinks=False), limit_bytes)
+        return _open_checked(os.open(name, _READ_FLAGS | os.O_NOFOLLOW, dir_fd=parent), limit_bytes)
 
 
-def require_regular(found: os.stat_result, limit_bytes: int = READ_LIMIT_BYTES) -> None:
-    """Lets a regular file of at most `limit_bytes` pass.
+def require_regular(status: os.stat_result, limit_bytes: int = READ_LIMIT_BYTES) -> None:
+    """Checks that a file is regular and has at most `limit_bytes`.
 
     Raises:
-        OSError: it is something else, or larger; `strerror` says which.
+        OSError: it is not; `strerror` says why.
     """
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise OSError(errno.EINVAL, f"it is {kind}, expected a regular file")
-    if found.st_size > limit_bytes:
-        raise OSError(errno.EOVERFLOW, f"it has {found.st_size:,} bytes, expected at most {limit_bytes:,}")
+    if status.st_size > limit_bytes:
+        raise OSError(errno.EOVERFLOW, f"it has {status.st_size:,} bytes, expected at most {limit_bytes:,}")
 
 
-_READING = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_PASSING = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_PATH_ONLY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-def _opened(handle: int, limit_bytes: int) -> BufferedReader:
+def _open_checked(handle: int, limit_bytes: int) -> BufferedReader:
     try:
         require_regular(os.fstat(handle), limit_bytes)
         return os.fdopen(handle, "rb")
@@ -169,12 +169,12 @@ def _opened(handle: int, limit_bytes: int) -> BufferedReader:
         raise
 
 
-def _followed(path: Path) -> Path:
+def _resolve(path: Path) -> Path:
     try:
         return path.resolve()
-    except RuntimeError:  # what Python 3.11 makes of links in a circle
+    except RuntimeError:  # Python 3.11 raises this for a cycle of links
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
 
 
 def _folder_of(real: Path, folders: Iterable[Path]) -> Path | None:
-    return next((each for each in map(_followed, folders) if real.is_relative_to(each)), None)
+    return next((each for each in map(_resolve, folders) if real.is_relative_to(each)), None)

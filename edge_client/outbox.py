@@ -1,8 +1,8 @@
-"""The outbox: finished results that wait to be delivered, over restarts and power cuts.
+"""The outbox: finished results to deliver, durable over restarts and power cuts.
 
-A result is a file and a row, both durable, before anybody tries to send it. It leaves the outbox when the
-coordinator says that it counts, or that it never will. Disk is bounded: when it is full, results go whose
-round is over, the oldest first, then the oldest of all.
+A result is a file and a row, both durable before it is sent. It leaves the outbox when the coordinator accepts it or
+refuses it for good. Its disk space is bounded: when the outbox is full, results whose round is over are dropped first,
+the oldest before others, then the oldest of the rest.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _CHUNK_BYTES = 1024 * 1024
 
 
 class OutboxFull(ValueError):
-    """The result alone is larger than the outbox may be."""
+    """The result alone exceeds the size limit of the outbox."""
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PendingResult:
     """A result in the outbox. Sizes in bytes, times in seconds since 1970; `sha256` of the encoded bytes.
 
-    `treated`: what was done to it to protect the data, such as clipping or noise, in words; empty: nothing.
+    `treated`: description of the protection applied to the data, such as clipping or noise; empty: none.
     """
 
     task: str
@@ -48,7 +48,7 @@ class Waiting:
 
 
 class Outbox:
-    """The results in a state folder, which hold at most `most_bytes` on disk."""
+    """The results in a state folder, at most `most_bytes` on disk."""
 
     def __init__(self, state: State, most_bytes: int) -> None:
         self._state = state
@@ -65,13 +65,13 @@ class Outbox:
         treated: Sequence[str] = (),
         deflate: bool,
         now: float,
-    ) -> tuple[Waiting, list[Waiting]]:
-        """Takes the result over; once this returns it survives. Also what had to go to make room for it.
+    ) -> tuple[PendingResult, list[PendingResult]]:
+        """Stores the result durably. Returns it, and the results dropped to make room.
 
-        `state_out`: the client rule's next state, kept beside the result until the coordinator accepts it.
+        `state_out`: the client rule's next state, kept with the result until the coordinator accepts it.
 
         Raises:
-            OutboxFull: it can never fit.
+            OutboxFull: the result can never fit.
             OSError: the disk is full.
         """
         path, kept = self.path(offer.task), self.state_path(offer.task)
@@ -92,7 +92,7 @@ class Outbox:
             _sync(state_out)
             state_out.replace(kept)
         sync_folder(self.folder)
-        waiting = Waiting(
+        waiting = PendingResult(
             task=offer.task,
             run=offer.run,
             run_name=offer.run_name,
@@ -111,16 +111,16 @@ class Outbox:
             write.execute(
                 f"INSERT OR REPLACE INTO outbox ({', '.join(vars(waiting))}) VALUES ({names})", vars(waiting)
             )
-            self._state.let_go(write, offer.task)
+            self._state.release(write, offer.task)
         return waiting, self._make_room(waiting, now)
 
-    def waiting(self) -> list[Waiting]:
+    def pending(self) -> list[PendingResult]:
         """Oldest first."""
         rows = self._state.connection.execute("SELECT * FROM outbox ORDER BY stored_at, task")
-        return [Waiting(**dict(row)) for row in rows]
+        return [PendingResult(**dict(row)) for row in rows]
 
-    def accepted(self, waiting: Waiting, rule_state: Path) -> None:
-        """The coordinator counts it: the client rule's next state becomes `rule_state`, and the result goes."""
+    def accept(self, waiting: PendingResult, rule_state: Path) -> None:
+        """After acceptance: moves the client rule's next state to `rule_state` and deletes the result."""
         kept = self.state_path(waiting.task)
         if kept.exists():
             rule_state.parent.mkdir(exist_ok=True, mode=0o700)
@@ -128,21 +128,21 @@ class Outbox:
             sync_folder(rule_state.parent)
         self.drop(waiting)
 
-    def drop(self, waiting: Waiting) -> None:
-        """It goes, delivered or never to be."""
+    def drop(self, waiting: PendingResult) -> None:
+        """Deletes a result, delivered or not."""
         with self._state.change() as write:
             write.execute("DELETE FROM outbox WHERE task = ?", (waiting.task,))
         self.path(waiting.task).unlink(missing_ok=True)
         self.state_path(waiting.task).unlink(missing_ok=True)
 
-    def sweep(self) -> list[Waiting]:
-        """Removes files without a row, left by a crash, and rows without a whole file, which are returned."""
-        rows = self.waiting()
+    def sweep(self) -> list[PendingResult]:
+        """Removes files without a row, left by a crash, and rows without a complete file; returns those rows."""
+        rows = self.pending()
         known = {path.name for row in rows for path in (self.path(row.task), self.state_path(row.task))}
         for path in self.folder.iterdir():
             if path.name not in known:
                 path.unlink()
-        lost = [row for row in rows if not _is_whole(self.path(row.task), row.size_bytes)]
+        lost = [row for row in rows if not _is_complete(self.path(row.task), row.size_bytes)]
         for row in lost:
             self.drop(row)
         return lost
@@ -153,29 +153,31 @@ class Outbox:
     def state_path(self, task: str) -> Path:
         return self.folder / f"{task}.state"
 
-    def _make_room(self, newest: Waiting, now: float) -> list[Waiting]:
-        rows = self.waiting()
-        gone = too_many(rows, newest, most_bytes=self._most_bytes, now=now)
-        for row in gone:
+    def _make_room(self, newest: PendingResult, now: float) -> list[PendingResult]:
+        rows = self.pending()
+        dropped = to_drop(rows, newest, most_bytes=self._most_bytes, now=now)
+        for row in dropped:
             self.drop(row)
-        return gone
+        return dropped
 
 
-def too_many(rows: list[Waiting], newest: Waiting, *, most_bytes: int, now: float) -> list[Waiting]:
-    """Which rows must go so that the rest fits: those whose round is over first, then the oldest; never `newest`."""
+def to_drop(
+    rows: list[PendingResult], newest: PendingResult, *, most_bytes: int, now: float
+) -> list[PendingResult]:
+    """The rows to drop so that the rest fits: rows of closed rounds first, then the oldest; never `newest`."""
     order = sorted(rows, key=lambda row: (row.closes_at > now, row.stored_at, row.task))
-    gone: list[Waiting] = []
+    dropped: list[PendingResult] = []
     count, size = len(rows), sum(row.size_bytes for row in rows)
     for row in order:
         if count <= MOST_RESULTS and size <= most_bytes:
             break
         if row.task != newest.task:
-            gone.append(row)
+            dropped.append(row)
             count, size = count - 1, size - row.size_bytes
-    return gone
+    return dropped
 
 
-def inflated(path: Path, encoding: str) -> bytes:
+def inflate(path: Path, encoding: str) -> bytes:
     """The result as it was before encoding."""
     content = path.read_bytes()
     return zlib.decompress(content) if encoding == "deflate" else content
@@ -207,5 +209,5 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _is_whole(path: Path, size: int) -> bool:
+def _is_complete(path: Path, size: int) -> bool:
     return path.exists() and path.stat().st_size == size

@@ -1,13 +1,13 @@
-"""What a daemon remembers over restarts: one SQLite file in its state folder, durable at every commit.
+"""The daemon's durable state: one SQLite file in its state folder, durable at every commit.
 
-    flags       paused, and the like, set by commands while the daemon runs
-    opted_out   runs this device takes no part in
+    flags       such as paused, set by commands while the daemon runs
+    opted_out   runs that this device takes no part in
     task        the one task in hand
-    runs        runs it worked for, so that their files can go when they are over
-    outbox      finished results on their way (`edge_client.outbox`)
-    ledger      what left the device (`edge_client.ledger`)
+    runs        runs it worked for, so that their files can be deleted when they are over
+    outbox      finished results to deliver (`edge_client.outbox`)
+    ledger      what left the device (`edge_client.daemon.ledger`)
 
-The daemon and the commands open it at the same time; each change is a transaction of its own.
+The daemon and the commands open it at the same time; each change is a separate transaction.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import IO
 
 from edge_client.errors import UserMistake
+from edge_client.files import NO_ROOM
 from edge_client.wire.device import TaskOffer, to_json
-from edge_client.wire.strict import Unfit, parse_message
+from edge_client.wire.strict import InvalidDocument, parse_message
 
-LOOKED_AT_SECONDS = 0.5
-"""More than a look at the lock takes."""
+_LOCK_SECONDS = 0.5
+"""Longer than `daemon_pid` holds the lock."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS flags (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -55,6 +56,24 @@ CREATE TRIGGER IF NOT EXISTS outcomes_stay BEFORE UPDATE ON ledger_outcomes
 """
 
 
+_SHM_SIZE = 4874  # SQLITE_IOERR_SHMSIZE: no room for the index of the write-ahead log
+
+
+def remedy(error: sqlite3.Error | OSError) -> str:
+    """What to do about a state folder that cannot be opened or written."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    if code in (sqlite3.SQLITE_FULL, _SHM_SIZE) or (isinstance(error, OSError) and error.errno in NO_ROOM):
+        return "its disk is full: free some space there, or move the folder (state_dir) to another disk"
+    match code & 0xFF:
+        case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
+            return "state.db is damaged: move it away; identity and models are kept"
+        case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
+            return "another process holds its lock: end it, or try again"
+        case sqlite3.SQLITE_IOERR:
+            return "its disk does not read or write: the kernel's log says more"
+    return "see that this user may write to it, and that its disk is mounted writable"
+
+
 class State:
     """An open state folder. Used by one thread."""
 
@@ -72,7 +91,7 @@ class State:
 
     @contextmanager
     def change(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, durable at the end of the block, taken back if it raises."""
+        """One transaction, durable at the end of the block, rolled back if the block raises."""
         self.connection.execute("BEGIN IMMEDIATE")
         try:
             yield self.connection
@@ -100,15 +119,15 @@ class State:
                 write.execute("DELETE FROM opted_out WHERE run = ?", (run,))
 
     def task(self) -> TaskOffer | None:
-        """The task in hand; None as well where software of another version wrote it in another form."""
+        """The task in hand; also None if another version of the software stored it in another format."""
         row = self.connection.execute("SELECT offer FROM task").fetchone()
         try:
             return parse_message(TaskOffer, json.loads(row["offer"]), "task") if row is not None else None
-        except Unfit:
+        except InvalidDocument:
             return None
 
     def hold(self, offer: TaskOffer, now: float) -> None:
-        """Remembers a task as the one in hand, and its run as in use."""
+        """Stores a task as the one in hand, and its run as in use."""
         blobs = [
             each.sha256 for each in (offer.artifact, offer.manifest, offer.params, offer.streams) if each
         ]
@@ -120,15 +139,15 @@ class State:
                 "INSERT OR IGNORE INTO run_blobs VALUES (?, ?)", [(offer.run, b) for b in blobs]
             )
 
-    def let_go(self, write: sqlite3.Connection, task: str) -> None:
-        """Within a `change`: the task in hand is no longer, if it is this one."""
+    def release(self, write: sqlite3.Connection, task: str) -> None:
+        """Within a `change`: deletes the task in hand, if it is this one."""
         write.execute("DELETE FROM task WHERE json_extract(offer, '$.task') = ?", (task,))
 
     def blobs_in_use(self) -> set[str]:
         return {row["sha256"] for row in self.connection.execute("SELECT sha256 FROM run_blobs")}
 
     def runs(self) -> dict[str, float]:
-        """Run -> when it last gave this device a task."""
+        """Run id -> when it last gave this device a task."""
         return {row["run"]: row["used_at"] for row in self.connection.execute("SELECT * FROM runs")}
 
     def forget_blobs(self, run: str) -> None:
@@ -142,10 +161,10 @@ class State:
 
 
 def make_private(folder: Path) -> None:
-    """Makes the state folder, for this user alone.
+    """Creates the state folder, accessible to this user only.
 
     Raises:
-        UserMistake: it cannot be made or belongs to somebody else.
+        UserMistake: it cannot be created or belongs to another user.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -161,10 +180,10 @@ def make_private(folder: Path) -> None:
 
 
 def lock(folder: Path) -> IO[str] | None:
-    """Holds the state folder for this process; None where another daemon does. Ends with the process, however."""
+    """Locks the state folder for this process; None if another process holds it. The lock ends with the process."""
     make_private(folder)
     file = (folder / "lock").open("a+", encoding="ascii")
-    if not _locked(file):
+    if not _try_lock(file):
         file.close()
         return None
     file.truncate(0)
@@ -173,9 +192,9 @@ def lock(folder: Path) -> IO[str] | None:
     return file
 
 
-def _locked(file: IO[str]) -> bool:
-    """Tried for a while: a command that only looks whether a daemon runs holds the lock for a moment."""
-    end = time.monotonic() + LOOKED_AT_SECONDS
+def _try_lock(file: IO[str]) -> bool:
+    """Tries for a while: `daemon_pid` in another command holds the lock for a moment."""
+    end = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,7 +207,7 @@ def _locked(file: IO[str]) -> bool:
 
 
 def daemon_pid(folder: Path) -> int | None:
-    """The process that holds the state folder, if any."""
+    """The process that has locked the state folder, if any."""
     try:
         with (folder / "lock").open("r", encoding="ascii") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,14 +1,14 @@
-"""What the daemon does next, decided from what is and what is wanted, and from nothing else.
+"""Decides the daemon's next steps from the current and the desired state alone.
 
-    not enrolled            stop and say so
+    not enrolled            stop with a message
     certificate runs out    renew
     finished results        deliver them
-    a task in hand          is it still ours? may we? then fetch its files, work; else give it back
+    a task in hand          if it is still ours and allowed, fetch its files and work; else give it back
     a model to run          install it, once no task is in hand
-    nothing in hand         check in when it is time, holding the line where the coordinator asked for it
+    nothing in hand         check in when due; wait in the request if the coordinator asked for that
     all done                sleep until the next of these
 
-`next_steps` is pure. `edge_client.execute` does each step; `edge_client.agent` goes round.
+`next_steps` is pure. `edge_client.daemon.executor` does each step; `edge_client.daemon.agent` is the loop.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from edge_client.outbox import Waiting
+from edge_client.outbox import PendingResult
 from edge_client.wire.device import Decline, ReleaseOffer, TaskOffer
 
 HELD_SECONDS = 45.0
-"""How long a check-in may be kept waiting; shorter than what balancers and proxies cut off."""
+"""How long the coordinator may hold a check-in; shorter than the timeouts of load balancers and proxies."""
 
 LONGEST_SLEEP_SECONDS = 60.0
-"""Then everything is looked at again: conditions change without telling."""
+"""Conditions change without notice, so everything is observed again after this."""
 
 HeldState = Literal["unconfirmed", "confirmed", "fetched"]
 
 
 @dataclass(frozen=True)
-class Held:
-    """The task in hand. Unconfirmed: this process has not heard yet that it is still ours.
+class HeldTask:
+    """The task in hand. Unconfirmed: the coordinator has not told this process yet that it is still ours.
 
     `refusal`: it was tried and cannot be done.
     """
@@ -42,7 +42,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Offered:
+class PendingRelease:
     """A release to run. `not_before`: after a failure, when it may be tried again (`now`)."""
 
     offer: ReleaseOffer
@@ -51,38 +51,38 @@ class Offered:
 
 @dataclass(frozen=True)
 class Current:
-    """What is. `now` counts seconds on a clock that never jumps, `wall` seconds since 1970 by the best clock there is.
+    """The current state. `now`: monotonic seconds; `wall`: seconds since 1970 by the best clock available.
 
     Attributes:
-        renew_at: when the certificate is to be renewed (`wall`); None: this device is not enrolled.
-        certificate_expired: the coordinator takes it no more.
+        renew_at: when to renew the certificate (`wall`); None: this device is not enrolled.
+        certificate_expired: the coordinator no longer accepts it.
         held: the task in hand.
-        outbox: results that wait.
+        outbox: results to deliver.
         checkin_at: when to check in (`now`).
-        hold: the coordinator asked to be asked again at once.
-        retry_at: after a failure, when the coordinator may be asked again (`now`).
-        runtimes: that work here. datasets, models: as in a check-in.
-        offers: releases that this device is told to run, and does not.
+        hold: the coordinator asked for the next check-in at once.
+        retry_at: after a failure, when to try the coordinator again (`now`).
+        runtimes: those that work here. datasets, models: as in a check-in.
+        offers: releases that this device was told to run and does not run.
     """
 
     now: float
     wall: float
     renew_at: float | None
     certificate_expired: bool = False
-    held: Held | None = None
-    outbox: tuple[Waiting, ...] = ()
+    held: HeldTask | None = None
+    outbox: tuple[PendingResult, ...] = ()
     checkin_at: float = 0.0
     hold: bool = False
     retry_at: float = 0.0
     runtimes: tuple[str, ...] = ()
     datasets: Mapping[str, int] = field(default_factory=dict)
     models: tuple[str, ...] = ()
-    offers: tuple[Offered, ...] = ()
+    offers: tuple[PendingRelease, ...] = ()
 
 
 @dataclass(frozen=True)
 class Desired:
-    """What is wanted. `ineligible`: why nothing may run now, in words; `opted_out`: runs, by id or name."""
+    """The desired state. `ineligible`: reasons why nothing may run now; `opted_out`: runs, by id or name."""
 
     paused: bool = False
     ineligible: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Desired:
 
 @dataclass(frozen=True)
 class Halt:
-    words: str
+    message: str
 
 
 @dataclass(frozen=True)
@@ -101,19 +101,19 @@ class Renew:
 
 @dataclass(frozen=True)
 class Deliver:
-    waiting: Waiting
+    waiting: PendingResult
 
 
 @dataclass(frozen=True)
 class Discard:
-    """The person opted out of its run after it was made: it never leaves."""
+    """The owner opted out of its run after the result was made: it never leaves the device."""
 
-    waiting: Waiting
+    waiting: PendingResult
 
 
 @dataclass(frozen=True)
-class AskIn:
-    """Check in, ready to wait so long for a task."""
+class SendCheckIn:
+    """Check in, willing to wait so long for a task."""
 
     wait_seconds: float = 0.0
 
@@ -145,21 +145,21 @@ class Install:
 
 @dataclass(frozen=True)
 class Sleep:
-    """Until `until` (`now`), or until something wakes the daemon."""
+    """Sleep until `until` (`now`), or until something wakes the daemon."""
 
     until: float
 
 
-Step = Halt | Renew | Deliver | Discard | AskIn | Fetch | Work | GiveBack | Install | Sleep
+Step = Halt | Renew | Deliver | Discard | SendCheckIn | Fetch | Work | GiveBack | Install | Sleep
 
 
 def next_steps(current: Current, desired: Desired) -> list[Step]:
-    """Steps in order; each supposes that those before it went well. Never empty."""
+    """Steps in order; each assumes that those before it succeeded. Never empty."""
     if current.renew_at is None:
         return [Halt("this device is not enrolled; run `fedloop-edge enroll URL TOKEN`")]
     ready = _work(current, desired)
     if current.now < current.retry_at:
-        # Without the coordinator only the work in hand can go on.
+        # Without the coordinator only the task in hand can go on.
         return ready if ready and isinstance(ready[0], Work) else [_sleep(current)]
     steps: list[Step] = []
     if current.certificate_expired or current.wall >= current.renew_at:
@@ -167,17 +167,17 @@ def next_steps(current: Current, desired: Desired) -> list[Step]:
     if not desired.paused:
         steps += [_send(waiting, desired) for waiting in current.outbox]
     steps += ready
-    steps = steps or _due(current, desired)
+    steps = steps or _due_installs(current, desired)
     if steps:
         return steps
     if current.held is not None or current.now >= current.checkin_at:
-        return [AskIn(_patience(current, desired))]
+        return [SendCheckIn(_hold_seconds(current, desired))]
     return [_sleep(current)]
 
 
-def may_not(offer: TaskOffer, current: Current, desired: Desired) -> Decline | None:
+def blocking_reason(offer: TaskOffer, current: Current, desired: Desired) -> Decline | None:
     """Why this task cannot be done here, or None."""
-    if is_out(offer, desired.opted_out):
+    if is_opted_out(offer, desired.opted_out):
         return Decline("opted_out", "this device takes no part in this run")
     if desired.ineligible:
         return Decline("ineligible", "; ".join(desired.ineligible))
@@ -195,19 +195,19 @@ def may_not(offer: TaskOffer, current: Current, desired: Desired) -> Decline | N
     return None
 
 
-def is_out(work: TaskOffer | Waiting, opted_out: tuple[str, ...]) -> bool:
-    """Whether the person wants no part in this run."""
+def is_opted_out(work: TaskOffer | PendingResult, opted_out: tuple[str, ...]) -> bool:
+    """Whether the owner opted out of this run."""
     return work.run in opted_out or work.run_name in opted_out
 
 
-def _send(waiting: Waiting, desired: Desired) -> Step:
-    return Discard(waiting) if is_out(waiting, desired.opted_out) else Deliver(waiting)
+def _send(waiting: PendingResult, desired: Desired) -> Step:
+    return Discard(waiting) if is_opted_out(waiting, desired.opted_out) else Deliver(waiting)
 
 
 def _work(current: Current, desired: Desired) -> list[Step]:
     if current.held is None:
         return []
-    reason = current.held.refusal or may_not(current.held.offer, current, desired)
+    reason = current.held.refusal or blocking_reason(current.held.offer, current, desired)
     if reason is not None:
         return [GiveBack(current.held.offer, reason)]
     if current.held.state == "unconfirmed":
@@ -217,7 +217,7 @@ def _work(current: Current, desired: Desired) -> list[Step]:
     return [Work(current.held.offer)]
 
 
-def _due(current: Current, desired: Desired) -> list[Step]:
+def _due_installs(current: Current, desired: Desired) -> list[Step]:
     """One release at a time: the answer to the next check-in may change the others."""
     if current.held is not None or desired.ineligible:
         return []
@@ -225,8 +225,8 @@ def _due(current: Current, desired: Desired) -> list[Step]:
     return [Install(due[0])] if due else []
 
 
-def _patience(current: Current, desired: Desired) -> float:
-    """Only who may work at once waits for work."""
+def _hold_seconds(current: Current, desired: Desired) -> float:
+    """How long to wait in a check-in: only a device that may work at once waits for work."""
     if not current.hold or current.held is not None or desired.ineligible:
         return 0.0
     return HELD_SECONDS

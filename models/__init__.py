@@ -1,1 +1,1 @@
-"""What a model is and how one is made."""
+"""Models from catalog to release; shared here are the catalog, job files and loading of user code."""

@@ -1,13 +1,13 @@
-"""Fine-tuning of a few params on a frozen, quantized backbone: what is trained, what is frozen, and how both become one model.
+"""Fine-tuning of a few params on a frozen, quantized backbone.
 
-    head        the last linear layer is trained, all else is frozen
-    lora(r)     that, and W + (alpha / r) · B · A for the weight W of every other linear layer; Hu 2021, section 4.1
+    head        trains the last linear layer and freezes everything else
+    lora(r)     also trains A and B in W + (alpha / r) · B · A for the weight W of every other linear layer; Hu 2021, section 4.1
 
-The frozen tensors are no params of such a model: they are constants of its code and of its artifact, which a device fetches
-once. So only what is trained travels, up and down. B starts at zero: the first model is the shipped one, but for the
+The frozen tensors are not params of such a model: they are constants of its code and of its artifact, which a device fetches
+once. So only trained params travel, in both directions. B starts at zero: the first model is the original one, except for the
 rounding of the backbone's matrices to 8 bits.
 
-Numpy alone: the coordinator makes backbones and merges models without a framework. The module is in `models.zoo.adapted`.
+It needs only numpy: the coordinator makes backbones and merges models without a framework. The module is in `models.zoo.adapted`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import numpy as np
 import numpy.typing as npt
 
 SCALE = ":scale"
-"""Ends the name of a backbone tensor that holds the steps of an int8 one, one for each index of its first axis."""
+"""Suffix of a backbone tensor with the scales of an int8 one, one for each index of its first axis."""
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 MODEL = "adapted"
 """The name in `models.zoo` of a model with a frozen backbone."""
 
 _LEVELS = 127
-_WRITTEN = re.compile(r"head|lora\(\s*(\d+)\s*(?:,\s*(\d+(?:\.\d*)?)\s*)?\)")
+_NOTATION = re.compile(r"head|lora\(\s*(\d+)\s*(?:,\s*(\d+(?:\.\d*)?)\s*)?\)")
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 class AdaptationError(ValueError):
-    """Not an adaptation, or not one of this model; the message says what was expected."""
+    """Not an adaptation, or not one for this model; the message says what was expected."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def parse(text: str) -> Adaptation:
     Raises:
         AdaptationError: something else.
     """
-    match = _WRITTEN.fullmatch(text.strip())
+    match = _NOTATION.fullmatch(text.strip())
     if match is None:
         raise AdaptationError(f"{text!r} is not an adaptation; expected head, lora(r) or lora(r, alpha)")
     if match[1] is None:
@@ -63,11 +63,11 @@ def parse(text: str) -> Adaptation:
     return Adaptation("lora", rank, alpha / rank)
 
 
-def backbone(params: Arrays) -> dict[str, npt.NDArray[Any]]:
-    """The params as they are frozen: matrices and kernels int8 with their steps beside them, the rest float32.
+def quantize_backbone(params: Arrays) -> dict[str, npt.NDArray[Any]]:
+    """The frozen params: matrices and kernels as int8 with their scales, the rest as float32.
 
-    Symmetric, one step for each index of the first axis, which is the output channel: |w - q·step| <= step / 2.
-    The head starts from here too.
+    Symmetric, one scale for each index of the first axis, the output channel: |w - q·scale| <= scale / 2.
+    The head is initialized from it too.
     """
     frozen: dict[str, npt.NDArray[Any]] = {}
     for name, value in params.items():
@@ -81,8 +81,8 @@ def backbone(params: Arrays) -> dict[str, npt.NDArray[Any]]:
     return frozen
 
 
-def restored(frozen: Arrays) -> dict[str, npt.NDArray[np.float32]]:
-    """The float32 params that a backbone stands for."""
+def dequantize_backbone(frozen: Arrays) -> dict[str, npt.NDArray[np.float32]]:
+    """The float32 params of a backbone."""
     return {
         name: np.asarray(value * frozen[name + SCALE] if name + SCALE in frozen else value, np.float32)
         for name, value in frozen.items()
@@ -90,34 +90,34 @@ def restored(frozen: Arrays) -> dict[str, npt.NDArray[np.float32]]:
     }
 
 
-def merged(frozen: Arrays, trained: Arrays, adaptation: Adaptation) -> dict[str, npt.NDArray[np.float32]]:
-    """The whole model, float32: what was trained in its place, products of rank r added to their weights.
+def merge(frozen: Arrays, trained: Arrays, adaptation: Adaptation) -> dict[str, npt.NDArray[np.float32]]:
+    """All params of the adapted model, float32: trained tensors replace frozen ones, and products B · A are added to their weights.
 
     Raises:
-        AdaptationError: `trained` holds a tensor that has no place in the backbone, or one half of a product.
+        AdaptationError: `trained` holds a tensor without a counterpart in the backbone, or only one factor of a product.
     """
-    whole = restored(frozen)
+    params = dequantize_backbone(frozen)
     for name, value in trained.items():
         layer, _, kind = name.rpartition(".")
         low_rank = kind in (LORA_A, LORA_B)
         target = f"{layer}.weight" if low_rank else name
-        if target not in whole:
+        if target not in params:
             raise AdaptationError(f"tensor {name!r} belongs to {target!r}, which the backbone does not have")
         if kind == LORA_B:
-            _other_half(trained, name, layer, LORA_A)
+            _other_factor(trained, name, layer, LORA_A)
             continue
-        added = _other_half(trained, name, layer, LORA_B) @ value if low_rank else value
-        if added.shape != whole[target].shape:
+        added = _other_factor(trained, name, layer, LORA_B) @ value if low_rank else value
+        if added.shape != params[target].shape:
             raise AdaptationError(
-                f"tensor {name!r} makes {added.shape} of {target!r}, which is {whole[target].shape} in the backbone"
+                f"tensor {name!r} makes {added.shape} of {target!r}, which is {params[target].shape} in the backbone"
             )
-        whole[target] = np.asarray(
-            whole[target] + adaptation.scale * added if low_rank else added, np.float32
+        params[target] = np.asarray(
+            params[target] + adaptation.scale * added if low_rank else added, np.float32
         )
-    return whole
+    return params
 
 
-def _other_half(trained: Arrays, name: str, layer: str, kind: str) -> npt.NDArray[Any]:
+def _other_factor(trained: Arrays, name: str, layer: str, kind: str) -> npt.NDArray[Any]:
     if (other := f"{layer}.{kind}") not in trained:
         raise AdaptationError(f"tensor {name!r} comes without {other!r}; a product needs both")
     return trained[other]

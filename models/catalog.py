@@ -1,7 +1,7 @@
-"""The models we ship: names, options and their schema, without importing a framework.
+"""The built-in models: names, options and their schema, without importing a framework.
 
-The coordinator validates experiment files and the console draws forms from this. Architectures are in
-`models.zoo`, one module per entry here.
+The coordinator validates experiment files with it, and the console builds forms from it. The architectures are in
+`models.zoo`, one module for each entry.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Options(BaseModel):
 
 
 class NoOptions(Options):
-    """This model has none."""
+    """No options."""
 
 
 class MLPOptions(Options):
@@ -95,12 +95,12 @@ class TextOptions(TransformerOptions):
 
 @dataclass(frozen=True)
 class Entry:
-    """One model we ship.
+    """A built-in model.
 
     Attributes:
         options: pydantic model of its options, with defaults.
-        runtimes: which can train it; all can evaluate it.
-        inputs: the kind of data it takes, in words for errors and forms.
+        runtimes: those that can train it; all can evaluate it.
+        inputs: the kind of data it accepts, for errors and forms.
     """
 
     name: str

@@ -1,11 +1,11 @@
-"""The job file of a datacenter worker: which model, which arrays, which options, where to write.
+"""The job file of a datacenter worker: model, arrays, options and output folder.
 
     {"model": {"name": "cnn", "options": {}, "input_shape": [8, 8], "classes": 10,
                "input_dtype": "float32", "task": "classification"},
      "arrays": "arrays", "out": ".", "seed": 7, "options": {"epochs": 60}}
 
-Relative paths count from the job file's folder. `arrays` is a folder of `.npy` files. Stages add keys of
-their own (`params`, `teacher`). A wrong value is a JobError that names the file and the key.
+Paths are relative to the job file's folder. `arrays` is a folder of `.npy` files. Stages add their own
+keys (`params`, `teacher`). A wrong value raises a JobError that names the file and the key.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 Options = TypeVar("Options")
 T = TypeVar("T")
 
-_CHECKED = 4096
-"""Rows looked at together."""
+_CHUNK = 4096
+"""Rows checked at a time."""
 
 
 class JobError(ValueError):
@@ -39,7 +39,7 @@ class JobError(ValueError):
 
 @dataclass(frozen=True)
 class Job:
-    """A job file as read."""
+    """The contents of a job file."""
 
     path: Path
     settings: Mapping[str, Any]
@@ -53,30 +53,30 @@ class Job:
 
     @property
     def out(self) -> Path:
-        """Folder for the results, made if need be."""
+        """Folder for the results, created if missing."""
         folder = self.file("out", self.settings.get("out", "."))
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def spec(self, *keys: str) -> ModelSpec:
-        """The model of torch described under `keys`, `("model",)` by default."""
+        """The torch model described under `keys`, `("model",)` by default."""
         from models import zoo
 
-        return self._found(zoo.get, keys)
+        return self._resolve(zoo.get, keys)
 
     def any_spec(self) -> ModelSpec | KerasSpec:
-        """The model described under `model`, a Keras model too."""
+        """The torch or Keras model described under `model`."""
         from models import zoo
 
-        return self._found(zoo.find, ())
+        return self._resolve(zoo.find, ())
 
-    def _found(self, find: Callable[..., T], keys: tuple[str, ...]) -> T:
+    def _resolve(self, find: Callable[..., T], keys: tuple[str, ...]) -> T:
         where = keys or ("model",)
         name = f"{self.path}: {'.'.join(where)}"
-        described = _fine(lambda: options.only(self.value(*where), tuple(_MODEL_KEYS), name))
-        for key, (default, fits, expected) in _MODEL_KEYS.items():
+        described = _as_job_error(lambda: options.only(self.value(*where), tuple(_MODEL_KEYS), name))
+        for key, (default, is_valid, expected) in _MODEL_KEYS.items():
             value = described.get(key, default)
-            if not fits(value):
+            if not is_valid(value):
                 raise JobError(f"{self.path}: {'.'.join(where)}.{key} is {value!r}, expected {expected}")
         return find(
             described["name"],
@@ -88,13 +88,13 @@ class Job:
         )
 
     def value(self, *keys: str) -> Any:
-        """The value at `keys`, one level after the other."""
-        found: Any = self.settings
+        """The value at the path `keys`."""
+        value: Any = self.settings
         for depth, key in enumerate(keys):
-            if not isinstance(found, Mapping) or key not in found:
+            if not isinstance(value, Mapping) or key not in value:
                 raise JobError(f"{self.path}: {'.'.join(keys[: depth + 1])} is missing")
-            found = found[key]
-        return found
+            value = value[key]
+        return value
 
     def file(self, key: str, value: object) -> Path:
         """`value` as a path, relative to the job file."""
@@ -103,14 +103,16 @@ class Job:
         return self.path.parent / value
 
     def options(self, kind: type[Options]) -> Options:
-        """`options` as the dataclass `kind`, whose defaults fill what is not given."""
-        return _fine(lambda: options.read(kind, self.settings.get("options", {}), f"{self.path}: options"))
+        """`options` as the dataclass `kind`, with its defaults for missing keys."""
+        return _as_job_error(
+            lambda: options.read(kind, self.settings.get("options", {}), f"{self.path}: options")
+        )
 
     def table(self, key: str, kind: type[Options]) -> Options | None:
-        """The table `key` as the dataclass `kind`, or None where there is none."""
+        """The table `key` as the dataclass `kind`, or None if it is missing."""
         if key not in self.settings:
             return None
-        return _fine(lambda: options.read(kind, self.settings[key], f"{self.path}: {key}"))
+        return _as_job_error(lambda: options.read(kind, self.settings[key], f"{self.path}: {key}"))
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.settings.get(key, default)
@@ -121,7 +123,7 @@ class Job:
     def rows(self, name: str, spec: ModelSpec | KerasSpec, *, mapped: bool = False) -> npt.NDArray[Any]:
         """Examples `<arrays>/<name>.npy`, [N, *input_shape], N >= 1, in the model's input dtype.
 
-        `mapped`: read-only, and in memory only where it is read, if the file has that dtype already.
+        `mapped`: memory-mapped read-only, if the file has that dtype already.
         """
         array = self._array(name, mapped)
         if array.shape[1:] != spec.input_shape or not len(array):
@@ -130,7 +132,7 @@ class Job:
                 f"with at least one row, for model {spec.name!r}"
             )
         if spec.input_dtype == "float32" and not all(
-            np.isfinite(array[start : start + _CHECKED]).all() for start in range(0, len(array), _CHECKED)
+            np.isfinite(array[start : start + _CHUNK]).all() for start in range(0, len(array), _CHUNK)
         ):
             raise JobError(f"{self._array_path(name)} holds NaN or infinite values")
         return np.ascontiguousarray(array, dtype=spec.input_dtype)
@@ -171,7 +173,7 @@ def _count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-# key -> default, whether a value fits, and what was expected of one that does not
+# key -> default, validity check, expected value
 _MODEL_KEYS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "name": (None, lambda value: isinstance(value, str), "the name of a model"),
     "options": ({}, lambda value: isinstance(value, dict), "an object"),
@@ -194,7 +196,7 @@ def read(path: Path) -> Job:
     """The job in the JSON file `path`.
 
     Raises:
-        JobError: no such file, no JSON, or no object.
+        JobError: the file is missing, is not JSON, or holds no object.
     """
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -208,12 +210,12 @@ def read(path: Path) -> Job:
 
 
 def write_result(folder: Path, result: Mapping[str, Any]) -> None:
-    """`result.json` in `folder`, replaced in one step."""
+    """Writes `result.json` into `folder`, atomically."""
     write_durably(folder / "result.json", (json.dumps(result, indent=2) + "\n").encode())
 
 
-def _fine(read: Callable[[], T]) -> T:
-    """What `read` gives, its complaint about an option as ours about the job file."""
+def _as_job_error(read: Callable[[], T]) -> T:
+    """The result of `read`, whose `OptionError` becomes a `JobError`."""
     try:
         return read()
     except options.OptionError as error:

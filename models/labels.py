@@ -1,4 +1,4 @@
-"""What a label means, to whoever loads, trains on or scores it."""
+"""The meaning of labels, for loading, training and scoring."""
 
 PADDING = -1
-"""A label that counts for nothing, in any task. The device's own copy is `edge_client.train.trainer.PADDING`."""
+"""A label that is ignored, in any task. The device's own copy is `edge_client.train.trainer.PADDING`."""

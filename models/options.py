@@ -1,6 +1,6 @@
-"""Options as dataclasses: fields with ranges, read from a table with one clear error for the first wrong value.
+"""Options as dataclasses: fields with ranges, read from a table with a clear error for the first wrong value.
 
-Standard library only: jobs and the datacenter's bare machines read their options with it.
+Standard library only, for jobs and for datacenter machines without other packages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Options = TypeVar("Options")
 
 
 class OptionError(ValueError):
-    """An option is unknown or has a value it cannot have; the message says which and what was expected."""
+    """An option is unknown or has an invalid value; the message says which and what was expected."""
 
 
 def bounded(default: float, least: float, most: float) -> Any:
@@ -23,16 +23,16 @@ def bounded(default: float, least: float, most: float) -> Any:
     return dataclasses.field(default=default, metadata={"least": least, "most": most})
 
 
-def read(kind: type[Options], given: object, where: str) -> Options:
-    """The table `given` as the dataclass `kind`, whose defaults fill what is not there.
+def read(kind: type[Options], table: object, where: str) -> Options:
+    """The table as the dataclass `kind`, with its defaults for missing keys.
 
     Fields are int and float from `bounded`, bool, str, and Literal.
 
     Raises:
-        OptionError: `where` begins its message.
+        OptionError: its message starts with `where`.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    known = only(given, tuple(fields), where)
+    known = only(table, tuple(fields), where)
     hints = typing.get_type_hints(kind)
     for name, value in known.items():
         problem = _problem(value, hints[name], fields[name].metadata)
@@ -41,24 +41,24 @@ def read(kind: type[Options], given: object, where: str) -> Options:
     return kind(**known)
 
 
-def problems(kind: type[Any], given: Mapping[str, Any], where: str) -> list[str]:
-    """All that `read` would say of the keys and values of `given`, one sentence each."""
+def problems(kind: type[Any], table: Mapping[str, Any], where: str) -> list[str]:
+    """Every problem of the keys and values of `table`, one sentence each."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     hints = typing.get_type_hints(kind)
-    found = []
-    for name, value in given.items():
+    listed = []
+    for name, value in table.items():
         if name not in fields:
-            found.append(_unknown(name, tuple(fields), where))
+            listed.append(_unknown(name, tuple(fields), where))
         elif problem := _problem(value, hints[name], fields[name].metadata):
-            found.append(f"{where}.{name} is {value!r}, expected {problem}")
-    return found
+            listed.append(f"{where}.{name} is {value!r}, expected {problem}")
+    return listed
 
 
 def only(value: object, known: tuple[str, ...], where: str) -> dict[str, Any]:
-    """`value` if it is a table of `known` keys.
+    """`value` if it is a table with only `known` keys.
 
     Raises:
-        OptionError: another key, with the nearest known one, or no table at all.
+        OptionError: naming an unknown key and the nearest known one, or it is not a table.
     """
     if not isinstance(value, dict):
         raise OptionError(f"{where} is {value!r}, expected an object")
@@ -75,7 +75,7 @@ def _unknown(key: str, known: tuple[str, ...], where: str) -> str:
 
 
 def _problem(value: object, hint: Any, bounds: Mapping[str, Any]) -> str:
-    """What was expected instead of `value`, or nothing if it is fine."""
+    """The expected value if `value` is invalid, otherwise empty."""
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         return "" if value in choices else "one of " + ", ".join(map(repr, choices))

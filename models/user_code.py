@@ -1,17 +1,20 @@
-"""A user's own module, imported without our top-level names in its way.
+"""Imports and calls users' own modules, without name conflicts with our packages.
 
-Our packages have generic names (`models`, `strategies`). A user who has a `models.py` of their own and
-imports it means that one. While their code is imported and called, our packages are taken out of
-`sys.modules` and their folder comes first on `sys.path`; afterwards everything is put back.
+Our packages have generic names (`models`, `strategies`). A user who imports their own `models.py` means that
+one. While their code is imported and called, our packages are removed from `sys.modules` and their folder
+comes first on `sys.path`; afterwards both are restored.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import re
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,31 +22,31 @@ from types import ModuleType
 from typing import Any
 
 REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-"""How code of a user is named: `package.module:function`."""
+"""A reference to user code: `package.module:function`."""
 
 ALLOWED_VARIABLE = "FEDLOOP_ALLOWED_CODE"
-"""Environment variable: where it is set, this process loads the references in it, separated by spaces, and no other."""
+"""Environment variable: if set, this process loads only the references in it, separated by spaces."""
 
 KERAS_FILE = ".keras"
-"""Ends the name of a model that is a file, written by `keras.Model.save`."""
+"""Suffix of a model name that is a file, written by `keras.Model.save`."""
 
 OURS = ("coordinator", "edge_client", "strategies", "models")
 
 
 class UserCodeError(ValueError):
-    """A name like `package.module:function` that cannot be resolved, with the reason."""
+    """A reference that cannot be resolved; the message gives the reason."""
 
 
 def is_reference(name: str) -> bool:
-    """Whether a model of this name is code of a user, to be imported."""
+    """Whether a model name refers to user code."""
     return ":" in name and not name.endswith(KERAS_FILE)
 
 
 def load(target: str, folder: Path | None = None) -> Callable[..., Any]:
-    """The callable `package.module:function`, found from `folder` (the working directory by default).
+    """The callable `package.module:function`, imported from `folder` (by default the working directory).
 
     Raises:
-        UserCodeError: no such module or function, the module fails on import, or it is not allowed here.
+        UserCodeError: the module or function does not exist, the import fails, or this process may not run it.
     """
     if not REFERENCE.fullmatch(target):
         raise UserCodeError(f"{target!r} is not of the form package.module:function")
@@ -52,41 +55,82 @@ def load(target: str, folder: Path | None = None) -> Callable[..., Any]:
         raise UserCodeError(f"{target!r} is not among the code that this process may run")
     module_name, _, attribute = target.partition(":")
     where = folder or Path.cwd()
-    with own_names(where):
+    with user_modules_first(where):
         try:
             module = importlib.import_module(module_name)
+        except SyntaxError as error:
+            raise UserCodeError(
+                f"importing {module_name} failed at {error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+            ) from error
         except ModuleNotFoundError as error:
             if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
                 raise UserCodeError(
                     f"no module {module_name!r} in {where} or among the installed packages; "
                     "run from the folder that holds it, or install it"
                 ) from error
-            raise UserCodeError(f"{module_name} needs {error.name!r}, which is not installed") from error
+            raise UserCodeError(
+                f"{module_name} needs {error.name!r}, which is not installed{error_location(error)}"
+            ) from error
         except Exception as error:
-            raise UserCodeError(f"importing {module_name} failed: {type(error).__name__}: {error}") from error
+            raise UserCodeError(
+                f"importing {module_name} failed{error_location(error)}: {type(error).__name__}: {error}"
+            ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         known = ", ".join(name for name, value in vars(module).items() if callable(value) and name[0] != "_")
         raise UserCodeError(f"{module_name} has no function {attribute!r}; it has: {known or 'none'}")
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with own_names(where):
+        with user_modules_first(where):
             return function(*args, **kwargs)
 
-    # `inspect.signature` sees through to the user's function: callers offer only what it takes.
+    # `inspect.signature` then shows the user's parameters: callers pass only those.
     return functools.update_wrapper(call, function, updated=())
 
 
+def error_location(error: BaseException, function: Callable[..., Any] | None = None) -> str:
+    """` at FILE, line N`: the innermost line of the user's own files in the traceback of `error`; empty if there is none.
+
+    Files of Python, of installed packages and ours do not count, except the one that defines `function`.
+    """
+    own = _definition(function)[0] if function is not None else None
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == own or _is_user_file(frame.filename)
+    ]
+    return f" at {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+
+
+def definition_location(function: Callable[..., Any]) -> str:
+    """` (FILE, line N)`, where `function` is defined; empty if unknown."""
+    file, line = _definition(function)
+    return f" ({file}, line {line})" if file else ""
+
+
+def _definition(function: Callable[..., Any]) -> tuple[str | None, int | None]:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return (code.co_filename, code.co_firstlineno) if code else (None, None)
+
+
+def _is_user_file(file: str) -> bool:
+    path, here = Path(file), Path(__file__).resolve().parents[1]
+    others = [Path(found) for key in ("stdlib", "purelib", "platlib") if (found := sysconfig.get_path(key))]
+    return path.is_file() and not any(
+        path.is_relative_to(folder) for folder in (*others, *(here / name for name in OURS))
+    )
+
+
 @contextmanager
-def own_names(folder: Path) -> Iterator[None]:
-    """Lets imports of our top-level names find the user's, from `folder` first."""
-    hidden = _take(_is_ours)
+def user_modules_first(folder: Path) -> Iterator[None]:
+    """Makes imports of our top-level names find the user's modules, from `folder` first."""
+    hidden = _remove_modules(_is_ours)
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
         yield
     finally:
-        _take(_is_ours)
+        _remove_modules(_is_ours)
         sys.modules.update(hidden)
         if str(folder) in sys.path:
             sys.path.remove(str(folder))
@@ -96,8 +140,8 @@ def _is_ours(name: str) -> bool:
     return name.split(".", 1)[0] in OURS
 
 
-def _take(which: Callable[[str], bool]) -> dict[str, ModuleType]:
-    taken = {name: module for name, module in sys.modules.items() if which(name)}
-    for name in taken:
+def _remove_modules(which: Callable[[str], bool]) -> dict[str, ModuleType]:
+    removed = {name: module for name, module in sys.modules.items() if which(name)}
+    for name in removed:
         del sys.modules[name]
-    return taken
+    return removed

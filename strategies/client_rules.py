@@ -1,12 +1,12 @@
-"""Client rules: what a client's local steps minimise.
+"""Client rules: the objective of a client's local steps.
 
 Every rule so far is plain SGD with a corrected gradient,
 
     w ← w − lr · (∇f(w) + mu · (w − w₀) + offset),
 
 where w₀ are the params the round started from and `offset` is constant during the local run. A runtime
-implements this one step; a rule says what `mu` and `offset` are before training, and what follows from
-the trained params afterwards.
+implements this one step; a rule sets `mu` and `offset` before training and derives the streams to send
+from the trained params afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Streams = Mapping[str, Tensors]
 
 @dataclass(frozen=True)
 class Correction:
-    """The two terms added to the gradient; `offset` is named like the trainable tensors, or None for zero."""
+    """The two terms added to the gradient; `offset` has the names of the trainable tensors, or is None for zero."""
 
     mu: float = 0.0
     offset: Params | None = None
@@ -35,18 +35,18 @@ class Correction:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rule makes of a finished local run: streams to send and state for the client to keep."""
+    """A rule's result of a finished local run: streams to send and state for the client to keep."""
 
     extras: dict[str, Params]
     client_state: dict[str, Params]
 
 
 class UnknownRule(ValueError):
-    """A task names a client rule, or an option of one, that is not known here."""
+    """A task names an unknown client rule, or an invalid option of one."""
 
 
 class ClientRule(Protocol):
-    """Both halves of a client rule. `broadcast` is what the server sends along with the params."""
+    """The client and server halves of a rule. `broadcast`: the streams that the server sends along with the params."""
 
     @property
     def name(self) -> str: ...
@@ -72,14 +72,14 @@ class ClientRule(Protocol):
         """On the server, after the round: the next broadcast. `num_clients` is the whole population."""
 
     def stream_norm(self, broadcast: float, delta: float, num_steps: int, lr: float) -> float:
-        """The largest L2 norm of a stream that an honest client sends beside a delta of this norm, but for rounding.
+        """The largest L2 norm, up to rounding, of a stream that an honest client sends with a delta of norm `delta`.
 
-        `broadcast`: norm of the stream of that name as the server sent it.
+        `broadcast`: norm of the stream of the same name as the server sent it.
         """
 
 
 class _Stateless:
-    """The halves that a rule without streams has nothing to say to."""
+    """Defaults for a rule without streams."""
 
     def init(self, trainable: Tensors) -> Streams:
         return {}
@@ -127,7 +127,7 @@ class Proximal(_Stateless):
 class ControlVariates:
     """SCAFFOLD: gradients corrected by c − cᵢ. Karimireddy 2020, Algorithm 1, option II.
 
-    The server's c and the client's cᵢ travel as stream `control`. cᵢ stays with the client:
+    The server's c and the client's cᵢ travel as stream `control`. cᵢ stays on the client:
     cᵢ⁺ = cᵢ − c + (w₀ − w) / (K · lr), and the client sends Δcᵢ. The server adds |S|/N · mean(Δcᵢ).
     """
 
@@ -170,20 +170,20 @@ class ControlVariates:
         return {"control": elementwise(move, broadcast["control"], aggregate.extras["control"])}
 
     def stream_norm(self, broadcast: float, delta: float, num_steps: int, lr: float) -> float:
-        """Δcᵢ = −c + (w₀ − w) / (K · lr), so no longer than the two together."""
+        """Δcᵢ = −c + (w₀ − w) / (K · lr), so its norm is at most their sum."""
         return broadcast + delta / (num_steps * lr)
 
 
 def to_options(rule: ClientRule) -> dict[str, str | float]:
-    """The rule as JSON for a task message."""
+    """The rule as JSON, for a task message."""
     return {"name": rule.name, "mu": rule.mu} if isinstance(rule, Proximal) else {"name": rule.name}
 
 
 def from_options(options: Mapping[str, str | float]) -> ClientRule:
-    """The rule a task message names.
+    """The rule named in a task message.
 
     Raises:
-        UnknownRule: the name is none of ours; the device's software may be older than the coordinator's.
+        UnknownRule: the name is unknown; the device's software may be older than the coordinator's.
     """
     match options.get("name"):
         case "plain":

@@ -1,7 +1,7 @@
-"""Params: named float32 tensors, the one form a model takes outside a framework.
+"""Params: named float32 tensors, the only form of a model outside a framework.
 
-Keys are PyTorch `state_dict` keys, layout is PyTorch's, dtype float32, C order. Every runtime converts
-to and from this form at its own edge; aggregation, the wire and the disk know nothing else.
+Keys are PyTorch `state_dict` keys, the layout is PyTorch's, dtype float32, C order. Every runtime converts
+to and from this form at its own boundary; aggregation, the wire and the disk use nothing else.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.floating[Any]]
 Params = dict[str, FloatArray]
 Tensors = Mapping[str, FloatArray]
-"""Params that are only read; they may lie on disk and be loaded one tensor at a time."""
+"""Read-only params; they may be on disk and loaded one tensor at a time."""
 
 
 class ShapeMismatch(ValueError):
-    """Two sets of named tensors differ in names or shapes; the message names the first that does."""
+    """Two sets of named tensors differ in names or shapes; the message names the first difference."""
 
 
 def require_same_shapes(actual: Mapping[str, FloatArray], expected: Mapping[str, FloatArray]) -> None:
@@ -44,5 +44,5 @@ def zeros_like(params: Mapping[str, FloatArray]) -> Params:
 
 def difference(trained: Mapping[str, FloatArray], base: Mapping[str, FloatArray]) -> Params:
     """`trained - base`, float32, over the names of `trained`."""
-    # `asarray`, because numpy's arithmetic on arrays without axes gives scalars, which are no tensors.
+    # `asarray`, because numpy's arithmetic on zero-dimensional arrays returns scalars.
     return {name: np.asarray(value - base[name], np.float32) for name, value in trained.items()}

@@ -1,9 +1,8 @@
 """Server optimizers: how the aggregated delta moves the global params.
 
-The delta of a round is used as a pseudo-gradient with its sign turned (Reddi 2021, Algorithm 1 and 2).
-Arithmetic is float64, results and state are float32. Tensors not in the delta (frozen ones) stay as they are.
-Where params or delta lie on disk, so does not yet what comes of them: it is computed as it is read
-(`strategies.lazy`), each result in a pass of its own.
+The delta of a round is used as a negated pseudo-gradient (Reddi 2021, Algorithm 1 and 2).
+Arithmetic is float64, results and state are float32. Tensors not in the delta (frozen ones) do not change.
+If params or delta are on disk, results are computed as they are read (`strategies.lazy`), each in its own pass.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from strategies.lazy import elementwise, overlaid, remembered, shape_of
+from strategies.lazy import cache_last_piece, elementwise, overlay, shape_of
 from strategies.params import FloatArray, Tensors, zeros_like
-from strategies.state import State, joined, named, part_of
+from strategies.state import State, flatten, subtree
 
 
 class ServerOptimizer(Protocol):
-    """`init` makes the state for trainable params; `step` applies one aggregated delta."""
+    """`init` creates the state for trainable params; `step` applies one aggregated delta."""
 
     def init(self, trainable: Tensors) -> State: ...
 
@@ -40,14 +39,14 @@ class SGD:
     def init(self, trainable: Tensors) -> State:
         if not self.momentum:
             return State()
-        return State(arrays=named("momentum", zeros_like(trainable)))
+        return State(arrays=flatten({"momentum": zeros_like(trainable)}))
 
     def step(self, params: Tensors, delta: Tensors, state: State) -> tuple[Tensors, State]:
         if not self.momentum:
-            return overlaid(params, elementwise(self._moved, delta, params)), state
-        velocity = elementwise(self._velocity, delta, part_of(state.arrays, "momentum"))
+            return overlay(params, elementwise(self._moved, delta, params)), state
+        velocity = elementwise(self._velocity, delta, subtree(state.arrays, "momentum"))
         moved = elementwise(self._moved, velocity, params)
-        return overlaid(params, moved), State(arrays=named("momentum", elementwise(_float32, velocity)))
+        return overlay(params, moved), State(arrays=flatten({"momentum": elementwise(_float32, velocity)}))
 
     def _moved(self, velocity: FloatArray, x: FloatArray) -> FloatArray:
         return _float32(x.astype(np.float64) + self.server_lr * velocity)
@@ -67,7 +66,7 @@ class Adaptive:
     yogi v − (1−beta2)·Δ²·sign(v − Δ²). As in the paper there is no bias correction and v starts at tau².
 
     With `flower_form` v starts at 0 and Adam's step is scaled by √(1−beta2^(t+1)) / (1−beta1^(t+1)) in
-    round t = 1, 2, …, as `flwr.serverapp.strategy` 1.41 does it; for parity with runs made there.
+    round t = 1, 2, …, as in `flwr.serverapp.strategy` 1.41, for parity with runs made there.
     """
 
     kind: AdaptiveKind
@@ -80,7 +79,7 @@ class Adaptive:
     def init(self, trainable: Tensors) -> State:
         start = 0.0 if self.flower_form else self.tau**2
         second = {name: np.full(shape_of(trainable, name), start, np.float32) for name in trainable}
-        return State(arrays=joined({"first": zeros_like(trainable), "second": second}), values={"step": 0})
+        return State(arrays=flatten({"first": zeros_like(trainable), "second": second}), values={"step": 0})
 
     def step(self, params: Tensors, delta: Tensors, state: State) -> tuple[Tensors, State]:
         step = int(state.values["step"] or 0) + 1
@@ -89,11 +88,11 @@ class Adaptive:
         def move(m: FloatArray, v: FloatArray, x: FloatArray) -> FloatArray:
             return _float32(x.astype(np.float64) + rate * m / (np.sqrt(v) + self.tau))
 
-        delta = remembered(delta)  # a step reads each piece of it twice, for m and for v
-        m = elementwise(self._first_moment, delta, part_of(state.arrays, "first"))
-        v = elementwise(self._second_moment, delta, part_of(state.arrays, "second"))
-        moved = overlaid(params, elementwise(move, m, v, params))
-        arrays = joined({"first": elementwise(_float32, m), "second": elementwise(_float32, v)})
+        delta = cache_last_piece(delta)  # a step reads each piece twice, for m and for v
+        m = elementwise(self._first_moment, delta, subtree(state.arrays, "first"))
+        v = elementwise(self._second_moment, delta, subtree(state.arrays, "second"))
+        moved = overlay(params, elementwise(move, m, v, params))
+        arrays = flatten({"first": elementwise(_float32, m), "second": elementwise(_float32, v)})
         return moved, State(arrays=arrays, values={"step": step})
 
     def _first_moment(self, delta: FloatArray, first: FloatArray) -> FloatArray:

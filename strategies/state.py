@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import overload
 
-from strategies.lazy import picked
+from strategies.lazy import select
 from strategies.params import Params, Tensors
 
 JsonValue = str | int | float | bool | None
@@ -20,30 +20,25 @@ class State:
     values: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
-def named(part: str, tensors: Tensors) -> Tensors:
-    """`{"w": a}` as `{"part/w": a}`."""
-    return joined({part: tensors})
-
-
 @overload
-def part_of(arrays: Params, part: str) -> Params: ...
+def subtree(arrays: Params, part: str) -> Params: ...
 @overload
-def part_of(arrays: Tensors, part: str) -> Tensors: ...
-def part_of(arrays: Tensors, part: str) -> Tensors:
+def subtree(arrays: Tensors, part: str) -> Tensors: ...
+def subtree(arrays: Tensors, part: str) -> Tensors:
     """The tensors of one part, without its prefix."""
     prefix = part + "/"
-    return picked({name[len(prefix) :]: (arrays, name) for name in arrays if name.startswith(prefix)})
+    return select({name[len(prefix) :]: (arrays, name) for name in arrays if name.startswith(prefix)})
 
 
-def joined(parts: Mapping[str, Tensors]) -> Tensors:
-    """Several parts as one set of tensors, `{"part": {"w": a}}` as `{"part/w": a}`."""
-    return picked({f"{part}/{name}": (tensors, name) for part, tensors in parts.items() for name in tensors})
+def flatten(parts: Mapping[str, Tensors]) -> Tensors:
+    """Several parts as one set of tensors: `{"part": {"w": a}}` becomes `{"part/w": a}`."""
+    return select({f"{part}/{name}": (tensors, name) for part, tensors in parts.items() for name in tensors})
 
 
 @overload
-def parted(arrays: Params) -> dict[str, Params]: ...
+def unflatten(arrays: Params) -> dict[str, Params]: ...
 @overload
-def parted(arrays: Tensors) -> dict[str, Tensors]: ...
-def parted(arrays: Tensors) -> Mapping[str, Tensors]:
-    """The inverse of `joined`, parts in sorted order."""
-    return {part: part_of(arrays, part) for part in sorted({name.split("/", 1)[0] for name in arrays})}
+def unflatten(arrays: Tensors) -> dict[str, Tensors]: ...
+def unflatten(arrays: Tensors) -> Mapping[str, Tensors]:
+    """The inverse of `flatten`, parts in sorted order."""
+    return {part: subtree(arrays, part) for part in sorted({name.split("/", 1)[0] for name in arrays})}

@@ -1,10 +1,10 @@
-"""A Strategy is four orthogonal parts and the two moments of a round where they act.
+"""A Strategy has four orthogonal parts, which act at two points of a round.
 
     state = strategy.init(params, trainable)
     each round:  fold = strategy.start(cohort_size); fold.add(position, strategy.transform(update)) …
                  params, state = strategy.apply(params, state, fold.finish(), num_clients)
 
-Every part is a small pure value; a preset (`strategies.presets`) is a composition under a known name.
+Every part is a small pure value; an algorithm (`strategies.algorithms`) is a composition under a known name.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 
 from strategies.aggregators import Aggregator, Fold, WeightedMean
 from strategies.client_rules import ClientRule, PlainSGD, Streams
-from strategies.lazy import elementwise, picked
+from strategies.lazy import elementwise, select
 from strategies.params import Tensors
 from strategies.server_optimizers import SGD, ServerOptimizer
-from strategies.state import State, joined, part_of, parted
+from strategies.state import State, flatten, subtree, unflatten
 from strategies.update import Aggregate, Update
 
 
@@ -55,13 +55,13 @@ class Strategy:
 
     def init(self, params: Tensors, trainable: Collection[str]) -> State:
         """State before round 1, for the tensors of `params` named in `trainable`."""
-        learned = picked({name: (params, name) for name in params if name in trainable})
+        learned = select({name: (params, name) for name in params if name in trainable})
         optimizer = self.server_optimizer.init(learned)
         return _state(optimizer, self.client_rule.init(learned))
 
     def broadcast(self, state: State) -> Streams:
         """The streams that accompany the params of the coming round, such as SCAFFOLD's control variate."""
-        return parted(part_of(state.arrays, "rule"))
+        return unflatten(subtree(state.arrays, "rule"))
 
     def start(self, cohort_size: int) -> Fold:
         """A fold over the canonical positions of a cohort."""
@@ -78,13 +78,13 @@ class Strategy:
     ) -> tuple[Tensors, State]:
         """Params and state after the round. `num_clients` is the whole population, not the cohort.
 
-        Both are computed as they are read where what they follow from lies on disk.
+        If their inputs are on disk, both are computed as they are read.
         """
-        before = State(part_of(state.arrays, "optimizer"), state.values)
+        before = State(subtree(state.arrays, "optimizer"), state.values)
         moved, after = self.server_optimizer.step(params, aggregate.delta, before)
         streams = self.client_rule.advance(self.broadcast(state), aggregate, num_clients)
         return moved, _state(after, streams)
 
 
 def _state(optimizer: State, streams: Streams) -> State:
-    return State(joined({"optimizer": optimizer.arrays, "rule": joined(streams)}), optimizer.values)
+    return State(flatten({"optimizer": optimizer.arrays, "rule": flatten(streams)}), optimizer.values)

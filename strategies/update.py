@@ -1,4 +1,4 @@
-"""What one client sends back, and what a cohort's updates add up to."""
+"""A client's update, and the aggregate of a cohort's updates."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from strategies.params import Tensors
 
 @dataclass(frozen=True)
 class Update:
-    """One client's contribution to a round. Its tensors may lie on disk (`strategies.lazy`).
+    """One client's contribution to a round. Its tensors may be on disk (`strategies.lazy`).
 
     Attributes:
         delta: trained minus base, trainable tensors only, float32.
-        num_examples: size of the client's local training set, >= 1, as far as it counts; the weight in the mean.
+        num_examples: weight in the mean, >= 1: the size of the client's local training set, up to the round's limit.
         num_steps: optimizer steps taken.
         train_loss: mean loss per example over the local steps.
         extras: further tensors of the client rule by stream name, such as `{"control": …}` for SCAFFOLD.
@@ -36,13 +36,13 @@ class Update:
 
 @dataclass(frozen=True)
 class Aggregate:
-    """A cohort folded into one. Of updates that lie on disk it is computed as it is read.
+    """A cohort's updates folded into one. For updates on disk it is computed as it is read.
 
     Attributes:
         delta: the aggregated delta, float64.
         extras: the aggregated extra streams, float64.
-        num_updates: how many updates went in.
-        num_examples: their examples together.
+        num_updates: number of updates folded.
+        num_examples: sum of their example counts.
         train_loss: mean of their training losses, weighted by examples.
     """
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
+from tests.support.long import LONG
+
 settings.register_profile("no clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("no clocks"), max_examples=25)  # `make check`
 settings.load_profile("no clocks")
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -34,13 +40,54 @@ def _temporary_files_in_memory() -> None:
 
 _temporary_files_in_memory()
 
+
+@pytest.fixture(autouse=True)
+def log_settings_left_as_found() -> Iterator[None]:
+    """A test that configures a whole process's log does not leave it so for the tests after it in the same worker."""
+    root, settings_before = logging.getLogger(), structlog.get_config()
+    handlers, level = root.handlers, root.level
+    yield
+    root.handlers = handlers
+    root.setLevel(level)
+    structlog.configure(**settings_before)
+
+
 _LONG_FIRST = ("faults", "e2e", "models", "parity")
 """Folders whose files take longest. Each file goes to one worker as a whole (`--dist loadfile`)."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+_ON_POSTGRESQL = {
+    "test_enrolment",
+    "test_migrations",
+    "test_store",
+    "test_tokens_and_certificates",
+    "test_upload_cuts",
+    "test_uploads",
+}
+"""Modules whose tests run on PostgreSQL in `make test` too: what the two databases do differently is in them."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
         return _LONG_FIRST.index(folder) if folder in _LONG_FIRST else len(_LONG_FIRST)
 
+    for item in items:
+        if _on_postgresql(item) and item.path.stem not in _ON_POSTGRESQL:
+            item.add_marker("extended")
+    if not LONG:
+        left = [item for item in items if _is_extended(item)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not _is_extended(item)]
     items.sort(key=place)
+
+
+def _is_extended(item: pytest.Item) -> bool:
+    return item.get_closest_marker("extended") is not None
+
+
+def _on_postgresql(item: pytest.Item) -> bool:
+    parameters = getattr(item, "callspec", None)
+    return parameters is not None and any(
+        isinstance(value, str) and value == "postgresql" for value in parameters.params.values()
+    )

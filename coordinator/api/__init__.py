@@ -1,1 +1,1 @@
-"""The operator API: one module a resource."""
+"""The operator API, one module per resource."""

@@ -1,24 +1,17 @@
-"""What routes of both APIs depend on: the services of this process, and who may call the operator API.
-
-There is one admin token so far. It lies in `admin.token` in the coordinator's home, readable by its owner
-only; replacing the file replaces the token, from the next request on.
-"""
+"""Dependencies of the routes of both APIs: the services of this process, and the caller of the operator API."""
 
 from __future__ import annotations
 
 import hmac
-import secrets
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security.utils import get_authorization_scheme_param
 
+from coordinator.accounts.admin_token import ADMIN, Principal, require_admin_token
+from coordinator.context.services import Services
 from coordinator.errors import Refusal
-from coordinator.services import Services
-from edge_client.files import write_durably
-
-TOKEN_FILE = "admin.token"
 
 _bearer = HTTPBearer(
     auto_error=False, description="The admin token, in `admin.token` of the coordinator's home."
@@ -31,38 +24,35 @@ def services_of(request: Request) -> Services:
     return services
 
 
-Serving = Annotated[Services, Depends(services_of)]
-"""The type of a route's argument that gets the services."""
+ServicesDep = Annotated[Services, Depends(services_of)]
+"""Type of a route's parameter that receives the services."""
 
 
-def admin(
-    services: Serving,
+async def require_operator(
+    request: Request,
+    services: ServicesDep,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
-) -> None:
-    """Lets the admin pass.
+) -> Principal:
+    """The operator whose token the request carries.
 
     Raises:
-        Refusal: 401 `no_token` without a bearer token, 401 `bad_token` with another one.
+        Refusal: 401 `no_token` without a bearer token; 401 `bad_token` for a wrong one, 429 `too_many_guesses` after
+            many; 503 `no_admin_token` if the coordinator has lost its own.
     """
     if credentials is None:
         raise Refusal(401, "no_token", "the operator API needs `Authorization: Bearer <admin token>`")
-    given, expected = credentials.credentials.encode(), read_admin_token(services.settings.home).encode()
-    if not hmac.compare_digest(given, expected):
+    if not _is_admin_token(services, credentials.credentials):
+        services.admin_guesses.record("admin", request.client.host if request.client else None)
         raise Refusal(401, "bad_token", "this is not the admin token of this coordinator")
+    return ADMIN
 
 
-def read_admin_token(home: Path) -> str:
-    """The admin token of the coordinator whose home this is.
-
-    Raises:
-        OSError: there is none, or this user may not read it.
-    """
-    return (home / TOKEN_FILE).read_text("ascii").strip()
+def has_admin_token(services: Services, request: Request) -> bool:
+    """Whether a request carries the admin token, for code that runs before `require_operator` can refuse."""
+    scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
+    return _is_admin_token(services, token) and scheme.lower() == "bearer"
 
 
-def ensure_admin_token(home: Path) -> None:
-    """Makes the token file at first start; one that is there is kept, and closed to others."""
-    path = home / TOKEN_FILE
-    if not path.exists():
-        write_durably(path, secrets.token_urlsafe(32).encode() + b"\n")  # home itself is closed to others
-    path.chmod(0o600)
+def _is_admin_token(services: Services, token: str) -> bool:
+    expected = require_admin_token(services.settings.home)
+    return hmac.compare_digest(token.encode(), expected.encode())

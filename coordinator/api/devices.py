@@ -1,4 +1,4 @@
-"""Operator API: the devices that enrolled, and letting them in or shutting them out."""
+"""Operator API: enrolled devices; approve or revoke one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 
-from coordinator import enrolment
-from coordinator.api.deps import Serving
+from coordinator.accounts import enrolment
+from coordinator.api.deps import ServicesDep
+from coordinator.context.services import Services
 from coordinator.db import devices
 from coordinator.db.devices import DeviceRow, State
-from coordinator.services import Services
 
-_NO_NUL = "^[^\\x00]*$"  # PostgreSQL has no text with it
+_NO_NUL = "^[^\\x00]*$"  # PostgreSQL rejects NUL in text
 
 router = APIRouter(tags=["devices"])
 
@@ -32,8 +32,8 @@ class Device(BaseModel):
     enrolled_at: datetime
     certificate_until: datetime | None
     last_seen_at: datetime | None
-    expected_at: datetime | None = Field(description="When it was told to come back.")
-    report: dict[str, Any] = Field(description="What it said of itself when it last checked in.")
+    expected_at: datetime | None = Field(description="Time of its next check-in.")
+    report: dict[str, Any] = Field(description="Its report at the last check-in.")
 
 
 class Devices(BaseModel):
@@ -45,49 +45,51 @@ class Devices(BaseModel):
 
 @router.get("/devices")
 def list_devices(
-    services: Serving,
+    services: ServicesDep,
     state: State | None = None,
     group: Annotated[str | None, Query(pattern=_NO_NUL)] = None,
-    called: Annotated[str | None, Query(pattern=_NO_NUL, description="A name, or how an id begins.")] = None,
+    called: Annotated[
+        str | None, Query(pattern=_NO_NUL, description="A name, or the beginning of an id.")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Annotated[str | None, Query(pattern=_NO_NUL, description="Only ids after this one.")] = None,
 ) -> Devices:
     """Devices by id, a page at a time."""
-    found = services.database.read(
+    rows = services.database.read(
         lambda at: devices.listed(at, limit + 1, after=after, state=state, group=group, called=called)
     )
-    page = found[:limit]
-    return Devices(devices=[_told(row) for row in page], next=page[-1].id if len(found) > limit else None)
+    page = rows[:limit]
+    return Devices(devices=[_render(row) for row in page], next=page[-1].id if len(rows) > limit else None)
 
 
 @router.get("/devices/{device}")
-def get_device(device: str, services: Serving) -> Device:
+def get_device(device: str, services: ServicesDep) -> Device:
     """One device."""
-    return _told(services.database.read(lambda at: enrolment.known_device(at, device)))
+    return _render(services.database.read(lambda at: enrolment.require_device(at, device)))
 
 
 @router.post("/devices/{device}/approve")
-def approve_device(device: str, services: Serving) -> Device:
-    """Lets a pending device in. It hears so when it asks again, within half a minute."""
-    return _changed(
+def approve_device(device: str, services: ServicesDep) -> Device:
+    """Admits a pending device, which learns of it when it asks again, within half a minute."""
+    return _write(
         services, device, lambda at: enrolment.approve(at, services.authority, device, services.clock())
     )
 
 
 @router.post("/devices/{device}/revoke")
-def revoke_device(device: str, services: Serving) -> Device:
-    """Shuts a device out for good, from its next request on."""
-    return _changed(services, device, lambda at: enrolment.revoke(at, device, services.clock()))
+def revoke_device(device: str, services: ServicesDep) -> Device:
+    """Excludes a device for good from its next request on."""
+    return _write(services, device, lambda at: enrolment.revoke(at, device, services.clock()))
 
 
-def _changed(services: Services, device: str, work: Callable[[Connection], DeviceRow]) -> Device:
+def _write(services: Services, device: str, work: Callable[[Connection], DeviceRow]) -> Device:
     row = services.database.write(work).result()
     live = (f"run:{deployment.run}" for deployment in services.deployments.active())
     services.signals.notify(f"device:{device}", "devices", "events", *live)
-    return _told(row)
+    return _render(row)
 
 
-def _told(row: DeviceRow) -> Device:
+def _render(row: DeviceRow) -> Device:
     return Device(
         id=row.id,
         name=row.name,

@@ -1,4 +1,4 @@
-"""The event stream: everything that happened, from any event on, and then as it happens."""
+"""The event stream: past events from any id on, then new ones as they happen."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from fastapi import APIRouter, Header, Query
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from sqlalchemy import Connection, Row, func, select
 
-from coordinator.api.deps import Serving
+from coordinator.api.deps import ServicesDep
 from coordinator.db import events, tables
 
 router = APIRouter(tags=["events"])
 
-_AT_ONCE = 500
-_LOOK_AGAIN_SECONDS = 60.0
+_BATCH = 500
+_POLL_SECONDS = 60.0
 
 
 @router.get("/events", response_class=EventSourceResponse)
 async def stream_events(
-    services: Serving,
+    services: ServicesDep,
     run: Annotated[str | None, Query(description="Only events of this run.")] = None,
     after: Annotated[
         int | None, Query(ge=0, description="Begin after this event; 0: with the first.")
@@ -30,7 +30,7 @@ async def stream_events(
         int | None, Header(ge=0, description="As `after`; what a browser sends when it reconnects.")
     ] = None,
 ) -> AsyncIterator[ServerSentEvent]:
-    """Server-Sent Events. Without a place to begin, only what happens from now on; ends with the server."""
+    """Server-Sent Events. Without `after`, only events from now on; ends with the server."""
     last = last_event_id if last_event_id is not None else after
     if last is None:
         last = await asyncio.to_thread(services.database.read, _newest)
@@ -41,24 +41,24 @@ async def stream_events(
             last = row.id
             yield ServerSentEvent(id=str(row.id), data=as_json(row))
         if not rows:
-            await services.signals.arrive("events", seen, _LOOK_AGAIN_SECONDS)
+            await services.signals.wait_async("events", seen, _POLL_SECONDS)
 
 
 def as_json(row: Row[Any]) -> dict[str, Any]:
-    """An event as people and programs read it."""
-    told = {"run": row.run, "device": row.device}
+    """An event as JSON, without null keys."""
+    subjects = {"run": row.run, "device": row.device}
     return {
         "id": row.id,
         "time": row.time.isoformat(timespec="milliseconds"),
         "event": row.event,
-        **{key: value for key, value in told.items() if value is not None},
+        **{key: value for key, value in subjects.items() if value is not None},
         **row._mapping["values"],
     }
 
 
 def _reader(last: int, run: str | None) -> Any:
     def read(connection: Connection) -> Sequence[Row[Any]]:
-        return events.since(connection, last, _AT_ONCE, run)
+        return events.since(connection, last, _BATCH, run)
 
     return read
 

@@ -1,10 +1,11 @@
-"""Operator API: the model registry. Models, their versions and files, what aliases mean, what came from what.
+"""Operator API: the model registry. Models, their versions and files, aliases, lineage.
 
-A version is written `name:number` or `name@alias`; a name alone means its newest version.
+A version is written `name:number` or `name@alias`; a name alone refers to its newest version.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from typing import Annotated, Any
@@ -15,15 +16,20 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field, StringConstraints
 from sqlalchemy import Connection
 
-from coordinator.api.deps import Serving
-from coordinator.db import registry
+from coordinator.api.deps import ServicesDep
+from coordinator.context.services import Services
+from coordinator.db import aliases, registry
 from coordinator.db.registry import ModelRow, VersionId, VersionRow
 from coordinator.errors import Refusal
-from coordinator.registry import lineage, register
+from coordinator.model_references import (
+    check_alias,
+    check_model_name,
+    check_sha256,
+    parse_reference,
+)
+from coordinator.registry import lineage, registration
 from coordinator.registry.kinds import KINDS, Kind
-from coordinator.registry.references import alias_name, digest, model_name, reference
-from coordinator.registry.register import Sent
-from coordinator.services import Services
+from coordinator.registry.registration import DeclaredFile
 
 router = APIRouter(tags=["models"])
 
@@ -37,7 +43,7 @@ class Model(BaseModel):
     name: str
     latest: int
     created_at: datetime
-    aliases: dict[str, int] = Field(description="What each alias means now.")
+    aliases: dict[str, int] = Field(description="Alias to the version number that it refers to now.")
 
 
 class Models(BaseModel):
@@ -54,14 +60,14 @@ class VersionFile(BaseModel):
 
 
 class VersionInput(BaseModel):
-    """What a version was made from: data by fingerprint, a parent's file by hash, a federated run by id."""
+    """An input of a version: data by fingerprint, a parent's file by hash, a federated run by id."""
 
     relation: str
     ref: str
 
 
 class Version(BaseModel):
-    """A version of a model. It never changes; aliases and metrics are said of it."""
+    """A version of a model. It never changes, except for its aliases and metrics."""
 
     version: str = Field(description="`name:number`")
     model: str
@@ -77,7 +83,7 @@ class Version(BaseModel):
 
 
 class Versions(BaseModel):
-    """A page of versions, the newest first."""
+    """A page of versions, newest first."""
 
     versions: list[Version]
     next: int | None = Field(description="`before` for the next page; null on the last one.")
@@ -91,21 +97,21 @@ class VersionFileRequest(BaseModel):
 
 
 class VersionRequest(BaseModel):
-    """Files of a new version, by path; or a finished run, whose files are here."""
+    """The files of a new version, by path; or a finished run, whose files the coordinator has."""
 
     model_config = {"extra": "forbid"}
 
     kind: Kind = "params"
     files: dict[_Text, VersionFileRequest] = Field({}, max_length=1000)
     parents: list[_Text] = Field(
-        [], max_length=16, description="Versions it was made from, where no document of it says so."
+        [], max_length=16, description="Versions it was made from, if none of its documents names them."
     )
     run: str | None = Field(None, max_length=36, description="In place of everything else.")
-    renumber: bool = Field(False, description="Write the number it gets into the manifest of a release.")
+    renumber: bool = Field(False, description="Write the assigned number into the manifest of a release.")
 
 
 class AliasRequest(BaseModel):
-    """`expected`: refuse where the alias means another number by now; 0: where it means any."""
+    """`expected`: refuse if the alias now refers to another number; 0: if it refers to any."""
 
     model_config = {"extra": "forbid"}
 
@@ -114,7 +120,7 @@ class AliasRequest(BaseModel):
 
 
 class AliasMove(BaseModel):
-    """One change; null where there was none before, or it was taken away."""
+    """One change of an alias. `before` is null for a new alias, `number` for a removed one."""
 
     alias: str
     before: int | None
@@ -129,7 +135,7 @@ class MetricsRequest(BaseModel):
 
 
 class FileProgress(BaseModel):
-    """Bytes of an upload that are here."""
+    """Bytes received of an upload."""
 
     offset: int
 
@@ -147,7 +153,7 @@ class LineageEdge(BaseModel):
 
 
 class Lineage(BaseModel):
-    """All that a version came from and all that came of it. `cut`: there is more."""
+    """The ancestors and descendants of a version. `cut`: there are more."""
 
     of: str
     nodes: list[LineageNode]
@@ -157,145 +163,150 @@ class Lineage(BaseModel):
 
 @router.get("/models")
 def list_models(
-    services: Serving,
+    services: ServicesDep,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Annotated[str | None, Query(pattern=_NAMED, description="Only names after this one.")] = None,
 ) -> Models:
     """Models by name, a page at a time."""
-    found = services.database.read(partial(registry.list_models, limit=limit + 1, after=after))
-    page = found[:limit]
-    return Models(models=[_model(row) for row in page], next=page[-1].name if len(found) > limit else None)
+    rows = services.database.read(partial(registry.list_models, limit=limit + 1, after=after))
+    page = rows[:limit]
+    return Models(
+        models=[_render_model(row) for row in page], next=page[-1].name if len(rows) > limit else None
+    )
 
 
 @router.get("/models/{name}")
-def get_registered_model(name: str, services: Serving) -> Model:
+def get_registered_model(name: str, services: ServicesDep) -> Model:
     """One model."""
-    return _model(services.database.read(partial(_known, name=model_name(name))))
+    return _render_model(services.database.read(partial(_require_model, name=check_model_name(name))))
 
 
 @router.get("/models/{name}/versions")
 def list_versions(
     name: str,
-    services: Serving,
+    services: ServicesDep,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     before: Annotated[int | None, Query(ge=1, lt=2**31, description="Only smaller numbers.")] = None,
 ) -> Versions:
-    """Versions of a model, the newest first, a page at a time."""
-    model_name(name)
+    """Versions of a model, newest first, a page at a time."""
+    check_model_name(name)
 
     def read(connection: Connection) -> list[VersionRow]:
-        _known(connection, name)
+        _require_model(connection, name)
         return registry.list_versions(connection, name, limit + 1, before)
 
-    found = services.database.read(read)
-    page = found[:limit]
+    rows = services.database.read(read)
+    page = rows[:limit]
     return Versions(
-        versions=[_version(row) for row in page],
-        next=page[-1].id.number if len(found) > limit else None,
+        versions=[_render(row) for row in page],
+        next=page[-1].id.number if len(rows) > limit else None,
     )
 
 
 @router.post("/models/{name}/versions", status_code=201)
-def register_version(name: str, asked: VersionRequest, services: Serving, response: Response) -> Version:
-    """Registers files as the next version; 200 and that version where the very same files are one already.
+def register_version(
+    name: str, request: VersionRequest, services: ServicesDep, response: Response
+) -> Version:
+    """Registers files as the next version; 200 and the existing version if it has the same files.
 
     409 `missing_files` lists under `missing` what to upload first.
     """
-    if asked.run is not None:
-        row, is_new = register.register_run(services, name, asked.run)
+    if request.run is not None:
+        row, is_new = registration.register_run(services, name, request.run)
     else:
-        sent = {path: Sent(file.sha256, file.size_bytes) for path, file in asked.files.items()}
-        kind: Kind = asked.kind
-        row, is_new = register.register(services, name, kind, sent, asked.parents, renumber=asked.renumber)
+        files = {path: DeclaredFile(file.sha256, file.size_bytes) for path, file in request.files.items()}
+        row, is_new = registration.register(
+            services, name, request.kind, files, request.parents, renumber=request.renumber
+        )
     response.status_code = 201 if is_new else 200
-    return _version(row)
+    return _render(row)
 
 
 @router.get("/model-files/{sha256}")
-def get_model_upload(sha256: str, services: Serving) -> FileProgress:
-    """How far an upload is."""
-    return FileProgress(offset=services.incoming_models.offset(digest(sha256)))
+def get_model_upload(sha256: str, services: ServicesDep) -> FileProgress:
+    """The progress of an upload."""
+    return FileProgress(offset=services.incoming_models.offset(check_sha256(sha256)))
 
 
 @router.put("/model-files/{sha256}")
 async def upload_model_file(
-    sha256: str, request: Request, services: Serving, offset: Annotated[int, Query(ge=0)]
+    sha256: str, request: Request, services: ServicesDep, offset: Annotated[int, Query(ge=0)]
 ) -> FileProgress:
-    """The next piece of a file, as the raw body. The file is judged when it is registered."""
+    """The next piece of a file, as the raw body. Registering checks the file."""
     piece = await request.body()
     write = services.incoming_models.write
-    return FileProgress(offset=await run_in_threadpool(write, digest(sha256), offset, piece))
+    return FileProgress(offset=await run_in_threadpool(write, check_sha256(sha256), offset, piece))
 
 
 @router.put("/models/{name}/aliases/{alias}")
-def move_alias(name: str, alias: str, asked: AliasRequest, services: Serving) -> AliasMove:
-    """Lets an alias mean a version, from one moment to the next."""
-    model_name(name)
-    alias_name(alias)
+def move_alias(name: str, alias: str, request: AliasRequest, services: ServicesDep) -> AliasMove:
+    """Points an alias to a version, atomically."""
+    check_model_name(name)
+    check_alias(alias)
 
-    def work(connection: Connection) -> registry.AliasMove:
-        model = _known(connection, name)
+    def work(connection: Connection) -> aliases.AliasMove:
+        model = _require_model(connection, name)
         now = model.aliases.get(alias, 0)
-        if asked.expected is not None and asked.expected != now:
-            means = f"{name}:{now}" if now else "no version"
-            raise Refusal(409, "alias_moved", f"{name}@{alias} means {means} by now", number=now or None)
-        identity = VersionId(name, asked.version)
+        if request.expected is not None and request.expected != now:
+            current = f"{name}:{now}" if now else "no version"
+            raise Refusal(409, "alias_moved", f"{name}@{alias} now refers to {current}", number=now or None)
+        identity = VersionId(name, request.version)
         if registry.find(connection, identity) is None:
             raise Refusal(404, "unknown_version", f"there is no {identity}; the newest is {model.latest}")
-        return registry.move_alias(connection, identity, alias, services.clock())
+        return aliases.move(connection, identity, alias, services.clock())
 
-    return _moved(services, work)
+    return _write_move(services, work)
 
 
 @router.delete("/models/{name}/aliases/{alias}")
-def drop_alias(name: str, alias: str, services: Serving) -> AliasMove:
-    """Takes an alias away; its history stays."""
-    model_name(name)
-    alias_name(alias)
+def drop_alias(name: str, alias: str, services: ServicesDep) -> AliasMove:
+    """Removes an alias; its history stays."""
+    check_model_name(name)
+    check_alias(alias)
 
-    def work(connection: Connection) -> registry.AliasMove:
-        _known(connection, name)
-        move = registry.drop_alias(connection, name, alias, services.clock())
+    def work(connection: Connection) -> aliases.AliasMove:
+        _require_model(connection, name)
+        move = aliases.remove(connection, name, alias, services.clock())
         if move is None:
             raise Refusal(404, "unknown_alias", f"{name} has no alias {alias}")
         return move
 
-    return _moved(services, work)
+    return _write_move(services, work)
 
 
 @router.get("/models/{name}/moves")
 def list_alias_moves(
     name: str,
-    services: Serving,
+    services: ServicesDep,
     alias: Annotated[str | None, Query(pattern=_NAMED, description="Only of this one.")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> list[AliasMove]:
-    """What aliases meant and when that changed, the latest first."""
-    model_name(name)
+    """The changes of a model's aliases, latest first."""
+    check_model_name(name)
 
-    def read(connection: Connection) -> list[registry.AliasMove]:
-        _known(connection, name)
-        return registry.alias_moves(connection, name, limit, alias)
+    def read(connection: Connection) -> list[aliases.AliasMove]:
+        _require_model(connection, name)
+        return aliases.moves(connection, name, limit, alias)
 
     return [AliasMove(**vars(move)) for move in services.database.read(read)]
 
 
 @router.get("/versions/{version}")
-def get_version(version: str, services: Serving) -> Version:
+def get_version(version: str, services: ServicesDep) -> Version:
     """One version."""
-    return _version(_found(services, version))
+    return _render(_require_version(services, version))
 
 
 @router.get("/versions/{version}/files/{path:path}", response_class=FileResponse)
-def get_version_file(version: str, path: str, services: Serving) -> FileResponse:
-    """A file of a version, whole or by ranges. The hash is the ETag."""
-    row = _found(services, version)
+def get_version_file(version: str, path: str, services: ServicesDep) -> FileResponse:
+    """A file of a version, entire or by ranges. The hash is the ETag."""
+    row = _require_version(services, version)
     file = next((file for file in row.files if file.path == path), None)
     if file is None:
         known = ", ".join(each.path for each in row.files)[:300]
         raise Refusal(404, "unknown_file", f"{row.id} has no file {path[:100]!r}; its files: {known}")
     return FileResponse(
-        services.blobs.path(file.sha256),
+        services.blobs.require(file.sha256),
         media_type="application/octet-stream",
         filename=path.rpartition("/")[2],
         headers={"etag": f'"{file.sha256}"'},
@@ -303,26 +314,26 @@ def get_version_file(version: str, path: str, services: Serving) -> FileResponse
 
 
 @router.put("/versions/{version}/metrics/{stage}")
-def record_metrics(version: str, stage: str, asked: MetricsRequest, services: Serving) -> Version:
-    """Says what a version came to in a stage, such as an evaluation elsewhere; replaces what was said of it before."""
-    which = reference(version)
-    alias_name(stage)
+def record_metrics(version: str, stage: str, request: MetricsRequest, services: ServicesDep) -> Version:
+    """Stores the metrics of a version in a stage, such as an evaluation elsewhere; replaces earlier ones."""
+    which = parse_reference(version)
+    check_alias(stage)
 
     def work(connection: Connection) -> VersionRow:
-        row = register.found(connection, which)
-        registry.record_metrics(connection, row.id, stage, asked.figures, services.clock())
-        return register.found(connection, which)
+        row = registration.require_version(connection, which)
+        registry.record_metrics(connection, row.id, stage, request.figures, services.clock())
+        return registration.require_version(connection, which)
 
-    return _version(services.database.write(work).result())
+    return _render(services.database.write(work).result())
 
 
 @router.get("/versions/{version}/lineage")
-def get_lineage(version: str, services: Serving) -> Lineage:
-    """What a version came from and what came of it."""
-    which = reference(version)
+def get_lineage(version: str, services: ServicesDep) -> Lineage:
+    """The ancestors and descendants of a version."""
+    which = parse_reference(version)
 
     def read(connection: Connection) -> lineage.Graph:
-        return lineage.lineage(connection, register.found(connection, which).id)
+        return lineage.lineage(connection, registration.require_version(connection, which).id)
 
     graph = services.database.read(read)
     return Lineage(
@@ -336,28 +347,28 @@ def get_lineage(version: str, services: Serving) -> Lineage:
     )
 
 
-def _known(connection: Connection, name: str) -> ModelRow:
+def _require_model(connection: Connection, name: str) -> ModelRow:
     model = registry.find_model(connection, name)
     if model is None:
         raise Refusal(404, "unknown_model", f"there is no model {name}")
     return model
 
 
-def _found(services: Services, version: str) -> VersionRow:
-    return services.database.read(partial(register.found, which=reference(version)))
+def _require_version(services: Services, version: str) -> VersionRow:
+    return services.database.read(partial(registration.require_version, which=parse_reference(version)))
 
 
-def _moved(services: Services, work: Any) -> AliasMove:
-    move: registry.AliasMove = services.database.write(work).result()
+def _write_move(services: Services, work: Callable[[Connection], aliases.AliasMove]) -> AliasMove:
+    move = services.database.write(work).result()
     services.signals.notify("events")
     return AliasMove(**vars(move))
 
 
-def _model(row: ModelRow) -> Model:
+def _render_model(row: ModelRow) -> Model:
     return Model(name=row.name, latest=row.latest, created_at=row.created_at, aliases=dict(row.aliases))
 
 
-def _version(row: VersionRow) -> Version:
+def _render(row: VersionRow) -> Version:
     return Version(
         version=str(row.id),
         model=row.id.model,

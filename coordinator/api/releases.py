@@ -1,4 +1,4 @@
-"""Operator API: signed releases. What there is, when it expires, the online keys, and taking in what people signed."""
+"""Operator API: signed releases, their expiry, the online keys, and publishing what people signed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, Field
 from securesystemslib.signer import SSlibKey
 
-from coordinator.api.deps import Serving
+from coordinator.api.deps import ServicesDep
 from coordinator.errors import Refusal
 from coordinator.releases import roles
 from coordinator.releases.renewal import warnings
@@ -20,7 +20,7 @@ router = APIRouter(prefix="/releases", tags=["releases"])
 
 
 class Release(BaseModel):
-    """A version of a model that was signed."""
+    """A signed version of a model."""
 
     model: str
     version: int
@@ -30,7 +30,7 @@ class Release(BaseModel):
 
 
 class SigningRole(BaseModel):
-    """One role of the repository. `offline`: people must sign it anew before it expires."""
+    """One role of the repository. `offline`: people must sign it again before it expires."""
 
     role: str
     version: int
@@ -49,7 +49,7 @@ class ReleasesStatus(BaseModel):
 
 
 class Progress(BaseModel):
-    """Bytes of an upload that are here."""
+    """Bytes received of an upload."""
 
     offset: int
 
@@ -65,37 +65,37 @@ class PublishRequest(BaseModel):
 
 
 class Published(BaseModel):
-    version: int = Field(description="Of targets.")
+    version: int = Field(description="Version of the published targets.")
 
 
 class SignedMetadata(BaseModel):
-    """Every root, the first one first, and the targets that count, each as the text that was signed."""
+    """Every root in order and the current targets, each as the text that was signed."""
 
     roots: list[str]
     targets: str
 
 
 @router.get("")
-def list_releases(services: Serving) -> list[Release]:
-    """The releases that exist."""
-    return [_shown(each) for each in services.releases.releases()]
+def list_releases(services: ServicesDep) -> list[Release]:
+    """The published releases."""
+    return [_render(each) for each in services.releases.releases()]
 
 
 @router.get("/status")
-def get_releases_status(services: Serving) -> ReleasesStatus:
-    """How the repository stands."""
+def get_releases_status(services: ServicesDep) -> ReleasesStatus:
+    """The state of the repository."""
     states = services.releases.state()
     return ReleasesStatus(
         exists=services.releases.exists,
         roles=[SigningRole(**vars(each)) for each in states],
-        releases=[_shown(each) for each in services.releases.releases()],
+        releases=[_render(each) for each in services.releases.releases()],
         warnings=warnings(states, services.clock()),
     )
 
 
 @router.get("/metadata")
-def get_signed_metadata(services: Serving) -> SignedMetadata:
-    """What people sign on top of."""
+def get_signed_metadata(services: ServicesDep) -> SignedMetadata:
+    """The signed metadata, on top of which people sign."""
     repository = services.releases
     return SignedMetadata(
         roots=[each.decode() for each in repository.roots()], targets=repository.targets().decode()
@@ -103,26 +103,26 @@ def get_signed_metadata(services: Serving) -> SignedMetadata:
 
 
 @router.get("/online-keys")
-def get_online_keys(services: Serving) -> dict[str, dict[str, Any]]:
-    """The public keys that the next root and targets are to name."""
+def get_online_keys(services: ServicesDep) -> dict[str, dict[str, Any]]:
+    """The public keys that the next root and targets must name."""
     return _public(services.releases.online_keys())
 
 
 @router.post("/online-keys/rotate")
-def rotate_online_keys(services: Serving) -> dict[str, dict[str, Any]]:
-    """Makes new online keys. They sign once people have published a root and targets that name them."""
+def rotate_online_keys(services: ServicesDep) -> dict[str, dict[str, Any]]:
+    """Generates new online keys. They sign once people have published a root and targets that name them."""
     return _public(services.releases.online_keys(rotate=True))
 
 
 @router.get("/files/{sha256}")
-def get_upload(sha256: str, services: Serving) -> Progress:
-    """How far an upload is."""
+def get_upload(sha256: str, services: ServicesDep) -> Progress:
+    """The progress of an upload."""
     return Progress(offset=services.incoming_releases.offset(sha256))
 
 
 @router.put("/files/{sha256}")
 async def upload_file(
-    sha256: str, request: Request, services: Serving, offset: Annotated[int, Query(ge=0)]
+    sha256: str, request: Request, services: ServicesDep, offset: Annotated[int, Query(ge=0)]
 ) -> Progress:
     """The next piece of a file, as the raw body."""
     piece = await request.body()
@@ -131,24 +131,24 @@ async def upload_file(
 
 
 @router.post("")
-def publish_releases(asked: PublishRequest, services: Serving) -> Published:
-    """Verifies what was signed and uploaded, and makes it what devices see. All of it or nothing."""
+def publish_releases(request: PublishRequest, services: ServicesDep) -> Published:
+    """Verifies the signed metadata and the uploads, and publishes all of them to devices or none."""
     incoming = services.incoming_releases
-    sent = [asked.targets, *asked.roots, *asked.files.values()]
+    uploads = [request.targets, *request.roots, *request.files.values()]
     try:
         version = services.releases.publish(
-            incoming.read(asked.targets, roles.METADATA_LIMITS_BYTES[roles.TARGETS]),
-            {path: incoming.file(sha256) for path, sha256 in asked.files.items()},
-            [incoming.read(each, roles.METADATA_LIMITS_BYTES[roles.ROOT]) for each in asked.roots],
+            incoming.read(request.targets, roles.METADATA_LIMITS_BYTES[roles.TARGETS]),
+            {path: incoming.file(sha256) for path, sha256 in request.files.items()},
+            [incoming.read(each, roles.METADATA_LIMITS_BYTES[roles.ROOT]) for each in request.roots],
         )
     except Refusal:
-        incoming.forget(sent)  # whatever was wrong with it, it is sent anew
+        incoming.remove(uploads)  # they must be sent again, whatever was wrong
         raise
-    incoming.forget(sent)
+    incoming.remove(uploads)
     return Published(version=version)
 
 
-def _shown(release: Stored) -> Release:
+def _render(release: Stored) -> Release:
     return Release(
         model=release.name.model,
         version=release.name.version,

@@ -1,4 +1,4 @@
-"""Operator API: rollouts. Start one, look how it goes and why devices failed, steer it."""
+"""Operator API: rollouts. Start one, follow its progress and failures, pause, resume or abort it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 
-from coordinator.api.deps import Serving
-from coordinator.db import rollouts as rows
-from coordinator.db.rollouts import RolloutRow, State
-from coordinator.rollouts import plan, service
+from coordinator.api.deps import ServicesDep
+from coordinator.rollouts import controller, engine, members, plan, queries, service
 from coordinator.rollouts.gates import Gates, Tally
 from coordinator.rollouts.plan import Filter
+from coordinator.rollouts.tables import Action, MemberRow, PhaseRow, RolloutRow, Standing, State
 
 router = APIRouter(prefix="/rollouts", tags=["rollouts"])
 
@@ -23,7 +22,7 @@ _SHOWN_DEVICES = 100
 
 
 class RolloutFilter(BaseModel):
-    """Which devices. What is left empty admits all; ids, groups and classes: one of these; labels: all of these."""
+    """Which devices. An empty field admits all; ids, groups and classes: one of these; labels: all of these."""
 
     model_config = {"extra": "forbid"}
 
@@ -35,7 +34,7 @@ class RolloutFilter(BaseModel):
 
 
 class RolloutGates(BaseModel):
-    """What every phase has to show; `fedloop rollout start --help` tells what each is."""
+    """What every phase must achieve; `fedloop rollout start --help` explains each."""
 
     model_config = {"extra": "forbid", "allow_inf_nan": False}
 
@@ -52,7 +51,7 @@ class RolloutGates(BaseModel):
 
 
 class RolloutRequest(BaseModel):
-    """A published release on its way to devices. `phases`: growing percentages of them."""
+    """A published release for devices. `phases`: increasing percentages of them."""
 
     model_config = {"extra": "forbid", "allow_inf_nan": False}
 
@@ -64,7 +63,7 @@ class RolloutRequest(BaseModel):
 
 
 class Rollout(BaseModel):
-    """A rollout. `phase` counts from 0; -1 before the first. `keep`: aborted, and devices that have it keep it."""
+    """A rollout. `phase` counts from 0; -1 before the first. `keep`: aborted, and its devices keep the release."""
 
     id: str
     model: str
@@ -90,7 +89,7 @@ class Comparison(BaseModel):
 
 
 class Phase(BaseModel):
-    """`devices` counts those that still take part; `barred` failed with the release before the rollout."""
+    """`devices` counts active ones; `barred` failed with the release before the rollout."""
 
     number: int
     percent: float
@@ -108,7 +107,7 @@ class Phase(BaseModel):
 
 
 class RolloutFailure(BaseModel):
-    """Devices that could not run it for one reason; `words` are those of `device`, one of them."""
+    """Devices that could not install the release, or not roll back, for one reason; `words`: the message of `device`."""
 
     code: str
     devices: int
@@ -117,12 +116,12 @@ class RolloutFailure(BaseModel):
 
 
 class RolloutMember(BaseModel):
-    """A device in a rollout. `told`: what it was told last; `previous`: the version it ran then, null where it ran none."""
+    """A device in a rollout. `told`: its last instruction; `previous`: the version it ran at that moment, null for none."""
 
     device: str
     phase: int
-    standing: rows.Standing
-    told: rows.Action | None
+    standing: Standing
+    told: Action | None
     previous: int | None
     code: str | None
     words: str | None
@@ -131,17 +130,22 @@ class RolloutMember(BaseModel):
 
 
 class RolloutDetails(Rollout):
-    """With progress by phase. `waits`: what the open phase waits for. `outstanding`: devices yet to go back."""
+    """With progress by phase. `waits`: what the open phase waits for. `outstanding`: devices yet to roll back."""
 
     phases: list[Phase]
     failures: list[RolloutFailure]
+    stays: list[RolloutFailure] = Field(
+        description="Devices that were told to roll back and still run the release, with the reason they report: "
+        "`not_withdrawn` if they had no previous version and the release is not withdrawn."
+    )
     waits: list[str]
+    undecided: str | None = Field(description="Why candidate and champion cannot be told apart yet.")
     outstanding: int
-    is_signed: bool = Field(description="Whether the signed repository says who is to run what.")
+    is_signed: bool = Field(description="Whether the repository has signed the newest directions.")
 
 
 class AbortRequest(BaseModel):
-    """`keep`: devices that have the release keep it; else they go back."""
+    """`keep`: devices that have the release keep it; otherwise they roll back."""
 
     keep: bool = False
 
@@ -151,102 +155,105 @@ class ForceRequest(BaseModel):
 
 
 @router.post("", status_code=201)
-def start_rollout(asked: RolloutRequest, services: Serving) -> Rollout:
+def start_rollout(request: RolloutRequest, services: ServicesDep) -> Rollout:
     """Starts a rollout of a published release."""
-    made = service.start(
+    started = service.start(
         services,
-        services.releases,
-        asked.model,
-        asked.version,
-        percents=asked.phases,
-        wanted=Filter(**asked.filter.model_dump()),
-        gates=Gates(**asked.gates.model_dump()),
+        services.releases.releases(),
+        request.model,
+        request.version,
+        percents=request.phases,
+        device_filter=Filter(**request.filter.model_dump()),
+        gates=Gates(**request.gates.model_dump()),
     )
-    return _shown(made)
+    return _render(started)
 
 
 @router.get("")
 def list_rollouts(
-    services: Serving,
+    services: ServicesDep,
     model: Annotated[str | None, Query(pattern="^[^\\x00]*$")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> list[Rollout]:
-    """Rollouts, the newest first."""
-    return [_shown(row) for row in services.database.read(lambda at: rows.newest(at, limit, model))]
+    """Rollouts, newest first."""
+    return [_render(row) for row in services.database.read(lambda at: queries.newest(at, limit, model))]
 
 
 @router.get("/{rollout}")
-def get_rollout(rollout: str, services: Serving) -> RolloutDetails:
-    """One rollout: how far it is, and why devices failed."""
-    return services.database.read(lambda at: _details(at, service.known(at, rollout), services.clock()))
+def get_rollout(rollout: str, services: ServicesDep) -> RolloutDetails:
+    """One rollout: its progress, and why devices failed."""
+    return services.database.read(lambda at: _details(at, queries.require(at, rollout), services.clock()))
 
 
 @router.get("/{rollout}/devices")
 def list_rollout_devices(
     rollout: str,
-    services: Serving,
-    standing: Annotated[list[rows.Standing] | None, Query()] = None,
+    services: ServicesDep,
+    standing: Annotated[list[Standing] | None, Query()] = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = _SHOWN_DEVICES,
 ) -> list[RolloutMember]:
-    """The devices of a rollout by phase; only those that stand so, if asked."""
+    """The devices of a rollout by phase; only those in one of these standings, if given."""
 
     def read(at: Connection) -> list[RolloutMember]:
-        found = rows.members_of(at, service.known(at, rollout).id, standing, limit)
-        return [
-            RolloutMember(**{key: getattr(each, key) for key in RolloutMember.model_fields}) for each in found
-        ]
+        rows = members.members_of(at, queries.require(at, rollout).id, standing, limit)
+        return [_render_member(row) for row in rows]
 
     return services.database.read(read)
 
 
 @router.post("/{rollout}/pause")
-def pause_rollout(rollout: str, services: Serving) -> Rollout:
-    """No more devices hear of it; those that did go on."""
-    return _shown(service.pause(services, rollout))
+def pause_rollout(rollout: str, services: ServicesDep) -> Rollout:
+    """Stops offering the release to further devices; those already offered it continue."""
+    return _render(service.pause(services, rollout))
 
 
 @router.post("/{rollout}/resume")
-def resume_rollout(rollout: str, services: Serving) -> Rollout:
-    """Goes on where it was paused."""
-    return _shown(service.resume(services, rollout))
+def resume_rollout(rollout: str, services: ServicesDep) -> Rollout:
+    """Continues a paused rollout."""
+    return _render(service.resume(services, rollout))
 
 
 @router.post("/{rollout}/abort")
-def abort_rollout(rollout: str, asked: AbortRequest, services: Serving) -> Rollout:
-    """Ends it for good; devices that have the release go back, unless they are to keep it."""
-    return _shown(service.abort(services, rollout, keep=asked.keep))
+def abort_rollout(rollout: str, request: AbortRequest, services: ServicesDep) -> Rollout:
+    """Ends a rollout for good; its devices roll back, unless `keep`."""
+    return _render(service.abort(services, rollout, keep=request.keep))
 
 
 @router.post("/{rollout}/force")
-def force_rollout_device(rollout: str, asked: ForceRequest, services: Serving) -> RolloutMember:
+def force_rollout_device(rollout: str, request: ForceRequest, services: ServicesDep) -> RolloutMember:
     """Lets a device that failed with the release try it once more."""
-    member = service.force(services, rollout, asked.device)
-    return RolloutMember(**{key: getattr(member, key) for key in RolloutMember.model_fields})
+    return _render_member(service.force(services, rollout, request.device))
 
 
-def _shown(row: RolloutRow) -> Rollout:
+def _render(row: RolloutRow) -> Rollout:
     return Rollout(**{key: getattr(row, key) for key in Rollout.model_fields})
 
 
+def _render_member(row: MemberRow) -> RolloutMember:
+    return RolloutMember(**{key: getattr(row, key) for key in RolloutMember.model_fields})
+
+
 def _details(at: Connection, row: RolloutRow, now: datetime) -> RolloutDetails:
-    found, standings = rows.tallies(at, row.id), rows.standings(at, row.id)
+    tallies, standings = members.tallies(at, row.id), members.standings(at, row.id)
     phases = [
-        _phase(each, found.get(each.number, Tally()), standings.get((each.number, "barred"), 0))
-        for each in rows.phases_of(at, row.id)
+        _render_phase(each, tallies.get(each.number, Tally()), standings.get((each.number, "barred"), 0))
+        for each in queries.phases_of(at, row.id)
     ]
+    rolls_back = row.state in engine.ROLLING_BACK_STATES and not row.keep
+    failed_rollbacks = members.rollback_failures(at, row.id) if rolls_back else []
     return RolloutDetails(
-        **_shown(row).model_dump(),
+        **_render(row).model_dump(),
         phases=phases,
-        failures=[RolloutFailure(**vars(each)) for each in rows.failures(at, row.id)],
-        waits=list(service.waits(at, row, now)),
-        outstanding=rows.outstanding(at, row.id)
-        if row.state in ("halted", "aborted") and not row.keep
-        else 0,
-        is_signed=row.model not in rows.unsigned(at),
+        failures=[RolloutFailure(**vars(each)) for each in members.failures(at, row.id)],
+        stays=[RolloutFailure(**vars(each)) for each in failed_rollbacks],
+        waits=list(controller.waiting_reasons(at, row, now)),
+        undecided=controller.undecided_reason(at, row),
+        outstanding=members.outstanding(at, row.id) if rolls_back and row.state != "rolled_back" else 0,
+        is_signed=row.model not in queries.unsigned_revisions(at),
     )
 
 
-def _phase(row: rows.PhaseRow, tally: Tally, barred: int) -> Phase:
+def _render_phase(row: PhaseRow, tally: Tally, barred: int) -> Phase:
     return Phase(
         **vars(row),
         devices=tally.devices,
@@ -257,11 +264,11 @@ def _phase(row: rows.PhaseRow, tally: Tally, barred: int) -> Phase:
         rolled_back=tally.rolled_back,
         barred=barred,
         golden_accuracy=tally.golden_sum / tally.golden if tally.golden else None,
-        comparison=_comparison(tally),
+        comparison=_render_comparison(tally),
     )
 
 
-def _comparison(tally: Tally) -> Comparison | None:
+def _render_comparison(tally: Tally) -> Comparison | None:
     if not tally.labels:
         return None
     return Comparison(

@@ -1,4 +1,4 @@
-"""Runs: start one from an experiment file, look at it, fetch what it came to, cancel it."""
+"""Operator API: runs. Start one from an experiment file, follow it, fetch its results, cancel it."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection, Row
 
-from coordinator import experiment as experiments
-from coordinator import run_report
-from coordinator.api.deps import Serving
+from coordinator.api.deps import ServicesDep
+from coordinator.context.services import Services
 from coordinator.db import runs as rows
 from coordinator.errors import Refusal
-from coordinator.runs import RunService
-from coordinator.services import Services
+from coordinator.experiments import experiment as experiments
+from coordinator.reports import run_report
+from coordinator.runs.service import RunService
 
 router = APIRouter(tags=["runs"])
 
 
 class RunRequest(BaseModel):
-    """An experiment, as the text of its TOML file or as the same document in JSON, and `--set` settings on top."""
+    """An experiment, as the text of its TOML file or as the same document in JSON, and `--set` overrides."""
 
     experiment: str | dict[str, Any]
     sets: list[str] = Field([], max_length=1000)
 
 
 class Run(BaseModel):
-    """A run. `round` is the last committed one. `notices`: what of the experiment does not apply here."""
+    """A run. `round`: the last committed one. `notices`: settings of the experiment that do not apply here."""
 
     id: str
     name: str
@@ -51,84 +51,94 @@ def runs_of(request: Request) -> RunService:
 
 
 @router.post("/runs", status_code=201)
-def create_run(asked: RunRequest, service: Annotated[RunService, Depends(runs_of)], services: Serving) -> Run:
-    """Starts a federated training on the fleet.
+def create_run(
+    request: RunRequest, service: Annotated[RunService, Depends(runs_of)], services: ServicesDep
+) -> Run:
+    """Starts federated training on the fleet.
 
-    422 `code_not_allowed`, `path_not_allowed`: the experiment names code or a file that this coordinator does not take
+    422 `code_not_allowed`, `path_not_allowed`: the experiment names code or a file that this coordinator does not accept
     from the API; the message says what its administrator can do.
     """
-    given = asked.experiment
-    document = experiments.parsed(given, "experiment") if isinstance(given, str) else given
-    return _shown(_found(services, service.create(document, asked.sets)))
+    document = request.experiment
+    if isinstance(document, str):
+        document = experiments.parse_toml(document, "experiment")
+    return _render(_require_run(services, service.create(document, request.sets)))
 
 
 @router.get("/runs")
 def list_runs(
-    services: Serving,
+    services: ServicesDep,
     state: str | None = None,
+    called: Annotated[
+        str | None, Query(pattern="^[^\\x00]*$", description="A name, or the beginning of an id.")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> list[Run]:
-    """Runs, the newest first."""
-    return [_shown(row) for row in services.database.read(partial(rows.newest, limit=limit, state=state))]
+    """Runs, newest first."""
+    page = services.database.read(partial(rows.newest, limit=limit, state=state, called=called))
+    return [_render(row) for row in page]
 
 
 @router.get("/runs/{run}")
-def get_run(run: str, services: Serving) -> Run:
+def get_run(run: str, services: ServicesDep) -> Run:
     """One run."""
-    return _shown(_found(services, run))
+    return _render(_require_run(services, run))
 
 
 @router.get("/runs/{run}/rounds")
-def list_rounds(run: str, services: Serving) -> list[dict[str, Any]]:
+def list_rounds(run: str, services: ServicesDep) -> list[dict[str, Any]]:
     """The committed rounds, each a line of the report."""
-    _found(services, run)
+    _require_run(services, run)
     return services.database.read(partial(rows.records, run=run))
 
 
 @router.get("/runs/{run}/report")
-def get_report(run: str, services: Serving) -> dict[str, Any]:
-    """What the run has come to so far: the document that a simulation leaves as `report.json`, and `versions` of it."""
+def get_report(run: str, services: ServicesDep) -> dict[str, Any]:
+    """The run's report so far, in the format of a simulation's `report.json`, and the `versions` registered from it."""
 
     def read(connection: Connection) -> dict[str, Any]:
-        found = rows.find(connection, run)
-        if found is None:
+        row = rows.find(connection, run)
+        if row is None:
             raise _unknown(run)
-        return {**run_report.document(connection, found), "versions": run_report.versions(connection, run)}
+        return {
+            **run_report.make_report(connection, row),
+            "versions": run_report.find_versions(connection, run),
+        }
 
     return services.database.read(read)
 
 
 @router.get("/runs/{run}/model", response_class=FileResponse)
-def get_model(run: str, services: Serving) -> FileResponse:
-    """The params as of the last committed round, a safetensors file."""
-    found = _found(services, run)
-    if found.params is None:
+def get_model(run: str, services: ServicesDep) -> FileResponse:
+    """The params of the last committed round, as a safetensors file."""
+    row = _require_run(services, run)
+    if row.params is None:
         raise Refusal(409, "not_prepared", f"run {run} has no model yet")
     return FileResponse(
-        services.blobs.path(found.params), media_type="application/octet-stream", filename="model.safetensors"
+        services.blobs.require(row.params),
+        media_type="application/octet-stream",
+        filename="model.safetensors",
     )
 
 
 @router.post("/runs/{run}/cancel")
-def cancel_run(run: str, service: Annotated[RunService, Depends(runs_of)], services: Serving) -> Run:
+def cancel_run(run: str, service: Annotated[RunService, Depends(runs_of)], services: ServicesDep) -> Run:
     """Ends a run now; committed rounds stay."""
     service.cancel(run)
-    return _shown(_found(services, run))
+    return _render(_require_run(services, run))
 
 
-def _found(services: Services, run: str) -> Row[Any]:
-    found = services.database.read(partial(rows.find, run=run))
-    if found is None:
+def _require_run(services: Services, run: str) -> Row[Any]:
+    row = services.database.read(partial(rows.find, run=run))
+    if row is None:
         raise _unknown(run)
-    return found
+    return row
 
 
 def _unknown(run: str) -> Refusal:
     return Refusal(404, "unknown_run", f"there is no run {run[:100]}")
 
 
-def _shown(row: Row[Any]) -> Run:
-    return Run(rounds=row.experiment["federation"]["rounds"], **{key: getattr(row, key) for key in _SAME})
-
-
-_SAME = tuple(key for key in Run.model_fields if key != "rounds")
+def _render(row: Row[Any]) -> Run:
+    columns = (key for key in Run.model_fields if key != "rounds")
+    return Run(rounds=row.experiment["federation"]["rounds"], **{key: getattr(row, key) for key in columns})

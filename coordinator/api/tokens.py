@@ -1,4 +1,4 @@
-"""Operator API: who may enrol. Tokens, and lists of serial numbers."""
+"""Operator API: enrolment tokens and lists of serial numbers."""
 
 from __future__ import annotations
 
@@ -9,36 +9,40 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 
-from coordinator import enrolment
-from coordinator.api.deps import Serving
+from coordinator.accounts import enrolment_tokens
+from coordinator.accounts.enrolment_tokens import (
+    NewToken,
+    TokenTerms,
+    plain_text,
+)
+from coordinator.api.deps import ServicesDep
 from coordinator.db import tokens
 from coordinator.db.tokens import TokenRow
-from coordinator.enrolment import NewToken, TokenTerms, plain_text
 
-MANY = 1_000_000
+MAX_USES = 1_000_000
 _YEAR_SECONDS = 366 * 86400
 
 router = APIRouter(tags=["enrolment"])
 
 
 class TokenRequest(BaseModel):
-    """What a token is to admit."""
+    """What a new token admits."""
 
     model_config = {"extra": "forbid"}
 
     uses: int | None = Field(
-        None, ge=1, le=MANY, description="Devices it admits: 1, or for listed machines all of them."
+        None, ge=1, le=MAX_USES, description="Devices it admits; default 1, or all listed machines."
     )
     ttl_seconds: float = Field(900, gt=0, le=_YEAR_SECONDS)
-    group: str = Field("default", min_length=1, max_length=enrolment.TEXT_LIMIT)
-    needs_approval: bool = Field(False, description="A person approves each device.")
+    group: str = Field("default", min_length=1, max_length=enrolment_tokens.TEXT_LIMIT)
+    needs_approval: bool = Field(False, description="An operator must approve each device.")
     listed_serials_only: bool = Field(
         False, description="Only machines whose serial number is listed, once each, into the list's group."
     )
 
 
 class MadeToken(BaseModel):
-    """A token. Its text is told here and never again."""
+    """A new token. Its text is shown only here."""
 
     id: str
     token: str
@@ -49,7 +53,7 @@ class MadeToken(BaseModel):
 
 
 class Token(BaseModel):
-    """A token that was made before. Its text is not kept."""
+    """An existing token. Its text is not stored."""
 
     id: str
     group: str
@@ -66,7 +70,7 @@ class SerialsRequest(BaseModel):
     model_config = {"extra": "forbid"}
 
     serial_numbers: list[str] = Field(min_length=1, max_length=100_000)
-    group: str = Field("default", min_length=1, max_length=enrolment.TEXT_LIMIT)
+    group: str = Field("default", min_length=1, max_length=enrolment_tokens.TEXT_LIMIT)
 
 
 class SerialsAdded(BaseModel):
@@ -75,10 +79,10 @@ class SerialsAdded(BaseModel):
 
 
 @router.post("/tokens", status_code=201)
-def make_token(request: TokenRequest, services: Serving) -> MadeToken:
-    """Makes an enrolment token."""
+def make_token(request: TokenRequest, services: ServicesDep) -> MadeToken:
+    """Creates an enrolment token."""
     terms = TokenTerms(
-        request.uses or (MANY if request.listed_serials_only else 1),
+        request.uses or (MAX_USES if request.listed_serials_only else 1),
         timedelta(seconds=request.ttl_seconds),
         request.group,
         request.needs_approval,
@@ -86,36 +90,38 @@ def make_token(request: TokenRequest, services: Serving) -> MadeToken:
     )
 
     def work(connection: Connection) -> NewToken:
-        return enrolment.make_token(connection, services.authority, terms, services.clock())
+        return enrolment_tokens.create_token(connection, services.authority, terms, services.clock())
 
-    made = services.database.write(work).result()
+    token = services.database.write(work).result()
     services.signals.notify("events")
     return MadeToken(
-        id=made.row.id,
-        token=made.text,
+        id=token.row.id,
+        token=token.text,
         url=services.settings.device_url,
-        group=made.row.device_group,
-        uses=made.row.uses_left,
-        expires_at=made.row.expires_at,
+        group=token.row.device_group,
+        uses=token.row.uses_left,
+        expires_at=token.row.expires_at,
     )
 
 
 @router.get("/tokens")
-def list_tokens(services: Serving, limit: Annotated[int, Query(ge=1, le=1000)] = 1000) -> list[Token]:
-    """Tokens that still admit devices, those that end first before the others."""
-    found = services.database.read(lambda at: tokens.usable(at, services.clock(), limit))
-    return [_told(row) for row in found]
+def list_tokens(services: ServicesDep, limit: Annotated[int, Query(ge=1, le=1000)] = 1000) -> list[Token]:
+    """Tokens that still admit devices, in order of expiry."""
+    rows = services.database.read(lambda at: tokens.usable(at, services.clock(), limit))
+    return [_render(row) for row in rows]
 
 
 @router.post("/tokens/{token}/withdraw")
-def withdraw_token(token: str, services: Serving) -> Token:
+def withdraw_token(token: str, services: ServicesDep) -> Token:
     """Ends a token now. Devices that enrolled with it stay."""
-    row = services.database.write(lambda at: enrolment.withdraw_token(at, token, services.clock())).result()
+    row = services.database.write(
+        lambda at: enrolment_tokens.withdraw_token(at, token, services.clock())
+    ).result()
     services.signals.notify("events")
-    return _told(row)
+    return _render(row)
 
 
-def _told(row: TokenRow) -> Token:
+def _render(row: TokenRow) -> Token:
     return Token(
         id=row.id,
         group=row.device_group,
@@ -128,8 +134,8 @@ def _told(row: TokenRow) -> Token:
 
 
 @router.post("/serials")
-def list_serials(request: SerialsRequest, services: Serving) -> SerialsAdded:
-    """Lists machines by serial number. Those that are listed already stay as they are."""
+def list_serials(request: SerialsRequest, services: ServicesDep) -> SerialsAdded:
+    """Lists machines by serial number. Those listed already stay unchanged."""
     numbers = dict.fromkeys(plain_text(each, "a serial number") for each in request.serial_numbers)
     group = plain_text(request.group, "group")
 

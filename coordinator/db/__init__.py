@@ -1,1 +1,1 @@
-"""The coordinator's database: tables, queries, migrations, and the one writer."""
+"""The coordinator's database: tables, queries and its single writer."""

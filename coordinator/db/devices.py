@@ -10,7 +10,7 @@ from typing import Any, Literal
 from cryptography import x509
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, or_, select, update
 
-from coordinator import pki
+from coordinator.certificates import key_sha256, pem_of, serial_of
 from coordinator.db.tables import certificates, devices
 
 State = Literal["pending", "active", "revoked", "left"]
@@ -18,7 +18,7 @@ State = Literal["pending", "active", "revoked", "left"]
 
 @dataclass(frozen=True)
 class DeviceRow:
-    """A device as the table has it. `csr` is kept while a person has yet to approve; `report` is its last CheckIn."""
+    """A row of `devices`. `csr` is kept until an operator approves the device; `report` is its last CheckIn."""
 
     id: str
     name: str
@@ -54,21 +54,21 @@ def listed(
     group: str | None = None,
     called: str | None = None,
 ) -> list[DeviceRow]:
-    """At most `limit` devices by id, those after `after`; of a state, of a group, called so.
+    """At most `limit` devices by id, after the id `after`; of a state, of a group, called so.
 
-    `called` is a name, or how an id begins.
+    `called` is a name, or the beginning of an id.
     """
-    wanted = select(*_COLUMNS).order_by(devices.c.id).limit(limit)
+    query = select(*_COLUMNS).order_by(devices.c.id).limit(limit)
     if after is not None:
-        wanted = wanted.where(devices.c.id > after)
+        query = query.where(devices.c.id > after)
     if state is not None:
-        wanted = wanted.where(devices.c.state == state)
+        query = query.where(devices.c.state == state)
     if group is not None:
-        wanted = wanted.where(devices.c.device_group == group)
+        query = query.where(devices.c.device_group == group)
     if called is not None:
-        begins = devices.c.id.startswith(called.lower(), autoescape=True)
-        wanted = wanted.where(or_(devices.c.name == called, begins))
-    return [DeviceRow(*row) for row in connection.execute(wanted)]
+        has_prefix = devices.c.id.startswith(called.lower(), autoescape=True)
+        query = query.where(or_(devices.c.name == called, has_prefix))
+    return [DeviceRow(*row) for row in connection.execute(query)]
 
 
 def add(connection: Connection, device: DeviceRow) -> None:
@@ -76,19 +76,19 @@ def add(connection: Connection, device: DeviceRow) -> None:
 
 
 def change_state(connection: Connection, device: str, state: State) -> None:
-    """Sets the state; a request for a certificate is of no more use then."""
+    """Sets the state and drops the certificate request, which is of no more use."""
     connection.execute(update(devices).where(devices.c.id == device).values(state=state, csr=None))
 
 
 def add_certificate(connection: Connection, device: str, certificate: x509.Certificate) -> None:
-    """Keeps a certificate that the device may get again if the answer is lost."""
+    """Stores a certificate, so that the device can get it again if the answer is lost."""
     until = certificate.not_valid_after_utc
     connection.execute(
         insert(certificates).values(
-            serial=pki.serial_of(certificate),
+            serial=serial_of(certificate),
             device=device,
-            pem=pki.pem_of(certificate),
-            key_sha256=pki.key_sha256(certificate.public_key()),
+            pem=pem_of(certificate),
+            key_sha256=key_sha256(certificate.public_key()),
             not_before=certificate.not_valid_before_utc,
             not_after=until,
         )
@@ -97,7 +97,7 @@ def add_certificate(connection: Connection, device: str, certificate: x509.Certi
 
 
 def certificates_since(connection: Connection, device: str, begun_after: datetime) -> int:
-    """How many certificates the device was given since then."""
+    """Number of certificates issued to the device since then."""
     counted = select(func.count()).where(
         certificates.c.device == device, certificates.c.not_before > begun_after
     )
@@ -105,14 +105,14 @@ def certificates_since(connection: Connection, device: str, begun_after: datetim
 
 
 def drop_certificates(connection: Connection, device: str, ended_before: datetime) -> None:
-    """Forgets certificates of the device that nobody can renew any more."""
+    """Deletes certificates of the device that can no longer be renewed."""
     connection.execute(
         delete(certificates).where(certificates.c.device == device, certificates.c.not_after < ended_before)
     )
 
 
 def latest_certificate(connection: Connection, key_sha256: str) -> tuple[str, x509.Certificate] | None:
-    """Device and certificate of those with this key that ends last."""
+    """The certificate with this key that expires last, and its device."""
     row = connection.execute(
         select(certificates.c.device, certificates.c.pem)
         .where(certificates.c.key_sha256 == key_sha256)

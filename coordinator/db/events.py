@@ -1,7 +1,7 @@
 """The event log: a row for every change of state, in the transaction that makes the change.
 
-An event is `<subject>_<past-tense verb>`, with the run and the device it concerns and further values in JSON.
-Ids grow in the order of commit, because one thread writes; so whoever reads on from an id misses nothing.
+An event is `<subject>_<past-tense verb>`, with the run and the device that it concerns and further values in JSON. One
+thread writes, so ids increase in order of commit, and a reader that continues from an id misses nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def record(
     device: str | None = None,
     **values: Any,
 ) -> None:
-    """Writes an event into the transaction of the change it tells of. Afterwards `signals.notify("events")`.
+    """Writes an event in the transaction of its change. The caller then signals: `signals.notify("events")`.
 
-    `values` are JSON and for people to read: no arrays, no secrets. A figure that is not finite becomes null.
+    `values` are JSON for people to read: no arrays, no secrets. A number that is not finite becomes null.
     """
     connection.execute(
         insert(events).values(
@@ -43,10 +43,7 @@ def record(
 
 
 def since(connection: Connection, after: int, limit: int, run: str | None = None) -> Sequence[Row[Any]]:
-    """At most `limit` events after the one with the id `after`, oldest first; of one run if asked.
-
-    Rows have the columns of the table.
-    """
+    """At most `limit` rows of `events` with an id above `after`, oldest first; of one run if given."""
     wanted = select(events).where(events.c.id > after)
     if run is not None:
         wanted = wanted.where(events.c.run == run)

@@ -1,4 +1,4 @@
-"""Devices as a round sees them: who is there, and what each said last."""
+"""Devices as candidates for tasks: those present, with their latest reports."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, func, select, update
 
-from coordinator.db.tables import devices
-from coordinator.fleets.matching import OVERDUE, Candidate
+from coordinator.db.tables import devices, tasks
+from coordinator.scheduling.matching import OVERDUE_AFTER, Candidate
 from edge_client.wire.device import CheckIn
-from edge_client.wire.strict import Unfit, parse_message
+from edge_client.wire.strict import InvalidDocument, parse_message
 
 _CANDIDATE = (
     devices.c.id,
@@ -22,6 +22,14 @@ _CANDIDATE = (
     devices.c.last_seen_at,
     devices.c.expected_at,
     devices.c.report,
+    select(func.max(tasks.c.answered_at))
+    .where(
+        tasks.c.device == devices.c.id,
+        tasks.c.state == "expired",
+        tasks.c.answered_at > devices.c.last_seen_at,
+    )
+    .scalar_subquery()
+    .label("missed_at"),
 )
 
 
@@ -30,14 +38,14 @@ def candidates(connection: Connection, now: datetime) -> list[Candidate]:
     query = (
         select(*_CANDIDATE)
         .where(devices.c.state == "active", devices.c.last_seen_at.is_not(None))
-        .where(func.coalesce(devices.c.expected_at, devices.c.last_seen_at) >= now - OVERDUE)
+        .where(func.coalesce(devices.c.expected_at, devices.c.last_seen_at) >= now - OVERDUE_AFTER)
         .order_by(devices.c.id)
     )
     return [_candidate(row) for row in connection.execute(query)]
 
 
 def everyone(connection: Connection) -> list[Candidate]:
-    """Active devices that ever checked in, by id, however long ago."""
+    """Active devices that have ever checked in, by id."""
     query = select(*_CANDIDATE).where(devices.c.state == "active", devices.c.last_seen_at.is_not(None))
     return [_candidate(row) for row in connection.execute(query.order_by(devices.c.id))]
 
@@ -49,7 +57,7 @@ def candidate(connection: Connection, device: str) -> Candidate | None:
 
 
 def fleet_size(connection: Connection) -> int:
-    """Devices that may check in."""
+    """Number of devices that may check in."""
     count = select(func.count()).select_from(devices).where(devices.c.state == "active")
     return int(connection.execute(count).scalar_one())
 
@@ -57,7 +65,7 @@ def fleet_size(connection: Connection) -> int:
 def checked_in(
     connection: Connection, device: str, report: Mapping[str, Any], now: datetime, expected_at: datetime
 ) -> None:
-    """Keeps a device's report and when it is due again."""
+    """Stores a device's report and the time of its next check-in."""
     values = {"report": dict(report), "last_seen_at": now, "expected_at": expected_at}
     connection.execute(update(devices).where(devices.c.id == device).values(**values))
 
@@ -72,13 +80,14 @@ def _candidate(row: Row[*tuple[Any, ...]]) -> Candidate:
         last_seen_at=row.last_seen_at,
         expected_at=row.expected_at,
         report=_report(row.report),
+        missed_at=row.missed_at,
     )
 
 
 def _report(stored: Mapping[str, Any]) -> CheckIn | None:
-    """The last check-in. One that an earlier version took and this one would refuse counts as none: no device may
-    fail the runs of others, and its next check-in replaces it."""
+    """The last check-in; None if this version cannot parse what an earlier one stored. No device may fail the runs of
+    others, and the next check-in replaces it."""
     try:
         return parse_message(CheckIn, stored, "report") if stored else None
-    except Unfit:
+    except InvalidDocument:
         return None

@@ -1,14 +1,4 @@
-"""The model registry in the database: tables and queries. Each function is a step of one transaction.
-
-    models ─► model_versions ─► model_files     blobs, by path; a version is never changed
-                     │     └──► model_inputs    what it was made from: data and params by hash, runs by id
-                     │     └──► model_metrics   figures of each stage
-                     └─ model_aliases           which version a name such as `champion` means now
-                        model_alias_moves       and what it meant before
-
-Versions are linked by hashes alone: an input of relation `params` is the SHA-256 of a file of its parent, so the
-graph is the same in whatever order versions were registered, and whoever replaces a file breaks the link.
-"""
+"""Queries of models and their versions. Each function is one step of a transaction."""
 
 from __future__ import annotations
 
@@ -17,107 +7,21 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    Column,
-    Connection,
-    ForeignKey,
-    ForeignKeyConstraint,
-    Index,
-    Integer,
-    String,
-    Table,
-    delete,
-    insert,
-    select,
-    update,
-)
+from sqlalchemy import Connection, Table, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from coordinator.db import events
-from coordinator.db.tables import UTCDateTime, metadata
+from coordinator.db.registry_tables import (
+    model_aliases,
+    model_files,
+    model_inputs,
+    model_metrics,
+    model_versions,
+    models,
+)
 
 Relation = Literal["data", "params", "run"]
-"""What an input is: a data set by its fingerprint, a file of params by its hash, a federated run by its id."""
-
-models = Table(
-    "models",
-    metadata,
-    Column("name", String(63), primary_key=True),
-    Column("latest", Integer, nullable=False),  # number of the newest version; numbers are never used twice
-    Column("created_at", UTCDateTime, nullable=False),
-)
-
-model_versions = Table(
-    "model_versions",
-    metadata,
-    Column("model", String(63), ForeignKey("models.name"), primary_key=True),
-    Column("number", Integer, primary_key=True),
-    Column("kind", String(16), nullable=False),  # params | compressed | inference | weights | tflite | onnx
-    Column("stage", String(16), nullable=False),  # pretrain | run | compress | release | import
-    Column("content_sha256", String(64), nullable=False),  # of paths and hashes of all files
-    Column("about", JSON, nullable=False),  # architecture, options, configuration
-    Column("created_at", UTCDateTime, nullable=False),
-    Index("ix_model_versions_content", "model", "content_sha256", unique=True),
-)
-
-model_files = Table(
-    "model_files",
-    metadata,
-    Column("model", String(63), primary_key=True),
-    Column("number", Integer, primary_key=True),
-    Column("path", String(300), primary_key=True),
-    Column("sha256", String(64), nullable=False, index=True),
-    Column("size_bytes", BigInteger, nullable=False),
-    ForeignKeyConstraint(["model", "number"], ["model_versions.model", "model_versions.number"]),
-)
-
-model_inputs = Table(
-    "model_inputs",
-    metadata,
-    Column("model", String(63), primary_key=True),
-    Column("number", Integer, primary_key=True),
-    Column("relation", String(16), primary_key=True),
-    Column("ref", String(64), primary_key=True),
-    ForeignKeyConstraint(["model", "number"], ["model_versions.model", "model_versions.number"]),
-    Index("ix_model_inputs_ref", "ref"),
-)
-
-model_metrics = Table(
-    "model_metrics",
-    metadata,
-    Column("model", String(63), primary_key=True),
-    Column("number", Integer, primary_key=True),
-    Column("stage", String(40), primary_key=True),
-    Column("figures", JSON, nullable=False),  # name -> number
-    Column("recorded_at", UTCDateTime, nullable=False),
-    ForeignKeyConstraint(["model", "number"], ["model_versions.model", "model_versions.number"]),
-)
-
-model_aliases = Table(
-    "model_aliases",
-    metadata,
-    Column("model", String(63), primary_key=True),
-    Column("alias", String(63), primary_key=True),
-    Column("number", Integer, nullable=False),
-    Column("moved_at", UTCDateTime, nullable=False),
-    ForeignKeyConstraint(["model", "number"], ["model_versions.model", "model_versions.number"]),
-)
-
-model_alias_moves = Table(
-    "model_alias_moves",
-    metadata,
-    Column(
-        "id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True
-    ),  # in the order of commit
-    Column("model", String(63), ForeignKey("models.name"), nullable=False),
-    Column("alias", String(63), nullable=False),
-    Column("before", Integer, nullable=True),
-    Column("number", Integer, nullable=True),  # null: it was taken away
-    Column("moved_at", UTCDateTime, nullable=False),
-    Index("ix_model_alias_moves_alias", "model", "alias"),
-)
+"""Kind of an input: a data set by its fingerprint, a file of params by its hash, a federated run by its id."""
 
 
 @dataclass(frozen=True, order=True)
@@ -142,7 +46,7 @@ class FileRow:
 
 @dataclass(frozen=True, order=True)
 class Input:
-    """What a version was made from. `ref` is a fingerprint, a hash or an id, as `relation` says."""
+    """An input of a version. `ref` is a fingerprint, a hash or an id, depending on `relation`."""
 
     relation: Relation
     ref: str
@@ -150,7 +54,7 @@ class Input:
 
 @dataclass(frozen=True)
 class NewVersion:
-    """What there is to say of a version before it has a number. `metrics`: stage -> name -> number."""
+    """A version before it has a number. `metrics`: stage -> name -> number."""
 
     kind: str
     stage: str
@@ -163,7 +67,7 @@ class NewVersion:
 
 @dataclass(frozen=True)
 class VersionRow:
-    """A registered version with all that belongs to it. `aliases` are those that mean it now."""
+    """A registered version with everything that belongs to it. `aliases`: those that refer to it now."""
 
     id: VersionId
     kind: str
@@ -179,7 +83,7 @@ class VersionRow:
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A model: its newest number, and what its aliases mean."""
+    """A model, its newest number, and alias -> number."""
 
     name: str
     latest: int
@@ -187,38 +91,28 @@ class ModelRow:
     aliases: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class AliasMove:
-    """One change of an alias; None where there was none before, or it was taken away."""
-
-    alias: str
-    before: int | None
-    number: int | None
-    moved_at: datetime
-
-
 def add(
     connection: Connection, model: str, version: NewVersion, now: datetime, number: int | None = None
 ) -> VersionId | None:
-    """Writes down a version under the next number of its model, which is made where there is none.
+    """Adds a version under the next number of its model, which is created if needed.
 
-    `number` is the one it must get; None is returned, and nothing written, where another one is next.
+    `number`: the one it must get; returns None and writes nothing if another one is next.
     """
     row = {"name": model, "latest": 0, "created_at": now}
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     connection.execute(dialect.insert(models).values(row).on_conflict_do_nothing())
-    # Taking the number locks the model's row, so of two writers the second waits and takes the next one.
-    taking = update(models).where(models.c.name == model)
+    # Taking the number locks the model's row, so the second of two writers waits and takes the next one.
+    increment = update(models).where(models.c.name == model)
     if number is not None:
-        taking = taking.where(models.c.latest == number - 1)
-    taken = connection.execute(taking.values(latest=models.c.latest + 1).returning(models.c.latest))
-    given = taken.scalar_one_or_none()
-    if given is None:
+        increment = increment.where(models.c.latest == number - 1)
+    latest = connection.execute(increment.values(latest=models.c.latest + 1).returning(models.c.latest))
+    assigned = latest.scalar_one_or_none()
+    if assigned is None:
         return None
-    place = {"model": model, "number": given}
+    key = {"model": model, "number": assigned}
     connection.execute(
         insert(model_versions).values(
-            **place,
+            **key,
             kind=version.kind,
             stage=version.stage,
             content_sha256=version.content_sha256,
@@ -226,31 +120,31 @@ def add(
             created_at=now,
         )
     )
-    files = [{**place, **vars(file)} for file in version.files]
-    inputs = [{**place, **vars(each)} for each in sorted(set(version.inputs))]
+    files = [{**key, **vars(file)} for file in version.files]
+    inputs = [{**key, **vars(each)} for each in sorted(set(version.inputs))]
     for table, rows in ((model_files, files), (model_inputs, inputs)):
         if rows:
             connection.execute(insert(table), rows)
-    identity = VersionId(model, given)
+    identity = VersionId(model, assigned)
     for stage, figures in version.metrics.items():
         record_metrics(connection, identity, stage, figures, now)
-    events.record(connection, now, "model_registered", model=model, version=given, kind=version.kind)
+    events.record(connection, now, "model_registered", model=model, version=assigned, kind=version.kind)
     return identity
 
 
 def next_number(connection: Connection, model: str) -> int:
-    """The number that the next version of a model would get."""
+    """The number of a model's next version."""
     latest = connection.execute(select(models.c.latest).where(models.c.name == model)).scalar_one_or_none()
     return (latest or 0) + 1
 
 
 def same_content(connection: Connection, model: str, content_sha256: str) -> VersionId | None:
-    """The version of this model that has the very same files, if there is one."""
+    """The version of this model with identical files, if there is one."""
     v = model_versions.c
-    found = connection.execute(
+    number = connection.execute(
         select(v.number).where(v.model == model, v.content_sha256 == content_sha256)
     ).scalar_one_or_none()
-    return None if found is None else VersionId(model, found)
+    return None if number is None else VersionId(model, number)
 
 
 def find_model(connection: Connection, name: str) -> ModelRow | None:
@@ -260,7 +154,7 @@ def find_model(connection: Connection, name: str) -> ModelRow | None:
 
 
 def list_models(connection: Connection, limit: int, after: str | None = None) -> list[ModelRow]:
-    """At most `limit` models by name, those after `after`."""
+    """At most `limit` models by name, after the name `after`."""
     wanted = select(models).order_by(models.c.name).limit(limit)
     if after is not None:
         wanted = wanted.where(models.c.name > after)
@@ -279,7 +173,7 @@ def find(connection: Connection, identity: VersionId) -> VersionRow | None:
 def list_versions(
     connection: Connection, model: str, limit: int, before: int | None = None
 ) -> list[VersionRow]:
-    """At most `limit` versions of a model, the newest first; those with a smaller number than `before`."""
+    """At most `limit` versions of a model, newest first; only numbers below `before`, if given."""
     v = model_versions.c
     wanted = select(model_versions).where(v.model == model).order_by(v.number.desc()).limit(limit)
     if before is not None:
@@ -287,60 +181,10 @@ def list_versions(
     return _versions(connection, connection.execute(wanted).all())
 
 
-def meaning(connection: Connection, model: str, alias: str) -> VersionId | None:
-    """The version that an alias means now."""
-    a = model_aliases.c
-    found = connection.execute(
-        select(a.number).where(a.model == model, a.alias == alias)
-    ).scalar_one_or_none()
-    return None if found is None else VersionId(model, found)
-
-
-def move_alias(connection: Connection, identity: VersionId, alias: str, now: datetime) -> AliasMove:
-    """Lets an alias mean this version, which must be there; what it meant before goes into its history."""
-    before = meaning(connection, identity.model, alias)
-    move = AliasMove(alias, before.number if before else None, identity.number, now)
-    if before == identity:
-        return move
-    a = model_aliases.c
-    if before is None:
-        place = {"model": identity.model, "alias": alias}
-        connection.execute(insert(model_aliases).values(**place, number=identity.number, moved_at=now))
-    else:
-        connection.execute(
-            update(model_aliases)
-            .where(a.model == identity.model, a.alias == alias)
-            .values(number=identity.number, moved_at=now)
-        )
-    _remember(connection, identity.model, move)
-    return move
-
-
-def drop_alias(connection: Connection, model: str, alias: str, now: datetime) -> AliasMove | None:
-    """Takes an alias away; None where there was none."""
-    before = meaning(connection, model, alias)
-    if before is None:
-        return None
-    a = model_aliases.c
-    connection.execute(delete(model_aliases).where(a.model == model, a.alias == alias))
-    move = AliasMove(alias, before.number, None, now)
-    _remember(connection, model, move)
-    return move
-
-
-def alias_moves(connection: Connection, model: str, limit: int, alias: str | None = None) -> list[AliasMove]:
-    """At most `limit` changes of a model's aliases, or of one of them, the latest first."""
-    m = model_alias_moves.c
-    wanted = select(m.alias, m.before, m.number, m.moved_at).where(m.model == model)
-    if alias is not None:
-        wanted = wanted.where(m.alias == alias)
-    return [AliasMove(*row) for row in connection.execute(wanted.order_by(m.id.desc()).limit(limit))]
-
-
 def record_metrics(
     connection: Connection, identity: VersionId, stage: str, figures: Mapping[str, float], now: datetime
 ) -> None:
-    """Writes down what a version came to in a stage; figures of that stage that were there before are replaced."""
+    """Stores the figures of a version in a stage, replacing earlier ones of that stage."""
     m = model_metrics.c
     connection.execute(
         delete(model_metrics).where(m.model == identity.model, m.number == identity.number, m.stage == stage)
@@ -352,42 +196,31 @@ def record_metrics(
     )
 
 
-def holders(connection: Connection, digests: Collection[str]) -> dict[str, list[VersionId]]:
-    """Hash -> the versions that have a file with it, in order. Hashes without one are left out."""
+def versions_with_file(connection: Connection, digests: Collection[str]) -> dict[str, list[VersionId]]:
+    """Hash -> the versions that contain a file with it, in order. Hashes without one are left out."""
     f = model_files.c
-    found: dict[str, list[VersionId]] = {}
+    versions: dict[str, list[VersionId]] = {}
     query = select(f.sha256, f.model, f.number).where(f.sha256.in_(list(digests))).distinct()
     for digest, model, number in connection.execute(query.order_by(f.model, f.number)):
-        found.setdefault(digest, []).append(VersionId(model, number))
-    return found
+        versions.setdefault(digest, []).append(VersionId(model, number))
+    return versions
 
 
-def made_from(connection: Connection, refs: Collection[str]) -> dict[str, list[tuple[VersionId, Relation]]]:
-    """Ref -> the versions that have it among their inputs, and as what."""
+def versions_with_input(
+    connection: Connection, refs: Collection[str]
+) -> dict[str, list[tuple[VersionId, Relation]]]:
+    """Ref -> the versions that have it as an input, with the relation."""
     i = model_inputs.c
-    found: dict[str, list[tuple[VersionId, Relation]]] = {}
+    versions: dict[str, list[tuple[VersionId, Relation]]] = {}
     query = select(i.ref, i.model, i.number, i.relation).where(i.ref.in_(list(refs)))
     for ref, model, number, relation in connection.execute(query.order_by(i.model, i.number)):
-        found.setdefault(ref, []).append((VersionId(model, number), relation))
-    return found
+        versions.setdefault(ref, []).append((VersionId(model, number), relation))
+    return versions
 
 
 def blobs_in_use(connection: Connection) -> set[str]:
-    """Every blob that a version is made of."""
+    """Every blob that is a file of a version."""
     return set(connection.execute(select(model_files.c.sha256).distinct()).scalars())
-
-
-def _remember(connection: Connection, model: str, move: AliasMove) -> None:
-    connection.execute(insert(model_alias_moves).values(model=model, **vars(move)))
-    events.record(
-        connection,
-        move.moved_at,
-        "model_alias_moved",
-        model=model,
-        alias=move.alias,
-        version=move.number,
-        before=move.before,
-    )
 
 
 def _models(connection: Connection, rows: Iterable[Any]) -> list[ModelRow]:
@@ -403,19 +236,19 @@ def _models(connection: Connection, rows: Iterable[Any]) -> list[ModelRow]:
 
 
 def _versions(connection: Connection, rows: Sequence[Any]) -> list[VersionRow]:
-    """The versions of these rows, all of one model, with what belongs to them."""
+    """The versions of these rows, all of one model, with everything that belongs to them."""
     if not rows:
         return []
     model, numbers = rows[0].model, [row.number for row in rows]
 
     def of(table: Table, order: str, *columns: str) -> dict[int, list[Any]]:
-        wanted = select(*(table.c[column] for column in ("number", *columns)))
-        found: dict[int, list[Any]] = {}
+        query = select(*(table.c[column] for column in ("number", *columns)))
+        rows_by_number: dict[int, list[Any]] = {}
         for number, *values in connection.execute(
-            wanted.where(table.c.model == model, table.c.number.in_(numbers)).order_by(table.c[order])
+            query.where(table.c.model == model, table.c.number.in_(numbers)).order_by(table.c[order])
         ):
-            found.setdefault(number, []).append(values)
-        return found
+            rows_by_number.setdefault(number, []).append(values)
+        return rows_by_number
 
     files = of(model_files, "path", "path", "sha256", "size_bytes")
     inputs = of(model_inputs, "relation", "relation", "ref")

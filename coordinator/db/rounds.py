@@ -1,8 +1,8 @@
-"""Rounds and tasks of devices: every query and every change, each of them one step of a transaction.
+"""Queries of rounds and tasks. Each function is one step of a transaction.
 
 A task goes waiting → leased → accepted, rejected, declined, expired or cancelled; a round goes open → closed →
-committed. Neither goes back, but for an accepted update that the disk has damaged: its round opens again and its
-task waits. What devices send is in `coordinator.db.answers`.
+committed. Neither goes back, with one exception: if the disk has damaged an accepted update, its round opens again and
+its task waits. What devices send is in `coordinator.db.answers`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ LIVE = ("waiting", "leased")
 
 @dataclass(frozen=True)
 class TaskRow:
-    """A task and what its round says; the latter is None for evaluations, which belong to no open round.
+    """A task, with the state of its round; that is None for evaluations, which belong to no open round.
 
     Attributes:
-        offer: `wire.device.TaskOffer` as JSON, with `deadline_at` beside it.
-        reason, words: why it ended without a result.
+        offer: `wire.device.TaskOffer` as JSON, plus `deadline_at`.
+        reason, words: why it ended without a result: a code and a message.
     """
 
     id: str
@@ -53,7 +53,7 @@ class TaskRow:
 
 @dataclass(frozen=True)
 class RoundRow:
-    """A round as it was opened."""
+    """A round as opened."""
 
     run: str
     number: int
@@ -66,8 +66,8 @@ class RoundRow:
 
 
 @dataclass(frozen=True)
-class Finished:
-    """How one train task ended. `blob`, bytes and seconds where it was accepted."""
+class EndedTask:
+    """How one train task ended. `blob` is set if its update was accepted."""
 
     position: int
     state: str
@@ -103,7 +103,7 @@ def find_round(connection: Connection, run: str, number: int) -> RoundRow | None
 
 
 def open_round(connection: Connection, opened: RoundRow, base: str) -> None:
-    """Writes a round that takes updates from now on; its tasks are added in the same transaction."""
+    """Adds a round that accepts updates from now on; the caller adds its tasks in the same transaction."""
     expected = {
         "shapes": {name: list(shape) for name, shape in opened.expected.shapes.items()},
         "payload_limit_bytes": opened.expected.payload_limit_bytes,
@@ -126,7 +126,7 @@ def open_round(connection: Connection, opened: RoundRow, base: str) -> None:
 
 
 def close_round(connection: Connection, run: str, number: int) -> None:
-    """From here on no update of this round is taken. Closing it twice is no matter."""
+    """Stops accepting updates of this round. Idempotent."""
     connection.execute(
         update(rounds)
         .where(rounds.c.run == run, rounds.c.number == number, rounds.c.state == "open")
@@ -135,7 +135,7 @@ def close_round(connection: Connection, run: str, number: int) -> None:
 
 
 def reopen_round(connection: Connection, run: str, number: int, deadline_at: datetime) -> None:
-    """A closed round takes updates again, until its deadline or, if that is later, the one given."""
+    """Lets a closed round accept updates again, until the later of its deadline and this one."""
     this = and_(rounds.c.run == run, rounds.c.number == number)
     connection.execute(update(rounds).where(this, rounds.c.state == "closed").values(state="open"))
     connection.execute(
@@ -144,7 +144,7 @@ def reopen_round(connection: Connection, run: str, number: int, deadline_at: dat
 
 
 def add_tasks(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Columns of `tasks`, new ones."""
+    """Adds tasks. `rows`: their columns."""
     if rows:
         connection.execute(insert(tasks), [dict(row) for row in rows])
 
@@ -161,14 +161,14 @@ def find_task(connection: Connection, task: str) -> TaskRow | None:
 
 
 def live_tasks(connection: Connection, device: str) -> list[TaskRow]:
-    """What a device may work on or fetch, what it already holds first, then the oldest."""
+    """The tasks that a device may work on or fetch: leased ones first, then by deadline."""
     query = _TASKS.where(tasks.c.device == device, tasks.c.state.in_(LIVE))
-    found = [TaskRow(**row._mapping) for row in connection.execute(query)]
-    return sorted(found, key=lambda row: (row.state != "leased", row.deadline_at, row.id))
+    rows = [TaskRow(**row._mapping) for row in connection.execute(query)]
+    return sorted(rows, key=lambda row: (row.state != "leased", row.deadline_at, row.id))
 
 
 def lease(connection: Connection, task: str, until: datetime) -> None:
-    """Gives a live task to its device, or lets it keep it for longer."""
+    """Leases a live task to its device, or renews its lease."""
     connection.execute(
         update(tasks)
         .where(tasks.c.id == task, tasks.c.state.in_(LIVE))
@@ -176,30 +176,30 @@ def lease(connection: Connection, task: str, until: datetime) -> None:
     )
 
 
-def wait_longer(connection: Connection, device: str, until: datetime) -> None:
-    """Waiting tasks of a device that is alive but busy stay waiting."""
+def extend_waiting(connection: Connection, device: str, until: datetime) -> None:
+    """Keeps the waiting tasks of a device that is alive but busy."""
     waiting = and_(tasks.c.device == device, tasks.c.state == "waiting", tasks.c.leased_until < until)
     connection.execute(update(tasks).where(waiting).values(leased_until=until))
 
 
-def renew_all(connection: Connection, run: str, number: int, kind: TaskKind, until: datetime) -> None:
-    """Live tasks of a round keep their leases: while the coordinator was away nobody could renew them."""
+def renew_leases(connection: Connection, run: str, number: int, kind: TaskKind, until: datetime) -> None:
+    """Renews the leases of a round's live tasks, which devices could not renew while the coordinator was down."""
     early = and_(of_round(run, number, kind), tasks.c.state.in_(LIVE), tasks.c.leased_until < until)
     connection.execute(update(tasks).where(early).values(leased_until=until))
 
 
-def finish(
-    connection: Connection, task: str, state: str, now: datetime, reason: str | None = None, words: str = ""
+def end_task(
+    connection: Connection, task: str, state: str, now: datetime, reason: str | None = None, message: str = ""
 ) -> None:
     """Ends a live task."""
     connection.execute(
         update(tasks)
         .where(tasks.c.id == task, tasks.c.state.in_(LIVE))
-        .values(state=state, answered_at=now, reason=reason, words=words or None, leased_until=None)
+        .values(state=state, answered_at=now, reason=reason, words=message or None, leased_until=None)
     )
 
 
-def finish_live(
+def end_live_tasks(
     connection: Connection,
     run: str,
     number: int,
@@ -208,59 +208,56 @@ def finish_live(
     now: datetime,
     *,
     reason: str,
-    words: str,
+    message: str,
     positions: Collection[int] | None = None,
 ) -> list[str]:
-    """Ends all live tasks of a round, or those at `positions`, and gives their devices."""
-    chosen = and_(of_round(run, number, kind), tasks.c.state.in_(LIVE))
-    found = [
+    """Ends all live tasks of a round, or those at `positions`, and returns their devices."""
+    live = and_(of_round(run, number, kind), tasks.c.state.in_(LIVE))
+    rows = [
         row
-        for row in connection.execute(select(tasks.c.id, tasks.c.device, tasks.c.position).where(chosen))
+        for row in connection.execute(select(tasks.c.id, tasks.c.device, tasks.c.position).where(live))
         if positions is None or row.position in positions
     ]
-    for row in found:
-        finish(connection, row.id, state, now, reason, words)
-    return [row.device for row in found]
+    for row in rows:
+        end_task(connection, row.id, state, now, reason, message)
+    return [row.device for row in rows]
 
 
-def expire(connection: Connection, run: str, number: int, kind: TaskKind, now: datetime) -> list[str]:
-    """Ends the live tasks whose lease ran out, and gives their devices."""
+def expire_leases(connection: Connection, run: str, number: int, kind: TaskKind, now: datetime) -> list[str]:
+    """Ends the live tasks whose lease has expired, and returns their devices."""
     query = select(tasks.c.id, tasks.c.device, tasks.c.state).where(
         of_round(run, number, kind), tasks.c.state.in_(LIVE), tasks.c.leased_until < now
     )
     expired = list(connection.execute(query))
     for row in expired:
-        words = (
-            "it was not heard of for longer than its lease"
+        message = (
+            "it was silent for longer than its lease"
             if row.state == "leased"
-            else "it did not come for its task"
+            else "it did not fetch its task"
         )
-        finish(connection, row.id, "expired", now, "lease_expired", words)
-        told: dict[str, Any] = {"round": number, "task": row.id, "kind": kind, "words": words}
-        events.record(connection, now, "task_expired", run=run, device=row.device, **told)
+        end_task(connection, row.id, "expired", now, "lease_expired", message)
+        details: dict[str, Any] = {"round": number, "task": row.id, "kind": kind, "words": message}
+        events.record(connection, now, "task_expired", run=run, device=row.device, **details)
     return [row.device for row in expired]
 
 
-def give_up(connection: Connection, device: str, now: datetime, reason: str, words: str) -> list[str]:
-    """Ends the live tasks of a device that will not answer any more, and gives their runs."""
-    runs_of_it: list[str] = []
+def expire_tasks_of(connection: Connection, device: str, now: datetime, reason: str, message: str) -> None:
+    """Ends the live tasks of a device that will not answer any more."""
     for task in live_tasks(connection, device):
-        finish(connection, task.id, "expired", now, reason, words)
-        told: dict[str, Any] = {"round": task.round, "task": task.id, "kind": task.kind, "words": words}
-        events.record(connection, now, "task_expired", run=task.run, device=device, **told)
-        runs_of_it.append(task.run)
-    return runs_of_it
+        end_task(connection, task.id, "expired", now, reason, message)
+        details: dict[str, Any] = {"round": task.round, "task": task.id, "kind": task.kind, "words": message}
+        events.record(connection, now, "task_expired", run=task.run, device=device, **details)
 
 
 def next_expiry(connection: Connection, run: str, number: int, kind: TaskKind) -> datetime | None:
-    """When the next lease of the round runs out; None where no task is live."""
+    """When the next lease of the round expires; None without live tasks."""
     query = select(tasks.c.leased_until).where(of_round(run, number, kind), tasks.c.state.in_(LIVE))
-    found: datetime | None = connection.execute(query.order_by(tasks.c.leased_until).limit(1)).scalar()
-    return found
+    expiry: datetime | None = connection.execute(query.order_by(tasks.c.leased_until).limit(1)).scalar()
+    return expiry
 
 
-def finished(connection: Connection, run: str, number: int) -> list[Finished]:
-    """Train tasks of a round that ended, in the order they did; cancelled ones are not among them."""
+def ended_tasks(connection: Connection, run: str, number: int) -> list[EndedTask]:
+    """Train tasks of a round that have ended, in that order; without cancelled ones."""
     ended = ("accepted", "rejected", "declined", "expired")
     query = (
         select(
@@ -284,16 +281,16 @@ def finished(connection: Connection, run: str, number: int) -> list[Finished]:
         .where(of_round(run, number, "train"), tasks.c.state.in_(ended))
         .order_by(tasks.c.answered_at, tasks.c.position)
     )
-    return [Finished(**row._mapping) for row in connection.execute(query)]
+    return [EndedTask(**row._mapping) for row in connection.execute(query)]
 
 
-def live_ids(connection: Connection) -> set[str]:
+def live_task_ids(connection: Connection) -> set[str]:
     """All tasks that may still be answered."""
     return set(connection.execute(select(tasks.c.id).where(tasks.c.state.in_(LIVE))).scalars())
 
 
-def asked(connection: Connection, run: str, number: int, kind: TaskKind) -> set[str]:
-    """Devices that have a task of this round."""
+def devices_with_task(connection: Connection, run: str, number: int, kind: TaskKind) -> set[str]:
+    """Devices that have a task of this kind in this round."""
     return set(connection.execute(select(tasks.c.device).where(of_round(run, number, kind))).scalars())
 
 
@@ -303,7 +300,7 @@ def of_round(run: str, number: int, kind: TaskKind) -> ColumnElement[bool]:
 
 
 def blobs_in_use(connection: Connection) -> set[str]:
-    """Blobs that open work refers to: what live tasks fetch, and the updates of rounds not yet committed."""
+    """Blobs that open work needs: the downloads of live tasks, and the updates of uncommitted rounds."""
     used: set[str] = set()
     for offer in connection.execute(select(tasks.c.offer).where(tasks.c.state.in_(LIVE))).scalars():
         used |= blobs_of(offer)
@@ -317,13 +314,13 @@ def blobs_in_use(connection: Connection) -> set[str]:
 
 
 def blobs_of(offer: Mapping[str, Any]) -> set[str]:
-    """Hashes of what a task refers to."""
+    """Hashes of the blobs that a task refers to."""
     refs = (offer[key] for key in ("params", "streams", "artifact", "manifest"))
     return {ref["sha256"] for ref in refs if ref is not None}
 
 
 def last_task(connection: Connection, run: str, device: str) -> TaskRow | None:
-    """The train task of the latest round that asked this device."""
+    """The device's train task in the latest round that selected it."""
     query = _TASKS.where(tasks.c.run == run, tasks.c.device == device, tasks.c.kind == "train")
     row = connection.execute(query.order_by(tasks.c.round.desc()).limit(1)).one_or_none()
     return TaskRow(**row._mapping) if row is not None else None

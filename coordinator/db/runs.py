@@ -1,4 +1,4 @@
-"""Runs in the database: made, prepared, moved on round by round, ended. Each function is a step of one transaction."""
+"""Queries of runs: created, prepared, advanced round by round, ended. Each function is one step of a transaction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, func, insert, literal, select, update
+from sqlalchemy import Connection, Row, and_, func, insert, literal, or_, select, update
 
 from coordinator.db import events, registry, rounds
 from coordinator.db import tables as t
@@ -41,20 +41,27 @@ def find(connection: Connection, run: str) -> Row[Any] | None:
 
 
 def as_finished(connection: Connection, run: str, model_sha256: str) -> Row[Any]:
-    """The run as `finish` is about to leave it, but for the time."""
+    """The run as `finish` will leave it, except for the time."""
     known = [column for column in t.runs.c if column.name not in ("state", "params")]
     written = [literal("finished").label("state"), literal(model_sha256).label("params")]
     return connection.execute(select(*known, *written).where(t.runs.c.id == run)).one()
 
 
-def newest(connection: Connection, limit: int, state: str | None = None) -> Sequence[Row[Any]]:
-    """Runs, the newest first."""
+def newest(
+    connection: Connection, limit: int, state: str | None = None, called: str | None = None
+) -> Sequence[Row[Any]]:
+    """Runs, newest first; in a state, called so. `called` is a name, or the beginning of an id."""
     query = select(t.runs).order_by(t.runs.c.created_at.desc(), t.runs.c.id).limit(limit)
-    return connection.execute(query if state is None else query.where(t.runs.c.state == state)).all()
+    if state is not None:
+        query = query.where(t.runs.c.state == state)
+    if called is not None:
+        has_prefix = t.runs.c.id.startswith(called.lower(), autoescape=True)
+        query = query.where(or_(t.runs.c.name == called, has_prefix))
+    return connection.execute(query).all()
 
 
 def live(connection: Connection) -> list[str]:
-    """Runs to be taken up, the oldest first."""
+    """Runs that have not ended, oldest first."""
     query = select(t.runs.c.id).where(t.runs.c.state.in_(LIVE)).order_by(t.runs.c.created_at, t.runs.c.id)
     return list(connection.execute(query).scalars())
 
@@ -67,9 +74,9 @@ def begin(
     strategy_state: str,
     notices: Sequence[str],
     now: datetime,
-    **told: Any,
+    **details: Any,
 ) -> bool:
-    """Writes down what the run starts from; False where it was cancelled meanwhile. `told` goes into the event."""
+    """Starts a prepared run; False if it was cancelled meanwhile. `details` go into the event."""
     done = connection.execute(
         update(t.runs)
         .where(t.runs.c.id == run, t.runs.c.state == "queued")
@@ -82,7 +89,7 @@ def begin(
         )
     )
     if done.rowcount:
-        events.record(connection, now, "run_started", run=run, **told)
+        events.record(connection, now, "run_started", run=run, **details)
     return bool(done.rowcount)
 
 
@@ -95,7 +102,7 @@ def commit_round(
     record: Mapping[str, Any],
     now: datetime,
 ) -> bool:
-    """Makes a round count, together with what it led to; False where the run was cancelled meanwhile."""
+    """Commits a round with its results; False if the run was cancelled meanwhile."""
     done = connection.execute(
         update(t.runs)
         .where(t.runs.c.id == run, t.runs.c.state == "running", t.runs.c.round == number - 1)
@@ -113,9 +120,9 @@ def commit_round(
 
 
 def end(
-    connection: Connection, run: str, state: str, now: datetime, error: str | None = None, **told: Any
+    connection: Connection, run: str, state: str, now: datetime, error: str | None = None, **details: Any
 ) -> list[str] | None:
-    """Ends a live run and the tasks that are still out; their devices, or None where it had ended already."""
+    """Ends a live run and its live tasks; returns their devices, or None if the run had already ended."""
     done = connection.execute(
         update(t.runs)
         .where(t.runs.c.id == run, t.runs.c.state.in_(LIVE))
@@ -123,16 +130,17 @@ def end(
     )
     if not done.rowcount:
         return None
-    out = and_(t.tasks.c.run == run, t.tasks.c.state.in_(rounds.LIVE))
-    devices = list(connection.execute(select(t.tasks.c.device).where(out).distinct()).scalars())
-    words = f"the run was {state}" if state == "cancelled" else f"the run has {state}"
+    live_tasks = and_(t.tasks.c.run == run, t.tasks.c.state.in_(rounds.LIVE))
+    devices = list(connection.execute(select(t.tasks.c.device).where(live_tasks).distinct()).scalars())
+    message = f"the run was {state}" if state == "cancelled" else f"the run has {state}"
     connection.execute(
         update(t.tasks)
-        .where(out)
-        .values(state="cancelled", reason=f"run_{state}", words=words, answered_at=now, leased_until=None)
+        .where(live_tasks)
+        .values(state="cancelled", reason=f"run_{state}", words=message, answered_at=now, leased_until=None)
     )
-    more = told if error is None else {**told, "error": error}
-    events.record(connection, now, f"run_{state}", run=run, **more)
+    if error is not None:
+        details["error"] = error
+    events.record(connection, now, f"run_{state}", run=run, **details)
     return devices
 
 
@@ -142,19 +150,19 @@ def finish(
     now: datetime,
     model_sha256: str,
     notices: Sequence[str],
-    **told: Any,
+    **details: Any,
 ) -> list[str] | None:
-    """Ends a run after its last round, with the model it came to; as `end`."""
+    """Ends a run after its last round with its final model; otherwise as `end`."""
     connection.execute(
         update(t.runs)
         .where(t.runs.c.id == run, t.runs.c.state.in_(LIVE))
         .values(params=model_sha256, notices=list(notices))
     )
-    return end(connection, run, "finished", now, model_sha256=model_sha256, **told)
+    return end(connection, run, "finished", now, model_sha256=model_sha256, **details)
 
 
 def records(connection: Connection, run: str) -> list[dict[str, Any]]:
-    """The lines of the report: committed rounds, in order."""
+    """The records of committed rounds, in order: the lines of the report."""
     query = (
         select(t.rounds.c.record)
         .where(t.rounds.c.run == run, t.rounds.c.state == "committed")
@@ -164,7 +172,7 @@ def records(connection: Connection, run: str) -> list[dict[str, Any]]:
 
 
 def runtimes_used(connection: Connection, run: str) -> dict[str, int]:
-    """Runtime -> how many devices trained with it."""
+    """Runtime -> number of devices that trained with it."""
     query = (
         select(t.tasks.c.runtime, func.count(t.tasks.c.device.distinct()))
         .where(t.tasks.c.run == run, t.tasks.c.kind == "train", t.tasks.c.state == "accepted")
@@ -175,26 +183,26 @@ def runtimes_used(connection: Connection, run: str) -> dict[str, int]:
 
 
 def devices_used(connection: Connection, run: str) -> int:
-    """How many devices' updates went in."""
+    """Number of devices with an accepted update."""
     query = select(func.count(t.updates.c.device.distinct())).where(t.updates.c.run == run)
     return int(connection.execute(query).scalar_one())
 
 
 def blobs_of_round(connection: Connection, run: str, number: int) -> set[str]:
-    """What a round brought along: its updates, what its tasks started from."""
-    found = set(
+    """The blobs of a round: its updates, and those that its tasks refer to."""
+    blobs = set(
         connection.execute(
             select(t.updates.c.blob).where(t.updates.c.run == run, t.updates.c.round == number)
         ).scalars()
     )
     offers = select(t.tasks.c.offer).where(t.tasks.c.run == run, t.tasks.c.round == number)
     for offer in connection.execute(offers).scalars():
-        found |= rounds.blobs_of(offer)
-    return found
+        blobs |= rounds.blobs_of(offer)
+    return blobs
 
 
 def blobs_in_use(connection: Connection) -> set[str]:
-    """Every blob that a row needs: of runs, of open work and of registered models."""
+    """Every blob that a row refers to: of runs, open work and registered models."""
     used = rounds.blobs_in_use(connection) | registry.blobs_in_use(connection)
     for row in connection.execute(select(t.runs.c.params, t.runs.c.strategy_state, t.runs.c.prepared)):
         refs = [(row.prepared or {}).get(key) for key in ("artifact", "manifest")]

@@ -1,17 +1,16 @@
 """The database of one coordinator: many readers, one writer, one commit for many writes.
 
-A commit costs an fsync, some 2.5 ms on an ordinary disk, whatever it holds. So writes queue for one thread, which
-takes all that wait, runs each in a savepoint of its own and commits them together; then each caller hears.
-A write that fails takes back only itself. What a caller heard of is durable.
+A commit costs an fsync, about 2.5 ms on an ordinary disk, whatever its size. So writes queue for one thread, which takes
+all that wait, runs each in its own savepoint, commits them together and then resolves their futures. A failed write
+rolls back only its own savepoint. Once acknowledged, a write is durable.
 
-The writer outlives what befalls it. A server that went away is waited for, and what was surely not committed is
-done again, so a write must be a function of the database alone. A commit that fails otherwise, on a full disk say,
-is taken apart: every write of it gets a transaction of its own, and its own error.
+The writer survives failures. It waits for a server that is unreachable and repeats what was certainly not committed, so
+a write must be a function of the database alone. If a commit fails for another reason, such as a full disk, each of its
+writes is retried in a transaction of its own and gets its own error.
 """
 
 from __future__ import annotations
 
-import errno
 import queue
 import sqlite3
 import threading
@@ -30,17 +29,16 @@ from coordinator import json_values
 from coordinator.errors import UserError
 
 T = TypeVar("T")
-MOST_IN_ONE_COMMIT = 256
+MAX_WRITES_PER_COMMIT = 256
 PATIENCE_SECONDS = 30.0
-"""How long writes wait for a lost server, or for a foreign process that holds SQLite's lock."""
+"""How long writes wait for an unreachable server, or for a lock that another process holds."""
 
 _CONNECTIONS = 40
 _ENGINE_OPTIONS: dict[str, Any] = {
     "max_overflow": _CONNECTIONS - 5,
     "hide_parameters": True,  # errors are logged, values are not
-    "json_serializer": json_values.dumps,  # SQLite would keep Infinity, PostgreSQL refuses it: so do we, for both
+    "json_serializer": json_values.dumps,  # refuses Infinity, as PostgreSQL does and SQLite does not
 }
-_SHM_SIZE = 4874  # SQLITE_IOERR_SHMSIZE: no room for the index of the write-ahead log
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class _Outcome:
     value: Any = None
     failure: BaseException | None = None
 
-    def tell(self) -> None:
+    def resolve(self) -> None:
         if self.failure is not None:
             self.done.set_exception(self.failure)
         else:
@@ -63,45 +61,45 @@ class _Outcome:
 
 
 class Database:
-    """An open database. `write` from any thread or coroutine; close it to stop the writer."""
+    """An open database. `write` may be called from any thread or coroutine; `close` stops the writer."""
 
     def __init__(self, url: str, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
         self.engine = open_engine(url)
         self._writing = self.engine.execution_options(writing=True)
         self._patience_seconds = patience_seconds
         self.on_commit: Callable[[int], None] = lambda writes: None
-        """Hears, in the writer's thread, how many writes each commit carried."""
+        """Called in the writer's thread with the number of writes in each commit."""
         self._pending: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
         self._writer = threading.Thread(target=self._serve, name="database-writer", daemon=True)
         self._writer.start()
 
     def read(self, work: Callable[[Connection], T]) -> T:
-        """What `work` returns, in a transaction that only reads."""
+        """The result of `work`, run in a read-only transaction."""
         with self.engine.connect() as connection:
             return work(connection)
 
     def write(self, work: Callable[[Connection], T]) -> Future[T]:
-        """The result of `work` once it is durable; its own exception if it raised, and nothing of it is kept.
+        """A future of the result of `work`, resolved once it is durable; if `work` raises, it is rolled back.
 
-        `await asyncio.wrap_future(...)` in a coroutine, `.result()` in a thread. Writes are done in the order
-        of the calls, one at a time, so a write may read what it decides on. `work` may be called more than
-        once; one whose future was cancelled before its turn is not done.
+        Use `await asyncio.wrap_future(...)` in a coroutine, `.result()` in a thread. Writes run in the order of the
+        calls, one at a time, so a write may read what it decides on. `work` may be called more than once; it is skipped
+        if its future was cancelled before.
 
         Raises:
             RuntimeError: the database is closed.
         """
         done: Future[T] = Future()
-        with self._door:
+        with self._lock:
             if self._closing.is_set():
                 raise RuntimeError("the database is closed")
             self._pending.put(_Write(work, done))
         return done
 
     def close(self) -> None:
-        """Finishes what was asked for and lets go of the database."""
-        with self._door:
+        """Finishes all pending writes and closes the database."""
+        with self._lock:
             self._closing.set()
             self._pending.put(None)
         self._writer.join()
@@ -115,7 +113,7 @@ class Database:
             while entry is not None:
                 if entry.done.set_running_or_notify_cancel():
                     batch.append(entry)
-                if len(batch) == MOST_IN_ONE_COMMIT or self._pending.empty():
+                if len(batch) == MAX_WRITES_PER_COMMIT or self._pending.empty():
                     break
                 entry = self._pending.get()
             ended = entry is None
@@ -123,28 +121,28 @@ class Database:
                 self._commit(batch)
 
     def _commit(self, batch: Sequence[_Write]) -> None:
-        """Every write is told how it ended, whatever happens."""
+        """Commits the writes and resolves every future, whatever happens."""
         try:
-            outcomes = self._patiently(batch)
+            outcomes = self._commit_with_retries(batch)
         except BaseException as error:
-            if len(batch) > 1 and not _passing(error):
+            if len(batch) > 1 and not _is_temporary(error):
                 for write in batch:
                     self._commit([write])
                 return
             outcomes = [_Outcome(write.done, failure=error) for write in batch]
         self.on_commit(len(batch))
         for outcome in outcomes:
-            outcome.tell()
+            outcome.resolve()
 
-    def _patiently(self, batch: Sequence[_Write]) -> list[_Outcome]:
-        """The outcomes of a committed transaction; tried again while the reason against it may pass."""
+    def _commit_with_retries(self, batch: Sequence[_Write]) -> list[_Outcome]:
+        """The outcomes of a committed transaction, retried on temporary errors."""
         give_up = time.monotonic() + self._patience_seconds
         pause_seconds = 0.05
         while True:
             try:
                 return self._transaction(batch, give_up)
             except DBAPIError as error:
-                if not _passing(error) or time.monotonic() > give_up:
+                if not _is_temporary(error) or time.monotonic() > give_up:
                     raise
             self._closing.wait(pause_seconds)
             if self._closing.is_set():
@@ -160,7 +158,7 @@ class Database:
                 identity = _transaction_id(connection)
                 self._finish(transaction, identity, give_up)
             except BaseException:
-                connection.invalidate()  # whatever state it is in: the next transaction gets a new one
+                connection.invalidate()  # its state is unknown: the next transaction gets a new one
                 raise
             return outcomes
 
@@ -168,14 +166,14 @@ class Database:
         try:
             transaction.commit()
         except DBAPIError as error:
-            # The line broke while the server was committing: it did or it did not, and it can say which.
+            # The connection broke during the commit; the server knows whether it succeeded.
             if identity is None or not error.connection_invalidated:
                 raise
             if not self._was_committed(identity, give_up):
                 raise
 
     def _was_committed(self, identity: str, give_up: float) -> bool:
-        """Whether PostgreSQL committed the transaction of this id; asked until it answers."""
+        """Whether PostgreSQL committed the transaction with this id; queried until the server answers."""
         while True:
             try:
                 with self.engine.connect() as connection:
@@ -185,31 +183,28 @@ class Database:
                 if status != "in progress":
                     return bool(status == "committed")
             except DBAPIError as error:
-                if not _passing(error) or time.monotonic() > give_up:
+                if not _is_temporary(error) or time.monotonic() > give_up:
                     raise
             time.sleep(0.1)
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Whether this came from a disk without room; nothing of the write was kept, and it may be tried again later."""
-    if isinstance(error, DBAPIError) and error.orig is not None:
-        error = error.orig
-    if isinstance(error, sqlite3.Error):
-        return getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_FULL, _SHM_SIZE)
-    if isinstance(error, psycopg.Error):
-        return isinstance(error, psycopg.errors.DiskFull)
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
 def open_engine(url: str) -> Engine:
-    """An engine for SQLite or PostgreSQL, by its URL. Connects to nothing yet.
+    """An engine for SQLite or PostgreSQL, not connected yet.
 
     Raises:
-        UserError: the URL is of no database that we use.
+        UserError: the URL is invalid, or names another kind of database.
     """
     parsed = _parsed(url)
     if parsed.get_backend_name() == "postgresql":
-        return create_engine(parsed, pool_pre_ping=True, **_ENGINE_OPTIONS)
+        engine = create_engine(parsed, pool_pre_ping=True, **_ENGINE_OPTIONS)
+
+        @event.listens_for(engine, "connect")
+        def _limit(connection: Any, record: Any) -> None:
+            # PostgreSQL would wait for a lock for ever. Not set in the URL's options, which belong to the user.
+            connection.execute(f"SET lock_timeout = {int(PATIENCE_SECONDS * 1000)}")
+            connection.commit()
+
+        return engine
     engine = create_engine(
         parsed,
         connect_args={"timeout": PATIENCE_SECONDS, "check_same_thread": False},
@@ -226,7 +221,7 @@ def open_engine(url: str) -> Engine:
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        # Who will write takes the lock first: a lock taken halfway is refused where another process wrote since.
+        # A writer takes the lock first: SQLite refuses to upgrade a read lock if another process wrote since.
         writing = connection.get_execution_options().get("writing", False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writing else "BEGIN")
 
@@ -238,7 +233,7 @@ def _parsed(url: str) -> URL:
     try:
         parsed = make_url(url)
     except ArgumentError:
-        raise UserError(f"the database URL is none; {example}") from None  # it may hold a password: not shown
+        raise UserError(f"invalid database URL; {example}") from None  # not shown: it may hold a password
     if parsed.drivername in ("postgres", "postgresql"):
         parsed = parsed.set(drivername="postgresql+psycopg")
     if parsed.drivername not in ("sqlite", "sqlite+pysqlite", "postgresql+psycopg"):
@@ -249,7 +244,7 @@ def _parsed(url: str) -> URL:
 
 
 def _attempt(connection: Connection, write: _Write) -> _Outcome:
-    """One write in its savepoint. Its own failure is an outcome; the end of the whole transaction is raised."""
+    """One write in its savepoint. Its own failure is an outcome; a lost transaction is raised."""
     savepoint = connection.begin_nested()
     try:
         value = write.work(connection)
@@ -265,7 +260,7 @@ def _attempt(connection: Connection, write: _Write) -> _Outcome:
 def _transaction_is_lost(connection: Connection) -> bool:
     if connection.closed or connection.invalidated:
         return True
-    # SQLite may give up a transaction as a whole (full disk); then a savepoint would begin and commit one of its own.
+    # SQLite may roll back the entire transaction (full disk); then a savepoint would begin and commit one of its own.
     driver: Any = connection.connection.dbapi_connection
     return isinstance(driver, sqlite3.Connection) and not driver.in_transaction
 
@@ -274,12 +269,12 @@ def _transaction_id(connection: Connection) -> str | None:
     """PostgreSQL's id of the current transaction, if it has written anything."""
     if connection.dialect.name != "postgresql":
         return None
-    found = connection.execute(text("SELECT CAST(pg_current_xact_id_if_assigned() AS text)")).scalar_one()
-    return None if found is None else str(found)
+    identity = connection.execute(text("SELECT CAST(pg_current_xact_id_if_assigned() AS text)")).scalar_one()
+    return None if identity is None else str(identity)
 
 
-def _passing(error: BaseException) -> bool:
-    """The server cannot be reached, or somebody else holds the lock: nothing was committed, and that may change."""
+def _is_temporary(error: BaseException) -> bool:
+    """Whether the server is unreachable or another process holds the lock; nothing was committed, a retry may succeed."""
     if not isinstance(error, DBAPIError):
         return False
     if isinstance(error.orig, sqlite3.Error):
@@ -289,8 +284,8 @@ def _passing(error: BaseException) -> bool:
 
 
 def _unreachable(error: BaseException | None) -> bool:
-    """No answer, or one of the classes 08 (connection), 57P (server going down or coming up), 53300 (too many)."""
+    """No answer, or one of the classes 08 (connection), 57P (server going down or coming up), 53300 (too many), 55P03 (lock)."""
     state = getattr(error, "sqlstate", None)
     return isinstance(error, psycopg.OperationalError) and (
-        state is None or state.startswith(("08", "57P")) or state == "53300"
+        state is None or state.startswith(("08", "57P")) or state in ("53300", "55P03")
     )

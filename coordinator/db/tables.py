@@ -1,7 +1,7 @@
-"""The tables. Times are UTC; ids are UUIDs as text; JSON is what a person may read.
+"""The tables of devices, runs and events. Times are UTC; ids are UUIDs as text; JSON is readable by people.
 
-Three constraints carry promises: an update is unique by (run, round, device), a committed round by
-(run, number), a used serial number by itself. Blobs are named by SHA-256 and lie in files.
+Three constraints carry guarantees: an update is unique by (run, round, device), a committed round by (run, number), a
+used serial number by itself. Blobs are files named by SHA-256.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sqlalchemy import (
 
 
 class UTCDateTime(TypeDecorator[datetime]):
-    """Aware datetimes in UTC, on SQLite too, which knows none."""
+    """Timezone-aware datetimes in UTC, also on SQLite, which has none."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -51,9 +51,9 @@ metadata = MetaData(
 )
 
 LIVE_RUNS = ("queued", "running")
-"""States of a run that is not over."""
+"""States of a run that has not ended."""
 
-_ROW_ID = BigInteger().with_variant(Integer, "sqlite")
+ROW_ID = BigInteger().with_variant(Integer, "sqlite")
 
 tokens = Table(
     "tokens",
@@ -91,7 +91,7 @@ devices = Table(
     Column("enrolled_at", UTCDateTime, nullable=False),
     Column("certificate_until", UTCDateTime, nullable=True),
     Column("last_seen_at", UTCDateTime, nullable=True),
-    Column("expected_at", UTCDateTime, nullable=True),  # when it was told to come back
+    Column("expected_at", UTCDateTime, nullable=True),  # time of its next check-in
     Column("report", JSON, nullable=False),  # its last CheckIn
 )
 
@@ -113,7 +113,7 @@ runs = Table(
     Column("name", String(200), nullable=False),
     Column("state", String(16), nullable=False, index=True),  # queued|running|finished|failed|cancelled
     Column("experiment", JSON, nullable=False),  # resolved
-    Column("notices", JSON, nullable=False),  # what of the experiment does not apply to a real fleet
+    Column("notices", JSON, nullable=False),  # settings of the experiment that do not apply to a real fleet
     Column("created_at", UTCDateTime, nullable=False),
     Column("finished_at", UTCDateTime, nullable=True),
     Column("error", Text, nullable=True),
@@ -198,7 +198,7 @@ evaluations = Table(
 events = Table(
     "events",
     metadata,
-    Column("id", _ROW_ID, primary_key=True, autoincrement=True),
+    Column("id", ROW_ID, primary_key=True, autoincrement=True),
     Column("time", UTCDateTime, nullable=False),
     Column("event", String(60), nullable=False),
     Column("run", String(36), nullable=True, index=True),

@@ -1,4 +1,4 @@
-"""Queries of enrolment tokens and of listed serial numbers. Of a token only the hash of its secret is here."""
+"""Queries of enrolment tokens and of listed serial numbers. Only the hash of a token's secret is stored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coordinator.db.tables import serials, tokens
 
 @dataclass(frozen=True)
 class TokenRow:
-    """What a token admits, how often still, and until when."""
+    """A row of `tokens`: what the token admits, how many more devices, and until when."""
 
     id: str
     secret_sha256: str
@@ -28,7 +28,7 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class SerialRow:
-    """A listed machine; `device` is who enrolled with it."""
+    """A listed machine; `device` is the one that enrolled with it."""
 
     serial_number: str
     device_group: str
@@ -48,14 +48,14 @@ def by_id(connection: Connection, token: str) -> TokenRow | None:
 
 
 def usable(connection: Connection, now: datetime, limit: int) -> list[TokenRow]:
-    """Tokens that still admit somebody, those that end first before the others."""
-    wanted = select(*_COLUMNS).where(tokens.c.expires_at > now, tokens.c.uses_left > 0)
-    found = connection.execute(wanted.order_by(tokens.c.expires_at, tokens.c.id).limit(limit))
-    return [TokenRow(*row) for row in found]
+    """Tokens that still admit devices, in order of expiry."""
+    query = select(*_COLUMNS).where(tokens.c.expires_at > now, tokens.c.uses_left > 0)
+    rows = connection.execute(query.order_by(tokens.c.expires_at, tokens.c.id).limit(limit))
+    return [TokenRow(*row) for row in rows]
 
 
 def end(connection: Connection, token: str, now: datetime) -> None:
-    """From now on it admits nobody."""
+    """Ends a token now."""
     connection.execute(update(tokens).where(tokens.c.id == token).values(expires_at=now))
 
 
@@ -70,12 +70,12 @@ def use(connection: Connection, token: str) -> bool:
 
 
 def drop(connection: Connection, ended_before: datetime) -> None:
-    """Forgets tokens that ended before this."""
+    """Deletes tokens that expired before this."""
     connection.execute(delete(tokens).where(tokens.c.expires_at < ended_before))
 
 
 def add_serials(connection: Connection, numbers: Sequence[str], group: str, now: datetime) -> int:
-    """Lists machines; those that are listed already stay as they are. How many are new."""
+    """Lists machines and returns the number of new ones; those listed already stay unchanged."""
     added = 0
     for number in dict.fromkeys(numbers):
         if find_serial(connection, number) is None:
@@ -91,7 +91,7 @@ def find_serial(connection: Connection, number: str) -> SerialRow | None:
 
 
 def use_serial(connection: Connection, number: str, device: str) -> bool:
-    """Gives a listed machine its device; False if it has one."""
+    """Assigns a listed machine its device; False if it has one."""
     taken = connection.execute(
         update(serials)
         .where(serials.c.serial_number == number, serials.c.device.is_(None))

@@ -1,1 +1,1 @@
-"""The device API: what enrolled devices call. One module a step of theirs."""
+"""The device API, one module per step of a device."""

@@ -1,25 +1,22 @@
-"""Answers that fit a message: figures of an evaluation, or a task given back."""
+"""Answers small enough for one message: the figures of an evaluation, or a declined task."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from sqlalchemy import Connection
 
-from coordinator.api.deps import Serving
+from coordinator.api.deps import ServicesDep
 from coordinator.db import answers
-from coordinator.device_api.bodies import message_of
-from coordinator.device_api.identity import Calling
-from coordinator.device_api.tasks import own_task, require_wanted
+from coordinator.device_api.bodies import read_message
+from coordinator.device_api.identity import CallerDep
+from coordinator.device_api.tasks import own_task, require_open
 from coordinator.errors import Refusal
 from edge_client.wire.device import Decline, EvaluationResult, to_json
 from edge_client.wire.messages import LARGEST_COUNT
-
-_WORDS_LIMIT = 500
 
 router = APIRouter()
 
@@ -28,26 +25,25 @@ router = APIRouter()
 async def evaluation(
     task: str,
     request: Request,
-    caller: Calling,
-    services: Serving,
+    caller: CallerDep,
+    services: ServicesDep,
 ) -> Mapping[str, Any]:
-    """Sent again, it is answered so again, and counts once."""
-    said = await message_of(EvaluationResult, request)
-    _require_sums(said)
+    """Idempotent: a repeated message gets the same answer and counts once."""
+    message = await read_message(EvaluationResult, request)
+    _require_valid_figures(message)
 
     def work(connection: Connection) -> str | None:
-        asked = own_task(connection, caller.id, task, "evaluate")
-        if asked.state == "accepted":
+        row = own_task(connection, caller.id, task, "evaluate")
+        if row.state == "accepted":
             return None
         now = services.clock()
-        require_wanted(asked, now)
-        if said.base != asked.offer["params"]["sha256"]:
+        require_open(row, now)
+        if message.base != row.offer["params"]["sha256"]:
             raise Refusal(
-                422, "stale_base", f"it evaluated model {said.base[:12]}, another one was asked for"
+                422, "stale_base", f"it evaluated model {message.base[:12]}, expected the model of its task"
             )
-        kept = replace(said, site=said.site[:_WORDS_LIMIT])
-        answers.evaluate(connection, asked, to_json(kept), now)
-        return asked.run
+        answers.record_evaluation(connection, row, to_json(message), now)
+        return row.run
 
     run = await asyncio.wrap_future(services.database.write(work))
     if run is not None:
@@ -59,18 +55,18 @@ async def evaluation(
 async def decline(
     task: str,
     request: Request,
-    caller: Calling,
-    services: Serving,
+    caller: CallerDep,
+    services: ServicesDep,
 ) -> Mapping[str, Any]:
-    """Sent again, or for a task that is over anyway, it is no matter."""
-    said = await message_of(Decline, request)
+    """Idempotent; no effect on a task that is over."""
+    message = await read_message(Decline, request)
 
     def work(connection: Connection) -> str | None:
-        asked = own_task(connection, caller.id, task)
-        if asked.state not in ("waiting", "leased"):
+        row = own_task(connection, caller.id, task)
+        if row.state not in ("waiting", "leased"):
             return None
-        answers.decline(connection, asked, said.code, said.words[:_WORDS_LIMIT], services.clock())
-        return asked.run
+        answers.decline(connection, row, message.code, message.words, services.clock())
+        return row.run
 
     run = await asyncio.wrap_future(services.database.write(work))
     if run is not None:
@@ -78,14 +74,14 @@ async def decline(
     return {"accepted": True}
 
 
-def _require_sums(said: EvaluationResult) -> None:
-    """Figures that rows can give: the wire has made sure that they are numbers, and finite."""
+def _require_valid_figures(message: EvaluationResult) -> None:
+    """Checks the ranges of the figures; the wire has checked that they are finite numbers."""
     checks = (
-        (1 <= said.rows <= LARGEST_COUNT, f"rows is {said.rows}, expected 1 or more"),
-        (1 <= said.labels <= LARGEST_COUNT, f"labels is {said.labels}, expected 1 or more"),
-        (0 <= said.correct <= said.labels, f"correct is {said.correct} of {said.labels} labels"),
-        (said.loss_sum >= 0, f"loss_sum is {said.loss_sum}, expected 0 or more"),
+        (1 <= message.rows <= LARGEST_COUNT, f"rows is {message.rows}, expected 1 or more"),
+        (1 <= message.labels <= LARGEST_COUNT, f"labels is {message.labels}, expected 1 or more"),
+        (0 <= message.correct <= message.labels, f"correct is {message.correct} of {message.labels} labels"),
+        (message.loss_sum >= 0, f"loss_sum is {message.loss_sum}, expected 0 or more"),
     )
-    for holds, complaint in checks:
+    for holds, problem in checks:
         if not holds:
-            raise Refusal(422, "malformed", f"EvaluationResult.{complaint[:200]}")
+            raise Refusal(422, "malformed", f"EvaluationResult.{problem[:200]}")

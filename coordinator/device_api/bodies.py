@@ -1,42 +1,41 @@
-"""Bodies of the device API: JSON objects of limited size, parsed as the wire's own messages."""
+"""Request bodies of the device API: JSON objects of limited size, parsed as messages of the wire."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import TypeVar
 
 from fastapi import Request
 
 from coordinator.errors import Refusal
-from edge_client.wire.strict import Unfit, loads, parse_message
+from coordinator.limits.request_bodies import read_body
+from edge_client.wire.strict import InvalidDocument, loads, parse_message, require_bounded
 
-LIMIT_BYTES = 2**20
-BODY_SECONDS = 60.0
-"""For a whole message to come. A byte now and then keeps no connection open for ever."""
+LIMIT_BYTES = 2**17
+ANONYMOUS_LIMIT_BYTES = 16 * 1024
+"""For a message without a client certificate: a token or a certificate, a CSR, a proof and a name come to 4 KB."""
+ANONYMOUS_SECONDS = 20.0
+"""Time for such a message to arrive."""
 
 T = TypeVar("T")
 
 
-async def message_of(kind: type[T], request: Request) -> T:
+async def read_message(kind: type[T], request: Request) -> T:
     """The body as a message of this kind.
 
     Raises:
         Refusal: 413 `oversized`, before more is read; 408 `too_slow`; 422 `malformed`.
     """
+    return _parse(kind, await read_body(request, LIMIT_BYTES))
+
+
+async def read_anonymous_message(kind: type[T], request: Request) -> T:
+    """The same from a sender without a client certificate, within narrower limits."""
+    return _parse(kind, await read_body(request, ANONYMOUS_LIMIT_BYTES, ANONYMOUS_SECONDS))
+
+
+def _parse(kind: type[T], body: bytes) -> T:
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            body = await _whole(request)
-        return parse_message(kind, loads(body, kind.__name__), kind.__name__)
-    except TimeoutError:
-        raise Refusal(408, "too_slow", f"this message had not come after {BODY_SECONDS:.0f} s") from None
-    except Unfit as error:
+        name = kind.__name__
+        return require_bounded(parse_message(kind, loads(body, name), name), name)
+    except InvalidDocument as error:
         raise Refusal(422, "malformed", str(error)) from None
-
-
-async def _whole(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > LIMIT_BYTES:
-            raise Refusal(413, "oversized", f"a message here has at most {LIMIT_BYTES} bytes")
-    return bytes(body)

@@ -1,8 +1,8 @@
-"""Check-in: a device says what it is and can, and hears what to do.
+"""Check-in: a device reports its state and capabilities, and receives what to do.
 
-1. agree on a version of the wire
-2. keep the report, and how releases stand; renew the lease of what it works on, or lease it a task that waits
-3. a device that matches a live run is held until there is something for it; others are told a time
+1. negotiate the wire version
+2. store the report and the state of releases; renew the lease of the current task, or lease a waiting one
+3. hold a device that matches a live run until there is work for it; tell others when to come back
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from sqlalchemy import Connection
 
-from coordinator.api.deps import Serving
+from coordinator.api.deps import ServicesDep
+from coordinator.context.services import Services
 from coordinator.db import answers, participants, rounds
 from coordinator.db.rounds import TaskRow
-from coordinator.device_api.bodies import message_of
-from coordinator.device_api.identity import Caller, Calling
+from coordinator.device_api.bodies import read_message
+from coordinator.device_api.identity import Caller, CallerDep
 from coordinator.errors import Refusal
-from coordinator.fleets import matching, offers
 from coordinator.rollouts import engine, plan, reports
-from coordinator.rollouts.reports import Heard
-from coordinator.services import Services
+from coordinator.rollouts.reports import ReleaseOffers
+from coordinator.scheduling import matching, offers
 from edge_client.wire.device import (
     OLDEST_MINOR,
     WIRE,
     CheckIn,
     CheckInAnswer,
     TaskOffer,
-    negotiated,
+    negotiate,
     to_json,
     version,
 )
@@ -44,58 +44,60 @@ router = APIRouter()
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What the rows have for a device: a task to start, or that the one it works on is not wanted.
+class _Outcome:
+    """What a device must do: start the task of `offer`, or stop its current one.
 
-    `declined`: runs whose tasks ended, because the device's owner opted out of them. `releases`: what it is to run.
+    `declined`: runs whose tasks ended because the device's owner opted out. `releases`: the releases to run.
     """
 
     offer: TaskOffer | None = None
     stop: bool = False
     worth_holding: bool = False
     declined: tuple[str, ...] = ()
-    releases: Heard = field(default_factory=Heard)
+    releases: ReleaseOffers = field(default_factory=ReleaseOffers)
 
 
 @router.post("/checkin")
 async def check_in(
     request: Request,
-    caller: Calling,
-    services: Serving,
+    caller: CallerDep,
+    services: ServicesDep,
 ) -> Mapping[str, Any]:
-    said = await message_of(CheckIn, request)
-    wire = _agreed(said.wire)
-    _require_sound(said)
+    report = await read_message(CheckIn, request)
+    wire = _negotiate(report.wire)
+    _require_valid_releases(report)
     topic = f"device:{caller.id}"
-    pace = await run_in_threadpool(_pace, services)
-    hold_seconds = min(max(said.wait_seconds, 0.0), LONGEST_HOLD_SECONDS)
+    idle_seconds = await run_in_threadpool(_idle_seconds, services)
+    hold_seconds = min(max(report.wait_seconds, 0.0), LONGEST_HOLD_SECONDS)
 
     seen = services.signals.seen(topic)
-    due_seconds = max(hold_seconds, pace)
-    found = await _written(services, lambda at: _record(at, services, caller, said, due_seconds))
+    due_seconds = max(hold_seconds, idle_seconds)
+    outcome = await _write(services, lambda at: _record(at, services, caller, report, due_seconds))
     services.signals.notify("devices")
-    _tell(services, caller, said, found)
-    if not found.worth_holding:
-        return _answer(wire, 0.0 if found.stop else pace, found)
-    if found.releases.is_new:
-        return _answer(wire, 0.0, found, hold=True)
-    with services.pacing.room(services.settings.held, caller.id) as held:
-        if held and await _arrives(request, services, topic, seen, hold_seconds):
-            found = await _written(services, lambda at: _look(at, services, caller, said))
-            _tell(services, caller, said, found)
-    again = 0.0 if held and hold_seconds > 0 else pace
-    return _answer(wire, again, found, hold=held and found.worth_holding)
+    _notify(services, caller, report, outcome)
+    if not outcome.worth_holding:
+        return _answer(wire, 0.0 if outcome.stop else idle_seconds, outcome)
+    if outcome.releases.is_new:
+        return _answer(wire, 0.0, outcome, hold=True)
+    with services.pacing.poll_slot(services.settings.held, caller.id) as held:
+        if held and await _wait_for_signal(request, services, topic, seen, hold_seconds):
+            outcome = await _write(services, lambda at: _find_work(at, services, caller, report))
+            _notify(services, caller, report, outcome)
+    next_seconds = 0.0 if held and hold_seconds > 0 else idle_seconds
+    return _answer(wire, next_seconds, outcome, hold=held and outcome.worth_holding)
 
 
-def _answer(wire: str, next_seconds: float, found: _Found, *, hold: bool = False) -> Mapping[str, Any]:
+def _answer(wire: str, next_seconds: float, outcome: _Outcome, *, hold: bool = False) -> Mapping[str, Any]:
     return to_json(
-        CheckInAnswer(wire, next_seconds, found.offer, found.stop, hold=hold, releases=found.releases.offers)
+        CheckInAnswer(
+            wire, next_seconds, outcome.offer, outcome.stop, hold=hold, releases=outcome.releases.offers
+        )
     )
 
 
-def _agreed(theirs: str) -> str:
+def _negotiate(theirs: str) -> str:
     try:
-        agreed = negotiated(version(theirs))
+        agreed = negotiate(version(theirs))
     except ValueError as error:
         raise Refusal(422, "malformed", f"CheckIn.wire: {error}") from None
     if agreed is None:
@@ -110,106 +112,116 @@ def _agreed(theirs: str) -> str:
     return f"{agreed[0]}.{agreed[1]}"
 
 
-def _require_sound(said: CheckIn) -> None:
+def _require_valid_releases(report: CheckIn) -> None:
     try:
-        engine.require_sound(said.releases)
+        engine.require_valid_reports(report.releases)
     except ValueError as error:
         raise Refusal(422, "malformed", f"CheckIn.releases: {error}") from None
 
 
 def _record(
-    connection: Connection, services: Services, caller: Caller, said: CheckIn, due_seconds: float
-) -> _Found:
-    """Keeps the report, then looks what there is for the device."""
+    connection: Connection, services: Services, caller: Caller, report: CheckIn, due_seconds: float
+) -> _Outcome:
+    """Stores the report, then looks for work."""
     now = services.clock()
     due = now + timedelta(seconds=due_seconds)
-    participants.checked_in(connection, caller.id, to_json(said), now, due)
-    return _look(connection, services, caller, said)
+    participants.checked_in(connection, caller.id, to_json(report), now, due)
+    return _find_work(connection, services, caller, report)
 
 
-def _look(connection: Connection, services: Services, caller: Caller, said: CheckIn) -> _Found:
-    """The task to start or go on with, and the releases to run."""
-    found = _task(connection, services, caller, said)
-    if not plan.knows_releases(said.wire):
-        return found
-    return replace(found, releases=reports.check_in(connection, caller.id, said.releases, services.clock()))
+def _find_work(connection: Connection, services: Services, caller: Caller, report: CheckIn) -> _Outcome:
+    """The task to start or continue, and the releases to run."""
+    outcome = _next_task(connection, services, caller, report)
+    if not plan.supports_releases(report.wire):
+        return outcome
+    return replace(
+        outcome, releases=reports.check_in(connection, caller.id, report.releases, services.clock())
+    )
 
 
-def _task(connection: Connection, services: Services, caller: Caller, said: CheckIn) -> _Found:
-    """The task to start or go on with; leases are given and renewed here."""
+def _next_task(connection: Connection, services: Services, caller: Caller, report: CheckIn) -> _Outcome:
+    """The task to start or continue; grants and renews leases."""
     now = services.clock()
     until = now + timedelta(seconds=services.settings.lease_seconds)
     live = rounds.live_tasks(connection, caller.id)
-    rounds.wait_longer(connection, caller.id, until)
-    if said.working_on is not None:
-        held = next((task for task in live if task.id == said.working_on), None)
+    rounds.extend_waiting(connection, caller.id, until)
+    if report.working_on is not None:
+        held = next((task for task in live if task.id == report.working_on), None)
         if held is None or not _is_open(held):
-            return _Found(stop=True)
+            return _Outcome(stop=True)
         rounds.lease(connection, held.id, until)
-        return _Found(worth_holding=True)
+        return _Outcome(worth_holding=True)
     declined: list[str] = []
     for task in live:
-        if matching.is_out(said, task.run, task.offer["run_name"]):
+        if matching.has_opted_out(report, task.run, task.offer["run_name"]):
             answers.decline(connection, task, "opted_out", "its owner opted out of this run", now)
             declined.append(task.run)
-        elif _is_open(task) and not said.ineligible and matching.knows(said, task.kind):
+        elif _is_open(task) and not report.ineligible and matching.supports(report, task.kind):
             rounds.lease(connection, task.id, until)
-            return _Found(offers.offer_now(task.offer, now), declined=tuple(declined))
-    return _Found(worth_holding=_in_pool(connection, services, caller.id, now), declined=tuple(declined))
+            return _Outcome(offers.current_offer(task.offer, now), declined=tuple(declined))
+    return _Outcome(
+        worth_holding=_may_be_selected(connection, services, caller.id, now), declined=tuple(declined)
+    )
 
 
-def _tell(services: Services, caller: Caller, said: CheckIn, found: _Found) -> None:
-    """Wakes rollouts that may go on and runs that lost a task; logs the device where it stands otherwise than before."""
-    if found.releases.changed:
+def _notify(services: Services, caller: Caller, report: CheckIn, outcome: _Outcome) -> None:
+    """Wakes rollouts that may advance and runs that lost a task; logs the device if its state changed."""
+    if outcome.releases.changed:
         services.signals.notify(reports.TOPIC, "events")
-    if found.declined:
-        services.signals.notify("events", *(f"run:{run}" for run in found.declined))
-    if found.stop:
-        state, task = "stopped", said.working_on
-    elif found.offer is not None:
-        state, task = "given_task", found.offer.task
-    elif said.working_on is not None:
-        state, task = "working", said.working_on
+    if outcome.declined:
+        services.signals.notify("events", *(f"run:{run}" for run in outcome.declined))
+    if outcome.stop:
+        state, task = "stopped", report.working_on
+    elif outcome.offer is not None:
+        state, task = "given_task", outcome.offer.task
+    elif report.working_on is not None:
+        state, task = "working", report.working_on
     else:
-        state, task = ("ineligible" if said.ineligible else "held" if found.worth_holding else "idle"), None
-    services.ticks.tell(caller.id, state, task=task, ineligible=list(said.ineligible))
+        state, task = (
+            ("ineligible" if report.ineligible else "held" if outcome.worth_holding else "idle"),
+            None,
+        )
+    services.device_log.log(caller.id, state, task=task, ineligible=list(report.ineligible))
 
 
 def _is_open(task: TaskRow) -> bool:
     return task.kind == "evaluate" or task.round_state == "open"
 
 
-def _in_pool(connection: Connection, services: Services, device: str, now: datetime) -> bool:
-    """Whether the device may be chosen by a live run, so that it is worth holding."""
-    found = participants.candidate(connection, device)
-    return found is not None and any(
-        not matching.why_not(found, deployment, now) for deployment in services.deployments.active()
+def _may_be_selected(connection: Connection, services: Services, device: str, now: datetime) -> bool:
+    """Whether a live run may select the device, so that it is worth holding."""
+    candidate = participants.candidate(connection, device)
+    return candidate is not None and any(
+        not matching.blocking_reasons(candidate, deployment, now)
+        for deployment in services.deployments.active()
     )
 
 
-def _pace(services: Services) -> float:
+def _idle_seconds(services: Services) -> float:
     """Seconds until a device that is not held comes back."""
     return services.pacing.next_seconds(
         lambda: services.database.read(participants.fleet_size), services.settings.checkins_per_second
     )
 
 
-async def _written(services: Services, work: Callable[[Connection], _Found]) -> _Found:
+async def _write(services: Services, work: Callable[[Connection], _Outcome]) -> _Outcome:
     return await asyncio.wrap_future(services.database.write(work))
 
 
-async def _arrives(request: Request, services: Services, topic: str, seen: int, hold_seconds: float) -> bool:
-    """Waits for a signal to the device; ends early when the device hangs up."""
-    signal = asyncio.ensure_future(services.signals.arrive(topic, seen, hold_seconds))
-    hang_up = asyncio.ensure_future(_hangs_up(request))
+async def _wait_for_signal(
+    request: Request, services: Services, topic: str, seen: int, hold_seconds: float
+) -> bool:
+    """Waits for a signal to the device; returns early when the device disconnects."""
+    signal = asyncio.ensure_future(services.signals.wait_async(topic, seen, hold_seconds))
+    disconnect = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({signal, hang_up}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({signal, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         return signal.done() and signal.result()
     finally:
         signal.cancel()
-        hang_up.cancel()
+        disconnect.cancel()
 
 
-async def _hangs_up(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""How a device gets in and out: the CA to pin, enrolment, renewal, leaving."""
+"""A device's membership: the CA to pin, enrolment, renewal and leaving."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from sqlalchemy import Connection
 
-from coordinator import enrolment
-from coordinator.api.deps import Serving
-from coordinator.device_api.bodies import message_of
-from coordinator.device_api.identity import Calling
-from coordinator.services import Services
+from coordinator.accounts import enrolment
+from coordinator.api.deps import ServicesDep
+from coordinator.context.services import Services
+from coordinator.device_api.bodies import read_anonymous_message
+from coordinator.device_api.identity import CallerDep
+from coordinator.errors import Refusal
 from edge_client.wire.device import EnrolRequest, RenewRequest, to_json
 
 T = TypeVar("T")
@@ -23,43 +24,47 @@ router = APIRouter()
 
 
 @router.get("/ca")
-async def ca(services: Serving) -> Response:
-    """The CA certificate, PEM. A device believes it only if its hash is the one in its token."""
+async def ca(services: ServicesDep) -> Response:
+    """The CA certificate in PEM. A device trusts it only if its token carries the same hash."""
     return Response(services.authority.ca_pem, media_type="application/x-pem-file")
 
 
 @router.post("/enrol")
-async def enrol(request: Request, services: Serving) -> Mapping[str, Any]:
-    said = await message_of(EnrolRequest, request)
-    return to_json(
-        await _written(
+async def enrol(request: Request, services: ServicesDep) -> Mapping[str, Any]:
+    message = await read_anonymous_message(EnrolRequest, request)
+    try:
+        answer = await _write(
             services,
-            lambda at: enrolment.enrol(at, services.authority, services.settings, said, services.clock()),
+            lambda at: enrolment.enrol(at, services.authority, services.settings, message, services.clock()),
         )
-    )
+    except Refusal as refusal:
+        if refusal.code == "token_unknown":
+            services.enrolment_guesses.record("enrolment", request.client.host if request.client else None)
+        raise
+    return to_json(answer)
 
 
 @router.post("/renew")
-async def renew(request: Request, services: Serving) -> Mapping[str, Any]:
-    said = await message_of(RenewRequest, request)
+async def renew(request: Request, services: ServicesDep) -> Mapping[str, Any]:
+    message = await read_anonymous_message(RenewRequest, request)
     return to_json(
-        await _written(
+        await _write(
             services,
-            lambda at: enrolment.renew(at, services.authority, services.settings, said, services.clock()),
+            lambda at: enrolment.renew(at, services.authority, services.settings, message, services.clock()),
         )
     )
 
 
 @router.post("/leave")
-async def leave(caller: Calling, services: Serving) -> Mapping[str, Any]:
-    await _written(services, lambda at: enrolment.leave(at, caller.id, services.clock()))
+async def leave(caller: CallerDep, services: ServicesDep) -> Mapping[str, Any]:
+    await _write(services, lambda at: enrolment.leave(at, caller.id, services.clock()))
     live = (f"run:{deployment.run}" for deployment in services.deployments.active())
     services.signals.notify(f"device:{caller.id}", *live)
-    services.ticks.forget(caller.id)
+    services.device_log.forget(caller.id)
     return {}
 
 
-async def _written(services: Services, work: Callable[[Connection], T]) -> T:
+async def _write(services: Services, work: Callable[[Connection], T]) -> T:
     done = await asyncio.wrap_future(services.database.write(work))
     services.signals.notify("events")
     return done

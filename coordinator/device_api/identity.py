@@ -1,11 +1,11 @@
-"""Who is calling: the device whose certificate this connection, or a trusted proxy, has shown. Nothing else counts.
+"""The calling device, identified only by the certificate of its connection or from a trusted proxy.
 
-A proxy that ends TLS forwards the certificate in one header, `X-Client-Cert`: PEM, URL-encoded, as nginx makes it
-with `$ssl_client_escaped_cert` and Envoy with `%DOWNSTREAM_PEER_CERT%`. It is believed from the addresses in the
-settings only, and verified here again. There is one header and not a choice of them: a proxy replaces the one it is
-set to, and would pass on another that a client made up, with a certificate of somebody else's in it.
+A proxy that ends TLS forwards the certificate in the header `X-Client-Cert`: PEM, URL-encoded, as nginx produces it with
+`$ssl_client_escaped_cert` and Envoy with `%DOWNSTREAM_PEER_CERT%`. It is accepted from the addresses in the settings
+only, and verified here again. The header's name is fixed: a proxy replaces the header that it is configured for, and
+would pass on a forged one of another name with somebody else's certificate.
 
-State is looked up for every request, so a revocation acts on the next one.
+The device's state is read for every request, so a revocation takes effect on the next one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from cryptography import x509
 from fastapi import Depends, Request
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator.api.deps import Serving
+from coordinator.accounts.enrolment import require_active
+from coordinator.api.deps import ServicesDep
 from coordinator.db import devices
-from coordinator.enrolment import admit
 from coordinator.errors import Refusal
 
 FORWARDED = "x-client-cert"
@@ -30,46 +30,47 @@ FORWARDED = "x-client-cert"
 
 @dataclass(frozen=True)
 class Caller:
-    """A device that takes part, proven by its certificate."""
+    """An active device, authenticated by its certificate."""
 
     id: str
     name: str
     group: str
 
 
-async def calling_device(request: Request, services: Serving) -> AsyncIterator[Caller]:
-    """The device that makes this request, which counts among its requests until it is answered.
+async def calling_device(request: Request, services: ServicesDep) -> AsyncIterator[Caller]:
+    """The device that makes this request, which counts toward the device's limits until it is answered.
 
     Raises:
         Refusal: 401 `no_certificate`, `foreign_certificate`, `expired`, `not_yet_valid`; 403 `revoked`,
             `unknown_device`, `pending`; 429 `too_many_requests`.
     """
-    certificate = _shown(request, services.settings.trusted_proxies)
+    certificate = _client_certificate(request, services.settings.trusted_proxies)
     if certificate is None:
         raise Refusal(
             401, "no_certificate", "the device API needs the client certificate of an enrolled device"
         )
-    # OpenSSL took any chain up to our CA; a device's certificate is signed by the CA itself.
+    # OpenSSL accepted any chain up to our CA; a device's certificate is signed by the CA itself.
     device = services.authority.verify(certificate, services.clock())
     with services.limits.request(device):
-        row = admit(await run_in_threadpool(services.database.read, lambda at: devices.find(at, device)))
+        row = await run_in_threadpool(services.database.read, lambda at: devices.find(at, device))
+        row = require_active(row)
         yield Caller(row.id, row.name, row.device_group)
 
 
-Calling = Annotated[Caller, Depends(calling_device)]
-"""The type of a route's argument that gets the calling device."""
+CallerDep = Annotated[Caller, Depends(calling_device)]
+"""Type of a route's parameter that receives the calling device."""
 
 
-def _shown(request: Request, trusted: tuple[str, ...]) -> x509.Certificate | None:
+def _client_certificate(request: Request, trusted: tuple[str, ...]) -> x509.Certificate | None:
     state = request.scope["state"]
     if _is_trusted(state.get("peer_address", ""), trusted):
         forwarded = request.headers.getlist(FORWARDED)
         if len(forwarded) > 1:
             raise Refusal(401, "foreign_certificate", f"the proxy forwarded {len(forwarded)} certificates")
         if forwarded and forwarded[0]:
-            return _parsed(unquote(forwarded[0]))
+            return _parse_pem(unquote(forwarded[0]))
     der: bytes | None = state.get("peer_certificate")
-    return None if der is None else _parsed_der(der)
+    return None if der is None else _parse_der(der)
 
 
 def _is_trusted(address: str, trusted: tuple[str, ...]) -> bool:
@@ -80,15 +81,15 @@ def _is_trusted(address: str, trusted: tuple[str, ...]) -> bool:
     return any((mapped or peer) in ip_network(each, strict=False) for each in trusted)
 
 
-def _parsed_der(der: bytes) -> x509.Certificate:
+def _parse_der(der: bytes) -> x509.Certificate:
     try:
         return x509.load_der_x509_certificate(der)
-    except Exception as error:  # a CA of one's own may have signed what only OpenSSL takes
+    except Exception as error:  # an operator's own CA may have signed what only OpenSSL accepts
         raise Refusal(401, "foreign_certificate", "this certificate cannot be read") from error
 
 
-def _parsed(pem: str) -> x509.Certificate:
+def _parse_pem(pem: str) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(pem.encode())
-    except Exception as error:  # whatever a parser may say about bytes from outside
+    except Exception as error:  # a parser may raise anything on untrusted bytes
         raise Refusal(401, "foreign_certificate", f"{FORWARDED} holds no certificate in PEM") from error

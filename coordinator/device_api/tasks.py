@@ -1,4 +1,4 @@
-"""Whose a task is, and whether an answer to it is still wanted: asked by every route that names one."""
+"""Checks of every route that names a task: the caller owns it, and an answer to it is still accepted."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ def own_task(connection: Connection, caller: str, task: str, kind: TaskKind | No
     Raises:
         Refusal: 404 `not_found`, 403 `not_yours`, 409 `wrong_kind`.
     """
-    found = rounds.find_task(connection, task) if len(task) == 36 else None
-    if found is None:
+    # PostgreSQL rejects NUL in text, even in a comparison.
+    row = rounds.find_task(connection, task) if len(task) == 36 and "\0" not in task else None
+    if row is None:
         raise Refusal(404, "not_found", "there is no such task")
-    if found.device != caller:
-        raise Refusal(403, "not_yours", "this task was given to another device")
-    if kind is not None and found.kind != kind:
-        raise Refusal(409, "wrong_kind", f"this task is to {found.kind}, not to {kind}")
-    return found
+    if row.device != caller:
+        raise Refusal(403, "not_yours", "this task belongs to another device")
+    if kind is not None and row.kind != kind:
+        raise Refusal(409, "wrong_kind", f"this task is to {row.kind}, not to {kind}")
+    return row
 
 
-def require_wanted(task: TaskRow, now: datetime) -> None:
-    """Lets pass a task that is leased, before its deadline, and whose round takes results.
+def require_open(task: TaskRow, now: datetime) -> None:
+    """Requires that the task is leased, before its deadline, and its round accepts results.
 
     Raises:
         Refusal: 409 with `not_leased`, `lease_expired`, `declined`, `rejected` or `round_closed`.
@@ -37,17 +38,17 @@ def require_wanted(task: TaskRow, now: datetime) -> None:
     in_time = now <= task.deadline_at and (task.kind == "evaluate" or task.round_state == "open")
     if task.state == "leased" and in_time:
         return
-    code, words = _UNWANTED.get((task.state, task.reason), _UNWANTED.get((task.state, None), _CLOSED))
+    code, message = _REFUSALS.get((task.state, task.reason), _REFUSALS.get((task.state, None), _CLOSED))
     raise Refusal(
-        409, code, f"round {task.round}: {words}" + (f": {task.words}" if code == "rejected" else "")
+        409, code, f"round {task.round}: {message}" + (f": {task.words}" if code == "rejected" else "")
     )
 
 
-_CLOSED = ("round_closed", "the round is over, nothing more is taken")
-_UNWANTED: dict[tuple[str, str | None], tuple[str, str]] = {
-    ("waiting", None): ("not_leased", "this task was not fetched by a check-in"),
+_CLOSED = ("round_closed", "the round is over and accepts no more results")
+_REFUSALS: dict[tuple[str, str | None], tuple[str, str]] = {
+    ("waiting", None): ("not_leased", "the device has not fetched this task by a check-in"),
     ("expired", "lease_expired"): ("lease_expired", "the device was silent for longer than its lease"),
-    ("declined", None): ("declined", "the device gave this task back"),
+    ("declined", None): ("declined", "the device declined this task"),
     ("rejected", None): ("rejected", "its result was rejected"),
-    ("accepted", None): ("duplicate", "another result of this task counts already"),
+    ("accepted", None): ("duplicate", "another result of this task was already accepted"),
 }

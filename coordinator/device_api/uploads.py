@@ -1,11 +1,12 @@
-"""Uploads: the result of a train task, in pieces that can be taken up again, counted once.
+"""Uploads: the result of a train task in resumable pieces, counted once.
 
-    announce   size, hash, encoding; held against the task's limit      POST /tasks/{task}/upload
+    announce   size, hash, encoding; checked against the task's limit   POST /tasks/{task}/upload
     pieces     in order, straight into the task's part file             PUT  /tasks/{task}/upload?offset=N
     finish     with the last piece: hash, inflate, `intake.check`, durable blob, one transaction; then `accepted`
 
-Nothing is held in memory but a block, nothing is allocated by what a device says, and of a result that is
-refused nothing is kept. A restart of either side goes on at the size of the part file.
+Each upload holds two blocks in memory, and `limits.uploads_in_flight` bounds their number. No allocation depends on what a
+device announces, and nothing of a refused result is kept. After a restart of either side an upload resumes at the size
+of its part file.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ from sqlalchemy.exc import DBAPIError
 from starlette.requests import ClientDisconnect
 
 from coordinator import failpoints
-from coordinator.api.deps import Serving
+from coordinator.api.deps import ServicesDep
+from coordinator.context.services import Services
 from coordinator.db import answers, rounds
-from coordinator.db.answers import Taken
+from coordinator.db.answers import AcceptedUpdate
 from coordinator.db.rounds import TaskRow
-from coordinator.db.store import is_disk_full
-from coordinator.device_api.bodies import message_of
-from coordinator.device_api.identity import Caller, Calling
-from coordinator.device_api.tasks import own_task, require_wanted
+from coordinator.device_api.bodies import read_message
+from coordinator.device_api.identity import Caller, CallerDep
+from coordinator.device_api.tasks import own_task, require_open
 from coordinator.errors import Refusal
-from coordinator.part_files import BadEncoding, Transfer
+from coordinator.limits.uploads_in_flight import BLOCK_BYTES, Slot
 from coordinator.rounds import intake
 from coordinator.rounds.intake import Rejection
-from coordinator.rounds.plan import Task
-from coordinator.services import Services
+from coordinator.rounds.tasks import Task
+from coordinator.storage.errors import is_disk_full
+from coordinator.storage.partial_uploads import BadEncoding, Transfer
 from edge_client.wire import arrays
 from edge_client.wire.device import UploadStart, UploadState, to_json
 from edge_client.wire.messages import TaskMessage
 
-BLOCK_BYTES = 2**20
 STALL_SECONDS = 20.0
-"""Silence within a piece after which its connection is given up, so that another one may go on."""
+"""Silence within a piece after which its connection is closed, so that another one may resume."""
 
 _checks = anyio.CapacityLimiter(2)
-"""Results checked at a time: each takes a core."""
+"""Results inflated or checked concurrently: each takes a core and some MB of memory."""
 
 T = TypeVar("T")
 router = APIRouter()
@@ -57,20 +58,20 @@ router = APIRouter()
 async def start_upload(
     task: str,
     request: Request,
-    caller: Calling,
-    services: Serving,
+    caller: CallerDep,
+    services: ServicesDep,
 ) -> Mapping[str, Any]:
-    """Safe to repeat: answers how far the upload came, and finishes one that is all there."""
-    said = await message_of(UploadStart, request)
-    asked = await _own(services, caller, task)
-    if asked.state != "accepted":
-        _require_fit(said, asked)
-        transfer = services.part_files.of(asked.id)
-        async with transfer.turn:
-            asked = await _own(services, caller, task)  # whoever had the turn before may have finished
-            if asked.state != "accepted":
-                return to_json(await _Upload(services, asked, said, transfer).announced())
-    return to_json(await _as_before(services, asked, said.sha256))
+    """Idempotent: answers the offset to resume at, and finishes a complete upload."""
+    announced = await read_message(UploadStart, request)
+    row = await _own_task(services, caller, task)
+    if row.state != "accepted":
+        _require_plausible(announced, row)
+        transfer = services.part_files.of(row.id)
+        async with transfer.lock:
+            row = await _own_task(services, caller, task)  # the previous holder of the lock may have finished
+            if row.state != "accepted":
+                return to_json(await _Upload(services, row, announced, transfer).start())
+    return to_json(await _repeat_answer(services, row, announced.sha256))
 
 
 @router.put("/tasks/{task}/upload")
@@ -78,75 +79,79 @@ async def upload_piece(
     task: str,
     offset: Annotated[int, Query(ge=0, le=2**53)],
     request: Request,
-    caller: Calling,
-    services: Serving,
+    caller: CallerDep,
+    services: ServicesDep,
 ) -> Mapping[str, Any]:
-    """The body are the bytes from `offset` on, as many as fit the sender."""
-    asked = await _own(services, caller, task)
-    if asked.state in ("waiting", "leased"):
-        transfer = services.part_files.of(asked.id)
-        async with transfer.turn:
-            asked = await _own(services, caller, task)  # whoever had the turn before may have finished
-            if asked.state != "accepted":
-                said = await _announcement(services, asked)
-                return to_json(await _Upload(services, asked, said, transfer).piece(request, offset))
-    if asked.state != "accepted":
-        require_wanted(asked, services.clock())
-    return to_json(await _as_before(services, asked, None))
+    """The body holds the bytes from `offset` on; the sender chooses how many."""
+    with services.uploads_in_flight.acquire() as slot:
+        row = await _own_task(services, caller, task)
+        if row.state in ("waiting", "leased"):
+            transfer = services.part_files.of(row.id)
+            async with transfer.lock:
+                row = await _own_task(
+                    services, caller, task
+                )  # the previous holder of the lock may have finished
+                if row.state != "accepted":
+                    announced = await _announcement(services, row)
+                    upload = _Upload(services, row, announced, transfer)
+                    return to_json(await upload.append(request, offset, slot))
+    if row.state != "accepted":
+        require_open(row, services.clock())
+    return to_json(await _repeat_answer(services, row, None))
 
 
 class _Upload:
-    """One upload while its turn is held."""
+    """One upload, while its lock is held."""
 
-    def __init__(self, services: Services, task: TaskRow, said: UploadStart, transfer: Transfer) -> None:
+    def __init__(self, services: Services, task: TaskRow, announced: UploadStart, transfer: Transfer) -> None:
         self._services = services
         self._task = task
-        self._said = said
+        self._announced = announced
         self._transfer = transfer
 
-    async def announced(self) -> UploadState:
-        """Where to go on. What came of something else than is announced now is dropped."""
-        before = await self._write(self._keep_announcement)
+    async def start(self) -> UploadState:
+        """The offset to resume at. Bytes of a different earlier announcement are dropped."""
+        before = await self._write(self._store_announcement)
         failpoints.reach("intake.opened")
-        if before != self._said:
+        if before != self._announced:
             await run_in_threadpool(self._transfer.remove)
-        return await self._state()
+        return await self._progress()
 
-    async def piece(self, request: Request, offset: int) -> UploadState:
-        """Takes in a piece, and finishes with the last."""
-        require_wanted(self._task, self._services.clock())
+    async def append(self, request: Request, offset: int, slot: Slot) -> UploadState:
+        """Receives a piece, and finishes the upload with the last one."""
+        require_open(self._task, self._services.clock())
         at = self._transfer.size_bytes
         if offset != at:
-            raise Refusal(409, "upload_offset", f"this piece begins at {offset}, go on from {at}", offset=at)
+            raise Refusal(409, "upload_offset", f"this piece begins at {offset}, resume at {at}", offset=at)
         declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and offset + int(declared) > self._said.size_bytes:
+        if declared.isdecimal() and offset + int(declared) > self._announced.size_bytes:
             raise self._oversized()
-        await self._append(request, offset)
+        await self._receive(request, offset, slot)
         await self._renew_lease()
-        return await self._state()
+        return await self._progress()
 
-    async def _append(self, request: Request, offset: int) -> None:
-        """Streams the body into the part file, a block at a time. What came before a cut stays."""
+    async def _receive(self, request: Request, offset: int, slot: Slot) -> None:
+        """Streams the body into the part file, a block at a time. A disconnect keeps what was received."""
         try:
-            await self._write_blocks(request, offset)
-        except FileNotFoundError:
-            raise await self._swept() from None
+            await self._write_blocks(request, offset, slot)
+        except FileNotFoundError as error:
+            raise await self._missing_file(error) from None
         except OSError as error:
-            await run_in_threadpool(self._transfer.cut_back, offset)
+            await run_in_threadpool(self._transfer.truncate, offset)
             if not is_disk_full(error):
                 raise
             raise _disk_full() from None
         except Refusal as refusal:
             if refusal.code == "oversized":
-                await run_in_threadpool(self._transfer.cut_back, offset)
+                await run_in_threadpool(self._transfer.truncate, offset)
             raise
 
-    async def _write_blocks(self, request: Request, offset: int) -> None:
-        """While a block is hashed and written, the next one is received and deciphered."""
+    async def _write_blocks(self, request: Request, offset: int, slot: Slot) -> None:
+        """Receives and decrypts each block while the one before is hashed and written."""
         writing: asyncio.Task[None] | None = None
         try:
-            async for at, block in _blocks(request, offset):
-                if at + len(block) > self._said.size_bytes:
+            async for at, block in _blocks(request, offset, slot):
+                if at + len(block) > self._announced.size_bytes:
                     raise self._oversized()
                 if writing is not None:
                     await writing
@@ -157,25 +162,26 @@ class _Upload:
                 await writing
                 failpoints.reach("intake.part_written")
 
-    async def _state(self) -> UploadState:
+    async def _progress(self) -> UploadState:
+        """The bytes received. A complete upload is checked and accepted first."""
         size = self._transfer.size_bytes
-        if size < self._said.size_bytes:
+        if size < self._announced.size_bytes:
             return UploadState(size)
         await self._finish()
         return UploadState(size, accepted=True)
 
     async def _finish(self) -> None:
-        """All bytes are there: the result is accepted, or refused for good and forgotten."""
+        """Accepts the complete result, or refuses it for good and drops it."""
         transfer = self._transfer
         try:
-            file, digest = await run_in_threadpool(self._whole_result)
-            verdict = await anyio.to_thread.run_sync(self._checked, file, limiter=_checks)
+            file, digest = await anyio.to_thread.run_sync(self._decode, limiter=_checks)
+            verdict = await anyio.to_thread.run_sync(self._check, file, limiter=_checks)
             failpoints.reach("intake.checked")
             if isinstance(verdict, Rejection):
-                raise await self._rejected(verdict, file)
+                raise await self._reject(verdict, file)
             await self._accept(file, digest)
-        except FileNotFoundError:
-            raise await self._swept() from None
+        except FileNotFoundError as error:
+            raise await self._missing_file(error) from None
         except (OSError, DBAPIError) as error:
             if not is_disk_full(error):
                 raise
@@ -187,54 +193,56 @@ class _Upload:
             transfer.decoded.unlink(missing_ok=True)
         await run_in_threadpool(transfer.remove)
 
-    def _whole_result(self) -> tuple[Path, str]:
+    def _decode(self) -> tuple[Path, str]:
         """The file of the decoded result and its SHA-256."""
-        said, transfer = self._said, self._transfer
+        announced, transfer = self._announced, self._transfer
         digest = transfer.sha256()
-        if digest != said.sha256:
+        if digest != announced.sha256:
             raise Refusal(
-                422, "hash_mismatch", f"SHA-256 of what came is {digest}, announced was {said.sha256}"
+                422, "hash_mismatch", f"the upload has SHA-256 {digest}, announced was {announced.sha256}"
             )
-        if said.encoding == "identity":
+        if announced.encoding == "identity":
             return transfer.path, digest
         try:
-            return transfer.decoded, transfer.inflate(said.decoded_bytes)
+            return transfer.decoded, transfer.inflate(announced.decoded_bytes)
         except BadEncoding as error:
             raise Refusal(422, "bad_encoding", str(error)) from None
 
-    def _checked(self, file: Path) -> object:
+    def _check(self, file: Path) -> object:
         """Update or rejection."""
-        task = self._task
-        opened = self._services.database.read(lambda at: rounds.find_round(at, task.run, task.round))
+        row = self._task
+        opened = self._services.database.read(lambda at: rounds.find_round(at, row.run, row.round))
         assert opened is not None  # train tasks are written together with their round
-        asked = Task(task.position, TaskMessage.from_json(task.offer["message"]))
-        return intake.check(arrays.FilePayload(file), asked, opened.expected)
+        task = Task(row.position, TaskMessage.from_json(row.offer["message"]))
+        return intake.check(arrays.FilePayload(file), task, opened.expected)
 
-    async def _rejected(self, verdict: Rejection, file: Path) -> Refusal:
-        """Writes the rejection down, and gives the answer that tells it."""
-        # Read first: once the rejection is written the task is over, and a sweep may remove the file.
-        names_another = await run_in_threadpool(_names_another, file, self._task.device)
+    async def _reject(self, verdict: Rejection, file: Path) -> Refusal:
+        """Records the rejection and returns the answer to the device."""
+        # Read first: once the rejection is recorded the task is over, and a sweep may remove the file.
+        names_other_client = await run_in_threadpool(_names_other_client, file, self._task.device)
 
         def work(connection: Connection) -> None:
             task = own_task(connection, self._task.device, self._task.id)
             if task.state == "leased":
-                answers.reject(connection, task, verdict.reason, verdict.words, self._services.clock())
+                answers.reject(connection, task, verdict.reason, verdict.message, self._services.clock())
 
         await self._write(work)
         self._notify()
-        if names_another:
-            return Refusal(403, "foreign_identity", verdict.words)
-        return Refusal(413 if verdict.reason == "oversized" else 422, verdict.reason, verdict.words)
+        if names_other_client:
+            return Refusal(403, "foreign_identity", verdict.message)
+        return Refusal(413 if verdict.reason == "oversized" else 422, verdict.reason, verdict.message)
 
     async def _accept(self, file: Path, digest: str) -> None:
-        """Durable bytes first, then one transaction that makes them count, if the round still takes them."""
-        taken = Taken(blob=digest, sent_sha256=self._said.sha256, payload_bytes=self._said.size_bytes)
+        """Stores the bytes durably, then counts them in one transaction if the round still accepts them."""
+        accepted = AcceptedUpdate(
+            blob=digest, sent_sha256=self._announced.sha256, payload_bytes=self._announced.size_bytes
+        )
 
         def work(connection: Connection) -> None:
             task = own_task(connection, self._task.device, self._task.id)
             now = self._services.clock()
-            require_wanted(task, now)
-            answers.accept(connection, task, taken, now)
+            require_open(task, now)
+            answers.accept(connection, task, accepted, now)
 
         blobs = self._services.blobs
         try:
@@ -248,36 +256,38 @@ class _Upload:
         failpoints.reach("intake.committed")
         self._notify()
 
-    async def _swept(self) -> Refusal:
-        """Why the part file is gone: its task ended, for the reason that its row gives."""
+    async def _missing_file(self, error: FileNotFoundError) -> Exception:
+        """Why the part file is gone: its task ended, for the reason in its row, or a folder is missing."""
         services, device, task = self._services, self._task.device, self._task.id
-        found = await run_in_threadpool(services.database.read, lambda at: own_task(at, device, task))
+        row = await run_in_threadpool(services.database.read, lambda at: own_task(at, device, task))
         try:
-            require_wanted(found, services.clock())
+            require_open(row, services.clock())
         except Refusal as reason:
             return reason
-        return Refusal(409, "upload_offset", "what came of this upload is lost, begin it again", offset=0)
+        if self._transfer.path.exists() or not services.settings.home.is_dir():
+            return error
+        return Refusal(409, "upload_offset", "the bytes of this upload were lost, start it again", offset=0)
 
     def _drop(self, digest: str) -> None:
-        """Removes the blob of a result that came too late, unless it counts."""
+        """Removes the blob of a late result, unless it counts."""
         services = self._services
-        with services.blobs.naming:
-            if not services.database.read(lambda at: answers.is_counted(at, digest)):
+        with services.blobs.reference_lock:
+            if not services.database.read(lambda at: answers.is_update(at, digest)):
                 services.blobs.remove([digest])
 
-    def _keep_announcement(self, connection: Connection) -> UploadStart | None:
-        """Writes down what is announced, and gives what was announced before."""
+    def _store_announcement(self, connection: Connection) -> UploadStart | None:
+        """Stores the announcement and returns the previous one."""
         task = own_task(connection, self._task.device, self._task.id, "train")
         now = self._services.clock()
-        require_wanted(task, now)
+        require_open(task, now)
         before = answers.find_upload(connection, task.id)
-        if before != self._said:
-            answers.start_upload(connection, task.id, self._said, now)
+        if before != self._announced:
+            answers.start_upload(connection, task.id, self._announced, now)
         rounds.lease(connection, task.id, now + self._lease)
         return before
 
     async def _renew_lease(self) -> None:
-        """Sending is a sign of life too. Written once in a while, not for every piece."""
+        """Renews the lease, since sending is a sign of life; once in a while, not for every piece."""
         now = self._services.clock()
         if self._task.leased_until is None or self._task.leased_until - now < self._lease / 2:
             await self._write(lambda at: rounds.lease(at, self._task.id, now + self._lease))
@@ -287,7 +297,9 @@ class _Upload:
         return timedelta(seconds=self._services.settings.lease_seconds)
 
     def _oversized(self) -> Refusal:
-        return Refusal(413, "oversized", f"more came than the announced {self._said.size_bytes} bytes")
+        return Refusal(
+            413, "oversized", f"more than the announced {self._announced.size_bytes} bytes arrived"
+        )
 
     async def _write(self, work: Callable[[Connection], T]) -> T:
         return await asyncio.wrap_future(self._services.database.write(work))
@@ -296,85 +308,86 @@ class _Upload:
         self._services.signals.notify(f"run:{self._task.run}", "events")
 
 
-async def _own(services: Services, caller: Caller, task: str) -> TaskRow:
+async def _own_task(services: Services, caller: Caller, task: str) -> TaskRow:
     return await run_in_threadpool(services.database.read, lambda at: own_task(at, caller.id, task, "train"))
 
 
 async def _announcement(services: Services, task: TaskRow) -> UploadStart:
-    said = await run_in_threadpool(services.database.read, lambda at: answers.find_upload(at, task.id))
-    if said is None:
+    announced = await run_in_threadpool(services.database.read, lambda at: answers.find_upload(at, task.id))
+    if announced is None:
         raise Refusal(409, "upload_offset", "this upload was not announced", offset=0)
-    return said
+    return announced
 
 
-async def _as_before(services: Services, task: TaskRow, digest: str | None) -> UploadState:
-    """What was answered when this result was accepted.
+async def _repeat_answer(services: Services, task: TaskRow, digest: str | None) -> UploadState:
+    """The answer of when this result was accepted.
 
     Raises:
-        Refusal: 409 `duplicate`: `digest` is that of another result.
+        Refusal: 409 `not_leased`: the result was lost since; 409 `duplicate`: `digest` is that of another result.
     """
-    counted = await run_in_threadpool(services.database.read, lambda at: answers.counted(at, task))
-    if counted is None:
+    update = await run_in_threadpool(services.database.read, lambda at: answers.find_update(at, task))
+    if update is None:
         raise Refusal(
-            409, "not_leased", f"the result of round {task.round} was lost; check in to be asked again"
+            409, "not_leased", f"the result of round {task.round} was lost; check in to get the task again"
         )
-    if digest is not None and digest != counted.sent_sha256:
-        raise Refusal(409, "duplicate", f"another result of round {task.round} counts already")
-    return UploadState(counted.payload_bytes, accepted=True)
+    if digest is not None and digest != update.sent_sha256:
+        raise Refusal(409, "duplicate", f"another result of round {task.round} was already accepted")
+    return UploadState(update.payload_bytes, accepted=True)
 
 
-def _require_fit(said: UploadStart, task: TaskRow) -> None:
-    """Sizes and hash that can be, before anything is written or allocated."""
+def _require_plausible(announced: UploadStart, task: TaskRow) -> None:
+    """Checks the announced sizes and hash before anything is written or allocated."""
     limit = task.offer["result_limit_bytes"]
-    largest = max(said.size_bytes, said.decoded_bytes)
+    largest = max(announced.size_bytes, announced.decoded_bytes)
     if largest > limit:
         raise Refusal(413, "oversized", f"{largest} bytes, at most {limit} are allowed")
-    if min(said.size_bytes, said.decoded_bytes) < 1:
+    if min(announced.size_bytes, announced.decoded_bytes) < 1:
         raise Refusal(422, "malformed", "UploadStart: a size is not positive")
-    if said.encoding == "identity" and said.size_bytes != said.decoded_bytes:
-        raise Refusal(422, "malformed", "UploadStart: both sizes are equal where nothing is encoded")
-    if len(said.sha256) != 64 or not set(said.sha256) <= set("0123456789abcdef"):
-        raise Refusal(422, "malformed", "UploadStart.sha256 is no SHA-256 in lower-case hex")
+    if announced.encoding == "identity" and announced.size_bytes != announced.decoded_bytes:
+        raise Refusal(422, "malformed", "UploadStart: without an encoding both sizes must be equal")
+    if len(announced.sha256) != 64 or not set(announced.sha256) <= set("0123456789abcdef"):
+        raise Refusal(422, "malformed", "UploadStart.sha256 is not a SHA-256 in lower-case hex")
 
 
-async def _blocks(request: Request, offset: int) -> AsyncIterator[tuple[int, bytes]]:
-    """The body in blocks, each with where it begins; a cut line first gives what came before it."""
+async def _blocks(request: Request, offset: int, slot: Slot) -> AsyncIterator[tuple[int, bytearray]]:
+    """The body in blocks, each with its offset; after an interruption, the bytes before it first."""
     block, at = bytearray(), offset
-    cut: Exception | None = None
+    interruption: Exception | None = None
     stream = request.stream()
     while True:
         try:
+            slot.check()
             async with asyncio.timeout(STALL_SECONDS):
                 block += await anext(stream)
         except StopAsyncIteration:
             break
         except TimeoutError:
-            cut = Refusal(
-                408, "upload_stalled", f"nothing came for {STALL_SECONDS:.0f} s; go on where it stopped"
+            interruption = Refusal(
+                408, "upload_stalled", f"nothing arrived for {STALL_SECONDS:.0f} s; resume where it stopped"
             )
             break
-        except ClientDisconnect as gone:
-            cut = gone
+        except (ClientDisconnect, Refusal) as error:
+            interruption = error
             break
         if len(block) >= BLOCK_BYTES:
-            yield at, bytes(block)
+            yield at, block
             at += len(block)
-            block.clear()
+            block = bytearray()
     if block:
-        yield at, bytes(block)
-    if cut is not None:
-        raise cut
+        yield at, block
+    if interruption is not None:
+        raise interruption
 
 
-def _names_another(file: Path, device: str) -> bool:
-    """Whether the result says that it is of another client."""
+def _names_other_client(file: Path, device: str) -> bool:
+    """Whether the result names another client."""
     try:
-        said = arrays.read_header(arrays.FilePayload(file)).values.get("client")
+        client = arrays.read_header(arrays.FilePayload(file)).values.get("client")
     except arrays.Malformed:
         return False
-    return isinstance(said, str) and said != device
+    return isinstance(client, str) and client != device
 
 
 def _disk_full() -> Refusal:
-    words = "the coordinator's disk is full; nothing of this piece was kept, try again later"
-    return Refusal(507, "disk_full", words)
+    message = "the coordinator's disk is full; nothing of this piece was kept, try again later"
+    return Refusal(507, "disk_full", message)

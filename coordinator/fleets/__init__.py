@@ -1,1 +1,1 @@
-"""The Fleet protocol and its kinds: whatever carries tasks to clients."""
+"""The two fleets that carry tasks to clients: simulated clients and enrolled devices."""

@@ -1,134 +1,131 @@
 """The device fleet: rounds on enrolled machines, through the database.
 
-The fleet never speaks to a device. It writes a round and its tasks as rows and says so by a signal; devices
-come for them through the device API, which writes down what they answer; the fleet reads it and tells the engine.
+The fleet never talks to a device. It writes a round and its tasks as rows and sends a signal. Devices fetch their tasks
+through the device API, which stores their answers; the fleet reads these and passes them to the engine.
 
     clients   devices that match the run, are awake and due        rows of devices
     submit    opens the round                                      rows of rounds and tasks
     results   accepted updates, rejections, silences               rows of tasks and updates
-    cancel    the rest is no longer wanted                         rows of tasks
+    cancel    cancels the remaining tasks                          rows of tasks
 
-So whatever process dies, the rows say where the round is, and submitting it again goes on with it. Leases that
-run out and the deadline are watched here, in the thread of the run.
+Whatever process dies, the rows describe the open round, and submitting it again continues it. The thread of the run checks
+leases and the deadline.
 
-An accepted update that its disk has damaged counts as never received: before a closed round is told, all its updates
-are read through, and where one is not what was accepted, the round opens again and its device is asked once more.
+An accepted update that a disk has damaged counts as never received: before the results of a closed round are passed on, the
+fleet verifies all its updates. If one is damaged, the round opens again and its device gets its task once more.
 """
 
 from __future__ import annotations
 
 import errno
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timedelta
+from functools import partial
 from time import monotonic
-from typing import TypeVar
 
 from sqlalchemy import Connection
 
 from coordinator import failpoints
-from coordinator.blobs import BlobDamaged, BlobInfo
+from coordinator.context.services import Services
 from coordinator.db import answers, participants, rounds
-from coordinator.db.rounds import Finished, RoundRow
-from coordinator.db.store import is_disk_full
-from coordinator.fleets import matching, offers
-from coordinator.fleets.deployments import Deployment
-from coordinator.fleets.fleet import Answer, Model, Reopened, Silence, Stopped, Terms
-from coordinator.fleets.matching import Candidate
-from coordinator.fleets.offers import Asked
+from coordinator.db.rounds import EndedTask, RoundRow
+from coordinator.fleets.invitations import invite, invite_eligible
+from coordinator.fleets.run_session import LONGEST_WAIT_SECONDS, RunSession
+from coordinator.fleets.wait_notice import WaitNotice
 from coordinator.rounds import intake
+from coordinator.rounds.fleet import Answer, Model, OpenRound, Silence, Terms
 from coordinator.rounds.intake import Rejection
-from coordinator.rounds.plan import Task
-from coordinator.services import Services
+from coordinator.rounds.tasks import Task
+from coordinator.scheduling import offers
+from coordinator.scheduling.deployments import Deployment
+from coordinator.scheduling.offers import Invitation
+from coordinator.storage.blobs import BlobDamaged, BlobInfo
 from edge_client.wire import arrays
 from edge_client.wire.device import BlobRef, EvaluationResult, TaskKind
 from edge_client.wire.messages import TaskMessage
 from strategies.params import Params, Tensors
-from strategies.state import joined
-
-_LONGEST_WAIT_SECONDS = 5.0
-"""Between two looks at the clock, which may be set."""
-
-_DISK_FULL_SECONDS = 2.0
-"""Between two tries to write to a full disk."""
+from strategies.state import flatten
 
 _EVALUATION_LIMIT_BYTES = 65_536
 
-T = TypeVar("T")
-
 
 class DeviceFleet:
-    """Implements `coordinator.fleets.fleet.Fleet` for one run."""
+    """Implements `coordinator.rounds.fleet.Fleet` for one run."""
 
-    def __init__(
-        self, services: Services, deployment: Deployment, *, patience_seconds: float = 600.0
-    ) -> None:
+    def __init__(self, services: Services, deployment: Deployment, *, patience_seconds: float) -> None:
         self._services = services
+        self._session = RunSession(services, deployment.run)
         self._deployment = deployment
         self._patience_seconds = patience_seconds
         self._lease = timedelta(seconds=services.settings.lease_seconds)
-        self._topic = f"run:{deployment.run}"
-        self._stop = threading.Event()
-        self._sent: dict[str, offers.Sent] = {}
-        self._held = ExitStack()
+        self._model_blobs: dict[str, offers.ModelBlobs] = {}
+        self._held_blobs = ExitStack()
         self._number = 0
+        self._present: int | None = None
         self._tasks: dict[int, Task] = {}
-        self._round_lasts = timedelta()
+        self._round_duration = timedelta()
 
     def stop(self) -> None:
         """Ends every wait of this fleet with `Stopped`; callable from any thread."""
-        self._stop.set()
-        self._services.signals.notify(self._topic, "devices")
+        self._session.stop()
 
-    def reopened(self, round_number: int) -> Reopened | None:
-        self._require_running()
+    def find_open_round(self, round_number: int) -> OpenRound | None:
+        self._session.require_running()
         self._number = round_number
         run = self._deployment.run
 
-        def work(connection: Connection) -> Reopened | None:
-            found = rounds.find_round(connection, run, round_number)
-            if found is None or found.state == "committed":
+        def work(connection: Connection) -> OpenRound | None:
+            row = rounds.find_round(connection, run, round_number)
+            if row is None or row.state == "committed":
                 return None
-            given = rounds.train_offers(connection, run, round_number)
-            tasks = tuple(Task(at, TaskMessage.from_json(offer["message"])) for at, offer in given)
-            return Reopened(tasks, found.population, found.expected.weight_limit)
+            stored = rounds.train_offers(connection, run, round_number)
+            tasks = tuple(Task(at, TaskMessage.from_json(offer["message"])) for at, offer in stored)
+            return OpenRound(tasks, row.population, row.expected.weight_limit)
 
-        return self._services.database.read(work)
+        return self._session.read(work)
 
     def clients(self, wanted: int) -> Sequence[str]:
-        signals = self._services.signals
-        give_up = monotonic() + self._patience_seconds
+        end = monotonic() + self._patience_seconds
+        # Once a round has waited in vain for absent devices, later rounds do not wait for them again.
+        enough = max(min(wanted, self._present or wanted), self._deployment.quorum)
+        notice = WaitNotice(self._services, self._deployment, self._number, wanted)
         while True:
-            self._require_running()
-            seen, began = signals.seen("devices"), monotonic()
-            found = self._able("train")
-            left = give_up - monotonic()
-            if len(found) >= wanted or (left <= 0 and len(found) >= self._deployment.quorum):
-                return sorted(found)
-            left = left if left > 0 else _LONGEST_WAIT_SECONDS
-            # Looking through a large fleet takes a while; it must not be done at every single check-in.
-            self._stop.wait(min(left, 4 * (monotonic() - began)))
-            signals.wait("devices", seen, min(left, _LONGEST_WAIT_SECONDS))
+            self._session.require_running()
+            seen, began = self._services.signals.seen("devices"), monotonic()
+            eligible = sorted(self._invite_eligible("train"))
+            left = end - monotonic()
+            if len(eligible) >= enough:
+                return eligible
+            if left <= 0 and len(eligible) >= self._deployment.quorum:
+                self._present = len(eligible)
+                return eligible
+            if notice.is_due(len(eligible), began):
+                self._session.write(partial(notice.record, seconds=max(left, 0.0)))
+                self._session.notify(())
+            # Matching a large fleet takes a while; a pause keeps it from running at every single check-in.
+            self._session.wait_for_devices(
+                seen, left if left > 0 else LONGEST_WAIT_SECONDS, pause_seconds=4 * (monotonic() - began)
+            )
 
-    def declared(self, clients: Sequence[str]) -> Mapping[str, int]:
+    def declared_examples(self, clients: Sequence[str]) -> Mapping[str, int]:
         dataset = self._deployment.dataset
 
         def work(connection: Connection) -> dict[str, int]:
-            found = {name: participants.candidate(connection, name) for name in clients}
-            reports = {name: each.report for name, each in found.items() if each is not None and each.report}
+            candidates = {name: participants.candidate(connection, name) for name in clients}
             return {
-                name: said.datasets[dataset] for name, said in reports.items() if dataset in said.datasets
+                name: each.report.datasets.get(dataset, 0)
+                for name, each in candidates.items()
+                if each is not None and each.report
             }
 
-        counts = self._services.database.read(work)
-        return {name: count for name, count in counts.items() if count >= 1}
+        return {name: count for name, count in self._session.read(work).items() if count >= 1}
 
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
-        self._held.close()
-        stored = self._stored(params)
-        extra = self._stored(joined(streams)) if streams else None
-        self._sent[stored.sha256] = offers.Sent(
+        self._held_blobs.close()
+        stored = self._store(params)
+        extra = self._store(flatten(streams)) if streams else None
+        self._model_blobs[stored.sha256] = offers.ModelBlobs(
             BlobRef(stored.sha256, stored.size_bytes),
             BlobRef(extra.sha256, extra.size_bytes) if extra is not None else None,
         )
@@ -136,10 +133,10 @@ class DeviceFleet:
         return Model(params, streams, stored.sha256, size)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
-        self._require_running()
+        self._session.require_running()
         self._number = tasks[0].message.round if tasks else self._number
         self._tasks = {task.position: task for task in tasks}
-        self._round_lasts = timedelta(seconds=terms.deadline_seconds)
+        self._round_duration = timedelta(seconds=terms.deadline_seconds)
         now = self._services.clock()
         opened = RoundRow(
             run=self._deployment.run,
@@ -149,162 +146,148 @@ class DeviceFleet:
             population=terms.population,
             expected=terms.expected,
             started_at=now,
-            deadline_at=now + self._round_lasts,
+            deadline_at=now + self._round_duration,
         )
 
         def work(connection: Connection) -> None:
             if rounds.find_round(connection, opened.run, opened.number) is not None:
-                rounds.renew_all(connection, opened.run, opened.number, "train", now + self._lease)
+                rounds.renew_leases(connection, opened.run, opened.number, "train", now + self._lease)
                 return
-            common = self._common(opened.deadline_at, model, terms.expected.payload_limit_bytes)
-            asked = self._asked(connection, [task.message.client for task in tasks], now)
+            common = self._round_offer(
+                opened.number, opened.deadline_at, model, terms.expected.payload_limit_bytes
+            )
+            invitations = self._invite(connection, [task.message.client for task in tasks], now)
             rounds.open_round(connection, opened, model.base)
-            rounds.add_tasks(connection, offers.train_rows(tasks, common, asked))
+            rounds.add_tasks(connection, offers.train_rows(tasks, common, invitations))
 
-        with self._services.blobs.naming:
-            self._write(work)
-            self._held.close()
+        with self._services.blobs.reference_lock:
+            self._session.write(work)
+            self._held_blobs.close()
         failpoints.reach("round.opened")
-        self._notify(task.message.client for task in tasks)
+        self._session.notify(task.message.client for task in tasks)
 
     def results(self) -> Iterator[Answer | Silence]:
-        """Told once the round is closed, when every accepted update was read through: a disk may have damaged one."""
+        """Yields once the round is closed and every accepted update is verified."""
         while True:
-            opened, ended = self._closed()
-            damaged = [row for row in ended if row.blob is not None and not self._is_whole(row.blob)]
+            opened, ended = self._wait_until_closed()
+            damaged = [row for row in ended if row.blob is not None and not self._is_intact(row.blob)]
             if not damaged:
                 break
-            self._ask_again(damaged)
+            self._reopen(damaged)
         failpoints.reach("round.closed")
         for row in ended:
-            yield self._told(row, opened)
+            yield self._to_result(row, opened)
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         if tasks:
             positions = {task.position for task in tasks}
-            self._end(tasks[0].message.round, "train", "cancelled", "round_closed", positions)
+            self._end_tasks(tasks[0].message.round, "train", "cancelled", "round_closed", positions)
         sweep_uploads(self._services)
 
     def client_state(self, accepted: Sequence[str]) -> Mapping[str, Mapping[str, Params]]:
-        """Nothing: devices keep their own, and renew it when they hear that their update was accepted."""
+        """Empty: devices store their own state, and renew it when their update is accepted."""
         return {}
 
     def restore(self, states: Mapping[str, Mapping[str, Params]]) -> None:
-        """Nothing to restore, see `client_state`."""
+        """Does nothing, see `client_state`."""
 
     def evaluate(self, number: int, model: Model, seconds: float) -> dict[str, EvaluationResult]:
-        """Figures of the model on the devices' own held-out rows, by device id, as far as they came in time.
+        """Figures of the model on the devices' own held-out rows, by device id, of those that answer in time.
 
-        Asks every matching device; asked again for the same round, only those that were not asked yet.
+        Invites every matching device. A second call for the same round invites only devices not invited before.
         """
-        self._require_running()
+        self._session.require_running()
         now = self._services.clock()
         deadline_at = now + timedelta(seconds=seconds)
-        able = self._able("evaluate")
+        invitations = self._invite_eligible("evaluate")
         run = self._deployment.run
 
         def work(connection: Connection) -> None:
-            before = rounds.asked(connection, run, number, "evaluate")
-            devices = sorted(able.keys() - before)
-            common = self._common(deadline_at, model, _EVALUATION_LIMIT_BYTES, number)
-            rounds.add_tasks(connection, offers.evaluate_rows(devices, common, able, first=len(before)))
-            rounds.renew_all(connection, run, number, "evaluate", now + self._lease)
+            before = rounds.devices_with_task(connection, run, number, "evaluate")
+            devices = sorted(invitations.keys() - before)
+            common = self._round_offer(number, deadline_at, model, _EVALUATION_LIMIT_BYTES)
+            rounds.add_tasks(
+                connection, offers.evaluate_rows(devices, common, invitations, first=len(before))
+            )
+            rounds.renew_leases(connection, run, number, "evaluate", now + self._lease)
 
-        self._write(work)
-        self._notify(able)
-        self._await_evaluations(number, deadline_at)
-        return self._services.database.read(lambda at: answers.evaluations_of(at, run, number))
+        self._session.write(work)
+        self._session.notify(invitations)
+        self._wait_for_evaluations(number, deadline_at)
+        return self._session.read(lambda at: answers.evaluations_of(at, run, number))
 
-    def _stored(self, tensors: Tensors) -> BlobInfo:
-        """A blob that stays until tasks name it.
+    def _store(self, tensors: Tensors) -> BlobInfo:
+        """Stores tensors as a blob and holds it until tasks refer to it.
 
         Raises:
-            BlobDamaged: it was one before and is no longer what it was; every device would refuse it.
+            BlobDamaged: an earlier blob of the same content is damaged; every device would reject it.
         """
         blobs = self._services.blobs
 
         def store() -> BlobInfo:
-            with blobs.naming:
+            with blobs.reference_lock:
                 info = blobs.put_arrays(tensors)
-                self._held.enter_context(blobs.held(info.sha256))
-            blobs.require_whole(info.sha256)
+                self._held_blobs.enter_context(blobs.held(info.sha256))
+            blobs.require_intact(info.sha256)
             return info
 
-        return self._despite_full_disk(store)
+        return self._session.retry(store)
 
-    def _await_evaluations(self, number: int, deadline_at: datetime) -> None:
+    def _wait_for_evaluations(self, number: int, deadline_at: datetime) -> None:
         run = self._deployment.run
         while True:
-            self._require_running()
-            seen, now = self._services.signals.seen(self._topic), self._services.clock()
-            until = self._services.database.read(lambda at: rounds.next_expiry(at, run, number, "evaluate"))
+            self._session.require_running()
+            seen, now = self._session.seen(), self._services.clock()
+            until = self._session.read(lambda at: rounds.next_expiry(at, run, number, "evaluate"))
             if until is None:
                 return
             if now > deadline_at:
-                self._end(number, "evaluate", "expired", "deadline")
+                self._end_tasks(number, "evaluate", "expired", "deadline")
             elif until < now:
-                self._expire("evaluate", now, number)
+                self._expire(number, "evaluate", now)
             else:
-                self._wait(seen, min(until, deadline_at) - now)
+                self._session.wait(seen, min(until, deadline_at) - now)
 
-    def _able(self, kind: TaskKind) -> dict[str, Asked]:
-        """Devices that may get a task of this run now."""
+    def _invite_eligible(self, kind: TaskKind) -> dict[str, Invitation]:
         now = self._services.clock()
-        found: dict[str, Asked] = {}
-        for device in self._services.database.read(lambda at: participants.candidates(at, now)):
-            if device.report is None or matching.why_not(device, self._deployment, now, kind):
-                continue
-            runtime = matching.runtime_for(device.report, self._deployment)
-            if runtime is not None:
-                found[device.id] = Asked(runtime, self._fetch_until(device, now))
-        return found
+        candidates = self._session.read(lambda at: participants.candidates(at, now))
+        return invite_eligible(candidates, self._deployment, kind, now, self._lease)
 
-    def _asked(self, connection: Connection, devices: Sequence[str], now: datetime) -> dict[str, Asked]:
-        """By device; one that changed its mind since it was chosen is asked all the same, and declines."""
-        chosen: dict[str, Asked] = {}
-        for device in devices:
-            found = participants.candidate(connection, device)
-            runtime = found and found.report and matching.runtime_for(found.report, self._deployment)
-            until = self._fetch_until(found, now) if found else now + self._lease
-            chosen[device] = Asked(runtime or self._deployment.runtimes[0], until)
-        return chosen
+    def _invite(self, connection: Connection, devices: Sequence[str], now: datetime) -> dict[str, Invitation]:
+        return invite(connection, self._deployment, devices, now, self._lease)
 
-    def _fetch_until(self, device: Candidate, now: datetime) -> datetime:
-        """A device that was told to come back later than a lease lasts is not given up before it comes."""
-        return max(now + self._lease, (device.expected_at or now) + matching.OVERDUE)
-
-    def _common(
-        self, deadline_at: datetime, model: Model, limit_bytes: int, number: int | None = None
-    ) -> offers.Round:
-        return offers.Round(
+    def _round_offer(
+        self, number: int, deadline_at: datetime, model: Model, limit_bytes: int
+    ) -> offers.RoundOffer:
+        return offers.RoundOffer(
             deployment=self._deployment,
-            number=self._number if number is None else number,
-            sent=self._sent[model.base],
+            number=number,
+            blobs=self._model_blobs[model.base],
             lease_seconds=self._services.settings.lease_seconds,
             deadline_at=deadline_at,
             result_limit_bytes=limit_bytes,
         )
 
-    def _closed(self) -> tuple[RoundRow, list[Finished]]:
-        """The round once it takes nothing more, and how its tasks ended. Leases and the deadline are watched here."""
+    def _wait_until_closed(self) -> tuple[RoundRow, list[EndedTask]]:
+        """The round once it is closed, and its finished tasks. Closes it at the deadline, and expires leases."""
         while True:
-            self._require_running()
-            seen, now = self._services.signals.seen(self._topic), self._services.clock()
-            opened, ended, until = self._services.database.read(self._progress)
+            self._session.require_running()
+            seen, now = self._session.seen(), self._services.clock()
+            opened, ended, until = self._session.read(self._progress)
             if opened.state != "open":
                 return opened, ended
             if until is None or now > opened.deadline_at:
                 self._close(min(now, opened.deadline_at))
             elif until < now:
-                self._expire("train", now)
+                self._expire(self._number, "train", now)
             else:
-                self._wait(seen, min(until, opened.deadline_at) - now)
+                self._session.wait(seen, min(until, opened.deadline_at) - now)
 
-    def _is_whole(self, blob: str) -> bool:
-        """Whether the bytes of an accepted update are still what they were."""
-        self._require_running()
+    def _is_intact(self, blob: str) -> bool:
+        """Whether the bytes of an accepted update are unchanged."""
+        self._session.require_running()
         try:
-            self._services.blobs.require_whole(blob)
+            self._services.blobs.require_intact(blob)
         except BlobDamaged:
             return False
         except OSError as error:
@@ -313,106 +296,82 @@ class DeviceFleet:
             return False
         return True
 
-    def _ask_again(self, damaged: Sequence[Finished]) -> None:
-        """Takes back updates that are damaged, opens the round again, and has their devices asked once more.
+    def _reopen(self, damaged: Sequence[EndedTask]) -> None:
+        """Removes damaged updates, opens the round again, and offers their devices the task once more.
 
-        The bytes go first: stopped in between, the update is missing, which is damage too.
+        The blobs are removed first: if the process dies in between, a missing update counts as damaged too.
         """
         run, number, now = self._deployment.run, self._number, self._services.clock()
-        devices = {row.position: self._tasks[row.position].message.client for row in damaged}
-        deadline_at = now + self._round_lasts
+        devices = [self._tasks[row.position].message.client for row in damaged]
+        deadline_at = now + self._round_duration
 
         def work(connection: Connection) -> None:
             rounds.reopen_round(connection, run, number, deadline_at)
-            for device, asked in self._asked(connection, list(devices.values()), now).items():
-                answers.take_back(connection, run, number, device, asked.fetch_until, deadline_at, now)
+            for device, invitation in self._invite(connection, devices, now).items():
+                answers.revoke_update(
+                    connection, run, number, device, invitation.fetch_until, deadline_at, now
+                )
 
-        with self._services.blobs.naming:
+        with self._services.blobs.reference_lock:
             self._services.blobs.remove([row.blob for row in damaged if row.blob is not None])
-        self._write(work)
-        self._notify(devices.values())
+        self._session.write(work)
+        self._session.notify(devices)
 
-    def _progress(self, connection: Connection) -> tuple[RoundRow, list[Finished], datetime | None]:
-        """The round, the tasks that ended, and when the next live one runs out; None where none is live.
+    def _progress(self, connection: Connection) -> tuple[RoundRow, list[EndedTask], datetime | None]:
+        """The round, its finished tasks, and when the next live one expires; None if none is live.
 
-        The state is read first: of a closed round everything that counts is then among the ended.
+        The state is read first: of a closed round all accepted updates are then among the finished tasks.
         """
         run = self._deployment.run
         opened = rounds.find_round(connection, run, self._number)
         assert opened is not None, "submitted before"
-        ended = rounds.finished(connection, run, self._number)
+        ended = rounds.ended_tasks(connection, run, self._number)
         return opened, ended, rounds.next_expiry(connection, run, self._number, "train")
 
-    def _told(self, row: Finished, opened: RoundRow) -> Answer | Silence:
+    def _to_result(self, row: EndedTask, opened: RoundRow) -> Answer | Silence:
         task = self._tasks[row.position]
         seconds = (row.answered_at - opened.started_at).total_seconds()
         if row.state == "accepted" and row.blob is not None:
             payload = arrays.FilePayload(self._services.blobs.path(row.blob))
-            return Answer(task, intake.stored(payload), row.payload_bytes, seconds)
-        words = row.words or row.reason or row.state
+            return Answer(task, intake.read_accepted(payload), row.payload_bytes, seconds)
+        message = row.words or row.reason or row.state
         if row.state == "rejected":
-            reason = intake.reason_of(row.reason)
-            return Answer(task, Rejection(task.message.client, reason, words), row.payload_bytes, seconds)
-        return Silence(task, words, seconds)
+            reason = intake.parse_reason(row.reason)
+            return Answer(task, Rejection(task.message.client, reason, message), row.payload_bytes, seconds)
+        return Silence(task, message, seconds)
 
     def _close(self, now: datetime) -> None:
-        """Ends the round at its deadline, or where nobody can answer any more, in one transaction."""
+        """Ends the round, at its deadline or when no device can answer any more, in one transaction."""
         run, number = self._deployment.run, self._number
 
         def work(connection: Connection) -> list[str]:
             rounds.close_round(connection, run, number)
-            words = "no result by the deadline"
-            return rounds.finish_live(
-                connection, run, number, "train", "expired", now, reason="deadline", words=words
+            message = "no result by the deadline"
+            return rounds.end_live_tasks(
+                connection, run, number, "train", "expired", now, reason="deadline", message=message
             )
 
-        self._notify(self._write(work))
+        self._session.notify(self._session.write(work))
 
-    def _expire(self, kind: TaskKind, now: datetime, number: int | None = None) -> None:
+    def _expire(self, number: int, kind: TaskKind, now: datetime) -> None:
         run = self._deployment.run
-        at = self._number if number is None else number
-        self._notify(self._write(lambda connection: rounds.expire(connection, run, at, kind, now)))
+        self._session.notify(self._session.write(lambda at: rounds.expire_leases(at, run, number, kind, now)))
 
-    def _end(
+    def _end_tasks(
         self, number: int, kind: TaskKind, state: str, reason: str, positions: Collection[int] | None = None
     ) -> None:
         run, now = self._deployment.run, self._services.clock()
-        words = "the round is over"
-        self._notify(
-            self._write(
-                lambda connection: rounds.finish_live(
-                    connection, run, number, kind, state, now, reason=reason, words=words, positions=positions
-                )
+        message = "the round is over"
+        devices = self._session.write(
+            lambda at: rounds.end_live_tasks(
+                at, run, number, kind, state, now, reason=reason, message=message, positions=positions
             )
         )
-
-    def _write(self, work: Callable[[Connection], T]) -> T:
-        """What the write gives, tried again while the disk is full: its owner can mend that, the round goes on."""
-        return self._despite_full_disk(lambda: self._services.database.write(work).result())
-
-    def _despite_full_disk(self, act: Callable[[], T]) -> T:
-        while True:
-            self._require_running()
-            try:
-                return act()
-            except Exception as error:
-                if not is_disk_full(error):
-                    raise
-            self._stop.wait(_DISK_FULL_SECONDS)
-
-    def _wait(self, seen: int, left: timedelta) -> None:
-        seconds = min(max(left.total_seconds(), 0.01), _LONGEST_WAIT_SECONDS)
-        self._services.signals.wait(self._topic, seen, seconds)
-
-    def _notify(self, devices: Iterable[str]) -> None:
-        self._services.signals.notify("events", *(f"device:{device}" for device in devices))
-
-    def _require_running(self) -> None:
-        if self._stop.is_set() or self._services.signals.closed:
-            raise Stopped
+        self._session.notify(devices)
 
 
 def sweep_uploads(services: Services) -> None:
-    """Removes part files of tasks that nobody may answer any more."""
-    known = services.part_files.known()  # before what is live is looked up: a task may come in between
-    services.part_files.forget(known - services.database.read(rounds.live_ids))
+    """Removes partial uploads of tasks that no device may answer any more."""
+    # Read before the live tasks: a task may be added in between.
+    known = services.part_files.tasks()
+    services.part_files.forget(known - services.database.read(rounds.live_task_ids))

@@ -1,8 +1,8 @@
 """The simulated fleet: clients are rows of one data set, trained in worker processes, in virtual time.
 
-Tasks run in the order in which their clients would answer, and answers are yielded in that order, however
-the workers finish. So a round that closes at its quorum never trains the clients it would not have waited
-for, and the outcome does not depend on the number of workers.
+Tasks run in the order in which their clients would answer, and answers are yielded in that order, whichever worker finishes
+first. So a round that closes at its quorum never trains clients that it would not have waited for, and the result does not
+depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -10,22 +10,29 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.fleets.fleet import Answer, Model, Reopened, Silence, Terms, model_of
+from coordinator.fleets.virtual_time import VirtualTime
 from coordinator.rounds import intake
-from coordinator.rounds.plan import Task
-from coordinator.simulation.pool import Job, WorkerPool
-from coordinator.simulation.virtual_time import VirtualTime
+from coordinator.rounds.fleet import (
+    Answer,
+    Model,
+    OpenRound,
+    Silence,
+    Terms,
+    encode_model,
+)
+from coordinator.rounds.tasks import Task
+from coordinator.workers.pool import Job, WorkerPool
 from edge_client.train import schedule
 from edge_client.wire import arrays
 from edge_client.wire.arrays import BytesPayload
 from strategies.params import Params, Tensors
-from strategies.state import joined, parted
+from strategies.state import flatten, unflatten
 from strategies.update import Update
 
 
 @dataclass(frozen=True)
 class SimulatedClient:
-    """One client: its examples lie at position `index` of the partition."""
+    """One client. `index`: position of its examples in the partition."""
 
     name: str
     index: int
@@ -42,7 +49,7 @@ class _Arrival:
 
 
 class SimulatedFleet:
-    """A fleet over a worker pool that has been told data and model (see `coordinator.simulation.run`)."""
+    """A fleet over a worker pool that has data and model open (see `coordinator.runs.simulation`)."""
 
     def __init__(self, pool: WorkerPool, clients: Sequence[SimulatedClient], clock: VirtualTime) -> None:
         self._pool = pool
@@ -51,24 +58,24 @@ class SimulatedFleet:
         self._arrivals: list[_Arrival] = []
         self._silent: list[Task] = []
         self._terms: Terms | None = None
-        self._kept: dict[str, dict[str, Params]] = {}
+        self._client_states: dict[str, dict[str, Params]] = {}
         self._renewed: dict[str, dict[str, Params]] = {}
 
-    def reopened(self, round_number: int) -> Reopened | None:
-        return None  # an open round dies with the process; it is drawn again, the same
+    def find_open_round(self, round_number: int) -> OpenRound | None:
+        return None  # an open round dies with the process; the next process draws the same round again
 
     def clients(self, wanted: int) -> Sequence[str]:
         return list(self._clients)
 
-    def declared(self, clients: Sequence[str]) -> Mapping[str, int]:
+    def declared_examples(self, clients: Sequence[str]) -> Mapping[str, int]:
         return {name: self._clients[name].num_examples for name in clients}
 
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
-        return model_of(params, streams)
+        return encode_model(params, streams)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
-        blobs = [arrays.encode(model.params), arrays.encode(joined(model.streams))]
-        self._pool.tell({"kind": "model"}, blobs)
+        blobs = [arrays.encode(model.params), arrays.encode(flatten(model.streams))]
+        self._pool.broadcast({"kind": "model"}, blobs)
         self._terms = terms
         self._renewed = {}
         answering = [t for t in tasks if not self._clock.drops_out(t.message.client, t.message.round)]
@@ -82,7 +89,7 @@ class SimulatedFleet:
         wanted, until = self._terms.wanted, self._terms.deadline_seconds
         accepted: set[str] = set()
         for arrival, payload in self._uploads(until):
-            answer = self._judged(arrival, payload, accepted)
+            answer = self._check(arrival, payload, accepted)
             if isinstance(answer.verdict, Update):
                 accepted.add(arrival.client.name)
             yield answer
@@ -95,35 +102,35 @@ class SimulatedFleet:
             yield Silence(task, "dropped out", until)
 
     def cancel(self, tasks: Sequence[Task]) -> None:
-        """Nothing to call back: closing `results` has stopped handing out work."""
+        """Does nothing: closing `results` stops the work."""
 
     def client_state(self, accepted: Sequence[str]) -> Mapping[str, Mapping[str, Params]]:
         changed = {name: self._renewed[name] for name in accepted if self._renewed.get(name)}
-        self._kept |= changed
+        self._client_states |= changed
         return changed
 
     def restore(self, states: Mapping[str, Mapping[str, Params]]) -> None:
-        self._kept = {client: dict(streams) for client, streams in states.items()}
+        self._client_states = {client: dict(streams) for client, streams in states.items()}
 
     def _uploads(self, until: float) -> Iterator[tuple[_Arrival, bytes]]:
-        """What clients upload by then, in the order of arrival; they are trained as it is asked for."""
+        """Uploads until then, in the order of arrival; clients are trained on demand."""
         in_time = [arrival for arrival in self._arrivals if arrival.seconds <= until]
         done: dict[int, tuple[bytes, ...]] = {}
         turn = 0
         for job, reply in self._pool.run(self._job(index, arrival) for index, arrival in enumerate(in_time)):
             *payloads, state = reply.blobs
             done[job.key] = tuple(payloads)
-            self._renewed[in_time[job.key].client.name] = parted(arrays.decode(state))
+            self._renewed[in_time[job.key].client.name] = unflatten(arrays.decode(state))
             while turn in done:
                 for payload in done.pop(turn):
                     yield in_time[turn], payload
                 turn += 1
 
-    def _judged(self, arrival: _Arrival, payload: bytes, accepted: Collection[str]) -> Answer:
+    def _check(self, arrival: _Arrival, payload: bytes, accepted: Collection[str]) -> Answer:
         assert self._terms is not None
         verdict = intake.check(BytesPayload(payload), arrival.task, self._terms.expected)
         if isinstance(verdict, Update) and arrival.client.name in accepted:
-            verdict = intake.duplicate(arrival.task)
+            verdict = intake.reject_duplicate(arrival.task)
         return Answer(arrival.task, verdict, len(payload), arrival.seconds)
 
     def _arrival(self, task: Task) -> _Arrival:
@@ -141,4 +148,4 @@ class SimulatedFleet:
             "runtime": client.runtime,
             "fault": client.fault,
         }
-        return Job(key, values, (arrays.encode(joined(self._kept.get(client.name, {}))),))
+        return Job(key, values, (arrays.encode(flatten(self._client_states.get(client.name, {}))),))

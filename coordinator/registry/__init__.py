@@ -1,1 +1,1 @@
-"""The model registry: what was trained, compressed or released, under a name and a number, and what came from what."""
+"""The model registry: numbered versions under a name, and their lineage."""

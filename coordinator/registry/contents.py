@@ -1,6 +1,6 @@
-"""Files of a version before it is registered, and what may be read of them: JSON, headers of safetensors, marks of files.
+"""Files of a version before its registration, and safe reads of them: JSON, headers of safetensors, file signatures.
 
-Nothing here builds an array or runs what a file says; a file of pickles is refused before it is opened.
+Nothing here builds an array or executes a file's content; a pickle file is refused before it is opened.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coordinator.releases.roles import TARGET_LIMIT_BYTES
 from edge_client.files import is_beneath, open_beneath, open_regular
 from edge_client.wire import arrays
 from edge_client.wire.arrays import FilePayload, Header
-from edge_client.wire.strict import Unfit, loads
+from edge_client.wire.strict import InvalidDocument, loads
 
 LIMIT_BYTES = TARGET_LIMIT_BYTES
 """Largest file of a version."""
@@ -30,7 +30,7 @@ DOCUMENT_LIMIT_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class Content:
-    """A file: where its bytes lie now, and their hash and number."""
+    """A file: the current place of its bytes, their hash and their number."""
 
     place: Path
     sha256: str
@@ -42,10 +42,10 @@ Contents = Mapping[str, Content]
 
 
 def content_of(place: Path, folder: Path | None = None) -> Content:
-    """The file at `place`; `folder`: from elsewhere, whose links must not lead out of it.
+    """The file at `place`. `folder`: one from elsewhere, whose links must not lead out of it.
 
     Raises:
-        UserError: it cannot be read, is no regular file, is too large, or lies outside of `folder`.
+        UserError: it cannot be read, is not a regular file, is too large, or lies outside `folder`.
     """
     try:
         if folder is not None and not is_beneath(place, [folder]):
@@ -65,9 +65,9 @@ def content_of(place: Path, folder: Path | None = None) -> Content:
 
 
 def identity(kind: str, contents: Contents) -> str:
-    """SHA-256 over kind, paths and hashes: versions with the same identity have the very same files."""
-    told = [kind, sorted((path, content.sha256) for path, content in contents.items())]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    """SHA-256 over kind, paths and hashes: versions with the same identity have identical files."""
+    parts = [kind, sorted((path, content.sha256) for path, content in contents.items())]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def document(contents: Contents, path: str) -> dict[str, Any]:
@@ -84,19 +84,19 @@ def document(contents: Contents, path: str) -> dict[str, Any]:
             f"{path} has {content.size_bytes} bytes, expected at most {DOCUMENT_LIMIT_BYTES}", "bad_document"
         )
     try:
-        found = loads(content.place.read_bytes(), path)
-    except Unfit as error:
+        value = loads(content.place.read_bytes(), path)
+    except InvalidDocument as error:
         raise UserError(str(error), "bad_document") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds {type(found).__name__}, expected an object", "bad_document")
-    return found
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds {type(value).__name__}, expected an object", "bad_document")
+    return value
 
 
 def tensors(contents: Contents, path: str) -> Header:
     """Names, kinds and shapes of the tensors in a safetensors file; only its header is read.
 
     Raises:
-        UserError: `missing_file`, or `bad_file`: it is no safetensors file.
+        UserError: `missing_file`, or `bad_file`: it is not a safetensors file.
     """
     content = contents.get(path)
     if content is None:
@@ -108,7 +108,7 @@ def tensors(contents: Contents, path: str) -> Header:
 
 
 def require_tflite(contents: Contents, path: str) -> None:
-    """Lets a file pass that bears the mark of a `.tflite` flatbuffer. What it does is for its self-test to find out.
+    """Requires the signature of a `.tflite` flatbuffer. The self-test checks what the model does.
 
     Raises:
         UserError: `missing_file` or `bad_file`.
@@ -118,11 +118,11 @@ def require_tflite(contents: Contents, path: str) -> None:
         raise UserError(f"{path} is missing", "missing_file")
     with content.place.open("rb") as file:
         if file.read(8)[4:] != b"TFL3":
-            raise UserError(f"{path} is not a .tflite file: the mark TFL3 is missing", "bad_file")
+            raise UserError(f"{path} is not a .tflite file: the signature TFL3 is missing", "bad_file")
 
 
-def require_told(contents: Contents, path: str) -> None:
-    """Lets a document or picture pass that is what its name says: JSON, TOML, text or PNG.
+def require_matching_suffix(contents: Contents, path: str) -> None:
+    """Requires that a document or picture has the format of its suffix: JSON, TOML, text or PNG.
 
     Raises:
         UserError: `bad_document`, `bad_file`.
@@ -152,7 +152,7 @@ def require_told(contents: Contents, path: str) -> None:
 
 
 def about_tensors(headers: Mapping[str, Header]) -> dict[str, Any]:
-    """Number of tensors, of values in them, and their kinds."""
+    """Number of tensors, total number of their values, and their dtypes."""
     slots = [slot for header in headers.values() for slot in header.tensors.values()]
     return {
         "tensors": len(slots),
@@ -162,13 +162,13 @@ def about_tensors(headers: Mapping[str, Header]) -> dict[str, Any]:
 
 
 def figures(document: Mapping[str, Any], *keys: str) -> dict[str, float]:
-    """The finite numbers of a document, those of these keys or all of them."""
-    found: dict[str, float] = {}
+    """The finite numbers of a document, under these keys or all of them."""
+    numbers: dict[str, float] = {}
     for key in keys or document:
         value = document.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value):
-            found[key] = value
-    return found
+            numbers[key] = value
+    return numbers
 
 
 def _is_finite(value: float) -> bool:

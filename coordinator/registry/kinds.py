@@ -1,15 +1,15 @@
-"""The kinds of versions: which files each has, and what is read from them.
+"""The kinds of versions: the files of each, and what is read from them.
 
-    params      what `fedloop pretrain`, `simulate` or `run` left: model.safetensors, and lineage.json or report.json
-    compressed  what `fedloop compress` left: model.safetensors, model.tflite where there is one, and lineage.json
-    inference   a release folder: manifest.json and model.tflite, and what its export reported
+    params      output of `fedloop pretrain`, `simulate` or `run`: model.safetensors, and lineage.json or report.json
+    compressed  output of `fedloop compress`: model.safetensors, model.tflite if there is one, and lineage.json
+    inference   a release folder: manifest.json, model.tflite and the report of its export
     weights     imported safetensors: one file, or a Hugging Face folder with config.json
     tflite      an imported .tflite
-    onnx        an imported model.onnx, with files of weights beside it; onnx.json tells of it; as a model of the
+    onnx        an imported model.onnx, with external weight files and its description onnx.json; as a model of the
                 catalog it has model.safetensors and model.json too
 
-The first three and onnx.json say themselves, by hash, what they hold and what they were made from. `examine` believes none of it
-before it has compared: a folder whose files are not those its own documents tell of is refused.
+The documents of the first three and onnx.json state, by hash, their files and what these were made from. `examine` verifies
+all of it, and refuses a folder whose files do not match its own documents.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from typing import Any, Literal, get_args
 
 from coordinator.db.registry import FileRow, Input, NewVersion, Relation
 from coordinator.errors import UserError
+from coordinator.model_references import check_sha256
 from coordinator.registry.contents import (
     Contents,
     about_tensors,
     document,
     figures,
     identity,
+    require_matching_suffix,
     require_tflite,
-    require_told,
     tensors,
 )
 from coordinator.registry.onnx_structure import external_files
-from coordinator.registry.references import digest
 from edge_client.wire import inference
 from edge_client.wire.arrays import Header
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME, InferenceManifest
 from edge_client.wire.manifest import ManifestError
-from edge_client.wire.strict import is_text, shown
+from edge_client.wire.strict import abbreviate, is_text
 
 Kind = Literal["params", "compressed", "inference", "weights", "tflite", "onnx"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -46,7 +46,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 PARAMS, LINEAGE, REPORT, MODEL = "model.safetensors", "lineage.json", "report.json", "model.json"
 ONNX, ONNX_ABOUT = "model.onnx", "onnx.json"
 HF_CONFIG, HF_INDEX = "config.json", "model.safetensors.index.json"
-TOLD = (
+DOCUMENTS = (
     LINEAGE,
     REPORT,
     MODEL,
@@ -57,17 +57,17 @@ TOLD = (
     "curves.png",
     "pareto.png",
 )
-"""What pretrain, simulate, run and compress tell of their model beside it."""
+"""What pretrain, simulate, run and compress write beside their model."""
 
 FILES: Mapping[Kind, tuple[str, ...]] = {
-    "params": (PARAMS, *TOLD),
-    "compressed": (PARAMS, MODEL_NAME, *TOLD),
+    "params": (PARAMS, *DOCUMENTS),
+    "compressed": (PARAMS, MODEL_NAME, *DOCUMENTS),
     "inference": (MANIFEST_NAME, MODEL_NAME, REPORT),
     "weights": (HF_CONFIG, HF_INDEX),
     "tflite": (MODEL_NAME,),
     "onnx": (ONNX, ONNX_ABOUT, PARAMS, MODEL),
 }
-"""What versions of each kind may hold; also `weights` any safetensors, and `onnx` the files that it says its weights are in."""
+"""Files that versions of each kind may have; `weights` also any safetensors, `onnx` also its external weight files."""
 
 _MODEL_KEYS = ("name", "options", "input_shape", "classes", "input_dtype", "task", "precision")
 _ONNX_KEYS = ("ir_version", "opset", "producer", "inputs", "outputs")
@@ -75,11 +75,11 @@ _LINEAGE_KEYS = ("config_sha256", "seed", "code_version")
 
 
 def examine(kind: Kind, contents: Contents) -> NewVersion:
-    """What there is to register of these files.
+    """Verifies these files, and reads the version to register from them.
 
     Raises:
         UserError: `missing_file`, `extra_file`, `bad_document`, `bad_file`, or `hash_mismatch`: a file is not the one
-            that the documents beside it tell of.
+            that the documents name.
     """
     stage, inputs, metrics, about = _READERS[kind](contents)
     _require_named(kind, contents)
@@ -97,24 +97,24 @@ def examine(kind: Kind, contents: Contents) -> NewVersion:
 
 
 def is_compression(lineage: Mapping[str, Any]) -> bool:
-    """Whether lineage.json is of a compression: then its parent has a lineage of its own."""
+    """Whether lineage.json is that of a compression, whose parent has its own lineage."""
     return "model_sha256" in _table(lineage, "parent")
 
 
 def read_manifest(contents: Contents) -> InferenceManifest:
     """The manifest of a release folder. Raises: UserError: `missing_file`, `bad_document`."""
-    document(contents, MANIFEST_NAME)  # its size, and that no key comes twice
+    document(contents, MANIFEST_NAME)  # checks its size, and that no key is duplicated
     try:
         return inference.from_json(contents[MANIFEST_NAME].place.read_bytes(), MANIFEST_NAME)
     except ManifestError as error:
         raise UserError(str(error), "bad_document") from None
 
 
-_Found = tuple[str, list[Input], dict[str, dict[str, float]], dict[str, Any]]
+_Description = tuple[str, list[Input], dict[str, dict[str, float]], dict[str, Any]]
 """Stage, inputs, metrics, about."""
 
 
-def _params(contents: Contents) -> _Found:
+def _params(contents: Contents) -> _Description:
     header = tensors(contents, PARAMS)
     if LINEAGE not in contents:
         return _of_run(contents, header)
@@ -128,16 +128,16 @@ def _params(contents: Contents) -> _Found:
     inputs = [*_input("data", lineage.get("data_fingerprint"))]
     inputs += _input("params", _table(lineage, "parent").get("sha256"))
     metrics = {"pretrain": figures(final, "test_accuracy", "test_loss", "parameters", "bytes")}
-    told = {key: lineage[key] for key in _LINEAGE_KEYS if key in lineage}
-    return "pretrain", inputs, metrics, {"model": model, **told, **about_tensors({PARAMS: header})}
+    origin = {key: lineage[key] for key in _LINEAGE_KEYS if key in lineage}
+    return "pretrain", inputs, metrics, {"model": model, **origin, **about_tensors({PARAMS: header})}
 
 
-def _of_run(contents: Contents, header: Header) -> _Found:
-    """What a federated run or a simulation left, which tells of itself in report.json."""
+def _of_run(contents: Contents, header: Header) -> _Description:
+    """The output of a federated run or a simulation, which report.json describes."""
     if REPORT not in contents:
         raise UserError(
-            f"neither {LINEAGE} nor {REPORT} is here to say where {PARAMS} comes from; "
-            "weights from elsewhere are imported: fedloop model import",
+            f"neither {LINEAGE} nor {REPORT} is there to document the origin of {PARAMS}; "
+            "import weights from elsewhere: fedloop model import",
             "missing_file",
         )
     report = document(contents, REPORT)
@@ -147,7 +147,7 @@ def _of_run(contents: Contents, header: Header) -> _Found:
     run = report.get("run")
     if run is not None:
         if not re.fullmatch("[0-9a-f-]{36}", str(run)):
-            raise UserError(f"{REPORT}: run is {shown(run)}, expected the id of a run", "bad_document")
+            raise UserError(f"{REPORT}: run is {abbreviate(run)}, expected the id of a run", "bad_document")
         inputs.append(Input("run", str(run)))
     rounds = report.get("rounds")
     metrics = figures(final, "test_accuracy", "test_loss", "test_rows")
@@ -158,7 +158,7 @@ def _of_run(contents: Contents, header: Header) -> _Found:
     return "run", inputs, {"run": metrics}, {**about, **about_tensors({PARAMS: header})}
 
 
-def _compressed(contents: Contents) -> _Found:
+def _compressed(contents: Contents) -> _Description:
     lineage = document(contents, LINEAGE)
     parent = _table(lineage, "parent")
     header = tensors(contents, PARAMS)
@@ -167,16 +167,16 @@ def _compressed(contents: Contents) -> _Found:
         require_tflite(contents, MODEL_NAME)
         _require_hash(contents, MODEL_NAME, LINEAGE, "tflite_sha256", lineage.get("tflite_sha256"))
     inputs = [*_input("params", parent.get("model_sha256"))]
-    # Of the rows that taught or calibrated, and of the whole set that the parent was trained on.
+    # The rows of the compression's training or calibration, and the data set of the parent's training.
     for source in (lineage, parent):
         inputs += _input("data", source.get("data_fingerprint"))
     report = document(contents, REPORT) if REPORT in contents else {}
-    told = {key: lineage[key] for key in _LINEAGE_KEYS if key in lineage}
-    about = {"model": _described(contents), **told, **about_tensors({PARAMS: header})}
+    origin = {key: lineage[key] for key in _LINEAGE_KEYS if key in lineage}
+    about = {"model": _described(contents), **origin, **about_tensors({PARAMS: header})}
     return "compress", inputs, _stages(report), about
 
 
-def _inference(contents: Contents) -> _Found:
+def _inference(contents: Contents) -> _Description:
     manifest = read_manifest(contents)
     require_tflite(contents, MODEL_NAME)
     _require_hash(contents, MODEL_NAME, MANIFEST_NAME, "file.sha256", manifest.file.sha256)
@@ -201,39 +201,39 @@ def _inference(contents: Contents) -> _Found:
     return "release", inputs, {"release": metrics}, about
 
 
-def _weights(contents: Contents) -> _Found:
+def _weights(contents: Contents) -> _Description:
     paths = sorted(path for path in contents if path.endswith(".safetensors"))
     if not paths:
-        raise UserError("no .safetensors file is here", "missing_file")
+        raise UserError("there is no .safetensors file", "missing_file")
     headers = {path: tensors(contents, path) for path in paths}
-    _require_no_name_twice(headers)
+    _require_unique_names(headers)
     if HF_INDEX in contents:
         _require_index(document(contents, HF_INDEX), headers)
     elif len(paths) > 1:
         raise UserError(
-            f"{len(paths)} .safetensors files without {HF_INDEX}, which says what lies where", "missing_file"
+            f"{len(paths)} .safetensors files without {HF_INDEX}, which maps tensors to files", "missing_file"
         )
     about: dict[str, Any] = {"model": {}}
     if HF_CONFIG in contents:
         config = document(contents, HF_CONFIG)
         about["model"] = {key: config[key] for key in ("model_type", "architectures") if key in config}
-    counted = about_tensors(headers)
+    counts = about_tensors(headers)
     size = sum(contents[path].size_bytes for path in paths)
-    return "import", [], {"import": {"parameters": counted["parameters"], "bytes": size}}, about | counted
+    return "import", [], {"import": {"parameters": counts["parameters"], "bytes": size}}, about | counts
 
 
-def _tflite(contents: Contents) -> _Found:
+def _tflite(contents: Contents) -> _Description:
     require_tflite(contents, MODEL_NAME)
     return "import", [], {"import": {"bytes": contents[MODEL_NAME].size_bytes}}, {"model": {}}
 
 
-def _onnx(contents: Contents) -> _Found:
-    told = document(contents, ONNX_ABOUT)
-    _require_hash(contents, ONNX, ONNX_ABOUT, "sha256", told.get("sha256"))
-    external = _table(told, "external")
-    if external.keys() != (found := external_files(contents, ONNX)):
+def _onnx(contents: Contents) -> _Description:
+    description = document(contents, ONNX_ABOUT)
+    _require_hash(contents, ONNX, ONNX_ABOUT, "sha256", description.get("sha256"))
+    external = _table(description, "external")
+    if external.keys() != (actual := external_files(contents, ONNX)):
         raise UserError(
-            f"{ONNX} has weights in {', '.join(sorted(found))[:200] or 'no other file'}, and {ONNX_ABOUT} tells of "
+            f"{ONNX} has weights in {', '.join(sorted(actual))[:200] or 'no other file'}, but {ONNX_ABOUT} names "
             f"{', '.join(sorted(external))[:200] or 'none'}",
             "bad_file",
         )
@@ -241,17 +241,17 @@ def _onnx(contents: Contents) -> _Found:
         _require_hash(contents, path, ONNX_ABOUT, "external", expected)
     about: dict[str, Any] = {
         "model": _described(contents),
-        **{key: told[key] for key in _ONNX_KEYS if key in told},
+        **{key: description[key] for key in _ONNX_KEYS if key in description},
     }
     metrics: dict[str, float] = {"bytes": sum(contents[path].size_bytes for path in (ONNX, *external))}
     if PARAMS in contents:
-        _require_hash(contents, PARAMS, ONNX_ABOUT, "params_sha256", told.get("params_sha256"))
+        _require_hash(contents, PARAMS, ONNX_ABOUT, "params_sha256", description.get("params_sha256"))
         about |= about_tensors({PARAMS: tensors(contents, PARAMS)})
         metrics["parameters"] = about["parameters"]
     return "import", [], {"import": metrics}, about
 
 
-_READERS: Mapping[Kind, Callable[[Contents], _Found]] = {
+_READERS: Mapping[Kind, Callable[[Contents], _Description]] = {
     "params": _params,
     "compressed": _compressed,
     "inference": _inference,
@@ -262,19 +262,19 @@ _READERS: Mapping[Kind, Callable[[Contents], _Found]] = {
 
 
 def _require_named(kind: Kind, contents: Contents) -> None:
-    """Refuses files that a version of this kind does not have, such as a pickle beside safetensors, or that are something
-    else than their names say. What is read further has its own checks.
+    """Refuses files that do not belong to this kind, such as a pickle beside safetensors, or whose format does not match
+    their names. Files that are read have further checks.
     """
     named = set(FILES[kind])
     if kind == "onnx":
         named |= _table(document(contents, ONNX_ABOUT), "external").keys()
     for path in contents:
-        if path in TOLD:
-            require_told(contents, path)
+        if path in DOCUMENTS:
+            require_matching_suffix(contents, path)
         if path not in named and not (kind == "weights" and path.endswith(".safetensors")):
             raise UserError(
-                f"{path[:100]} is no file of a version of kind {kind}, which has: {', '.join(sorted(named))}"
-                f"{' and files of safetensors' if kind == 'weights' else ''}; leave it out",
+                f"{path[:100]} does not belong to a version of kind {kind}, which has: {', '.join(sorted(named))}"
+                f"{' and .safetensors files' if kind == 'weights' else ''}; leave it out",
                 "extra_file",
             )
 
@@ -282,15 +282,15 @@ def _require_named(kind: Kind, contents: Contents) -> None:
 def _require_hash(contents: Contents, path: str, source: str, key: str, expected: object) -> None:
     if path not in contents:
         raise UserError(f"{path} is missing", "missing_file")
-    found = contents[path].sha256
-    if found != expected:
+    actual = contents[path].sha256
+    if actual != expected:
         raise UserError(
-            f"{path} has the hash {found}, but {source} says {key} is {str(expected)[:64]}; one of them was replaced",
+            f"{path} has the hash {actual}, but {source} says {key} is {str(expected)[:64]}; one of them was replaced",
             "hash_mismatch",
         )
 
 
-def _require_no_name_twice(headers: Mapping[str, Header]) -> None:
+def _require_unique_names(headers: Mapping[str, Header]) -> None:
     seen: dict[str, str] = {}
     for path, header in headers.items():
         for name in header.tensors:
@@ -300,21 +300,21 @@ def _require_no_name_twice(headers: Mapping[str, Header]) -> None:
 
 
 def _require_index(index: Mapping[str, Any], headers: Mapping[str, Header]) -> None:
-    """The index of a sharded model: tensor -> the file it lies in. It must tell of each one, and truly."""
-    told = index.get("weight_map")
-    if not isinstance(told, dict):
+    """Requires that the index of a sharded model maps every tensor to the file that contains it."""
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict):
         raise UserError(f"{HF_INDEX} has no weight_map", "bad_document")
-    lies = {name: path for path, header in headers.items() for name in header.tensors}
-    if told != lies:
-        wrong = sorted(name for name in told.keys() | lies.keys() if told.get(name) != lies.get(name))[0]
+    actual = {name: path for path, header in headers.items() for name in header.tensors}
+    if listed != actual:
+        wrong = min(name for name in listed.keys() | actual.keys() if listed.get(name) != actual.get(name))
         raise UserError(
-            f"{HF_INDEX} says tensor {wrong[:100]!r} is in {str(told.get(wrong))[:100]}; it is in {lies.get(wrong)}",
+            f"{HF_INDEX} says tensor {wrong[:100]!r} is in {str(listed.get(wrong))[:100]}; it is in {actual.get(wrong)}",
             "hash_mismatch",
         )
 
 
 def _described(contents: Contents) -> dict[str, Any]:
-    """What model.json says the model is."""
+    """The model's description from model.json."""
     if MODEL not in contents:
         return {}
     model = document(contents, MODEL)
@@ -324,29 +324,29 @@ def _described(contents: Contents) -> dict[str, Any]:
 
 
 def _input(relation: Relation, ref: object) -> list[Input]:
-    """The input with this hash; none where the document has none."""
+    """The input with this hash; empty if the document has none."""
     if ref is None or ref == "":
         return []
-    return [Input(relation, digest(str(ref)))]
+    return [Input(relation, check_sha256(str(ref)))]
 
 
 def _table(document: Mapping[str, Any], key: str) -> dict[str, Any]:
-    found = document.get(key)
-    return found if isinstance(found, dict) else {}
+    value = document.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def _stages(report: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Figures of every stage that a compression reports: what it began with, its steps by name, what it ended with."""
-    found = {name: figures(_table(report, name)) for name in ("source", "final")}
+    """Figures of every stage that a compression reports: its source, its steps by name, and its result."""
+    stages = {name: figures(_table(report, name)) for name in ("source", "final")}
     steps = report.get("steps")
     for row in steps if isinstance(steps, list) else ():
         if isinstance(row, dict):
-            found[str(row.get("name"))[:40]] = figures(row)
-    return found
+            stages[str(row.get("name"))[:40]] = figures(row)
+    return stages
 
 
 def _require_plain(value: Any, place: str) -> None:
-    """Refuses what JSON can spell and neither a database nor an answer can hold: NUL, half characters, NaN."""
+    """Refuses values that JSON can express but a database or a response cannot: NUL, lone surrogates, NaN."""
     if isinstance(value, dict):
         for key, item in value.items():
             _require_plain(key, place)
@@ -357,4 +357,4 @@ def _require_plain(value: Any, place: str) -> None:
     elif (isinstance(value, str) and not is_text(value)) or (
         isinstance(value, float) and not math.isfinite(value)
     ):
-        raise UserError(f"{place} holds {shown(value)}, which cannot be kept", "bad_document")
+        raise UserError(f"{place} holds {abbreviate(value)}, which cannot be stored", "bad_document")

@@ -1,11 +1,10 @@
-"""Where a version comes from and what came of it, as a graph.
+"""The lineage of a version as a graph: its ancestors and descendants.
 
     data ─► pretrained version ─► compressed version ─► release ─► federated run ─► next version
 
-Nodes are versions, data sets by fingerprint, runs by id, and params that no version holds. Edges are equal hashes: what
-a version was made from is a file of its parent. A run hangs on the params of its first round: on the version that
-holds them, and on the releases made from them before it began, for these are what its devices had. Edges that only
-shorten a longer way are left out.
+Nodes are versions, data sets by fingerprint, runs by id, and params that no version contains. An edge is an equal hash: an
+input of the child is a file of its parent. The params of a run's first round link it to the version that contains them,
+and to the releases made from them before it began, since its devices had these. The graph is transitively reduced.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ from coordinator.db import runs as run_rows
 from coordinator.db.registry import VersionId, VersionRow
 from coordinator.db.tables import rounds
 
-MOST_NODES = 500
-"""A graph with more is cut, and says so."""
+MAX_NODES = 500
+"""A larger graph is cut, and marked as such."""
 
 
 @dataclass(frozen=True, order=True)
 class Node:
-    """A version `name:number`, a data set by its fingerprint, a run by its id, or params, not registered, by hash."""
+    """A version `name:number`, a data set by fingerprint, a run by id, or unregistered params by hash."""
 
     kind: Literal["version", "data", "run", "params"]
     ref: str
 
     @property
     def id(self) -> str:
-        """What the node is called in answers. No version's number is as long as a hash or the id of a run."""
+        """The node's id in responses. No version number is as long as a hash or a run's id."""
         return self.ref if self.kind == "version" else f"{self.kind}:{self.ref}"
 
 
 @dataclass(frozen=True, order=True)
 class Edge:
-    """`child` was made from `parent`. `start`: a run began with it."""
+    """`child` was made from `parent`. `start`: a run started from it."""
 
     parent: Node
     child: Node
@@ -49,11 +48,11 @@ class Edge:
 
 @dataclass
 class Graph:
-    """The lineage of one version: all it came from, all that came of it.
+    """The ancestors and descendants of one version.
 
     Attributes:
-        nodes: with the facts there are to show of each.
-        cut: there is more.
+        nodes: each with the facts to show.
+        cut: there are more.
     """
 
     of: Node
@@ -63,7 +62,7 @@ class Graph:
 
 
 def lineage(connection: Connection, version: VersionId) -> Graph:
-    """The graph around a version, which must be there."""
+    """The graph around a version, which must exist."""
     graph = Graph(_version_node(version))
     edges: set[Edge] = set()
     for forward in (False, True):
@@ -73,81 +72,83 @@ def lineage(connection: Connection, version: VersionId) -> Graph:
             here = waiting.pop(0)
             if here in seen:
                 continue
-            if len(graph.nodes) >= MOST_NODES:
+            if len(graph.nodes) >= MAX_NODES:
                 graph.cut = True
                 break
             seen.add(here)
             graph.nodes.setdefault(here, _facts(connection, here))
-            found = (_made_of if forward else _made_from)(connection, here)
-            edges.update(found)
-            waiting += [edge.child if forward else edge.parent for edge in found]
+            adjacent = (_child_edges if forward else _parent_edges)(connection, here)
+            edges.update(adjacent)
+            waiting += [edge.child if forward else edge.parent for edge in adjacent]
     edges = {edge for edge in edges if edge.parent in graph.nodes and edge.child in graph.nodes}
-    graph.edges = {edge for edge in edges if not _is_short_cut(edge, edges)}
+    graph.edges = {edge for edge in edges if not _is_transitive(edge, edges)}
     return graph
 
 
-def _made_from(connection: Connection, node: Node) -> list[Edge]:
-    """Edges to what a node came from."""
+def _parent_edges(connection: Connection, node: Node) -> list[Edge]:
+    """Edges to a node's parents."""
     if node.kind == "run":
         return _starts(connection, node)
     if node.kind != "version":
         return []
     version = _version(connection, node)
-    found: set[Edge] = set()
-    unknown: set[Edge] = set()
+    registered: set[Edge] = set()
+    unregistered: set[Edge] = set()
     own = {file.sha256 for file in version.files}
     for each in version.inputs:
         if each.relation != "params":
-            found.add(Edge(Node(each.relation, each.ref), node, each.relation))
+            registered.add(Edge(Node(each.relation, each.ref), node, each.relation))
             continue
         parents = _origins(connection, each.ref, passed_on=each.ref in own) - {version.id}
-        found |= {Edge(_version_node(parent), node, "params") for parent in parents}
+        registered |= {Edge(_version_node(parent), node, "params") for parent in parents}
         if not parents and each.ref not in own:
-            unknown.add(Edge(Node("params", each.ref), node, "params"))
-    # What lies between is not worth a word where somebody registered what it was made from.
-    known = any(edge.relation == "params" for edge in found)
-    return sorted(found if known else found | unknown)
+            unregistered.add(Edge(Node("params", each.ref), node, "params"))
+    # Unregistered params are omitted if a registered version is a parent too.
+    has_parent = any(edge.relation == "params" for edge in registered)
+    return sorted(registered if has_parent else registered | unregistered)
 
 
 def _origins(connection: Connection, digest: str, *, passed_on: bool = False) -> set[VersionId]:
-    """The versions that a file comes from: of all that have it those that did not get it from another one.
+    """The versions that a file comes from: those that contain it and did not get it from another version.
 
-    A compression that only quantizes has the same params as what it began with. Where nothing but such versions are
-    registered they count, unless it is one of them that asks (`passed_on`).
+    A compression that only quantizes has the same params as its source. If only such versions are registered they
+    count, unless the question is about one of them (`passed_on`).
     """
-    held = set(registry.holders(connection, [digest]).get(digest, ()))
-    users = {user for user, _ in registry.made_from(connection, [digest]).get(digest, ())}
+    held = set(registry.versions_with_file(connection, [digest]).get(digest, ()))
+    users = {user for user, _ in registry.versions_with_input(connection, [digest]).get(digest, ())}
     return held - users if passed_on else held - users or held
 
 
-def _made_of(connection: Connection, node: Node) -> list[Edge]:
-    """Edges to what came of a node. Of data none: what else was made of the same data is another story."""
+def _child_edges(connection: Connection, node: Node) -> list[Edge]:
+    """Edges to a node's children. Data has none: other models of the same data do not belong to the lineage."""
     if node.kind == "run":
-        made = registry.made_from(connection, [node.ref]).get(node.ref, ())
+        made = registry.versions_with_input(connection, [node.ref]).get(node.ref, ())
         return [Edge(node, _version_node(child), "run") for child, relation in made if relation == "run"]
     if node.kind != "version":
         return []
     version = _version(connection, node)
     digests = [file.sha256 for file in version.files]
     inputs = [each.ref for each in version.inputs if each.relation == "params"]
-    children = {child for made in registry.made_from(connection, digests).values() for child, _ in made}
+    children = {
+        child for made in registry.versions_with_input(connection, digests).values() for child, _ in made
+    }
     edges: list[Edge] = []
     for child in sorted(children - {version.id}):
-        edges += _made_from(connection, _version_node(child))
+        edges += _parent_edges(connection, _version_node(child))
     for run in _runs_from(connection, [*digests, *(inputs if version.kind == "inference" else ())]):
         edges += _starts(connection, Node("run", run))
     return [edge for edge in edges if edge.parent == node]
 
 
 def _starts(connection: Connection, node: Node) -> list[Edge]:
-    """What a run began with: whoever holds these params, and releases of them that were there when it was made."""
+    """What a run started from: the versions with its first params, and the releases of these that existed then."""
     run = run_rows.find(connection, node.ref)
     first = select(rounds.c.base).where(rounds.c.run == node.ref, rounds.c.number == 1)
     base = connection.execute(first).scalar_one_or_none()
     if run is None or base is None:
         return []
     versions = sorted(_origins(connection, base))
-    for identity, _ in registry.made_from(connection, [base]).get(base, ()):
+    for identity, _ in registry.versions_with_input(connection, [base]).get(base, ()):
         row = registry.find(connection, identity)
         if row is not None and row.kind == "inference" and row.created_at <= run.created_at:
             versions.append(identity)
@@ -193,8 +194,8 @@ def _version_node(version: VersionId) -> Node:
     return Node("version", str(version))
 
 
-def _is_short_cut(edge: Edge, edges: Iterable[Edge]) -> bool:
-    """Whether the child comes from the parent on a longer way too."""
+def _is_transitive(edge: Edge, edges: Iterable[Edge]) -> bool:
+    """Whether a longer path leads from the parent to the child too."""
     children: dict[Node, list[Node]] = {}
     for each in edges:
         if each != edge:

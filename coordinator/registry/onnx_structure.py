@@ -1,9 +1,9 @@
-"""Whether a file is an ONNX model, by its structure alone, and in which files beside it weights lie.
+"""Checks that a file is an ONNX model by its structure alone, and finds its external weight files.
 
-A registry takes files that anybody with its token sends, and keeps them unopened. So that it does not keep just anything
-as `onnx`, the protobuf messages of a model are walked here: numbers, kinds and lengths of fields, and the names of external
-files. Nothing else is decoded, no library parses the file, and its size does not matter. `fedloop model import` has
-`onnx.checker` look at the rest. https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
+The registry stores files from anybody with its token without opening them. So that it does not store arbitrary files as
+`onnx`, this module walks the protobuf messages of a model: numbers, wire types and lengths of fields, and the names of
+external files. It decodes nothing else, uses no parser library, and works for any size. `fedloop model import` checks the
+rest with `onnx.checker`. https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import NamedTuple
 from coordinator.errors import UserError
 from coordinator.registry.contents import Contents
 
-MOST_FIELDS = 500_000
-"""Fields looked at, some seconds of work. A model of a thousand layers has some ten thousand."""
+MAX_FIELDS = 500_000
+"""Fields visited at most, a few seconds of work. A model of a thousand layers has about ten thousand."""
 _LONGEST_NAME = 1000
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED = {_FIXED64: 8, _FIXED32: 4}
 
-# Message -> number of a field -> the message in it; others are passed over.
+# Message -> field number -> the message in that field; other fields are skipped.
 _WITHIN = {
     "model": {7: "graph", 8: "opset", 20: "training", 25: "function"},
     "training": {1: "graph", 2: "graph"},
@@ -41,7 +41,7 @@ _EXTERNAL = 1
 
 
 class _Field(NamedTuple):
-    """A field of a message: its kind on the wire, and its value, or else where its bytes begin and end."""
+    """A field of a message: its wire type, and its value or the start and end of its bytes."""
 
     number: int
     wire: int
@@ -50,10 +50,10 @@ class _Field(NamedTuple):
 
 
 def external_files(contents: Contents, path: str) -> frozenset[str]:
-    """The files with weights that the ONNX model at `path` of a version names, relative to it.
+    """The external weight files that the ONNX model at `path` names, relative to it.
 
     Raises:
-        UserError: `missing_file`, or `bad_file`: it is no ONNX model.
+        UserError: `missing_file`, or `bad_file`: it is not an ONNX model.
     """
     if path not in contents:
         raise UserError(f"{path} is missing", "missing_file")
@@ -68,18 +68,18 @@ def external_files(contents: Contents, path: str) -> frozenset[str]:
 
 
 class _NotOnnx(Exception):
-    """What is wrong, without a word of the content."""
+    """The reason, without any of the content."""
 
 
 class _Walk:
-    """One look at a model, from message to message."""
+    """One walk through the messages of a model."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content
-        self._left = MOST_FIELDS
+        self._left = MAX_FIELDS
 
     def external_files(self) -> frozenset[str]:
-        found: set[str] = set()
+        files: set[str] = set()
         seen: Counter[str] = Counter()
         waiting = [("model", 0, len(self._content))]
         while waiting:
@@ -89,7 +89,7 @@ class _Walk:
             for field in self._fields(start, end):
                 within = _WITHIN[message].get(field.number)
                 if within is not None and field.wire != _BYTES:
-                    raise _NotOnnx(f"field {field.number} of a {message} is no message")
+                    raise _NotOnnx(f"field {field.number} of a {message} is not a message")
                 if within == "entry":
                     entries.append(field)
                 elif within is not None:
@@ -99,22 +99,22 @@ class _Walk:
                 elif message == "model" and field.number == _IR_VERSION and field.wire == _VARINT:
                     seen["version"] += field.value > 0
             if is_external:
-                found.add(self._location(entries))
+                files.add(self._location(entries))
         for part in ("version", "opset", "graph", "output"):
             if not seen[part]:
                 raise _NotOnnx(f"it has no {part}")
-        return frozenset(found)
+        return frozenset(files)
 
     def _location(self, entries: Sequence[_Field]) -> str:
         for entry in entries:
             pair = {field.number: field for field in self._fields(entry.value, entry.end)}
             if {_KEY, _VALUE} <= pair.keys() and self._text(pair[_KEY]) == "location":
                 return self._text(pair[_VALUE])
-        raise _NotOnnx("a tensor lies in another file that is not named")
+        raise _NotOnnx("a tensor is in an external file without a name")
 
     def _text(self, field: _Field) -> str:
         if field.wire != _BYTES or field.end - field.value > _LONGEST_NAME:
-            raise _NotOnnx("the name of an external file is none")
+            raise _NotOnnx("the name of an external file is invalid")
         return self._content[field.value : field.end].decode("utf-8", "replace")
 
     def _fields(self, start: int, end: int) -> Iterator[_Field]:
@@ -122,7 +122,7 @@ class _Walk:
         while place < end:
             self._left -= 1
             if self._left < 0:
-                raise _NotOnnx(f"it has more than {MOST_FIELDS:,} fields")
+                raise _NotOnnx(f"it has more than {MAX_FIELDS:,} fields")
             key, place = self._varint(place, end)
             number, wire = key >> 3, key & 7
             if wire == _VARINT:
@@ -134,9 +134,9 @@ class _Walk:
             elif wire in _FIXED:
                 length = _FIXED[wire]
             else:
-                raise _NotOnnx("it is no protobuf message")
+                raise _NotOnnx("it is not a protobuf message")
             if not number or place + length > end:
-                raise _NotOnnx("it is no protobuf message, or cut short")
+                raise _NotOnnx("it is not a protobuf message, or truncated")
             yield _Field(number, wire, place, place + length)
             place += length
 
@@ -148,4 +148,4 @@ class _Walk:
             place, shift = place + 1, shift + 7
             if byte < 0x80:
                 return value, place
-        raise _NotOnnx("it is no protobuf message, or cut short")
+        raise _NotOnnx("it is not a protobuf message, or truncated")

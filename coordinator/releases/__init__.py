@@ -1,1 +1,1 @@
-"""Signed releases: a repository of The Update Framework, made offline, kept fresh and served online."""
+"""Signed releases: a TUF repository, signed offline, renewed and served online."""

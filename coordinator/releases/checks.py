@@ -1,7 +1,7 @@
-"""What must hold of signed metadata that comes to the coordinator before anything of it is kept. Pure: no disk, no network.
+"""Verification of signed metadata before any of it is stored. Pure: no disk, no network.
 
-Signatures, thresholds and expiry are judged by `tuf` itself, as on a device. Besides there are rules of ours: the
-versions follow one another, a release has its two files and never changes, and nothing is delegated but rollouts.
+`tuf` itself checks signatures, thresholds and expiry, as on a device. Our own rules come on top: versions are
+consecutive, a release has its two files and never changes, and only rollouts are delegated.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def read_targets(data: bytes) -> Metadata[Targets]:
 
 
 def check_chain(trusted: Metadata[Root] | None, chain: Sequence[Metadata[Root]], now: datetime) -> Root:
-    """The root to trust after `chain`, each of which its forerunner and itself must have signed (spec 5.3).
+    """The root to trust after `chain`; its predecessor's keys and its own must have signed each root (spec 5.3).
 
-    `trusted`: None for a repository that begins.
+    `trusted`: None for a new repository.
 
     Raises:
         Refusal: 422 `wrong_version`, `bad_signature`, `expired`, `weak_root`.
@@ -50,7 +50,7 @@ def check_chain(trusted: Metadata[Root] | None, chain: Sequence[Metadata[Root]],
             _verify(signer.signed, roles.ROOT, each)
         newest = each
     if newest is None:
-        raise Refusal(422, "no_root", "a repository begins with a root: `fedloop release init`")
+        raise Refusal(422, "no_root", "a new repository needs a root: `fedloop release init`")
     require_strong(newest.signed)
     _require_fresh(newest.signed, roles.ROOT, now)
     return newest.signed
@@ -59,7 +59,7 @@ def check_chain(trusted: Metadata[Root] | None, chain: Sequence[Metadata[Root]],
 def check_targets(
     root: Root, current: Targets | None, new: Metadata[Targets], rollouts_keys: Collection[str], now: datetime
 ) -> None:
-    """Lets targets pass that may follow `current` under `root`. `rollouts_keys`: ids of those the coordinator holds.
+    """Requires that `new` may follow `current` under `root`. `rollouts_keys`: ids of those that the coordinator holds.
 
     Raises:
         Refusal: 422 `bad_signature`, `wrong_version`, `expired`, `bad_path`, `incomplete_release`, `changed_release`,
@@ -71,17 +71,17 @@ def check_targets(
         raise Refusal(
             422,
             "wrong_version",
-            f"targets has version {new.signed.version}, expected {expected}; fetch first",
+            f"targets has version {new.signed.version}, expected {expected}; first run `fedloop release fetch`",
         )
     _require_fresh(new.signed, roles.TARGETS, now)
-    require_sound(current, new.signed)
+    require_valid_targets(current, new.signed)
     role = new.signed.get_delegated_role(roles.ROLLOUTS)
     if role.threshold != 1 or not set(role.keyids) & set(rollouts_keys):
         raise _other_keys("targets trusts for rollouts")
 
 
-def require_sound(current: Targets | None, new: Targets) -> None:
-    """Lets targets pass that hold whole releases, change none of `current`, and delegate rollouts alone.
+def require_valid_targets(current: Targets | None, new: Targets) -> None:
+    """Requires that `new` holds complete releases, changes none of `current`, and delegates rollouts only.
 
     Raises:
         Refusal: 422 `bad_path`, `incomplete_release`, `changed_release`, `bad_delegation`; 413 `oversized`.
@@ -100,9 +100,9 @@ def require_sound(current: Targets | None, new: Targets) -> None:
 
 
 def require_strong(root: Root) -> None:
-    """Lets a root pass that two people must sign, with keys of which none lies online.
+    """Requires that two people must sign the root, with keys that are all offline.
 
-    Keys count by what they are: one key under two ids would be two signatures of one person.
+    Keys are compared by content: one key under two ids would allow one person two signatures.
 
     Raises:
         Refusal: 422 `weak_root`.
@@ -114,11 +114,11 @@ def require_strong(root: Root) -> None:
         raise Refusal(422, "weak_root", "root names one key under two ids; two signatures need two keys")
     offline = _keys_of(root, roles.ROOT) | _keys_of(root, roles.TARGETS)
     if offline & (_keys_of(root, roles.SNAPSHOT) | _keys_of(root, roles.TIMESTAMP)):
-        raise Refusal(422, "weak_root", "a key that lies online may not sign root or targets")
+        raise Refusal(422, "weak_root", "an online key may not sign root or targets")
 
 
 def require_online_keys(root: Root, held: Mapping[str, Collection[str]]) -> None:
-    """Refuses a root under which this coordinator could not sign. `held`: role -> ids of the keys it has."""
+    """Requires that this coordinator can sign under the root. `held`: role -> ids of its keys."""
     for role in (roles.SNAPSHOT, roles.TIMESTAMP):
         named = root.get_delegated_role(role)
         if named.threshold != 1 or not set(named.keyids) & set(held[role]):
@@ -132,7 +132,7 @@ def releases_in(targets: Mapping[str, TargetFile]) -> dict[ReleaseName, tuple[Ta
 
 
 def content_of(key: Key) -> str:
-    """What a key is, whatever id it has: metadata may give any id to any key."""
+    """A key's identity without its id: metadata may give any id to any key."""
     return json.dumps([key.keytype, key.scheme, key.keyval], sort_keys=True)
 
 
@@ -148,12 +148,12 @@ def is_signed(delegator: Root | Targets, role: str, metadata: Metadata[Root] | M
 def _read(data: bytes, kind: type, role: str) -> Metadata:  # type: ignore[type-arg]
     if len(data) > METADATA_LIMITS_BYTES[role]:
         limit = METADATA_LIMITS_BYTES[role]
-        raise Refusal(413, "oversized", f"{role} has {len(data)} bytes, at most {limit} are taken")
+        raise Refusal(413, "oversized", f"{role} has {len(data)} bytes, expected at most {limit}")
     try:
         metadata: Metadata = Metadata.from_bytes(data)  # type: ignore[type-arg]
     except (DeserializationError, RecursionError) as error:
         raise Refusal(
-            422, "malformed", f"{role} is no TUF metadata: {str(error.__cause__ or error)[:200]}"
+            422, "malformed", f"{role} is not TUF metadata: {str(error.__cause__ or error)[:200]}"
         ) from None
     if not isinstance(metadata.signed, kind):
         raise Refusal(422, "malformed", f"expected {role} metadata, this is {metadata.signed.type}")
@@ -164,17 +164,16 @@ def _verify(delegator: Root | Targets, role: str, metadata: Metadata[Root] | Met
     try:
         delegator.verify_delegate(role, metadata.signed_bytes, metadata.signatures)
     except (RepositoryError, ValueError) as error:
+        delegating = f"root {delegator.version}" if isinstance(delegator, Root) else "targets"
         raise Refusal(
             422,
             "bad_signature",
-            f"{role} {metadata.signed.version} is not signed as root {delegator.version} asks: {error}"
-            if isinstance(delegator, Root)
-            else f"{role} {metadata.signed.version} is not signed as targets asks: {error}",
+            f"{role} {metadata.signed.version} is not signed as {delegating} requires: {error}",
         ) from None
 
 
 def _keys_of(root: Root, role: str) -> set[str]:
-    """The public keys that count for a role (`content_of`)."""
+    """The public keys of a role (`content_of`)."""
     named = (root.keys.get(key_id) for key_id in root.get_delegated_role(role).keyids)
     return {content_of(key) for key in named if key is not None}
 
@@ -193,7 +192,7 @@ def _require_releases(targets: Mapping[str, TargetFile]) -> None:
             raise Refusal(
                 422,
                 "bad_path",
-                f"target {path[:200]!r} is no file of a release, as `model/1/manifest.json` is",
+                f"target {path[:200]!r} is not a file of a release, such as `model/1/manifest.json`",
             )
         if missing := {name.manifest, name.file} - targets.keys():
             raise Refusal(422, "incomplete_release", f"release {name} lacks {min(missing)}")
@@ -202,12 +201,12 @@ def _require_releases(targets: Mapping[str, TargetFile]) -> None:
         limit = roles.MANIFEST_LIMIT_BYTES if path == name.manifest else roles.TARGET_LIMIT_BYTES
         if target.length > limit:
             raise Refusal(
-                413, "oversized", f"target {path} has {target.length} bytes, at most {limit} are taken"
+                413, "oversized", f"target {path} has {target.length} bytes, expected at most {limit}"
             )
 
 
 def require_unchanged(before: Mapping[str, TargetFile], after: Mapping[str, TargetFile]) -> None:
-    """A release may be withdrawn; devices that run it must never meet another one under its name.
+    """Requires that no target changes its bytes: devices that run a release must never find another under its name.
 
     Raises:
         Refusal: 422 `changed_release`.
@@ -215,7 +214,7 @@ def require_unchanged(before: Mapping[str, TargetFile], after: Mapping[str, Targ
     for path in sorted(before.keys() & after.keys()):
         if (before[path].length, before[path].hashes) != (after[path].length, after[path].hashes):
             raise Refusal(
-                422, "changed_release", f"{path} was released with other bytes; make a new version of it"
+                422, "changed_release", f"{path} was released with other bytes; release a new version instead"
             )
 
 
@@ -223,5 +222,5 @@ def _other_keys(what: str) -> Refusal:
     return Refusal(
         422,
         "other_online_keys",
-        f"{what} no key that this coordinator has; see `fedloop release online-keys`",
+        f"{what} no key of this coordinator; see `fedloop release online-keys`",
     )

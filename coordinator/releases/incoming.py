@@ -1,4 +1,4 @@
-"""Files on their way in: sent in pieces, named by the SHA-256 they are to have, judged when they are published or registered."""
+"""Uploads in pieces, named by their expected SHA-256, which is checked when they are published or registered."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ ABANDONED_SECONDS = 86_400.0
 
 
 class Incoming:
-    """The uploads in one folder. They grow by pieces in order; an upload cut short goes on where it stopped."""
+    """The uploads in one folder. They grow by pieces in order; an interrupted upload resumes where it stopped."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
 
     def offset(self, sha256: str) -> int:
-        """Bytes that are here."""
+        """Bytes received."""
         path = self._path(sha256)
         return path.stat().st_size if path.exists() else 0
 
     def write(self, sha256: str, offset: int, piece: bytes) -> int:
-        """Adds a piece; how far the upload is. A piece that is not the next one changes nothing.
+        """Appends a piece and returns the new offset. A piece that is not the next one changes nothing.
 
         Raises:
-            Refusal: 404 `not_found`: no SHA-256; 413 `oversized`.
+            Refusal: 404 `not_found`: not a SHA-256; 413 `oversized`.
             OSError: the disk is full.
         """
         path = self._path(sha256)
         with self._lock:
-            here = self.offset(sha256)
-            if offset != here:
-                return here
-            if here + len(piece) > TARGET_LIMIT_BYTES:
+            received = self.offset(sha256)
+            if offset != received:
+                return received
+            if received + len(piece) > TARGET_LIMIT_BYTES:
                 raise Refusal(413, "oversized", f"a file here has at most {TARGET_LIMIT_BYTES} bytes")
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
@@ -46,12 +46,12 @@ class Incoming:
                     file.write(piece)
             except OSError:
                 with path.open("r+b") as file:
-                    file.truncate(here)
+                    file.truncate(received)
                 raise
-            return here + len(piece)
+            return received + len(piece)
 
     def file(self, sha256: str) -> Path:
-        """Where an upload lies. Raises: Refusal: 422 `missing_file`: nothing of it was sent."""
+        """The path of an upload. Raises: Refusal: 422 `missing_file`: nothing of it was sent."""
         path = self._path(sha256)
         if not path.exists():
             raise Refusal(422, "missing_file", f"the file with SHA-256 {sha256} was not sent")
@@ -65,7 +65,7 @@ class Incoming:
         return path.read_bytes()
 
     def take(self, sha256: str, place: Path) -> None:
-        """Moves an upload to `place`, on the same disk; from then on nothing is added to it.
+        """Moves an upload to `place` on the same disk; nothing can be appended to it afterwards.
 
         Raises:
             Refusal: 422 `missing_file`: nothing of it was sent.
@@ -73,8 +73,8 @@ class Incoming:
         with self._lock:
             self.file(sha256).rename(place)
 
-    def forget(self, digests: Iterable[str]) -> None:
-        """Removes these uploads, and those that nobody went on with for a day; other people's stay."""
+    def remove(self, digests: Iterable[str]) -> None:
+        """Removes these uploads, and those abandoned for a day; other clients' uploads stay."""
         for sha256 in digests:
             self._path(sha256).unlink(missing_ok=True)
         for path in self._folder.glob("*"):
@@ -83,7 +83,7 @@ class Incoming:
                     path.unlink()
 
     def clear(self) -> None:
-        """Forgets all uploads."""
+        """Removes all uploads."""
         for path in self._folder.glob("*"):
             path.unlink(missing_ok=True)
 

@@ -1,7 +1,7 @@
-"""The keys a coordinator signs with by itself: snapshot, timestamp, rollouts. One file a key, `<role>-<key id>.pem`.
+"""The keys that a coordinator holds online: snapshot, timestamp, rollouts. One file per key, `<role>-<key id>.pem`.
 
-Which of them count is not said here but by the root, and for rollouts by targets: new keys wait here until people
-have signed for them, and old ones go when nobody asks for them any more.
+The root, and for rollouts targets, decides which of them are valid. New keys wait here until people have signed metadata
+that names them, and old ones are removed once no metadata names them.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from edge_client.files import write_durably
 
 
 class OnlineKeys:
-    """The key files in one folder, which is closed to others."""
+    """The key files in one folder, accessible to this user only."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def signers(self, role: str) -> list[CryptoSigner]:
-        """All keys kept for a role, in the order of their ids."""
+        """All keys of a role, by id."""
         return [_read(path) for path in sorted(self._folder.glob(f"{role}-*.pem"))]
 
     def public(self, role: str) -> dict[str, SSlibKey]:
-        """Their public halves by key id."""
+        """Key id -> public key of a role."""
         return {signer.public_key.keyid: signer.public_key for signer in self.signers(role)}
 
-    def make(self, role: str) -> SSlibKey:
-        """A new key for a role, durable when this returns."""
+    def generate(self, role: str) -> SSlibKey:
+        """Generates a key for a role, durable on return."""
         signer = CryptoSigner.generate_ed25519()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_durably(self._path(role, signer.public_key.keyid), signer.private_bytes, mode=0o600)
         return signer.public_key
 
-    def forget(self, key_ids: Iterable[str]) -> None:
-        """Removes keys that no metadata asks for, or will."""
+    def remove(self, key_ids: Iterable[str]) -> None:
+        """Removes keys."""
         for key_id in key_ids:
             for role in ONLINE_ROLES:
                 self._path(role, key_id).unlink(missing_ok=True)

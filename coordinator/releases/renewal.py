@@ -1,4 +1,4 @@
-"""Keeping the repository fresh: online metadata is signed anew before half of its life is over; people are told in time."""
+"""Renewal of the repository: signs online metadata again at half of its lifetime, and warns before offline roles expire."""
 
 from __future__ import annotations
 
@@ -12,51 +12,53 @@ from prometheus_client.registry import Collector
 
 from coordinator.releases.repository import Repository, RoleState
 
-EVERY_SECONDS = 600.0
-TELL_BEFORE = timedelta(days=30)
+CHECK_SECONDS = 600.0
+WARN_BEFORE = timedelta(days=30)
 
 _log = structlog.get_logger("fedloop.releases")
 
 
 async def keep_fresh(repository: Repository, clock: Callable[[], datetime]) -> None:
-    """Renews at once, and then for ever; a failure is logged and tried again."""
-    told: list[str] = []
+    """Renews now and then periodically, for ever; logs failures and retries."""
+    logged: list[str] = []
     while True:
         try:
             renewed = await asyncio.to_thread(repository.renew, clock())
             states = await asyncio.to_thread(repository.state)
-        except Exception:  # a full disk, or a file that somebody broke: the coordinator serves on
+        except Exception:  # a full disk or a damaged file: the coordinator continues to serve
             _log.exception("releases_not_renewed")
         else:
             if renewed:
                 _log.info("releases_renewed", roles=renewed)
-            words = warnings(states, clock())
-            for each in words:
-                if each not in told:
+            current = warnings(states, clock())
+            for each in current:
+                if each not in logged:
                     _log.warning("releases_need_signatures", what=each)
-            told = words
-        await asyncio.sleep(EVERY_SECONDS)
+            logged = current
+        await asyncio.sleep(CHECK_SECONDS)
 
 
 def warnings(states: Sequence[RoleState], now: datetime) -> list[str]:
-    """One sentence for each role that people must sign anew soon, or that devices refuse now."""
-    found = []
+    """One sentence per role that people must sign again soon, or that devices refuse now."""
+    messages = []
     for each in states:
         until = f"{each.expires:%Y-%m-%d %H:%M} UTC"
         if each.offline and not each.is_valid:
-            why = f"expired at {until}" if now >= each.expires else "is not signed as the root asks"
-            found.append(f"{each.role} {each.version} {why}: devices install nothing until it is signed anew")
-        elif each.offline and each.expires - now < TELL_BEFORE:
-            found.append(f"{each.role} {each.version} expires at {until}: sign it anew before")
+            reason = f"expired at {until}" if now >= each.expires else "is not signed as the root requires"
+            messages.append(
+                f"{each.role} {each.version} {reason}: devices install nothing until it is signed again"
+            )
+        elif each.offline and each.expires - now < WARN_BEFORE:
+            messages.append(f"{each.role} {each.version} expires at {until}: sign it again before then")
         elif not each.is_valid:
-            found.append(
+            messages.append(
                 f"{each.role} {each.version} is not valid: the coordinator did not renew it; see its log"
             )
-    return found
+    return messages
 
 
 class ReleaseGauges(Collector):
-    """For `/metrics`: when each role expires, to be warned by before it does."""
+    """Seconds until each role expires, for alerts on `/metrics`."""
 
     def __init__(self, repository: Repository, clock: Callable[[], datetime]) -> None:
         self._repository = repository

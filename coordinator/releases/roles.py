@@ -1,14 +1,14 @@
-"""Who signs what in the repository of releases, for how long, and how its targets are named.
+"""The roles of the repository of releases, their lifetimes, and the names of its targets.
 
     role        key      says                                       expires after
-    root        offline  which keys count, two of two sign it       a year
+    root        offline  which keys are valid; two of two sign it   a year
     targets     offline  which releases exist, byte for byte        half a year
-    rollouts    online   which device is to run which of them       30 days, renewed
+    rollouts    online   which device must run which of them        30 days, renewed
     snapshot    online   which versions of these belong together    7 days, renewed
     timestamp   online   that this is the newest                    a day, renewed
 
-`rollouts` is a delegation of `targets` for the paths `rollouts/*`, and terminating: whoever holds its key chooses among
-releases that exist, and adds none. TUF specification 1.0.33, sections 2.1, 4.3 to 4.6 and 6.
+`rollouts` is a terminating delegation of `targets` for the paths `rollouts/*`: the holder of its key chooses among existing
+releases and cannot add any. TUF specification 1.0.33, sections 2.1, 4.3 to 4.6 and 6.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from edge_client.wire.rollouts import is_release, manifest_path, model_path
 ROOT, TARGETS, ROLLOUTS, SNAPSHOT, TIMESTAMP = "root", "targets", "rollouts", "snapshot", "timestamp"
 
 OFFLINE_KEYS = ("root-1", "root-2", "targets")
-"""Names of the key files that `fedloop release keygen` makes."""
+"""Names of the key files that `fedloop release keygen` creates."""
 ONLINE_ROLES = (SNAPSHOT, TIMESTAMP, ROLLOUTS)
 
 LIFETIMES = {
@@ -37,7 +37,7 @@ LIFETIMES = {
 ROLLOUTS_PATHS = "rollouts/*"
 
 METADATA_LIMITS_BYTES = {ROOT: 512_000, TARGETS: 5_000_000}
-"""What a device takes at most (`tuf.ngclient.UpdaterConfig`)."""
+"""A device's limits (`tuf.ngclient.UpdaterConfig`)."""
 TARGET_LIMIT_BYTES = 2**31
 MANIFEST_LIMIT_BYTES = 32_000_000
 """No device reads a larger one (`edge_client.ota.install.MANIFEST_BYTES`)."""
@@ -67,23 +67,23 @@ class ReleaseName:
 
     @property
     def is_valid(self) -> bool:
-        """Whether a release may be called so. The name of the delegation is taken."""
+        """Whether a release may have this name; that of the delegation is reserved."""
         return is_release(self.model, self.version) and self.model != ROLLOUTS
 
 
 def release_of(path: str) -> ReleaseName | None:
-    """The release that a target path belongs to; None: it is no path of a release."""
-    found = _RELEASE_PATH.fullmatch(path)
-    if found is None or found[3] not in (MANIFEST_NAME, MODEL_NAME):
+    """The release that a target path belongs to; None for any other path."""
+    match = _RELEASE_PATH.fullmatch(path)
+    if match is None or match[3] not in (MANIFEST_NAME, MODEL_NAME):
         return None
-    name = ReleaseName(found[1], int(found[2]))
+    name = ReleaseName(match[1], int(match[2]))
     return name if name.is_valid else None
 
 
-def release_named(text: str) -> ReleaseName:
-    """The release written `model:version`. Raises: UserError: it is not of this form."""
+def parse_release(text: str) -> ReleaseName:
+    """The release written `model:version`. Raises: UserError: it has another form."""
     model, _, version = text.partition(":")
     name = ReleaseName(model, int(version) if version.isdecimal() and len(version) < 10 else 0)
     if not name.is_valid:
-        raise UserError(f"{text[:100]!r} is no release; expected a model and a version, such as cnn:3")
+        raise UserError(f"{text[:100]!r} is not a release; expected a model and a version, such as cnn:3")
     return name

@@ -1,8 +1,8 @@
-"""The files of a repository of releases: where each lies, how it is read and written, and which are swept away.
+"""The files of a repository of releases: their paths, reads, writes and removal.
 
-metadata/1.root.json      every root there was; a device follows them one by one
+metadata/1.root.json      every root so far; a device follows them one by one
 metadata/N.targets.json   N.rollouts.json, N.snapshot.json: consistent snapshots, never changed once named
-metadata/timestamp.json   the one file that is replaced: it names the snapshot that counts
+metadata/timestamp.json   the only file that is replaced: it names the current snapshot
 targets/cnn/1/<sha256>.model.tflite, targets/rollouts/<sha256>.cnn.json
 """
 
@@ -19,7 +19,7 @@ from coordinator.releases import roles
 from edge_client.files import make_durably, write_durably
 
 KEPT_SNAPSHOTS = 16
-"""Old states that devices in the middle of an update may still read."""
+"""Old snapshots kept for devices in the middle of an update."""
 TIMESTAMP = "timestamp.json"
 
 _METADATA = re.compile(r"[1-9][0-9]{0,9}\.(root|targets|rollouts|snapshot)\.json|timestamp\.json")
@@ -29,7 +29,7 @@ _S = TypeVar("_S", Root, Targets, Snapshot, Timestamp)
 
 
 class StoredRepository:
-    """The files below one folder. It knows names and nothing of signatures; whoever writes takes turns."""
+    """The files below one folder. It knows file names but no signatures; the caller serializes writes."""
 
     def __init__(self, folder: Path) -> None:
         self._metadata = folder / "metadata"
@@ -37,23 +37,23 @@ class StoredRepository:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a repository: the timestamp is written last."""
+        """Whether there is a repository; the timestamp is written last."""
         return (self._metadata / TIMESTAMP).exists()
 
     def metadata_file(self, name: str) -> Path | None:
-        """Where the metadata of this file name lies, such as `3.targets.json`."""
+        """The path of a metadata file such as `3.targets.json`."""
         path = self._metadata / name
         return path if _METADATA.fullmatch(name) and path.is_file() else None
 
     def target_file(self, path: str) -> Path | None:
-        """Where a target lies, by its path with the hash before the file name."""
+        """The path of a target, by its target path with the hash before the file name."""
         if not _TARGET.fullmatch(path) or any(part.startswith(".") for part in path.split("/")):
             return None
-        found = self._targets / path
-        return found if found.is_file() else None
+        file = self._targets / path
+        return file if file.is_file() else None
 
-    def place_of(self, target: TargetFile) -> Path:
-        """Where a target of these bytes lies, or is to lie."""
+    def path_of(self, target: TargetFile) -> Path:
+        """The path of a target with these bytes, stored or not."""
         folder, _, name = target.path.rpartition("/")
         return self._targets / folder / f"{target.hashes['sha256']}.{name}"
 
@@ -63,7 +63,7 @@ class StoredRepository:
         return (self._metadata / name).read_bytes()
 
     def read(self, kind: type[_S], name: str) -> Metadata[_S]:
-        """Metadata of ours, as a file name has it."""
+        """The stored metadata of this file name."""
         return Metadata[_S].from_bytes(self.bytes_of(name))
 
     def newest_root(self) -> int:
@@ -73,7 +73,7 @@ class StoredRepository:
         return self.read(Timestamp, TIMESTAMP)
 
     def snapshot(self) -> Metadata[Snapshot]:
-        """The one that the timestamp names."""
+        """The snapshot that the timestamp names."""
         return self.read(Snapshot, f"{self.timestamp().signed.snapshot_meta.version}.snapshot.json")
 
     def targets_name(self) -> str:
@@ -85,25 +85,25 @@ class StoredRepository:
         return self.read(Targets, f"{self.snapshot().signed.meta['rollouts.json'].version}.rollouts.json")
 
     def all_targets(self) -> list[bytes]:
-        """Every targets metadata there was."""
+        """All targets metadata so far."""
         return [path.read_bytes() for path in self._metadata.glob("*.targets.json")]
 
     def meta(self, name: str, version: int) -> MetaFile:
-        """How the metadata above a file names it: version, length and hash."""
+        """The reference to a file from the metadata above it: version, length and hash."""
         return MetaFile.from_data(version, self.bytes_of(name), ["sha256"])
 
     # -- writing -------------------------------------------------------------------------------------------------
 
     def write(self, metadata: Metadata[Any], name: str) -> None:
-        """Durable when this returns."""
+        """Writes metadata, durable on return."""
         self._metadata.mkdir(parents=True, exist_ok=True)
         write_durably(self._metadata / name, metadata.to_bytes())
 
     def store(self, target: TargetFile, source: Path) -> None:
-        """Copies a target's bytes in, durable when this returns.
+        """Copies a target's bytes, durable on return.
 
         Raises:
-            LengthOrHashMismatchError: they are not its bytes; checked on the copy, since the source may still change.
+            LengthOrHashMismatchError: wrong bytes; checked on the copy, since the source may still change.
         """
 
         def copy(temporary: Path) -> None:
@@ -111,17 +111,17 @@ class StoredRepository:
             with temporary.open("rb") as file:
                 target.verify_length_and_hashes(file)
 
-        path = self.place_of(target)
+        path = self.path_of(target)
         path.parent.mkdir(parents=True, exist_ok=True)
         make_durably(path, copy)
 
     def store_bytes(self, target: TargetFile, content: bytes) -> None:
-        path = self.place_of(target)
+        path = self.path_of(target)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, content)
 
     def sweep(self) -> None:
-        """Removes online metadata and rollouts that only long past states name, and what cut-short writes left."""
+        """Removes online metadata and rollouts that only old snapshots name, and the leftovers of interrupted writes."""
         newest = self.snapshot().signed.version
         for path in self._metadata.glob("*.snapshot.json"):
             if _number(path) <= newest - KEPT_SNAPSHOTS:
@@ -134,7 +134,7 @@ class StoredRepository:
                 path.unlink()
                 continue
             targets = self.read(Targets, path.name).signed.targets.values()
-            named |= {self.place_of(target) for target in targets}
+            named |= {self.path_of(target) for target in targets}
         for path in (self._targets / roles.ROLLOUTS).glob("*.json"):
             if path not in named:
                 path.unlink()
@@ -142,11 +142,11 @@ class StoredRepository:
             path.unlink()
 
     def sweep_releases(self) -> None:
-        """Removes the files of releases that no state which devices may still read has: they were withdrawn."""
+        """Removes the files of withdrawn releases that no kept snapshot contains."""
         snapshots = [self.read(Snapshot, path.name) for path in self._metadata.glob("*.snapshot.json")]
         versions = {snapshot.signed.meta["targets.json"].version for snapshot in snapshots}
         states = [self.read(Targets, f"{version}.targets.json").signed for version in sorted(versions)]
-        named = {self.place_of(target) for state in states for target in state.targets.values()}
+        named = {self.path_of(target) for state in states for target in state.targets.values()}
         for path in self._targets.glob("*/*/*"):
             if path not in named:
                 path.unlink()

@@ -1,1 +1,1 @@
-"""Rollouts: a release on its way through the fleet, phase by phase, and back where it proves bad."""
+"""Rollouts: brings a release to the fleet phase by phase, and rolls it back when a gate fails."""

@@ -1,38 +1,38 @@
-"""How a rollout goes: what it decides, what each device is to run, and what a device's report means. Pure.
+"""The rules of a rollout: its next decision, what each device must run, and what a device's report changes. Pure.
 
     created ─► running phase 0 ─► 1 ─► … ─► finished          the gate of every phase passed
-                  │   ▲   └──────────────► halted ─► rolled_back   a gate failed; who has it goes back; all did
+                  │   ▲   └──────────────► halted ─► rolled_back   a gate failed; its devices roll back; all have
                   ▼   │
-                 paused                   aborted                 by a person, from any state but the ends of a halt
+                 paused                   aborted                 by an operator, except from halted and rolled_back
 
-Everything follows from stored rows, so a decision can be taken again by whoever starts after a crash, and comes out the
-same. The same function says what a device is to run in the signed document and in the answer to its check-in.
+Every decision follows from stored rows, so a process that starts after a crash comes to the same one. One function
+determines what a device must run, for the signed document and for the answer to its check-in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
 
-from coordinator.db.rollouts import Action, MemberRow, RolloutRow, Standing, State
-from coordinator.pooling import bounded_loss
 from coordinator.rollouts.gates import Tally, judge
+from coordinator.rollouts.tables import Action, MemberRow, RolloutRow, Standing, State
+from coordinator.rounds.pooling import bounded_loss
 from edge_client.wire.device import ReleaseOffer, ReleaseReport
 from edge_client.wire.rollouts import NO_MODEL
 from edge_client.wire.strict import printable
 
-DECIDES_BY_ITSELF = ("created", "running", "halted")
-GOES_BACK = ("halted", "rolled_back", "aborted")
+AUTOMATIC_STATES = ("created", "running", "halted")
+ROLLING_BACK_STATES = ("halted", "rolled_back", "aborted")
 
 _LARGEST_VERSION = 10**9
-_MANY_LABELS = 10**15
+_MOST_LABELS = 10**15
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a rollout is from now on."""
+    """A rollout's next state and phase."""
 
     state: State
     phase: int
@@ -40,9 +40,9 @@ class Decision:
 
 
 def decide(rollout: RolloutRow, phases: Sequence[Tally], outstanding: int, now: datetime) -> Decision | None:
-    """The next change of a rollout that nobody has to ask for; None: it waits.
+    """The next automatic change of a rollout; None while it waits.
 
-    `phases`: figures of all of its phases. `outstanding`: devices that are yet to go back.
+    `phases`: the figures of all its phases. `outstanding`: devices that have yet to roll back.
     """
     if rollout.state == "created":
         return Decision("running", 0)
@@ -63,7 +63,7 @@ def decide(rollout: RolloutRow, phases: Sequence[Tally], outstanding: int, now: 
 
 @dataclass(frozen=True)
 class Direction:
-    """What a device is to run, by one rollout."""
+    """What one rollout has a device run."""
 
     rollout: str
     model: str
@@ -73,10 +73,10 @@ class Direction:
 
 
 def direction(rollout: RolloutRow, member: MemberRow) -> Direction | None:
-    """What the device is to run by this rollout; None: it has nothing to say."""
+    """What this rollout has the device run; None if nothing."""
     if member.standing in ("failed", "barred"):
         return None
-    if rollout.state in GOES_BACK:
+    if rollout.state in ROLLING_BACK_STATES:
         if rollout.keep or member.told is None:
             return None
         before = NO_MODEL if member.previous is None else member.previous
@@ -88,31 +88,33 @@ def direction(rollout: RolloutRow, member: MemberRow) -> Direction | None:
 
 
 def directions(pairs: Iterable[tuple[RolloutRow, MemberRow]]) -> dict[tuple[str, str], Direction]:
-    """(device, model) -> what it is to run. `pairs`: newest rollout first; the newest that has something to say counts.
+    """(device, model) -> what the device must run. `pairs`: newest rollout first; the newest with a direction wins.
 
-    A device that is back from one rollout may have to go further back, from an older one that was taken back too.
+    A device that rolled back one rollout may have to roll back further, if an older rollout was rolled back too.
     """
-    found: dict[tuple[str, str], Direction] = {}
+    chosen: dict[tuple[str, str], Direction] = {}
     settled: set[tuple[str, str]] = set()
     for rollout, member in pairs:
         key = (member.device, rollout.model)
-        said = None if key in settled else direction(rollout, member)
-        if said is None:
+        directed = None if key in settled else direction(rollout, member)
+        if directed is None:
             continue
-        if key not in found or said.action == "roll_back":
-            found[key] = said
-        if said.action == "install" or member.standing != "rolled_back":
+        if key not in chosen or directed.action == "roll_back":
+            chosen[key] = directed
+        if directed.action == "install" or member.standing != "rolled_back":
             settled.add(key)
-    return found
+    return chosen
 
 
-def document(model: str, told: Mapping[tuple[str, str], Direction], released: set[int]) -> dict[str, Any]:
-    """`rollouts/<model>.json`: every device once at most, grouped by what it is to run.
+def document(
+    model: str, by_device: Mapping[tuple[str, str], Direction], released: set[int]
+) -> dict[str, Any]:
+    """The content of `rollouts/<model>.json`: each device at most once, grouped by what it must run.
 
-    Versions to be installed that are no release any more are left out: nobody is to install them.
+    Withdrawn releases are left out, so that no device installs them.
     """
     devices: dict[Direction, list[str]] = {}
-    for (device, _), each in told.items():
+    for (device, _), each in by_device.items():
         if each.action == "roll_back" or each.version in released:
             devices.setdefault(each, []).append(device)
     entries = [
@@ -130,23 +132,24 @@ def document(model: str, told: Mapping[tuple[str, str], Direction], released: se
     return {"model": model, "rollouts": sorted(entries, key=_entry_key)}
 
 
-def offer(said: Direction, member: MemberRow) -> ReleaseOffer | None:
-    """What the device is told of it; None where it does so already, as far as is known.
+def offer(directed: Direction, member: MemberRow, runs_any: bool) -> ReleaseOffer | None:
+    """The offer to the device; None if it already complies, as far as is known.
 
-    A device that reports that it is installing hears it again: it may have to try anew.
+    A device that reports that it is installing gets the offer again, since it may have to retry. So does one that runs
+    no version.
     """
-    done: Standing = "active" if said.action == "install" else "rolled_back"
-    if member.standing == done:
+    done: Standing = "active" if directed.action == "install" else "rolled_back"
+    if member.standing == done and (runs_any or directed.version == NO_MODEL):
         return None
-    return ReleaseOffer(said.rollout, said.model, said.version, said.action, said.force)
+    return ReleaseOffer(directed.rollout, directed.model, directed.version, directed.action, directed.force)
 
 
-def runs_before(
+def previous_version(
     rollout: RolloutRow, others: Sequence[tuple[RolloutRow, MemberRow]], reports: Sequence[ReleaseReport]
 ) -> int | None:
-    """Which other version of the model the device runs; None: none that is known.
+    """The other version of the model that the device runs; None if none is known.
 
-    `others`: its other rollouts, the newest first. What it says itself counts more.
+    `others`: its other rollouts, newest first. The device's own report takes precedence.
     """
     for report in reports:
         if (
@@ -165,132 +168,156 @@ def runs_before(
     return None
 
 
-def heard(
-    rollout: RolloutRow, member: MemberRow, reports: Sequence[ReleaseReport], now: datetime
+def apply_reports(
+    rollout: RolloutRow,
+    member: MemberRow,
+    reports: Sequence[ReleaseReport],
+    now: datetime,
+    others: Collection[str] = (),
 ) -> MemberRow:
-    """The member after what its device says; the same object where that changes nothing."""
+    """The member after its device's reports; the same object if they change nothing.
+
+    `others`: further rollouts of the same version that the device is in. Once this one rolls back, what those installed
+    no longer concerns it.
+    """
     of_model = [report for report in reports if report.model == rollout.model]
+    if rollout.state in ROLLING_BACK_STATES:
+        of_model = [report for report in of_model if report.rollout not in others]
     changed = member
-    if rollout.state in GOES_BACK and member.told and _went_back(rollout, member, of_model):
+    if rollout.state in ROLLING_BACK_STATES and member.told and _has_rolled_back(rollout, member, of_model):
         changed = replace(member, standing="rolled_back")
-    elif (mine := _of_rollout(rollout, of_model)) is not None:
-        changed = _answered(member, mine)
-    elif (same := _of_version(rollout, of_model)) is not None:
-        changed = _known_already(rollout, member, same)
-    elif (back := _way_back(rollout, member, of_model)) is not None:
-        changed = _said_why(member, back)
-    elif rollout.state in GOES_BACK and member.standing in ("waiting", "installing"):
-        changed = replace(member, standing="waiting", told=None)  # it never took it
+    elif (mine := _report_on_rollout(rollout, of_model)) is not None:
+        changed = _apply_own_report(member, mine)
+    elif (same := _report_on_version(rollout, of_model)) is not None:
+        changed = _apply_other_report(rollout, member, same)
+    elif (back := _rollback_report(rollout, member, of_model)) is not None:
+        changed = _with_reason(member, back)
+    elif rollout.state in ROLLING_BACK_STATES and member.standing in ("waiting", "installing"):
+        changed = replace(member, standing="waiting", told=None)  # it never installed the release
     return member if changed == member else replace(changed, changed_at=now)
 
 
-def require_sound(reports: Sequence[ReleaseReport]) -> None:
-    """Checks figures that the form of a report leaves open.
+def mark_lost(member: MemberRow, now: datetime) -> MemberRow:
+    """The member after its device, which ran the release, reports no version and no reason."""
+    message = "it no longer runs any version and gives no reason; the release is offered again"
+    return replace(member, standing="installing", code="lost", words=message, changed_at=now)
+
+
+def require_valid_reports(reports: Sequence[ReleaseReport]) -> None:
+    """Checks the ranges of figures that a report's format does not constrain.
 
     Raises:
-        ValueError: they cannot be.
+        ValueError: a figure is out of range.
     """
     for report in reports:
-        accuracy, figures = report.golden_accuracy, report.evaluation
+        accuracy, evaluation = report.golden_accuracy, report.evaluation
         if not 1 <= report.version < _LARGEST_VERSION:
             raise ValueError(f"version is {report.version}, expected 1 to {_LARGEST_VERSION - 1}")
         if accuracy is not None and not 0 <= accuracy <= 1:
             raise ValueError(f"golden_accuracy is {accuracy}, expected 0 to 1")
-        if figures is None:
+        if evaluation is None:
             continue
-        counts, sums = (
-            (figures.correct, figures.champion_correct),
-            (figures.loss_sum, figures.champion_loss_sum),
-        )
-        if not 1 <= figures.labels <= _MANY_LABELS or any(
-            each is not None and not 0 <= each <= figures.labels for each in counts
+        counts = (evaluation.correct, evaluation.champion_correct)
+        sums = (evaluation.loss_sum, evaluation.champion_loss_sum)
+        if not 1 <= evaluation.labels <= _MOST_LABELS or any(
+            each is not None and not 0 <= each <= evaluation.labels for each in counts
         ):
-            raise ValueError(f"evaluation: expected 1 to {_MANY_LABELS} labels and no more of them correct")
+            raise ValueError(
+                f"evaluation: expected 1 to {_MOST_LABELS} labels and at most as many correct answers"
+            )
         if any(each is not None and each < 0 for each in sums):
-            raise ValueError("evaluation: expected sums of losses >= 0")
+            raise ValueError("evaluation: expected loss sums >= 0")
 
 
-def _went_back(rollout: RolloutRow, member: MemberRow, of_model: Sequence[ReleaseReport]) -> bool:
-    """It says so, or it runs another version, be it by a newer rollout, or none where it had none."""
+def _has_rolled_back(rollout: RolloutRow, member: MemberRow, of_model: Sequence[ReleaseReport]) -> bool:
+    """Whether the device reports so, or runs another version (perhaps of a newer rollout), or none if it had none."""
     runs = {report.version: report.rollout for report in of_model if report.standing == "active"}
     if rollout.version in runs:
         return False
     if member.previous is not None and runs.get(member.previous) == rollout.id:
-        return True  # by this rollout it runs what it ran before, whatever it was about to install
+        return True  # it runs its previous version because of this rollout, whatever it was about to install
     if any(report.version == rollout.version and report.standing == "installing" for report in of_model):
         return False
-    said = any(report.rollout == rollout.id and report.standing == "rolled_back" for report in of_model)
-    return said or (member.standing == "active" and (bool(runs) or member.previous is None))
+    reported = any(report.rollout == rollout.id and report.standing == "rolled_back" for report in of_model)
+    return reported or (member.standing == "active" and (bool(runs) or member.previous is None))
 
 
-def _way_back(
+def _rollback_report(
     rollout: RolloutRow, member: MemberRow, of_model: Sequence[ReleaseReport]
 ) -> ReleaseReport | None:
-    """What keeps a device that has the release from going back to the version before."""
-    found = [each for each in of_model if (each.rollout, each.version) == (rollout.id, member.previous)]
-    back = rollout.state in GOES_BACK and member.standing == "active"
-    return next((each for each in found if each.standing in ("failed", "installing")), None) if back else None
+    """The report of what keeps a device that has the release from returning to its previous version."""
+    if rollout.state not in ROLLING_BACK_STATES or member.standing != "active":
+        return None
+    reports = (each for each in of_model if (each.rollout, each.version) == (rollout.id, member.previous))
+    return next((each for each in reports if each.standing in ("failed", "installing")), None)
 
 
-def _of_rollout(rollout: RolloutRow, of_model: Sequence[ReleaseReport]) -> ReleaseReport | None:
-    found = [each for each in of_model if each.rollout == rollout.id and each.version == rollout.version]
-    return found[-1] if found else None
+def _report_on_rollout(rollout: RolloutRow, of_model: Sequence[ReleaseReport]) -> ReleaseReport | None:
+    reports = [each for each in of_model if each.rollout == rollout.id and each.version == rollout.version]
+    return reports[-1] if reports else None
 
 
-def _of_version(rollout: RolloutRow, of_model: Sequence[ReleaseReport]) -> ReleaseReport | None:
-    found = [each for each in of_model if each.rollout != rollout.id and each.version == rollout.version]
-    return found[-1] if found else None
+def _report_on_version(rollout: RolloutRow, of_model: Sequence[ReleaseReport]) -> ReleaseReport | None:
+    reports = [each for each in of_model if each.rollout != rollout.id and each.version == rollout.version]
+    return reports[-1] if reports else None
 
 
-def _answered(member: MemberRow, report: ReleaseReport) -> MemberRow:
-    """The member after a report on this very rollout."""
+def _apply_own_report(member: MemberRow, report: ReleaseReport) -> MemberRow:
+    """The member after a report on this rollout."""
     if report.standing in ("failed", "rolled_back"):
         if member.standing in ("barred", "rolled_back") or (member.force and member.told is None):
-            return member  # said before it was told to try again
-        return _failed(member, "failed", report)
+            return member  # reported before it was told to retry
+        return _mark_failed(member, "failed", report)
     if report.standing == "installing":
         if member.standing not in ("waiting", "installing", "active"):
             return member
-        return _said_why(replace(member, standing="installing"), report)
-    return _figures(replace(member, standing="active", force=False, code=None, words=None), report)
+        return _with_reason(replace(member, standing="installing"), report)
+    return _with_metrics(_with_reason(replace(member, standing="active", force=False), report), report)
 
 
-def _known_already(rollout: RolloutRow, member: MemberRow, report: ReleaseReport) -> MemberRow:
-    """The member after a report on another rollout that has the device run the same release."""
-    if rollout.state in GOES_BACK and member.standing == "rolled_back" and report.standing == "active":
-        return replace(member, standing="active")  # a newer rollout that was taken back brought it here again
-    if member.standing != "waiting":
+def _apply_other_report(rollout: RolloutRow, member: MemberRow, report: ReleaseReport) -> MemberRow:
+    """The member after a report on another rollout of the same release."""
+    if (
+        rollout.state in ROLLING_BACK_STATES
+        and member.standing == "rolled_back"
+        and report.standing == "active"
+    ):
+        return replace(member, standing="active")  # rolling back a newer rollout restored this release
+    if member.standing != "waiting" or rollout.state in ROLLING_BACK_STATES:
         return member
     if report.standing == "active":
-        return _figures(replace(member, standing="active"), report)
+        return _with_metrics(replace(member, standing="active"), report)
     if report.standing == "failed" and not member.force:
-        return _failed(member, "barred", report)
+        return _mark_failed(member, "barred", report)
     return member
 
 
-def _failed(member: MemberRow, standing: Literal["failed", "barred"], report: ReleaseReport) -> MemberRow:
-    failed = _said_why(replace(member, standing=standing, force=False), report)
-    return _figures(replace(failed, code=failed.code or report.standing), report)
+def _mark_failed(
+    member: MemberRow, standing: Literal["failed", "barred"], report: ReleaseReport
+) -> MemberRow:
+    failed = _with_reason(replace(member, standing=standing, force=False), report)
+    return _with_metrics(replace(failed, code=failed.code or report.standing), report)
 
 
-def _said_why(member: MemberRow, report: ReleaseReport) -> MemberRow:
+def _with_reason(member: MemberRow, report: ReleaseReport) -> MemberRow:
     return replace(member, code=printable(report.code, 40) or None, words=printable(report.words) or None)
 
 
-def _figures(member: MemberRow, report: ReleaseReport) -> MemberRow:
+def _with_metrics(member: MemberRow, report: ReleaseReport) -> MemberRow:
     if report.golden_accuracy is not None:
         member = replace(member, golden_accuracy=report.golden_accuracy)
-    found = report.evaluation
-    if found is None:
+    figures = report.evaluation
+    if figures is None:
         return member
-    compared = found.champion_correct is not None and found.champion_loss_sum is not None
+    compared = figures.champion_correct is not None and figures.champion_loss_sum is not None
+    champion_loss = bounded_loss(figures.champion_loss_sum or 0.0, figures.labels) if compared else None
     return replace(
         member,
-        labels=found.labels,
-        correct=found.correct,
-        loss_sum=bounded_loss(found.loss_sum, found.labels),
-        champion_correct=found.champion_correct if compared else None,
-        champion_loss_sum=bounded_loss(found.champion_loss_sum or 0.0, found.labels) if compared else None,
+        labels=figures.labels,
+        correct=figures.correct,
+        loss_sum=bounded_loss(figures.loss_sum, figures.labels),
+        champion_correct=figures.champion_correct if compared else None,
+        champion_loss_sum=champion_loss,
     )
 
 

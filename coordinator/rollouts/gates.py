@@ -1,13 +1,13 @@
-"""The gate at the end of a phase: may the release go on to more devices?
+"""The gate at the end of a phase: may the release reach more devices?
 
-Three questions, asked of all devices that were given the release so far:
+Three questions about all devices that were offered the release so far:
 
-    installed?   how many of those that answered run it, after their own self-test
+    installed?   the share of those that answered which run it, after their own self-test
     right?       accuracy on the manifest's golden rows, on the devices' own runtimes
     better?      candidate against champion on the devices' own held-out rows: sums, pooled over labels
 
-A gate fails early only where no answer to come could save it. What devices do not say holds the gate up until
-the deadline; then it is judged by those that answered, if they are enough.
+A gate fails early only if no outstanding answer could make it pass. Silent devices hold the gate until the deadline;
+then those that answered decide, if there are enough of them.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from coordinator.errors import UserError
 
 @dataclass(frozen=True)
 class Gates:
-    """What a release has to show in every phase.
+    """What a release must achieve in every phase.
 
     Attributes:
-        install: least share of the devices that answered which run it.
-        answered: share of the phase's devices that must have answered, at least `min_answers` of them (or all, where it
-            has fewer), before the deadline lets the rest be left behind.
+        install: minimum share of the devices that answered which run it.
+        answered: share of the phase's devices that must have answered, and at least `min_answers` of them (or all, if it
+            has fewer), before the deadline ends the wait for the rest.
         deadline_seconds: how long a phase waits for silent devices.
-        soak_seconds: how long a phase that has devices lasts at least, so that crashes have time to show.
-        golden_accuracy: least mean over devices that reported it, of which there must be one; None: not asked.
-        max_accuracy_drop: most that the candidate's pooled accuracy may lie below the champion's; None: not asked.
-        max_loss_increase: most that its mean loss a label may lie above the champion's; None: not asked.
-        min_labels: pooled labels without which candidate and champion are not compared.
-        confidence: one-sided; a drop counts where it is larger than allowed with this confidence, so that a few rows
-            decide nothing. None: the pooled figures are compared as they are.
+        soak_seconds: minimum duration of a phase that has devices, so that crashes have time to show.
+        golden_accuracy: minimum mean over the devices that reported it, of which there must be one; None: not required.
+        max_accuracy_drop: maximum by which the candidate's pooled accuracy may lie below the champion's; None: no limit.
+        max_loss_increase: maximum by which its mean loss per label may lie above the champion's; None: no limit.
+        min_labels: minimum number of pooled labels for comparing candidate and champion.
+        confidence: one-sided; a drop in accuracy counts only if it exceeds the limit with this confidence, so that a few
+            rows decide nothing (see `undecided_comparison`). None: the pooled figures are compared directly.
     """
 
     install: float = 0.95
@@ -48,7 +48,7 @@ class Gates:
     max_accuracy_drop: float | None = 0.02
     max_loss_increase: float | None = None
     min_labels: int = 1
-    confidence: float | None = None
+    confidence: float | None = 0.95
 
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -69,7 +69,7 @@ def require_gates(gates: Gates) -> Gates:
     """The same gates.
 
     Raises:
-        UserError: naming the first value out of its range.
+        UserError: names the first value that is out of range.
     """
     for each in fields(gates):
         value, (low, high) = getattr(gates, each.name), _RANGES[each.name]
@@ -80,13 +80,13 @@ def require_gates(gates: Gates) -> Gates:
 
 @dataclass(frozen=True)
 class Tally:
-    """What the devices of a phase have come to; sums over several phases add up.
+    """The figures of a phase's devices; the figures of several phases add up.
 
     Attributes:
-        devices: those that count: not barred, not shut out meanwhile.
-        golden, golden_sum: devices that told a golden accuracy, and its sum.
-        labels, correct, …: pooled over the devices that compared both models on rows of their own, none of which counts for
-            more labels than the median one has.
+        devices: those that count: neither barred nor revoked since.
+        golden, golden_sum: devices that reported a golden accuracy, and the sum of these.
+        labels, correct, …: pooled over the devices that compared both models on rows of their own; none counts for more
+            labels than the median device has.
     """
 
     devices: int = 0
@@ -104,7 +104,7 @@ class Tally:
 
     @property
     def answers(self) -> int:
-        """Devices of which it is known how it went."""
+        """Devices whose outcome is known."""
         return self.active + self.failed + self.rolled_back
 
     def __add__(self, other: Tally) -> Tally:
@@ -115,7 +115,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`reasons`: what it waits for, or why it failed, in words."""
+    """`reasons`: what the gate waits for, or why it failed, one sentence each."""
 
     outcome: Literal["pass", "wait", "fail"]
     reasons: tuple[str, ...] = ()
@@ -126,53 +126,72 @@ def judge(gates: Gates, phases: Sequence[Tally], waited_seconds: float) -> Verdi
     newest, seen = phases[-1], sum(phases, Tally())
     if reason := _hopeless(gates, seen):
         return Verdict("fail", (reason,))
-    if waits := tuple(_waits(gates, newest, seen, waited_seconds)):
-        return Verdict("wait", waits)
+    if reasons := tuple(_waiting_reasons(gates, newest, seen, waited_seconds)):
+        return Verdict("wait", reasons)
     failed = tuple(_failures(gates, seen))
     return Verdict("fail", failed) if failed else Verdict("pass")
 
 
-def _waits(gates: Gates, newest: Tally, seen: Tally, waited_seconds: float) -> Iterator[str]:
+def undecided_comparison(gates: Gates, phases: Sequence[Tally]) -> str | None:
+    """Why the comparison over the phases opened so far is inconclusive; None if it is conclusive, or nothing was
+    compared."""
+    seen = sum(phases, Tally())
+    if gates.max_accuracy_drop is None or gates.confidence is None or not seen.labels:
+        return None
+    if seen.labels < gates.min_labels:
+        return f"{seen.labels:.0f} labels were compared, {gates.min_labels} are needed"
+    drop, margin = _drop(seen), _margin(gates, seen)
+    if not drop - margin <= gates.max_accuracy_drop < drop + margin:
+        return None
+    return (
+        f"over {seen.labels:.0f} labels accuracy lies {drop:+.4f} ± {margin:.4f} below the champion's at {gates.confidence:.0%} "
+        f"confidence: that neither stays within the limit of {gates.max_accuracy_drop:g} nor exceeds it"
+    )
+
+
+def _waiting_reasons(gates: Gates, newest: Tally, seen: Tally, waited_seconds: float) -> Iterator[str]:
     least = max(min(gates.min_answers, newest.devices), math.ceil(gates.answered * newest.devices - 1e-9))
     past = waited_seconds >= gates.deadline_seconds
     if newest.answers < (least if past else newest.devices):
-        words = f"{newest.answers} of {newest.devices} devices have answered"
-        yield words + (f", {least} are needed" if past else "")
+        message = f"{newest.answers} of {newest.devices} devices have answered"
+        yield message + (f", {least} are needed" if past else "")
     elif not seen.answers:
-        yield "no device has answered"  # those of this phase were shut out meanwhile
+        yield "no device has answered"  # those of this phase were revoked since
     if newest.devices and waited_seconds < gates.soak_seconds:
-        yield f"it lasts {gates.soak_seconds:g} s at least"
+        yield f"it lasts at least {gates.soak_seconds:g} s"
 
 
 def _hopeless(gates: Gates, seen: Tally) -> str | None:
-    """Whether too many failed, though all that are still silent should succeed."""
+    """Why the gate fails even if every silent device succeeds; None if it may still pass."""
     lost = seen.answers - seen.active
-    return (
-        _install_words(gates, seen) if lost and (seen.devices - lost) / seen.devices < gates.install else None
-    )
+    if lost and (seen.devices - lost) / seen.devices < gates.install:
+        return _install_message(gates, seen)
+    return None
 
 
 def _failures(gates: Gates, seen: Tally) -> Iterator[str]:
     if seen.answers and seen.active / seen.answers < gates.install:
-        yield _install_words(gates, seen)
+        yield _install_message(gates, seen)
     if gates.golden_accuracy is not None:
         mean = seen.golden_sum / seen.golden if seen.golden else None
         if mean is None:
-            yield "no device told a golden accuracy, which is asked for; has the manifest real rows?"
+            yield "no device reported a golden accuracy, which this gate requires; has the manifest real rows?"
         elif mean < gates.golden_accuracy:
-            yield f"golden accuracy is {mean:.4f} on {seen.golden} devices, expected {gates.golden_accuracy:g} at least"
+            yield f"golden accuracy is {mean:.4f} on {seen.golden} devices, expected at least {gates.golden_accuracy:g}"
     if seen.labels >= gates.min_labels:
         yield from _worse(gates, seen)
 
 
 def _worse(gates: Gates, seen: Tally) -> Iterator[str]:
-    """Where the candidate lies below the champion by more than is allowed."""
+    """How the candidate is worse than the champion by more than the gates allow."""
     candidate, champion = seen.correct / seen.labels, seen.champion_correct / seen.labels
-    drop = champion - candidate
-    if gates.max_accuracy_drop is not None and drop - _margin(gates, seen) > gates.max_accuracy_drop + 1e-12:
+    if (
+        gates.max_accuracy_drop is not None
+        and _drop(seen) - _margin(gates, seen) > gates.max_accuracy_drop + 1e-12
+    ):
         yield (
             f"accuracy is {candidate:.4f}, the champion's {champion:.4f}, over {seen.labels:.0f} labels; "
-            f"it may be {gates.max_accuracy_drop:g} lower at most"
+            f"it may be at most {gates.max_accuracy_drop:g} lower"
         )
     worse = (seen.loss_sum - seen.champion_loss_sum) / seen.labels
     if gates.max_loss_increase is not None and worse > gates.max_loss_increase:
@@ -182,12 +201,16 @@ def _worse(gates: Gates, seen: Tally) -> Iterator[str]:
         )
 
 
+def _drop(seen: Tally) -> float:
+    return (seen.champion_correct - seen.correct) / seen.labels
+
+
 def _margin(gates: Gates, seen: Tally) -> float:
     """How far the measured drop may lie above the true one: z sqrt((p(1-p) + q(1-q)) / n).
 
-    The two proportions are taken as independent. They are of the same rows, and two models mostly err on the same
-    ones, so the margin is wide rather than narrow. One success and one failure more on each side keep it from being
-    nothing where all rows agree (Agresti and Caffo 2000).
+    This treats the two proportions as independent. They come from the same rows, and two models mostly err on the same
+    ones, so the margin is conservative. One added success and failure on each side keep it above zero where all rows
+    agree (Agresti and Caffo 2000).
     """
     if gates.confidence is None:
         return 0.0
@@ -198,6 +221,6 @@ def _margin(gates: Gates, seen: Tally) -> float:
     )
 
 
-def _install_words(gates: Gates, seen: Tally) -> str:
+def _install_message(gates: Gates, seen: Tally) -> str:
     lost = seen.answers - seen.active
     return f"{lost} of {seen.answers} devices that answered could not run it; {gates.install:.0%} must"

@@ -1,9 +1,9 @@
-"""Who is in a rollout, and in which phase: fixed when it is made.
+"""The members of a rollout and their phases, fixed when it is created.
 
     devices ─► those that the filter admits ─► in the order of salted hashes ─► cut at 1, 10, 50, 100 %
 
-The order is that of sha256(salt, id): as good as random, the same on every machine, and another one for every
-rollout, so that not always the same devices go first.
+The order is that of sha256(salt, id): effectively random, the same on every machine, and different for every rollout, so
+that the first phase does not always hit the same devices.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from coordinator.errors import UserError
-from coordinator.fleets.matching import Candidate
-from edge_client.wire.device import negotiated, version
+from coordinator.scheduling.matching import Candidate
+from edge_client.wire.device import CheckIn, negotiate, version
 
 DEFAULT_PHASES = (1.0, 10.0, 50.0, 100.0)
 MOST_DEVICES = 100_000
-"""Of a rollout: as many as one signed document names (`edge_client.wire.rollouts.LARGEST_DOCUMENT_BYTES`)."""
+"""In one rollout: as many as one signed document can name (`edge_client.wire.rollouts.LARGEST_DOCUMENT_BYTES`)."""
 RELEASES_SINCE = (1, 3)
-"""The wire version that brought releases."""
+"""The wire version that introduced releases."""
 
 
 @dataclass(frozen=True)
 class Filter:
-    """Which devices a rollout is for. What is left empty admits all.
+    """Which devices a rollout is for. An empty field admits all.
 
     Attributes:
-        groups: one of these, as given with the enrolment token.
+        groups: one of these, from the device's enrolment token.
         labels: all of these, as the device reports them.
         device_classes: one of these.
-        runtimes: at least one of these works on it.
+        runtimes: at least one of these works on it; `litert` and `tflite-runtime` run released models.
         ids: one of these.
     """
 
@@ -45,48 +45,55 @@ class Filter:
 
 
 def admits(wanted: Filter, device: Candidate) -> bool:
-    """Whether the device is one of these. It must have checked in once, with a version of the wire that knows releases."""
+    """Whether the filter admits the device, which must have checked in with a wire version that supports releases."""
     report = device.report
-    if device.state != "active" or report is None or not knows_releases(report.wire):
+    if device.state != "active" or report is None or not supports_releases(report.wire):
         return False
     return (
         (not wanted.groups or device.group in wanted.groups)
         and (not wanted.ids or device.id in wanted.ids)
         and (not wanted.device_classes or report.device_class in wanted.device_classes)
-        and (not wanted.runtimes or any(name in report.runtimes for name in wanted.runtimes))
+        and (not wanted.runtimes or not _runtimes(report).isdisjoint(wanted.runtimes))
         and all(report.labels.get(key) == value for key, value in wanted.labels.items())
     )
 
 
-def knows_releases(wire: str) -> bool:
-    """Whether a device that speaks this version, as it says, hears of releases."""
+def _runtimes(report: CheckIn) -> set[str]:
+    """The runtimes that work on the device, with the one that runs released models in place of the one that trains."""
+    if not report.release_runtime:
+        return set(report.runtimes)
+    return {name for name in report.runtimes if name != "litert"} | {report.release_runtime}
+
+
+def supports_releases(wire: str) -> bool:
+    """Whether a device with this wire version supports releases."""
     try:
-        agreed = negotiated(version(wire))
+        agreed = negotiate(version(wire))
     except ValueError:
         return False
     return agreed is not None and agreed >= RELEASES_SINCE
 
 
 def require_phases(percents: Sequence[float]) -> tuple[float, ...]:
-    """Growing shares of the members in percent, the last at most 100.
+    """The same increasing percentages of the members, the last at most 100.
 
     Raises:
-        UserError: they are not.
+        UserError: they are not increasing, or not in (0, 100].
     """
     rising = all(before < after for before, after in pairwise(percents))
     if not percents or not rising or not 0 < percents[0] <= percents[-1] <= 100 or len(percents) > 50:
         raise UserError(
-            f"phases {','.join(f'{each:g}' for each in percents[:60])!r}: expected growing percentages above 0 "
+            f"phases {','.join(f'{each:g}' for each in percents[:60])!r}: expected increasing percentages above 0 "
             "and up to 100, such as 1,10,50,100"
         )
     return tuple(float(each) for each in percents)
 
 
 def phases(devices: Iterable[str], percents: Sequence[float], salt: str) -> list[list[str]]:
-    """The members of each phase, without those of the phases before it; in all, the last percentage of `devices`.
+    """The members that each phase adds; together they are the last percentage of `devices`.
 
-    Phase k ends at the ceiling of its share, so that the first has a device wherever there is one. In a small
-    fleet a later phase may be empty.
+    Phase k ends at the ceiling of its share, so the first phase has a device whenever there is one. In a small fleet a
+    later phase may be empty.
     """
     ordered = sorted(set(devices), key=lambda device: _key(salt, device))
     ends = [math.ceil(len(ordered) * percent / 100) for percent in percents]

@@ -1,7 +1,7 @@
-"""What a check-in means to rollouts: the device's reports are kept, and it hears what it is to run.
+"""A check-in's effect on rollouts: the device's reports are stored, and it receives what it must run.
 
-All in the one transaction of the check-in, so that what a device was told is durable before it hears it. It is told
-only what the signed repository says already; a model whose directions are yet to be signed says nothing.
+All of this is in the transaction of the check-in, so each offer is durable before the device hears it. Devices get only
+directions that the repository has signed; a model with unsigned directions offers nothing.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from datetime import datetime
 
 from sqlalchemy import Connection
 
-from coordinator.db import events, rollouts
-from coordinator.db.rollouts import MemberRow, RolloutRow
-from coordinator.rollouts import engine
+from coordinator.db import events
+from coordinator.rollouts import engine, members, queries
 from coordinator.rollouts.engine import Direction
+from coordinator.rollouts.tables import MemberRow, RolloutRow
 from edge_client.wire.device import ReleaseOffer, ReleaseReport
 
 TOPIC = "rollouts"
-"""The signal that a rollout may have something to decide."""
+"""The signal that a rollout may have a decision to take."""
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What comes of a check-in.
+class ReleaseOffers:
+    """The result of a check-in.
 
     Attributes:
-        offers: what the device is to run, where it does not.
-        is_new: it hears one of them for the first time.
-        changed: how it stands, or what it was told, is other than before: rollouts may go on.
+        offers: what the device must run and does not.
+        is_new: the device gets one of them for the first time.
+        changed: a member's standing or last instruction changed, so rollouts may advance.
     """
 
     offers: tuple[ReleaseOffer, ...] = ()
@@ -37,40 +37,61 @@ class Heard:
     changed: bool = False
 
 
-def check_in(connection: Connection, device: str, reports: Sequence[ReleaseReport], now: datetime) -> Heard:
-    """Keeps what the device reports, and gives what it is to run."""
-    before = rollouts.of_device(connection, device)
+def check_in(
+    connection: Connection, device: str, reports: Sequence[ReleaseReport], now: datetime
+) -> ReleaseOffers:
+    """Stores the device's reports and returns what it must run."""
+    before = members.of_device(connection, device)
     if not before:
-        return Heard()
+        return ReleaseOffers()
     pairs = [
-        (rollout, _kept(connection, rollout, member, engine.heard(rollout, member, reports, now)))
+        (rollout, _save(connection, rollout, member, _apply_reports(rollout, member, before, reports, now)))
         for rollout, member in before
     ]
-    signed, directed = engine.directions(before), engine.directions(pairs)
-    for key, said in directed.items():
-        if said.action == "roll_back" and key in signed and signed[key] != said:
-            rollouts.redirect(connection, said.model)  # it is back, and has to go further
-    unsigned = rollouts.unsigned(connection)
+    signed, current = engine.directions(before), engine.directions(pairs)
+    for key, directed in current.items():
+        if directed.action == "roll_back" and key in signed and signed[key] != directed:
+            queries.bump_directions(connection, directed.model)  # it rolled back and must roll back further
+    unsigned = queries.unsigned_revisions(connection)
     offers: list[ReleaseOffer] = []
     is_new = False
-    for (_, model), said in directed.items():
+    for (_, model), directed in current.items():
         if model in unsigned:
             continue
-        rollout, member = next(pair for pair in pairs if pair[0].id == said.rollout)
-        offer = engine.offer(said, member)
+        rollout, member = next(pair for pair in pairs if pair[0].id == directed.rollout)
+        runs_any = any(each.model == directed.model and each.standing == "active" for each in reports)
+        if directed.action == "install" and member.standing == "active" and not runs_any:
+            after = _save(connection, rollout, member, engine.mark_lost(member, now))
+            pairs[pairs.index((rollout, member))] = rollout, after
+            member = after
+        offer = engine.offer(directed, member, runs_any)
         if offer is not None:
             offers.append(offer)
-            is_new |= _told(connection, rollout, member, said, pairs, reports, now)
+            is_new |= _record_offer(connection, rollout, member, directed, pairs, reports, now)
     changed = is_new or any(a is not b for (_, a), (_, b) in zip(before, pairs, strict=True))
-    return Heard(tuple(offers), is_new, changed)
+    return ReleaseOffers(tuple(offers), is_new, changed)
 
 
-def _kept(connection: Connection, rollout: RolloutRow, before: MemberRow, after: MemberRow) -> MemberRow:
+def _apply_reports(
+    rollout: RolloutRow,
+    member: MemberRow,
+    pairs: Sequence[tuple[RolloutRow, MemberRow]],
+    reports: Sequence[ReleaseReport],
+    now: datetime,
+) -> MemberRow:
+    release = (rollout.model, rollout.version)
+    others = [
+        other.id for other, _ in pairs if (other.model, other.version) == release and other.id != rollout.id
+    ]
+    return engine.apply_reports(rollout, member, reports, now, others)
+
+
+def _save(connection: Connection, rollout: RolloutRow, before: MemberRow, after: MemberRow) -> MemberRow:
     if after is before:
         return before
-    rollouts.save_member(connection, after)
+    members.save(connection, after)
     if before.force and not after.force:
-        rollouts.redirect(connection, rollout.model)  # it was let try once more, and did
+        queries.bump_directions(connection, rollout.model)  # its forced retry is over
     if (before.standing, before.told) != (after.standing, after.told):
         events.record(
             connection,
@@ -78,36 +99,36 @@ def _kept(connection: Connection, rollout: RolloutRow, before: MemberRow, after:
             f"release_{after.standing}" if after.told or after.standing != "waiting" else "release_not_taken",
             device=after.device,
             rollout=rollout.id,
-            release=f"{rollout.model}:{rollout.version}",
+            release=rollout.release,
             **({"code": after.code, "words": after.words} if after.standing in ("failed", "barred") else {}),
         )
     return after
 
 
-def _told(
+def _record_offer(
     connection: Connection,
     rollout: RolloutRow,
     member: MemberRow,
-    said: Direction,
+    directed: Direction,
     pairs: Sequence[tuple[RolloutRow, MemberRow]],
     reports: Sequence[ReleaseReport],
     now: datetime,
 ) -> bool:
-    """Keeps that the device is told, and what it ran before; False where it was told so before."""
-    if member.told == said.action:
+    """Records the offer and the version that the device ran before; False if it had this offer already."""
+    if member.told == directed.action:
         return False
     previous = member.previous
-    if said.action == "install" and previous is None:
+    if directed.action == "install" and previous is None:
         others = [pair for pair in pairs if pair[0].id != rollout.id]
-        previous = engine.runs_before(rollout, others, reports)
-    rollouts.save_member(connection, replace(member, told=said.action, previous=previous, changed_at=now))
+        previous = engine.previous_version(rollout, others, reports)
+    members.save(connection, replace(member, told=directed.action, previous=previous, changed_at=now))
     events.record(
         connection,
         now,
         "release_offered",
         device=member.device,
         rollout=rollout.id,
-        release=f"{said.model}:{said.version}",
-        action=said.action,
+        release=f"{directed.model}:{directed.version}",
+        action=directed.action,
     )
     return True

@@ -1,1 +1,1 @@
-"""The round engine: choose a cohort, check results, fold, commit."""
+"""The round engine: choose a cohort, check results, fold them, commit."""

@@ -1,239 +1,195 @@
 """The round engine: one federated training as a sequence of committed rounds.
 
-It knows no transport and no framework. A fleet carries tasks and results, a strategy computes, an
-evaluator scores, a commit makes the round durable; the engine says in which order.
+It knows no transport and no framework. A fleet carries tasks and results, a strategy computes, an evaluator scores, a
+commit makes the round durable; the engine calls them in this order:
 
-    1. choose a cohort            4. fold the accepted updates, move the params
-    2. submit its tasks           5. evaluate
-    3. hear what the fleet        6. commit
-       accepted and rejected,
+    1. choose a cohort                    4. apply the aggregate to the params
+    2. submit its tasks                   5. evaluate
+    3. aggregate the accepted updates,    6. commit
        until quorum or deadline
-       (`rounds.gathering`)
+       (`rounds.aggregation`)
 
-A round that came to no model of numbers, or to too few updates, leaves params and state as they were.
-A round that was open when the process died goes on with its cohort: the fleet says so (`Fleet.reopened`).
+If too few updates arrive, or the new params are not finite, the round leaves params and state unchanged. A round that was
+open when the process died continues with its cohort (`Fleet.find_open_round`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
 
-from coordinator.fleets.fleet import Fleet, Model, Reopened, Terms
-from coordinator.json_values import finite
 from coordinator.rounds import intake, plan
+from coordinator.rounds.aggregation import Aggregated, aggregate_round, select_trained
 from coordinator.rounds.events import Emit
-from coordinator.rounds.gathering import Gathered, gather, trained
-from coordinator.rounds.plan import RunPlan, Task
-from strategies.lazy import NotFinite, checked, in_memory
+from coordinator.rounds.fleet import Fleet, Model, OpenRound, Terms
+from coordinator.rounds.plan import RunPlan
+from coordinator.rounds.records import RoundRecord, RunState, Score
+from coordinator.rounds.tasks import Task
+from strategies import lazy
+from strategies.lazy import NotFinite
 from strategies.params import Params, Tensors
 from strategies.state import State
 from strategies.update import Aggregate
 
 MODEL_NOT_FINITE = "model_not_finite"
-"""The event of a round whose updates, finite each, come to a model that is not; they count as rejected for it."""
+"""The event of a round whose updates, each finite, give a model that is not; they all count as rejected."""
 
-MOST_NAMED = 5
+MAX_NAMED_CLIENTS = 5
 """Clients that such an event names, those with the largest updates."""
 
 
-@dataclass(frozen=True)
-class Score:
-    """The global model on held-out rows, None where there are none. `clients`: accuracy per client that has some."""
+class CommitStore(Protocol):
+    """Makes the rounds of a run durable."""
 
-    loss: float | None
-    accuracy: float | None
-    clients: Mapping[str, float]
+    def materialize(self, state: RunState) -> RunState:
+        """Computes the lazy arrays of a new state once; returns the same state with its arrays in memory or on disk."""
 
-
-@dataclass(frozen=True)
-class RoundRecord:
-    """One line of the report. `seconds` is the whole round, evaluation and commit included.
-
-    `silent` clients were asked and never answered, or answered when the round was over; `rejections` counts
-    results by reason, `gathering.OUTLIER` and `MODEL_NOT_FINITE` among them. Accuracies of single clients are given as minimum, median and maximum. What was not tested is None.
-    """
-
-    round: int
-    selected: int
-    accepted: int
-    rejected: int
-    silent: int
-    train_loss: float | None
-    test_loss: float | None
-    test_accuracy: float | None
-    client_accuracy_min: float | None
-    client_accuracy_median: float | None
-    client_accuracy_max: float | None
-    bytes_up: int
-    bytes_down: int
-    seconds: float
-    rejections: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class RunState:
-    """Where a run is: after `round`, with these params and this strategy state."""
-
-    round: int
-    params: Tensors
-    strategy: State
-
-
-class Commit(Protocol):
-    """Makes a finished round durable; the record's `seconds` is what has passed so far."""
-
-    def __call__(
+    def commit(
         self, state: RunState, record: RoundRecord, clients: Mapping[str, Mapping[str, Params]]
-    ) -> None: ...
+    ) -> None:
+        """Makes a finished round durable; the record's `seconds` is the time until the commit."""
+
+    def on_committed(self, record: RoundRecord) -> None:
+        """Called after each commit, with the final record."""
 
 
 Evaluate = Callable[[int, Tensors], Score]
-"""Scores the params as of a round, given its number."""
-
-Keep = Callable[[RunState], RunState]
-"""Computes what a round came to, once, and keeps it: the same state with its arrays in memory or on disk."""
+"""Scores the params after a round, given its number."""
 
 
-def keep_in_memory(state: RunState) -> RunState:
-    strategy = State(in_memory(state.strategy.arrays), state.strategy.values)
-    return RunState(state.round, in_memory(state.params), strategy)
+def materialize_in_memory(state: RunState) -> RunState:
+    strategy = State(lazy.materialize(state.strategy.arrays), state.strategy.values)
+    return RunState(state.round, lazy.materialize(state.params), strategy)
 
 
 def run(
     run_plan: RunPlan,
     fleet: Fleet,
     start: RunState,
+    store: CommitStore,
     *,
     evaluate: Evaluate,
-    commit: Commit,
-    finished: Callable[[RoundRecord], None],
     emit: Emit,
     monotonic: Callable[[], float],
-    keep: Keep = keep_in_memory,
 ) -> RunState:
-    """Runs the rounds after `start.round` up to the plan's last. `finished` hears of each committed round.
+    """Runs the rounds after `start.round` up to the plan's last.
 
-    Updates that lie on disk are folded as `keep` reads the result, so with one that writes to disk no model is
-    ever in memory.
+    If updates are on disk and the store materializes on disk, no model is ever in memory.
 
     Raises:
-        Stopped: the fleet was told to; rounds committed so far stay so, the open one is left as it is.
+        Stopped: the fleet was stopped; committed rounds stay committed, the open one stays open.
     """
     state = start
     while state.round < run_plan.rounds:
         began = monotonic()
-        state, record, accepted = one_round(run_plan, fleet, state, evaluate, emit, keep)
-        commit(state, replace(record, seconds=monotonic() - began), fleet.client_state(accepted))
-        finished(replace(record, seconds=monotonic() - began))
+        state, record, accepted = run_round(run_plan, fleet, state, store, evaluate, emit)
+        store.commit(state, replace(record, seconds=monotonic() - began), fleet.client_state(accepted))
+        store.on_committed(replace(record, seconds=monotonic() - began))
     return state
 
 
-def tell_committed(emit: Emit, row: Mapping[str, Any]) -> None:
-    """The event of a committed round, from its line of the report."""
+def emit_committed(emit: Emit, row: Mapping[str, Any]) -> None:
+    """Emits the event of a committed round, given its line of the report."""
     emit("round_committed", **{key: row[key] for key in ("round", "test_accuracy", "seconds")})
 
 
-def one_round(
-    run_plan: RunPlan,
-    fleet: Fleet,
-    state: RunState,
-    evaluate: Evaluate,
-    emit: Emit,
-    keep: Keep = keep_in_memory,
+def run_round(
+    run_plan: RunPlan, fleet: Fleet, state: RunState, store: CommitStore, evaluate: Evaluate, emit: Emit
 ) -> tuple[RunState, RoundRecord, tuple[str, ...]]:
-    """The next round, not yet committed, and the clients whose updates went in."""
+    """The state after the next round, not yet committed, its record, and the clients whose updates were accepted."""
     number = state.round + 1
     model = fleet.model(state.params, run_plan.strategy.broadcast(state.strategy))
-    asked = fleet.reopened(number) or _asked(run_plan, fleet, number, model, emit)
-    fleet.submit(asked.tasks, model, _terms(run_plan, model, asked))
+    opened = fleet.find_open_round(number) or _start_round(run_plan, fleet, number, model, emit)
+    fleet.submit(opened.tasks, model, _make_terms(run_plan, model, opened))
 
-    gathered = gather(run_plan, fleet, asked, model, emit)
+    aggregated = aggregate_round(run_plan, fleet, opened, model, emit)
 
-    state, gathered = _moved(run_plan, state, gathered, asked.population, emit, keep)
+    state, aggregated = _update_model(run_plan, state, aggregated, opened.population, store, emit)
     score = evaluate(number, state.params)
-    record = _record(number, asked.tasks, model, gathered, score)
-    return state, record, gathered.accepted
+    record = _make_record(number, opened.tasks, model, aggregated, score)
+    return state, record, aggregated.accepted
 
 
-def _asked(run_plan: RunPlan, fleet: Fleet, number: int, model: Model, emit: Emit) -> Reopened:
-    """A new round's tasks: a cohort of those that can take part."""
+def _start_round(run_plan: RunPlan, fleet: Fleet, number: int, model: Model, emit: Emit) -> OpenRound:
+    """The tasks of a new round: its cohort is drawn from the clients that can take part."""
     population = fleet.clients(plan.cohort_size(run_plan))
     cohort = plan.choose_cohort(population, run_plan, plan.generator(run_plan.seed, "cohort", number))
     emit("round_started", round=number, cohort=list(cohort), base=model.base)
-    limit = plan.weight_limit(fleet.declared(cohort).values(), run_plan.weight_cap)
-    return Reopened(plan.tasks_for(cohort, number, model.base, run_plan), len(population), limit)
+    limit = plan.weight_limit(fleet.declared_examples(cohort).values(), run_plan.weight_cap)
+    return OpenRound(plan.make_tasks(cohort, number, model.base, run_plan), len(population), limit)
 
 
-def _terms(run_plan: RunPlan, model: Model, asked: Reopened) -> Terms:
-    trainable = trained(run_plan, model.params)
+def _make_terms(run_plan: RunPlan, model: Model, opened: OpenRound) -> Terms:
+    trained = select_trained(run_plan, model.params)
     return Terms(
-        expected=intake.expected_of(trainable, model.streams, run_plan.max_examples, asked.weight_limit),
+        expected=intake.make_expected(trained, model.streams, run_plan.max_examples, opened.weight_limit),
         wanted=run_plan.clients_per_round,
         deadline_seconds=run_plan.deadline_seconds,
-        population=asked.population,
+        population=opened.population,
     )
 
 
-def _moved(
-    run_plan: RunPlan, state: RunState, gathered: Gathered, population: int, emit: Emit, keep: Keep
-) -> tuple[RunState, Gathered]:
-    """The state after the round, and what was gathered, of which nothing is accepted where the round moves nothing."""
-    number, accepted = state.round + 1, len(gathered.accepted)
-    if gathered.aggregate is None or accepted < run_plan.min_updates:
+def _update_model(
+    run_plan: RunPlan,
+    state: RunState,
+    aggregated: Aggregated,
+    population: int,
+    store: CommitStore,
+    emit: Emit,
+) -> tuple[RunState, Aggregated]:
+    """The state after the round, and the aggregated results; none is accepted if the model stays unchanged."""
+    number, accepted = state.round + 1, len(aggregated.accepted)
+    if aggregated.aggregate is None or accepted < run_plan.min_updates:
         emit("quorum_missed", round=number, accepted=accepted, min_updates=run_plan.min_updates)
-        return replace(state, round=number), replace(gathered, accepted=())
+        return replace(state, round=number), replace(aggregated, accepted=())
     try:
-        return _applied(run_plan, state, gathered.aggregate, population, keep), gathered
+        return _apply(run_plan, state, aggregated.aggregate, population, store), aggregated
     except NotFinite as error:
-        largest = dict(list(gathered.norms.items())[:MOST_NAMED])
+        largest = dict(list(aggregated.norms.items())[:MAX_NAMED_CLIENTS])
         emit(MODEL_NOT_FINITE, round=number, tensor=error.name, largest_norms=largest)
-        rejections = dict(sorted({**gathered.rejections, MODEL_NOT_FINITE: accepted}.items()))
-        return replace(state, round=number), replace(gathered, accepted=(), rejections=rejections)
+        rejections = dict(sorted({**aggregated.rejections, MODEL_NOT_FINITE: accepted}.items()))
+        return replace(state, round=number), replace(aggregated, accepted=(), rejections=rejections)
 
 
-def _applied(
-    run_plan: RunPlan, state: RunState, aggregate: Aggregate, population: int, keep: Keep
+def _apply(
+    run_plan: RunPlan, state: RunState, aggregate: Aggregate, population: int, store: CommitStore
 ) -> RunState:
-    """The state after the round, kept.
+    """The materialized state after the round.
 
     Raises:
-        NotFinite: a trained tensor or the strategy's state would hold NaN or infinity; nothing was kept.
+        NotFinite: a trained tensor or the strategy's state would hold NaN or infinity; nothing was stored.
     """
-    with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is looked for
+    with np.errstate(over="ignore", invalid="ignore"):  # `guard_finite` catches the results
         params, strategy = run_plan.strategy.apply(state.params, state.strategy, aggregate, population)
-        after = State(checked(strategy.arrays, strategy.arrays), strategy.values)
-        return keep(RunState(state.round + 1, checked(params, run_plan.trainable), after))
+        after = State(lazy.guard_finite(strategy.arrays, strategy.arrays), strategy.values)
+        return store.materialize(
+            RunState(state.round + 1, lazy.guard_finite(params, run_plan.trainable), after)
+        )
 
 
-def _record(
-    number: int, tasks: Sequence[Task], model: Model, gathered: Gathered, score: Score
+def _make_record(
+    number: int, tasks: Sequence[Task], model: Model, aggregated: Aggregated, score: Score
 ) -> RoundRecord:
     spread = score.clients.values()
-    low, middle, high = (min(spread), median(spread), max(spread)) if spread else (score.accuracy,) * 3
+    low, middle, high = (min(spread), median(spread), max(spread)) if spread else (None,) * 3
     return RoundRecord(
         round=number,
         selected=len(tasks),
-        accepted=len(gathered.accepted),
-        rejected=sum(gathered.rejections.values()),
-        silent=gathered.silent,
-        train_loss=gathered.aggregate.train_loss if gathered.aggregate else None,
+        accepted=len(aggregated.accepted),
+        rejected=sum(aggregated.rejections.values()),
+        silent=aggregated.silent,
+        train_loss=aggregated.aggregate.train_loss if aggregated.aggregate else None,
         test_loss=score.loss,
         test_accuracy=score.accuracy,
         client_accuracy_min=low,
         client_accuracy_median=middle,
         client_accuracy_max=high,
-        bytes_up=gathered.bytes_up,
+        bytes_up=aggregated.bytes_up,
         bytes_down=len(tasks) * model.payload_bytes,
         seconds=0.0,
-        rejections=gathered.rejections,
+        rejections=aggregated.rejections,
     )
-
-
-def as_row(record: RoundRecord) -> dict[str, Any]:
-    """The record as JSON values; what is not a finite number, such as the loss of a diverged model, is None."""
-    return {name: finite(value) for name, value in vars(record).items()}

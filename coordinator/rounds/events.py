@@ -1,4 +1,4 @@
-"""Events: what happened in a run, one JSON object a line, written as it happens."""
+"""Events of a run: one JSON object per line, written as they happen."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ class Emit(Protocol):
 
 
 class LineFile:
-    """An append-only text file that can be cut back to a size it had before.
+    """An append-only text file that can be truncated to an earlier size.
 
-    A run that is resumed cuts its files to the size they had when its checkpoint was committed, so that
-    no line appears twice.
+    A resumed run truncates its files to the sizes at its checkpoint, so that no line appears twice.
     """
 
     def __init__(self, path: Path, keep_bytes: int | None = None) -> None:
-        """Opens `path` at its end, or, given `keep_bytes`, cuts it to that size first."""
+        """Opens `path` at its end; with `keep_bytes`, truncates it to that size first."""
         self._file = path.open("ab")
         if keep_bytes is not None:
             self._file.truncate(keep_bytes)
@@ -38,12 +37,12 @@ class LineFile:
         return self._file.tell()
 
     def append(self, line: str) -> None:
-        """Writes a line through to the operating system."""
+        """Writes a line and flushes it to the operating system."""
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 
     def sync(self) -> None:
-        """Makes what was appended durable."""
+        """Makes all appended lines durable."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -51,7 +50,7 @@ class LineFile:
 
 
 class EventLog:
-    """`events.jsonl`."""
+    """Emits events into `events.jsonl`."""
 
     def __init__(self, lines: LineFile, clock: Clock) -> None:
         self._lines = lines

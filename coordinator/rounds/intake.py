@@ -1,8 +1,7 @@
-"""The coordinator accepts: one pure check between a client's bytes and the aggregation.
+"""Intake: one pure check between a client's bytes and the aggregation.
 
-Whoever receives a result calls `check`, a worker of the simulation as much as the device API. The header
-is judged before any array is built; the arrays are built once they are known to be what was asked for.
-A rejection never stops a round: it is counted by its reason and told in words.
+The simulated fleet and the device API both call `check`. It validates the header before it reads any array. A rejection
+never stops a round: it is counted by its reason and reported with a message.
 """
 
 from __future__ import annotations
@@ -13,14 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
-from coordinator.rounds.plan import Task
+from coordinator.rounds.tasks import Task
 from edge_client.train import schedule
 from edge_client.wire import arrays
 from edge_client.wire.arrays import FilePayload, Payload, StoredArrays
 from edge_client.wire.messages import DELTA, ResultHeader, result_header
+from edge_client.wire.strict import printable
 from strategies.lazy import NotFinite, require_finite, shape_of
 from strategies.params import Tensors
-from strategies.state import joined, parted
+from strategies.state import flatten, unflatten
 from strategies.update import Update
 
 Reason = Literal[
@@ -41,25 +41,25 @@ Reason = Literal[
 ]
 
 _HEADROOM_BYTES = 65_536
-_WORDS_LIMIT = 500
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a result does not count: a stable code, and the words for the person who runs the client."""
+    """Why a result does not count: a stable code, and a message for the person who runs the client."""
 
     client: str
     reason: Reason
-    words: str
+    message: str
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a result of this round must hold: tensor name -> shape, all float32, and its largest size.
+    """What a result of this round must contain.
 
     Attributes:
-        max_examples: the most examples it may claim; None: any.
-        weight_limit: the most examples it counts for, however many it claims; None: any.
+        shapes: tensor name -> shape; all tensors are float32.
+        max_examples: the most examples it may claim; None: no limit.
+        weight_limit: the most examples it counts for, however many it claims; None: no limit.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -68,14 +68,14 @@ class Expected:
     weight_limit: int | None = None
 
 
-def expected_of(
+def make_expected(
     trainable: Tensors,
     streams: Mapping[str, Tensors],
     max_examples: int | None = None,
     weight_limit: int | None = None,
 ) -> Expected:
-    """The expectation for updates of `trainable` with the client rule's `streams`."""
-    tensors = joined({DELTA: trainable, **streams})
+    """What updates of `trainable` with the client rule's `streams` must contain."""
+    tensors = flatten({DELTA: trainable, **streams})
     shapes = {name: shape_of(tensors, name) for name in tensors}
     size = sum(4 * math.prod(shape) for shape in shapes.values())
     names = sum(len(name) + 128 for name in tensors)
@@ -83,60 +83,60 @@ def expected_of(
 
 
 def check(payload: Payload, task: Task, expected: Expected) -> Update | Rejection:
-    """The update in `payload`, or the reason it is refused. Tensors of a payload on disk stay there.
+    """The update in `payload`, or the reason why it is rejected. Tensors of a payload on disk stay there.
 
-    Checked in this order: size, form, base version, task, examples, steps, names, dtypes, shapes, finiteness. Whether
-    it came before is for the fleet to know (`duplicate`).
+    Checks, in this order: size, form, base version, task, examples, steps, names, dtypes, shapes, finiteness. The fleet
+    detects duplicates (`reject_duplicate`).
     """
-    no = partial(_rejection, task)
+    reject = partial(_reject, task)
     if payload.size_bytes > expected.payload_limit_bytes:
-        return no(
+        return reject(
             "oversized", f"{payload.size_bytes} bytes, at most {expected.payload_limit_bytes} are allowed"
         )
     try:
         header = arrays.read_header(payload)
-        said = result_header(header.values)
+        result = result_header(header.values)
     except arrays.Malformed as error:
-        return no("malformed", str(error))
-    refused = (
-        _wrong_task(said, task)
-        or _too_many(said, expected)
-        or _wrong_steps(said, task)
-        or _wrong_tensors(header.tensors, expected)
+        return reject("malformed", str(error))
+    problem = (
+        _check_task(result, task)
+        or _check_examples(result, expected)
+        or _check_steps(result, task)
+        or _check_tensors(header.tensors, expected)
     )
-    if refused:
-        return no(*refused)
+    if problem:
+        return reject(*problem)
     tensors = StoredArrays(payload, header)
     try:
         require_finite(tensors, tensors)
     except NotFinite as error:
-        return no("non_finite", f"{error}; lower the learning rate or check the data")
-    return _update(tensors, said)
+        return reject("non_finite", f"{error}; lower the learning rate or check the data")
+    return _update(tensors, result)
 
 
-def stored(payload: Payload) -> Update:
-    """The update in a payload that was checked before.
+def read_accepted(payload: Payload) -> Update:
+    """The update in a payload that `check` has accepted before.
 
     Raises:
-        arrays.Malformed: it is no longer what it was.
+        arrays.Malformed: the payload has changed since.
     """
     header = arrays.read_header(payload)
     return _update(StoredArrays(payload, header), result_header(header.values))
 
 
-def _update(tensors: StoredArrays, said: ResultHeader) -> Update:
+def _update(tensors: StoredArrays, result: ResultHeader) -> Update:
     on_disk = isinstance(tensors.payload, FilePayload)
-    streams = dict(parted(tensors if on_disk else dict(tensors)))
+    streams = dict(unflatten(tensors if on_disk else dict(tensors)))
     return Update(
         delta=streams.pop(DELTA),
-        num_examples=said.num_examples,
-        num_steps=said.num_steps,
-        train_loss=said.train_loss,
+        num_examples=result.num_examples,
+        num_steps=result.num_steps,
+        train_loss=result.train_loss,
         extras=streams,
     )
 
 
-def reason_of(code: str | None) -> Reason:
+def parse_reason(code: str | None) -> Reason:
     """The reason with this code.
 
     Raises:
@@ -148,56 +148,62 @@ def reason_of(code: str | None) -> Reason:
     raise ValueError(f"{code!r} is no reason; known: {', '.join(get_args(Reason))}")
 
 
-def duplicate(task: Task) -> Rejection:
-    """The answer to a good update where one of this client counts already."""
-    return _rejection(task, "duplicate", "this client's update of this round was already accepted")
+def reject_duplicate(task: Task) -> Rejection:
+    """The rejection of a valid update of a client whose update was accepted before."""
+    return _reject(task, "duplicate", "this client's update of this round was already accepted")
 
 
-def _rejection(task: Task, reason: Reason, words: str) -> Rejection:
-    # Words quote what the client sent, which may be a megabyte.
-    short = words if len(words) <= _WORDS_LIMIT else words[:_WORDS_LIMIT] + "…"
-    asked = task.message
-    return Rejection(asked.client, reason, f"update from {asked.client}, round {asked.round}: {short}")
+def _reject(task: Task, reason: Reason, problem: str) -> Rejection:
+    # `printable` bounds the length: the problem quotes what the client sent, which may be a megabyte.
+    sent = task.message
+    return Rejection(
+        sent.client, reason, f"update from {sent.client}, round {sent.round}: {printable(problem)}"
+    )
 
 
-def _wrong_task(said: ResultHeader, task: Task) -> tuple[Reason, str] | None:
-    asked = task.message
-    if said.base != asked.base:
-        return "stale_base", f"it trained model {said.base[:12]}, this round uses {asked.base[:12]}"
-    if (said.round, said.client) != (asked.round, asked.client):
-        return "wrong_task", f"it answers round {said.round} of client {said.client!r}"
-    if said.num_examples < 1 or said.num_steps < 1:
+def _check_task(result: ResultHeader, task: Task) -> tuple[Reason, str] | None:
+    message = task.message
+    if result.base != message.base:
+        return "stale_base", f"it trained model {result.base[:12]}, this round uses {message.base[:12]}"
+    if (result.round, result.client) != (message.round, message.client):
+        return "wrong_task", f"it answers round {result.round} of client {result.client!r}"
+    if result.num_examples < 1 or result.num_steps < 1:
         return (
             "no_examples",
-            f"it says {said.num_examples} examples and {said.num_steps} steps, at least 1 is expected",
+            f"it claims {result.num_examples} examples and {result.num_steps} steps, at least 1 is expected",
         )
-    if not math.isfinite(said.train_loss):
+    if not math.isfinite(result.train_loss):
         return (
             "non_finite",
-            f"its training loss is {said.train_loss}; lower the learning rate or check the data",
+            f"its training loss is {result.train_loss}; lower the learning rate or check the data",
         )
     return None
 
 
-def _too_many(said: ResultHeader, expected: Expected) -> tuple[Reason, str] | None:
-    if expected.max_examples is None or said.num_examples <= expected.max_examples:
+def _check_examples(result: ResultHeader, expected: Expected) -> tuple[Reason, str] | None:
+    if expected.max_examples is None or result.num_examples <= expected.max_examples:
         return None
     return (
         "too_many_examples",
-        f"it says {said.num_examples} examples, this run takes at most {expected.max_examples} of a client",
+        f"it claims {result.num_examples} examples, this run takes at most {expected.max_examples} per client",
     )
 
 
-def _wrong_steps(said: ResultHeader, task: Task) -> tuple[Reason, str] | None:
-    """Every runtime reports the steps that its schedule has: they are what an update's length is held against."""
-    asked = task.message
-    steps = schedule.count(said.num_examples, asked.batch_size, epochs=asked.epochs, steps=asked.steps)
-    if said.num_steps == steps:
+def _check_steps(result: ResultHeader, task: Task) -> tuple[Reason, str] | None:
+    """All runtimes compute steps from the same schedule; outlier detection divides an update's length by them."""
+    message = task.message
+    steps = schedule.count(
+        result.num_examples, message.batch_size, epochs=message.epochs, steps=message.steps
+    )
+    if result.num_steps == steps:
         return None
-    return "wrong_steps", f"it says {said.num_steps} steps; {said.num_examples} examples make {steps} here"
+    return (
+        "wrong_steps",
+        f"it claims {result.num_steps} steps; {result.num_examples} examples give {steps} steps",
+    )
 
 
-def _wrong_tensors(sent: Mapping[str, arrays.Slot], expected: Expected) -> tuple[Reason, str] | None:
+def _check_tensors(sent: Mapping[str, arrays.TensorHeader], expected: Expected) -> tuple[Reason, str] | None:
     missing = sorted(expected.shapes.keys() - sent.keys())
     extra = sorted(sent.keys() - expected.shapes.keys())
     if missing and extra:
@@ -205,10 +211,10 @@ def _wrong_tensors(sent: Mapping[str, arrays.Slot], expected: Expected) -> tuple
     if missing:
         return (
             "missing_tensor",
-            f"{missing[0]!r} is missing, {len(sent)} of {len(expected.shapes)} tensors came",
+            f"{missing[0]!r} is missing, {len(sent)} of {len(expected.shapes)} tensors arrived",
         )
     if extra:
-        return "extra_tensor", f"{extra[0]!r} is no tensor of this model"
+        return "extra_tensor", f"{extra[0]!r} is not a tensor of this model"
     for name in sorted(sent):
         if sent[name].dtype != "F32":
             return "wrong_dtype", f"{name} is {sent[name].dtype}, expected F32"

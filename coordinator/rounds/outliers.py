@@ -5,12 +5,13 @@ An update is one if both hold:
     its step length, norm / steps, is more than `factor` times the median one of the other updates
     its norm is larger than that of all params that are trained
 
-Either alone happens in honest training: a new site among converged ones takes steps that are a thousand times theirs,
-and a model that starts at zero has no norm. Both together would replace the model by something else. Steps are the
-client's own word where the task asks for epochs, so no client counts for more than `MOST_STEPS` times the median.
+Each alone occurs in honest training: a new site among converged ones takes steps a thousand times as long as theirs, and
+a model that starts at zero has no norm. Both together would replace the model. If a task specifies epochs, the number of
+steps is the client's own claim, so no client counts for more than `MAX_STEP_RATIO` times the median.
 
-What a client rule sends besides, such as SCAFFOLD's control variates, follows from the delta; it is out of proportion if
-it is `factor` times as long as follows, and as an addition to the gradient would move the model by more than its norm.
+Further streams of a client rule, such as SCAFFOLD's control variates, follow from the delta. A stream is out of proportion
+if it is `factor` times as long as the delta implies, and as an addition to the gradient would move the model by more than
+its norm.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from strategies.lazy import l2_norm
 from strategies.params import Tensors
 from strategies.update import Update
 
-MOST_STEPS = 10
+MAX_STEP_RATIO = 10
 
 
 @dataclass(frozen=True)
-class Measured:
-    """How long an accepted update is. `streams`: L2 norms of what came besides the delta."""
+class UpdateNorms:
+    """Norms of an accepted update. `norm`: L2 norm of the delta; `streams`: L2 norms of the other streams."""
 
     client: str
     norm: float
@@ -39,7 +40,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Outlier:
-    """Why an update is left out: what is too long, how long it is, and what was the most it might have been."""
+    """Why an update is excluded: which stream is too long, its norm, and the limit."""
 
     client: str
     what: str
@@ -47,17 +48,17 @@ class Outlier:
     limit: float
 
     def figures(self) -> dict[str, str | float]:
-        """For the event that tells of it."""
+        """Values of the `update_excluded` event."""
         return {"what": self.what, "norm": self.norm, "limit": self.limit}
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What one round's updates are held against.
+class Bounds:
+    """What one round's updates are compared with.
 
     Attributes:
         factor: 0: nothing is an outlier.
-        params_norm: L2 norm of the trained params; asked for only where it decides.
+        params_norm: returns the L2 norm of the trained params; called only if it decides.
         broadcast: the client rule's streams as they were sent.
     """
 
@@ -68,33 +69,33 @@ class Limits:
     broadcast: Mapping[str, Tensors] = field(default_factory=dict)
 
 
-def measured(client: str, update: Update) -> Measured:
+def measure(client: str, update: Update) -> UpdateNorms:
     streams = {name: l2_norm(tensors) for name, tensors in update.extras.items()}
-    return Measured(client, update.norm, update.num_steps, streams)
+    return UpdateNorms(client, update.norm, update.num_steps, streams)
 
 
-def outliers(found: Mapping[int, Measured], limits: Limits) -> dict[int, Outlier]:
-    """The outliers of a round's accepted updates, by position. Of a single update there is nothing to be told."""
-    if not limits.factor or len(found) < 2:
+def find_outliers(norms: Mapping[int, UpdateNorms], bounds: Bounds) -> dict[int, Outlier]:
+    """The outliers of a round's accepted updates by position. A single update is never an outlier."""
+    if not bounds.factor or len(norms) < 2:
         return {}
-    positions = sorted(found)
-    median_steps = median_low(found[position].num_steps for position in positions)
-    steps = [min(found[position].num_steps, MOST_STEPS * median_steps) for position in positions]
-    lengths = [found[position].norm / count for position, count in zip(positions, steps, strict=True)]
-    broadcast = {name: l2_norm(tensors) for name, tensors in limits.broadcast.items()}
-    judged: dict[int, Outlier] = {}
+    positions = sorted(norms)
+    median_steps = median_low(norms[position].num_steps for position in positions)
+    steps = [min(norms[position].num_steps, MAX_STEP_RATIO * median_steps) for position in positions]
+    lengths = [norms[position].norm / count for position, count in zip(positions, steps, strict=True)]
+    broadcast = {name: l2_norm(tensors) for name, tensors in bounds.broadcast.items()}
+    outliers: dict[int, Outlier] = {}
     for position, count, median in zip(positions, steps, medians_of_others(lengths), strict=True):
-        each = found[position]
-        outlier = _long_delta(each, limits, limits.factor * median * count) or _long_stream(
-            each, limits, broadcast, median_steps
+        each = norms[position]
+        outlier = _long_delta(each, bounds, bounds.factor * median * count) or _long_stream(
+            each, bounds, broadcast, median_steps
         )
         if outlier is not None:
-            judged[position] = outlier
-    return judged
+            outliers[position] = outlier
+    return outliers
 
 
 def medians_of_others(values: Sequence[float]) -> list[float]:
-    """For each value the median of all others, of two the lower. At least two values."""
+    """For each value the (lower) median of all others. Needs at least two values."""
     order = sorted(range(len(values)), key=values.__getitem__)
     middle = (len(values) - 2) // 2
     medians = [0.0] * len(values)
@@ -103,18 +104,18 @@ def medians_of_others(values: Sequence[float]) -> list[float]:
     return medians
 
 
-def _long_delta(each: Measured, limits: Limits, limit: float) -> Outlier | None:
-    if each.norm <= limit or each.norm <= limits.params_norm():
+def _long_delta(each: UpdateNorms, bounds: Bounds, limit: float) -> Outlier | None:
+    if each.norm <= limit or each.norm <= bounds.params_norm():
         return None
-    return Outlier(each.client, "delta", each.norm, max(limit, limits.params_norm()))
+    return Outlier(each.client, "delta", each.norm, max(limit, bounds.params_norm()))
 
 
 def _long_stream(
-    each: Measured, limits: Limits, broadcast: Mapping[str, float], steps: int
+    each: UpdateNorms, bounds: Bounds, broadcast: Mapping[str, float], steps: int
 ) -> Outlier | None:
     for name, norm in each.streams.items():
-        follows = limits.rule.stream_norm(broadcast.get(name, 0.0), each.norm, each.num_steps, limits.lr)
-        limit = limits.factor * follows
-        if norm > limit and norm * limits.lr * steps > limits.params_norm():
-            return Outlier(each.client, name, norm, max(limit, limits.params_norm() / (limits.lr * steps)))
+        implied = bounds.rule.stream_norm(broadcast.get(name, 0.0), each.norm, each.num_steps, bounds.lr)
+        limit = bounds.factor * implied
+        if norm > limit and norm * bounds.lr * steps > bounds.params_norm():
+            return Outlier(each.client, name, norm, max(limit, bounds.params_norm() / (bounds.lr * steps)))
     return None

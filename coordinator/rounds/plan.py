@@ -1,7 +1,7 @@
-"""What a run will do, decided before it starts, and whom a round asks.
+"""The plan of a run, fixed before it starts, and the cohort and tasks of a round.
 
-Randomness is derived, never carried along: the generator of round r is seeded by (seed, purpose, r), so a
-resumed run draws what the uninterrupted one would have drawn.
+Randomness has no state: the generator of round r is seeded by (seed, purpose, r), so a resumed run draws the same numbers
+as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from statistics import median_low
 
 import numpy as np
 
+from coordinator.rounds.tasks import Task
 from edge_client.wire.messages import TaskMessage
 from strategies import client_rules
 from strategies.strategy import Strategy
@@ -21,7 +22,7 @@ from strategies.strategy import Strategy
 
 @dataclass(frozen=True)
 class LocalWork:
-    """What every client does in a round: exactly one of `epochs` and `steps` is set."""
+    """The local training of every client in a round; exactly one of `epochs` and `steps` is set."""
 
     batch_size: int
     lr: float
@@ -35,13 +36,13 @@ class RunPlan:
 
     Attributes:
         trainable: names of the tensors that clients train.
-        clients_per_round: accepted updates that close a round.
-        over_select: how many times as many clients are asked, >= 1.
+        clients_per_round: number of accepted updates that closes a round.
+        over_select: the cohort is this many times `clients_per_round`, >= 1.
         deadline_seconds: on the fleet's clock, from the start of the round.
         min_updates: quorum at the deadline; with fewer the round changes nothing.
-        max_examples: the most that one client may claim; None: any.
-        outlier_factor: how many times as long as the others' an update's steps may be (`rounds.outliers`); 0: any.
-        weight_cap: how many times the cohort's median number of examples one update may weigh; 0: any.
+        max_examples: the most that one client may claim; None: no limit.
+        outlier_factor: limit of an update's step length as a multiple of the others' (`rounds.outliers`); 0: no limit.
+        weight_cap: limit of an update's weight as a multiple of the cohort's median number of examples; 0: no limit.
     """
 
     seed: int
@@ -58,21 +59,13 @@ class RunPlan:
     weight_cap: float = 0.0
 
 
-@dataclass(frozen=True)
-class Task:
-    """One position of a cohort: who, and the message that goes there."""
-
-    position: int
-    message: TaskMessage
-
-
 def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
     """The generator for one purpose, such as `("cohort", round)`; independent across purposes and numbers."""
     return np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *numbers]))
 
 
 def cohort_size(plan: RunPlan) -> int:
-    """Clients a round asks, where there are as many."""
+    """Size of a cohort if there are enough clients."""
     return math.ceil(plan.clients_per_round * plan.over_select)
 
 
@@ -84,15 +77,15 @@ def choose_cohort(clients: Sequence[str], plan: RunPlan, rng: np.random.Generato
 
 
 def weight_limit(declared: Collection[int], cap: float) -> int | None:
-    """The most examples that one update counts for: `cap` times the median of what a cohort declared, of two the lower.
+    """The most examples that one update counts for: `cap` times the (lower) median of what a cohort declared.
 
-    None, any number, where `cap` is 0 or nobody declared anything.
+    None, no limit, if `cap` is 0 or no client declared anything.
     """
     return int(cap * median_low(declared)) if cap and declared else None
 
 
-def tasks_for(cohort: Sequence[str], round_number: int, base: str, plan: RunPlan) -> tuple[Task, ...]:
-    """The tasks of a cohort; each client's seed depends on the round and its name only."""
+def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPlan) -> tuple[Task, ...]:
+    """The tasks of a cohort; each client's seed depends only on the round and its name."""
     rule = client_rules.to_options(plan.strategy.client_rule)
     return tuple(
         Task(

@@ -1,1 +1,1 @@
-"""The sandbox of worker processes, in which a user's code runs: what it may touch, and how a process enters it."""
+"""The sandbox of worker processes, which run user code: its policy, and how a process enters it."""

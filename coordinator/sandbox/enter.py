@@ -1,19 +1,19 @@
-"""Enters the sandbox and becomes a program: `python -I -S enter.py POLICY PROGRAM [ARGUMENT…]`.
+"""Enters the sandbox and executes a program: `python -I -S enter.py POLICY PROGRAM [ARGUMENT…]`.
 
-POLICY is a JSON object of absolute paths, each with all that lies below it:
+POLICY is a JSON object of absolute paths, each of which includes everything below it:
 
     list     folders whose entries may be listed     read     files and folders to read, and programs to run
     write    folders to read and change              devices  character devices to read and write
 
-In order, each step kept by every process that the program starts:
+The steps, in order; every process that the program starts inherits them:
 
     1. no core dumps, no new privileges
-    2. Landlock: no other file is opened, made, renamed or removed; no TCP; no signal to a process outside
+    2. Landlock: no other file is opened, created, renamed or removed; no TCP; no signal to a process outside
     3. no capability but CAP_DAC_OVERRIDE, which root needs to read other people's data files
     4. a seccomp filter: no sockets, no io_uring, no kernel keys, and no change by path that Landlock does not see
 
-Only the standard library, and nothing of ours: the process that enters imports no code that a user can change.
-Linux 5.13 has the first version of Landlock; what later versions add is used where the kernel has it.
+It uses the standard library only and none of our modules, so that it imports no code that a user can change. Linux 5.13
+has the first version of Landlock; the rights that later versions add are restricted if the kernel supports them.
 https://docs.kernel.org/userspace-api/landlock.html
 """
 
@@ -45,7 +45,7 @@ _SCOPES, _SCOPES_SINCE = 0b11, 6  # abstract sockets, signals
 
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _CHANGE = _WRITE_FILE | _TRUNCATE | _REMOVE_DIR | _REMOVE_FILE | _MAKE_DIR | _MAKE_REG | _REFER
-"""Regular files and folders only: without links, pipes and devices, whoever reads a result cannot be led elsewhere."""
+"""Regular files and folders only: without links, pipes and devices, a result cannot redirect its reader."""
 
 _RIGHTS = {
     "list": _READ_DIR,
@@ -68,7 +68,7 @@ class _Machine(NamedTuple):
 
 
 _MACHINES = {"x86_64": _Machine(0xC000003E, 0), "aarch64": _Machine(0xC00000B7, 1)}
-_REFUSED = {  # 0: the machine does not have it
+_REFUSED = {  # 0: the machine does not have this call
     "socket": (41, 198),
     "bind": (49, 200),
     "listen": (50, 201),
@@ -94,7 +94,7 @@ _REFUSED = {  # 0: the machine does not have it
     "removexattrat": (466, 466),
 }
 _SOCKETPAIR, _PRLIMIT64 = (53, 199), (302, 261)
-_X32_BIT = 0x40000000  # x86-64 has a second table of calls beyond this; no machine has so many
+_X32_BIT = 0x40000000  # x86-64 has a second table of calls from here on; no machine has so many calls
 _SOCK_STREAM = 1
 
 _Line = tuple[int, int, int, int]
@@ -105,22 +105,22 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def landlock_version() -> int:
-    """The version of Landlock that this kernel has; 0 where it has none, or none is switched on."""
-    found: int = _LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _CREATE_RULESET_VERSION)
-    return max(found, 0)
+    """The kernel's version of Landlock; 0 if it has none, or it is not enabled."""
+    version: int = _LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _CREATE_RULESET_VERSION)
+    return max(version, 0)
 
 
-def missing() -> str | None:
-    """Why there is no sandbox on this machine; None where there is."""
+def unavailable_reason() -> str | None:
+    """Why this machine has no sandbox; None if it has one."""
     if platform.machine() not in _MACHINES:
-        return f"the system calls of {platform.machine()} are not known here"
+        return f"the system calls of {platform.machine()} are not known"
     if not landlock_version():
         return "the kernel has no Landlock: Linux 5.13 or newer, `landlock` among its security modules"
     return None
 
 
 def enter(policy: Mapping[str, Sequence[str]]) -> None:
-    """Confines this process, which must have a single thread, for good.
+    """Confines this process permanently. It must have a single thread.
 
     Raises:
         OSError: the kernel refuses a step.
@@ -158,7 +158,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
-        return  # what is not there needs no right
+        return  # a missing path needs no rule
     try:
         if not stat.S_ISDIR(os.fstat(place).st_mode):
             rights &= _FILE_RIGHTS
@@ -197,17 +197,17 @@ def _filter(machine: _Machine) -> list[_Line]:
     for numbers in _REFUSED.values():
         if number := numbers[machine.column]:
             lines += [(_EQUAL, 0, 1, number), refuse]
-    # A pair of datagram sockets could still send to the path of another socket.
+    # A pair of datagram sockets could still send to another socket's path.
     lines += [(_EQUAL, 0, 5, _SOCKETPAIR[machine.column]), (_LOAD, 0, 0, _SECOND), (_AND, 0, 0, 0xF)]
     lines += [(_EQUAL, 1, 0, _SOCK_STREAM), refuse, allow]
-    # The limits of another process of this user, such as the coordinator; 0 is the caller.
+    # prlimit of another process of this user, such as the coordinator; 0 is the caller.
     lines += [(_EQUAL, 0, 4, _PRLIMIT64[machine.column]), (_LOAD, 0, 0, _FIRST), (_EQUAL, 1, 0, 0)]
     lines += [refuse, allow]
     return [*lines, allow]
 
 
 def _prctl(option: int, second: int, third: int = 0) -> int:
-    """The call with all its arguments as wide as it reads them."""
+    """prctl with all arguments as unsigned longs, the width that it reads."""
     result: int = _LIBC.prctl(option, *map(ctypes.c_ulong, (second, third, 0, 0)))
     return result
 

@@ -1,1 +1,1 @@
-"""Inference on a device with a released model: loading, its self-test, predictions."""
+"""Loads a released model, self-tests it and predicts with it."""

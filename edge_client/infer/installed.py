@@ -1,4 +1,4 @@
-"""Which runtime this machine has for released models: found and not imported, for a daemon that only asks holds no interpreter."""
+"""Finds the installed runtime for released models without importing it, which would cost the daemon memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from edge_client.wire.inference import RuntimeKind
 
 
 def installed_kind() -> RuntimeKind | None:
-    """The runtime that `edge_client.infer` uses; None: there is none.
+    """The runtime that `edge_client.infer` uses; None: none is installed.
 
-    The constrained tier has LiteRT's predecessor, as in `edge_client.train.litert_trainer`.
+    The constrained tier uses LiteRT's predecessor, as in `edge_client.train.litert_trainer`.
     """
     if find_spec("ai_edge_litert") is not None:
         return "litert"

@@ -9,13 +9,13 @@ _SELF = Path("/proc/self")
 
 
 def resident_bytes() -> int:
-    """Bytes now; the peak that came before is forgotten."""
+    """Resident bytes now; resets the peak."""
     (_SELF / "clear_refs").write_text("5")
     return _status("VmRSS")
 
 
 def peak_bytes() -> int:
-    """The most bytes since `resident_bytes` was last asked."""
+    """Peak resident bytes since the last call of `resident_bytes`."""
     return _status("VmHWM")
 
 

@@ -1,1 +1,1 @@
-"""Model updates over the air: signed releases, two slots a model, and a way back."""
+"""Installs signed model releases in two slots per model and rolls back a bad one."""

@@ -1,11 +1,11 @@
-"""A release's file from the coordinator, by as few bytes as will do.
+"""Downloads a release's file from the coordinator with as few bytes as possible.
 
-    part    what came before a cut line or a power cut is gone on from
-    delta   blocks that the active slot's file has are copied from there, only the others are asked for, by ranges
-    whole   on any doubt: no blocks signed, too many pieces, or a file whose SHA-256 is not the signed one
+    resume  continues a part file left by a lost connection or a power cut
+    delta   copies blocks from the active slot's file and requests only the others, by ranges
+    full    in any doubt: no signed blocks, too many ranges, or a file whose SHA-256 is not the signed one
 
-A block's short hash says what need not be fetched. Whether the file is right is said by the signed length and SHA-256 of
-the whole, which are checked whatever way it came.
+A block's short hash tells what need not be fetched. The signed length and SHA-256 of the complete file are checked in
+every case.
 """
 
 from __future__ import annotations
@@ -17,34 +17,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from edge_client.failpoints import reach
-from edge_client.failures import ServerRefused
 from edge_client.files import NO_ROOM, SPARE_BYTES, file_sha256
-from edge_client.link import Link
+from edge_client.ota.errors import Postponed
 from edge_client.ota.repository import PATH
-from edge_client.ota.trouble import PutOff
+from edge_client.transport.failures import ServerRefused
+from edge_client.transport.link import Link
 from edge_client.wire import blocks
 
 if TYPE_CHECKING:
     from tuf.api.metadata import TargetFile
 
 MOST_RANGES = 64
-"""More holes than this, and one long request is the quicker way."""
-
+"""With more gaps than this, one long request is faster."""
 
 _PIECE_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """`came_bytes` crossed the line now, of `size_bytes`."""
+    """`transferred_bytes` of `size_bytes` came over the network now."""
 
     size_bytes: int
-    came_bytes: int
+    transferred_bytes: int
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Bytes `start` to `end` of the file: at `source` of the base, or, where that is None, to be fetched."""
+    """Bytes `start` to `end` of the file: at `source` in the base file, or to be fetched if that is None."""
 
     start: int
     end: int
@@ -57,38 +56,38 @@ def fetch(
     path: Path,
     *,
     base: Path | None = None,
-    going: Callable[[], None] = lambda: None,
+    check_cancelled: Callable[[], None] = lambda: None,
 ) -> Fetched:
-    """Puts the target at `path`, length and SHA-256 as signed. `base`: a file that may have much of it.
+    """Downloads the target to `path` and checks its signed length and SHA-256. `base`: a file that may share many blocks.
 
     Raises:
-        PutOff: `tampered`: what came whole was not what was signed; `missing`; `disk`: there is no room.
-        Unreachable, ServerRefused, CertificateExpired: try again, what came is kept.
+        Postponed: `tampered`: the complete file is not the signed one; `missing`; `disk`: there is no room.
+        Unreachable, ServerRefused, CertificateExpired: try again; the bytes received so far are kept.
     """
-    if path.exists() and _is_signed(path, target, going):
+    if path.exists() and _matches_target(path, target, check_cancelled):
         return Fetched(target.length, 0)
     part = part_of(path, target)
     _require_room(part, target)
     try:
         runs = _runs(target, base)
-        came = _build(link, target, part, base, runs, going)
-        if not _is_signed(part, target, going):
+        transferred = _build(link, target, part, base, runs, check_cancelled)
+        if not _matches_target(part, target, check_cancelled):
             part.unlink()
-            came += _build(link, target, part, None, [_Run(0, target.length, None)], going)
+            transferred += _build(link, target, part, None, [_Run(0, target.length, None)], check_cancelled)
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
         part.unlink(missing_ok=True)
-        raise PutOff("disk", f"this device's disk: {error.strerror}") from None
-    if not _is_signed(part, target, going):
+        raise Postponed("disk", f"this device's disk: {error.strerror}") from None
+    if not _matches_target(part, target, check_cancelled):
         part.unlink()
-        raise PutOff("tampered", f"what came for {target.path} is not what was signed")
+        raise Postponed("tampered", f"the file received for {target.path} is not the signed one")
     part.replace(path)
-    return Fetched(target.length, came)
+    return Fetched(target.length, transferred)
 
 
 def part_of(path: Path, target: TargetFile) -> Path:
-    """Where it is gathered; named by its hash, so that no part of another file is gone on from."""
+    """The part file; named by hash, so that the part file of another target is never resumed."""
     return path.with_name(f"{path.name}.{target.hashes['sha256'][:16]}.part")
 
 
@@ -98,10 +97,10 @@ def _build(
     part: Path,
     base: Path | None,
     runs: list[_Run],
-    going: Callable[[], None],
+    check_cancelled: Callable[[], None],
 ) -> int:
-    """Completes the part file, from where it ends; bytes that came for it."""
-    came = 0
+    """Completes the part file from where it ends; the bytes transferred for it."""
+    transferred = 0
     have = part.stat().st_size if part.exists() else 0
     if have > target.length:
         part.unlink()
@@ -114,38 +113,43 @@ def _build(
             if run.source is not None and base is not None:
                 _copy(base, run.source + start - run.start, run.end - start, file)
                 continue
-            whole = run.end == target.length
-            came += _request(link, target, file, start, None if whole else run.end - 1, going)
+            last = None if run.end == target.length else run.end - 1
+            transferred += _request(link, target, file, start, last, check_cancelled)
             reach("install.part")
             if file.tell() != run.end:
-                break  # ranges are not known there, so that all of it came; or too little, and the hash will tell
-    return came
+                break  # a server without ranges sent all of it, or too little came: the hash tells
+    return transferred
 
 
 def _request(
-    link: Link, target: TargetFile, file: BinaryIO, first: int, last: int | None, going: Callable[[], None]
+    link: Link,
+    target: TargetFile,
+    file: BinaryIO,
+    first: int,
+    last: int | None,
+    check_cancelled: Callable[[], None],
 ) -> int:
-    came = 0
+    transferred = 0
     try:
-        with link.stream(f"{PATH}/targets/{_named(target)}", first, last) as stream:
+        with link.stream(f"{PATH}/targets/{_hashed_path(target)}", first, last) as stream:
             if stream.first != first:
                 file.truncate(0)
                 file.seek(0)
                 last = None
             limit = target.length if last is None else last + 1
             for chunk in stream.chunks:
-                going()
-                came += len(chunk)
+                check_cancelled()
+                transferred += len(chunk)
                 if file.tell() + len(chunk) > limit:
-                    raise PutOff("endless", f"more than {target.length} bytes came for {target.path}")
+                    raise Postponed("endless", f"received more than {target.length} bytes for {target.path}")
                 file.write(chunk)
                 file.flush()
                 reach("install.part")
     except ServerRefused as refused:
         if refused.status != 404:
             raise
-        raise PutOff("missing", f"the coordinator has no {target.path}: {refused.words}") from None
-    return came
+        raise Postponed("missing", f"the coordinator has no {target.path}: {refused.message}") from None
+    return transferred
 
 
 def _copy(base: Path, at: int, size: int, file: BinaryIO) -> None:
@@ -158,59 +162,59 @@ def _copy(base: Path, at: int, size: int, file: BinaryIO) -> None:
 
 
 def _runs(target: TargetFile, base: Path | None) -> list[_Run]:
-    """The file as runs of blocks, in order: those that the base has, and those to fetch."""
+    """The file as runs of blocks, in order: runs that the base has, and runs to fetch."""
     everything = [_Run(0, target.length, None)]
-    wanted = blocks.read(target.custom, target.length)
-    if wanted is None or base is None or not base.is_file():
+    signed = blocks.read(target.custom, target.length)
+    if signed is None or base is None or not base.is_file():
         return everything
-    size = wanted.block_bytes
+    size = signed.block_bytes
     known = _hashes_of(base, size)
     places = {digest: k * size for k, digest in reversed(list(enumerate(known)))}
     runs: list[_Run] = []
-    for k, digest in enumerate(wanted.hashes):
+    for k, digest in enumerate(signed.hashes):
         start, end = k * size, min((k + 1) * size, target.length)
-        # At the same place before any other: whole runs are then copied at once.
+        # Prefer the same place: long runs are then copied at once.
         source = k * size if k < len(known) and known[k] == digest else places.get(digest)
         runs.append(_Run(start, end, source))
-    joined = list(_joined(runs))
-    return joined if sum(run.source is None for run in joined) <= MOST_RANGES else everything
+    merged = list(_merge_adjacent(runs))
+    return merged if sum(run.source is None for run in merged) <= MOST_RANGES else everything
 
 
 def _hashes_of(base: Path, block_bytes: int) -> list[bytes]:
-    """A block at a time: the file may be larger than what memory the daemon is to take."""
+    """Hashes block by block: the file may be larger than the daemon's memory allowance."""
     size = min(block_bytes, base.stat().st_size)
     with base.open("rb") as file:
         return [blocks.hash_of(block) for block in iter(lambda: file.read(size), b"")]
 
 
-def _joined(runs: list[_Run]) -> Iterator[_Run]:
-    """Neighbours that can be fetched, or copied, at once are one."""
-    before: _Run | None = None
+def _merge_adjacent(runs: list[_Run]) -> Iterator[_Run]:
+    """Merges adjacent runs that can be fetched or copied at once."""
+    previous: _Run | None = None
     for run in runs:
-        if before is not None and _follows(before, run):
-            before = _Run(before.start, run.end, before.source)
+        if previous is not None and _follows(previous, run):
+            previous = _Run(previous.start, run.end, previous.source)
             continue
-        if before is not None:
-            yield before
-        before = run
-    if before is not None:
-        yield before
+        if previous is not None:
+            yield previous
+        previous = run
+    if previous is not None:
+        yield previous
 
 
-def _follows(before: _Run, run: _Run) -> bool:
-    if before.source is None or run.source is None:
-        return before.source is run.source
-    return before.source + before.end - before.start == run.source
+def _follows(previous: _Run, run: _Run) -> bool:
+    if previous.source is None or run.source is None:
+        return previous.source is run.source
+    return previous.source + previous.end - previous.start == run.source
 
 
-def _is_signed(path: Path, target: TargetFile, going: Callable[[], None]) -> bool:
+def _matches_target(path: Path, target: TargetFile, check_cancelled: Callable[[], None]) -> bool:
     if path.stat().st_size != target.length:
         return False
-    return file_sha256(path, going) == target.hashes.get("sha256")
+    return file_sha256(path, check_cancelled) == target.hashes.get("sha256")
 
 
-def _named(target: TargetFile) -> str:
-    """Its path in a repository of consistent snapshots."""
+def _hashed_path(target: TargetFile) -> str:
+    """The target's path in a repository with consistent snapshots."""
     folder, slash, name = target.path.rpartition("/")
     return f"{folder}{slash}{target.hashes['sha256']}.{name}"
 
@@ -219,7 +223,7 @@ def _require_room(part: Path, target: TargetFile) -> None:
     have = part.stat().st_size if part.exists() else 0
     free = shutil.disk_usage(part.parent).free
     if target.length - have + SPARE_BYTES > free:
-        raise PutOff(
+        raise Postponed(
             "disk",
             f"{target.path} takes {target.length - have} bytes more, this device's disk has {free} free",
         )

@@ -1,13 +1,13 @@
-"""The daemon's models over time: what it was told to run, what is tried when, and trials that end well or do not.
+"""The daemon's models over time: offers, retries and trials.
 
-    begin     after every start: count it, have the active slots tested, go back where they fail or crash
-    heard     the offers of a check-in's answer
-    offers    those that are due, for `edge_client.steps` to decide on
-    install   does one, and says when to try again where that failed
-    tend      a version that ran long enough has proved itself; one that ends its services again and again goes
+    begin           after every start: counts it, tests the active slots, rolls back those that fail or crash
+    update_offers   takes the offers of a check-in's answer
+    offers          those to install and when, for `edge_client.steps` to decide on
+    install         installs one, or schedules the next try
+    maintain        ends the trial of a version that ran long enough; rolls back one that crashes its services
 
-Everything durable is in the pointers (`edge_client.ota.slots`); what is here is forgotten with the process, and heard
-again at the next check-in.
+All durable state is in the pointers (`edge_client.ota.slots`); the state here ends with the process and is rebuilt by
+the next check-in.
 """
 
 from __future__ import annotations
@@ -18,53 +18,54 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from edge_client.backoff import Backoff
 from edge_client.config import EdgeConfig
 from edge_client.failpoints import reach
-from edge_client.failures import CertificateExpired, ServerRefused, Unreachable
-from edge_client.link import Link
-from edge_client.ota import proof, served, slots
-from edge_client.ota.slots import Pointer
-from edge_client.ota.trouble import NotSigned, PutOff, Unfit
-from edge_client.steps import Offered
+from edge_client.ota import crash_counter, self_test, slots, transitions
+from edge_client.ota.errors import TRANSIENT_CODES, NotSigned, NotWithdrawn, Postponed, Rejected
+from edge_client.ota.pointer import Pointer
+from edge_client.steps import PendingRelease
+from edge_client.transport.backoff import Backoff
+from edge_client.transport.failures import CertificateExpired, ServerRefused, Unreachable
+from edge_client.transport.link import Link
 from edge_client.wire import rollouts
 from edge_client.wire.device import ReleaseOffer, ReleaseReport
 from edge_client.wire.inference import MANIFEST_NAME
 from edge_client.wire.strict import printable
 
-TRIAL_SECONDS = 60.0
-"""A daemon that runs so long with a version has not been ended by it."""
-
 FIRST_AGAIN_SECONDS, LONGEST_AGAIN_SECONDS = 10.0, 3600.0
+CHECK_SECONDS = 3600.0
+"""How often the files of the slots are verified against their hashes, besides at every start."""
+
 MOST_OFFERS = 100
 
 
 class Releases:
-    """Of one daemon. `now`: a clock that never jumps."""
+    """The releases of one daemon. `now`: monotonic seconds."""
 
     def __init__(
         self,
         config: EdgeConfig,
         now: Callable[[], float],
         rng: random.Random,
-        prove: Callable[..., proof.Proof] = proof.prove,
+        run_self_test: Callable[..., self_test.SelfTestResult] = self_test.run,
     ) -> None:
         self._config = config
         self._now = now
         self._rng = rng
-        self._prove = prove
+        self._run_self_test = run_self_test
         self._offers: dict[str, ReleaseOffer] = {}
-        self._again: dict[str, tuple[Backoff, float]] = {}
+        self._retries: dict[str, tuple[Backoff, float]] = {}
         self._on_trial_since: dict[str, float] = {}
+        self._checked_at = now()
 
-    def begin(self, going: Callable[[], None] = lambda: None) -> list[str]:
-        """After a start. What happened, in words for a person."""
+    def begin(self, check_cancelled: Callable[[], None] = lambda: None) -> list[str]:
+        """Checks all models after a start. Returns notes for people."""
         notes: list[str] = []
         for model in slots.models(self._config.state_dir):
             try:
                 for leftover in slots.folder_of(self._config.state_dir, model).glob(".*"):
-                    leftover.unlink(missing_ok=True)  # of a write or a self-test that a crash ended
-                notes += self._begin(model, going)
+                    leftover.unlink(missing_ok=True)  # of a write or a self-test that a crash interrupted
+                notes += self._begin(model, check_cancelled)
             except OSError as error:
                 # A full disk must not keep the daemon from starting.
                 notes.append(f"{model}: this device's disk: {error.strerror}")
@@ -72,154 +73,214 @@ class Releases:
         return notes
 
     def end(self) -> None:
-        """The daemon ends because it was told to, so that this start says nothing against a version on trial."""
+        """Takes back this start from trials, because the daemon stops in order."""
         for model in self._on_trial_since:
             with suppress(OSError):
                 pointer = slots.read(self._config.state_dir, model)
-                if (after := slots.ended(pointer)) != pointer:
+                if (after := transitions.uncount_start(pointer)) != pointer:
                     slots.write(self._config.state_dir, after)
 
-    def heard(self, offers: Iterable[ReleaseOffer]) -> list[str]:
-        """Takes over the offers of an answer: those of before are no more. Notes."""
+    def update_offers(self, offers: Iterable[ReleaseOffer]) -> list[str]:
+        """Replaces the offers by those of an answer. Returns notes."""
         notes = []
         self._offers = {}
         for offer in list(offers)[:MOST_OFFERS]:
-            if not rollouts.is_told(offer.model, offer.version, offer.action):
+            if not rollouts.is_valid_order(offer.model, offer.version, offer.action):
                 notes.append(
-                    f"an offer of {printable(offer.model, 70)!r}, which is no model's name, is ignored"
+                    f"an offer of {printable(offer.model, 70)!r}, which is not a model's name, is ignored"
                 )
                 continue
             pointer = slots.read(self._config.state_dir, offer.model)
-            if slots.is_news(pointer, offer):
+            if transitions.needs_action(pointer, offer):
                 self._offers[offer.model] = offer
-            elif (told := slots.told_failed(pointer, offer)) != pointer:
-                slots.write(self._config.state_dir, told)
-        self._again = {model: self._again[model] for model in self._offers if model in self._again}
+            elif (reported := transitions.report_known_failure(pointer, offer)) != pointer:
+                slots.write(self._config.state_dir, reported)
+        self._retries = {model: self._retries[model] for model in self._offers if model in self._retries}
         return notes
 
-    def offers(self) -> tuple[Offered, ...]:
-        """What is to be installed, and not before when."""
+    def offers(self) -> tuple[PendingRelease, ...]:
+        """The releases to install, and the earliest time for each."""
         return tuple(
-            Offered(offer, self._again[model][1] if model in self._again else 0.0)
+            PendingRelease(
+                offer,
+                max(self._retries[model][1] if model in self._retries else 0.0, self._trial_ends(offer)),
+            )
             for model, offer in self._offers.items()
         )
 
-    def install(self, device: str, link: Link, offer: ReleaseOffer, going: Callable[[], None]) -> str:
-        """Does what an offer says. How it went, in words.
+    def _trial_ends(self, offer: ReleaseOffer) -> float:
+        """When the trial that delays an offer ends; 0: no trial delays it."""
+        since = self._on_trial_since.get(offer.model)
+        if since is None or not transitions.must_wait(slots.read(self._config.state_dir, offer.model), offer):
+            return 0.0
+        return since + self._config.releases.trial_seconds
+
+    def install(
+        self, device: str, link: Link, offer: ReleaseOffer, check_cancelled: Callable[[], None]
+    ) -> str:
+        """Carries out an offer. Returns a description of the result.
 
         Raises:
-            Unreachable, ServerRefused, CertificateExpired: as the agent expects them. Cancelled: by `going`.
-            OSError: the disk, but for a full one.
+            Unreachable, ServerRefused, CertificateExpired: the agent handles them. Cancelled: by `check_cancelled`.
+            OSError: the disk failed, other than by being full.
         """
-        from edge_client.ota import install  # with tuf, which many a daemon never needs
+        from edge_client.ota import install  # imports tuf, which many daemons never need
 
         what = f"{offer.model}:{offer.version}"
-        asked = install.Device(device, self._config, self._prove)
+        target = install.Device(device, self._config, self._run_self_test)
+        before = slots.read(self._config.state_dir, offer.model)
         try:
-            words = install.install(asked, link, offer, going)
+            message = install.install(target, link, offer, check_cancelled)
         except (Unreachable, ServerRefused, CertificateExpired, OSError):
-            # Whatever is the matter with releases, the device goes on with its other work meanwhile.
-            self._later(offer.model)
+            # The device goes on with its other work in the meantime.
+            self._schedule_retry(offer.model)
             raise
-        except Unfit as unfit:
+        except Rejected as rejected:
             self._done(offer)
-            return f"{what} does not run here: {unfit.words} ({unfit.code})"
-        except PutOff as trouble:
-            seconds = self._later(offer.model)
-            return f"{what} is not installed now: {trouble.words} ({trouble.code}); tries again in {seconds:.0f} s"
+            return f"{what} does not run here: {rejected.message} ({rejected.code})"
+        except Postponed as postponed:
+            seconds = self._schedule_retry(offer.model)
+            return f"{what} is not installed now: {postponed.message} ({postponed.code}); tries again in {seconds:.0f} s"
+        except NotWithdrawn as order:
+            self._schedule_retry(offer.model)
+            return str(order)
         except NotSigned as unsigned:
-            self._later(offer.model)
+            self._schedule_retry(offer.model)
             return f"{unsigned}; ignored"
         self._done(offer)
-        self._on_trial_since[offer.model] = self._now()
-        return words
+        after = slots.read(self._config.state_dir, offer.model)
+        if (after.active, after.trial_starts) != (before.active, before.trial_starts):
+            self._on_trial_since[offer.model] = self._now()
+        return message
 
-    def tend(self, going: Callable[[], None] = lambda: None) -> list[str]:
-        """Trials that lasted long enough are over, and models that end whoever predicts with them. Notes."""
+    def maintain(self, check_cancelled: Callable[[], None] = lambda: None) -> list[str]:
+        """Ends trials that lasted long enough, and rolls back models that crash their services. Returns notes."""
         self._end_trials()
-        notes: list[str] = []
-        for model in served.models(self._config.state_dir):
-            # What cannot be written now is seen again at the next look.
+        notes = self._verify_files(check_cancelled) if self._now() - self._checked_at >= CHECK_SECONDS else []
+        for model in crash_counter.models(self._config.state_dir):
+            # A write that fails now is tried again next time.
             with suppress(OSError):
-                notes += self._heed_services(slots.read(self._config.state_dir, model), going)
+                notes += self._check_services(slots.read(self._config.state_dir, model), check_cancelled)
         return notes
 
-    def _heed_services(self, pointer: Pointer, going: Callable[[], None]) -> list[str]:
-        starts = served.crash_loop(self._config.state_dir, pointer)
+    def _check_services(self, pointer: Pointer, check_cancelled: Callable[[], None]) -> list[str]:
+        starts = crash_counter.crash_loop(self._config.state_dir, pointer)
         trouble = None
         if starts is not None:
-            trouble = "crash_loop", f"what predicts with it was started {starts} times without lasting"
-        pointer, notes = self._gone_back(pointer, trouble, going)
-        served.forget(self._config.state_dir, pointer)
+            trouble = "crash_loop", f"its service was started {starts} times without lasting"
+        pointer, notes = self._roll_back(pointer, trouble, check_cancelled)
+        crash_counter.forget(self._config.state_dir, pointer)
         return notes
+
+    def _verify_files(self, check_cancelled: Callable[[], None]) -> list[str]:
+        """Verifies all slots against their hashes. Returns notes."""
+        self._checked_at = self._now()
+        notes: list[str] = []
+        for model in slots.models(self._config.state_dir):
+            with suppress(OSError):
+                if damage := slots.repair(self._config.state_dir, model):
+                    notes.append(damage)
+                notes += self._discard_damaged(slots.read(self._config.state_dir, model), check_cancelled)[1]
+        return notes
+
+    def _discard_damaged(
+        self, pointer: Pointer, check_cancelled: Callable[[], None]
+    ) -> tuple[Pointer, list[str]]:
+        """Discards slots whose files the disk damaged. Returns the new pointer and notes."""
+        notes = []
+        order = (pointer.spare_name, pointer.active)  # the spare first: a damaged one must not take over
+        for name in order:
+            slot = pointer.slot(name) if name is not None else None
+            if name is None or slot is None:
+                continue
+            if slots.is_intact(self._config.state_dir, pointer, name, check_cancelled):
+                continue
+            pointer = transitions.discard_damaged(pointer, name)
+            slots.write(self._config.state_dir, pointer)
+            self._begin_trial(pointer)
+            result = f"version {pointer.running.version} runs" if pointer.running else "no version runs"
+            notes.append(f"{pointer.model}:{slot.version} was damaged on this device's disk; {result}")
+        return pointer, notes
+
+    def _begin_trial(self, pointer: Pointer) -> None:
+        if pointer.trial_starts is not None:
+            self._on_trial_since[pointer.model] = self._now()
 
     def _end_trials(self) -> None:
         for model, since in list(self._on_trial_since.items()):
-            if self._now() - since < TRIAL_SECONDS:
+            if self._now() - since < self._config.releases.trial_seconds:
                 continue
             pointer = slots.read(self._config.state_dir, model)
             if pointer.trial_starts is not None:
                 try:
-                    slots.write(self._config.state_dir, slots.proved(pointer))
+                    slots.write(self._config.state_dir, transitions.finish_trial(pointer))
                 except OSError:
-                    continue  # kept when the disk has room again
+                    continue  # written once the disk has room again
                 reach("install.proved")
             del self._on_trial_since[model]
 
-    def _begin(self, model: str, going: Callable[[], None]) -> list[str]:
+    def _begin(self, model: str, check_cancelled: Callable[[], None]) -> list[str]:
         state_dir = self._config.state_dir
-        pointer = slots.started(slots.read(state_dir, model))
+        damage = slots.repair(state_dir, model)
+        pointer = transitions.count_start(slots.read(state_dir, model))
         if pointer.trial_starts is not None:
             slots.write(state_dir, pointer)
             reach("install.proving")
-        pointer, notes = self._gone_back(pointer, self._trouble(pointer, going), going)
-        if pointer.trial_starts is not None:
-            self._on_trial_since[model] = self._now()
-        return notes
+        pointer, damaged = self._discard_damaged(pointer, check_cancelled)
+        pointer, notes = self._roll_back(pointer, self._trouble(pointer, check_cancelled), check_cancelled)
+        self._begin_trial(pointer)
+        return [*([damage] if damage else []), *damaged, *notes]
 
-    def _gone_back(
-        self, pointer: Pointer, trouble: tuple[str, str] | None, going: Callable[[], None]
+    def _roll_back(
+        self, pointer: Pointer, trouble: tuple[str, str] | None, check_cancelled: Callable[[], None]
     ) -> tuple[Pointer, list[str]]:
-        """Where there is trouble with the active version, the other one runs, if that passes. How it stands then, notes."""
+        """Rolls back as long as there is trouble with the active version. Returns the new pointer and notes."""
         notes = []
         while trouble is not None:
             bad = pointer.running
             assert bad is not None
-            code, words = trouble
+            pointer, damaged = self._discard_damaged(pointer, check_cancelled)
+            notes += damaged
+            if pointer.running != bad:
+                trouble = self._trouble(pointer, check_cancelled)
+                continue
+            code, message = trouble
             reach("install.turning")
-            pointer = slots.fallen_back(pointer, code, words)
+            pointer = transitions.roll_back(pointer, code, message)
             slots.write(self._config.state_dir, pointer)
             reach("install.turned")
-            now = f"version {pointer.running.version} runs again" if pointer.running else "there is no other"
-            notes.append(f"{pointer.model}:{bad.version} is not used any more: {words} ({code}); {now}")
-            trouble = self._trouble(pointer, going)
+            self._begin_trial(pointer)
+            result = (
+                f"version {pointer.running.version} runs again" if pointer.running else "there is no other"
+            )
+            notes.append(f"{pointer.model}:{bad.version} is no longer used: {message} ({code}); {result}")
+            trouble = self._trouble(pointer, check_cancelled)
         return pointer, notes
 
-    def _trouble(self, pointer: Pointer, going: Callable[[], None]) -> tuple[str, str] | None:
-        """Why the active version cannot go on; None: it can, or there is none."""
+    def _trouble(self, pointer: Pointer, check_cancelled: Callable[[], None]) -> tuple[str, str] | None:
+        """Code and message why the active version cannot go on; None: it can, or there is none."""
         if pointer.active is None:
             return None
-        if slots.is_crash_loop(pointer):
+        if transitions.is_crash_loop(pointer):
             return "crash_loop", f"the daemon was started {pointer.trial_starts} times without lasting"
         folder = slots.slot_folder(self._config.state_dir, pointer.model, pointer.active)
         try:
-            self._prove(proof.Question(folder, _memory_bytes(folder)), going)
-        except Unfit as unfit:
-            # Slowness and want of memory may be this hour's; a version that proved itself is not given up for them.
-            passing = unfit.code in ("too_slow", "memory") and pointer.trial_starts is None
-            return None if passing else (unfit.code, unfit.words)
-        except (PutOff, OSError):
-            return None  # this machine's trouble, not the model's
+            self._run_self_test(self_test.SelfTestJob(folder, _memory_bytes(folder)), check_cancelled)
+        except Rejected as rejected:
+            transient = rejected.code in TRANSIENT_CODES and pointer.trial_starts is None
+            return None if transient else (rejected.code, rejected.message)
+        except (Postponed, OSError):
+            return None  # a problem of this machine, not of the model
         return None
 
     def _done(self, offer: ReleaseOffer) -> None:
         self._offers.pop(offer.model, None)
-        self._again.pop(offer.model, None)
+        self._retries.pop(offer.model, None)
 
-    def _later(self, model: str) -> float:
-        backoff = self._again[model][0] if model in self._again else self._backoff()
+    def _schedule_retry(self, model: str) -> float:
+        backoff = self._retries[model][0] if model in self._retries else self._backoff()
         seconds = FIRST_AGAIN_SECONDS / 2 + backoff.failed()
-        self._again[model] = backoff, self._now() + seconds
+        self._retries[model] = backoff, self._now() + seconds
         return seconds
 
     def _backoff(self) -> Backoff:
@@ -227,21 +288,21 @@ class Releases:
 
 
 def reports(state_dir: Path) -> tuple[ReleaseReport, ...]:
-    """How every model stands, for a check-in."""
-    told: list[ReleaseReport] = []
+    """The state of every model, for a check-in."""
+    reported: list[ReleaseReport] = []
     for model in slots.models(state_dir):
-        told += slots.reports(slots.read(state_dir, model))
-    return tuple(told)
+        reported += transitions.reports(slots.read(state_dir, model))
+    return tuple(reported)
 
 
-def shown(state_dir: Path) -> list[dict[str, Any]]:
+def describe(state_dir: Path) -> list[dict[str, Any]]:
     """Every model and its slots, for `fedloop-edge status`."""
-    found = []
+    described = []
     for model in slots.models(state_dir):
         pointer = slots.read(state_dir, model)
         held = {name: slot.version for name in ("a", "b") if (slot := pointer.slot(name)) is not None}
         last = pointer.last
-        found.append(
+        described.append(
             {
                 "model": model,
                 "active": pointer.active,
@@ -260,11 +321,11 @@ def shown(state_dir: Path) -> list[dict[str, Any]]:
                 },
             }
         )
-    return found
+    return described
 
 
 def _memory_bytes(folder: Path) -> int:
-    """As the manifest says; a manifest that cannot be read fails in the self-test."""
+    """The manifest's `memory_bytes`; a manifest that cannot be read fails in the self-test."""
     from edge_client.wire import inference
     from edge_client.wire.manifest import ManifestError
 

@@ -1,14 +1,14 @@
-"""What the signed repository says, and nothing that it does not: TUF's client over the pinned connection.
+"""The signed repository of releases: TUF's client over the pinned connection.
 
-    root       the first one is pinned, from the configuration or at first contact; later ones must be signed by it
+    root       the first is pinned, from the configuration or at first contact; it must sign later ones
     refresh    root ─► timestamp ─► snapshot ─► targets, each checked by `tuf.ngclient` (TUF specification 1.0.33, section 5)
-    rollouts   who is to run what, signed by a delegated role: what makes an offer more than a hint
+    rollouts   which devices run which version, signed by a delegated role: an offer alone is only a hint
     targets    length, SHA-256 and blocks of a release's files
 
-The connection is the coordinator's own and authenticated; that is not what makes a release trusted. Whoever holds the
-coordinator, its certificates and its online keys, still cannot make a device run a file that the offline keys did not sign.
+The connection is authenticated, but that does not make a release trusted. An attacker who holds the coordinator, its
+certificates and its online keys still cannot make a device run a file that the offline keys did not sign.
 
-Expiry is judged by this machine's clock.
+Expiry is checked against this machine's clock.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tuf.api import exceptions
 from tuf.ngclient import Updater
 from tuf.ngclient.fetcher import FetcherInterface
 
-from edge_client.failures import ServerRefused
 from edge_client.files import make_folder, sync_file, sync_folder, write_durably
-from edge_client.link import Link
-from edge_client.ota.trouble import PutOff
+from edge_client.ota.errors import Postponed
+from edge_client.transport.failures import ServerRefused
+from edge_client.transport.link import Link
 from edge_client.wire import rollouts
 from edge_client.wire.rollouts import Rollout
-from edge_client.wire.strict import Unfit, printable
+from edge_client.wire.strict import InvalidDocument, printable
 
 if TYPE_CHECKING:
     from tuf.api.metadata import TargetFile
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 PATH = "/releases"
 FOLDER = "_tuf"
-"""Beside the models' folders, none of which can be called so."""
+"""Next to the models' folders, none of which can have this name."""
 
 _PINNED = "pinned.root.json"
 _NOT_FOUND = 404
 
 
 class Repository:
-    """The repository as it is now; `refresh` comes first. `folder` keeps what was trusted, against going back."""
+    """The current repository; call `refresh` first. `folder` keeps the trusted metadata, to detect rollbacks."""
 
     def __init__(
         self,
@@ -53,30 +53,30 @@ class Repository:
         link: Link,
         *,
         root: Path | None = None,
-        going: Callable[[], None] = lambda: None,
+        check_cancelled: Callable[[], None] = lambda: None,
     ) -> None:
-        """`root`: a file with the first root; None: the pinned one, or else what the coordinator shows at first contact."""
+        """`root`: a file with the first root; None: the pinned one, or the one that the coordinator sends at first contact."""
         self._folder = folder
         self._link = link
         self._root = root
-        self._fetcher = _OverLink(link, going)
+        self._fetcher = _LinkFetcher(link, check_cancelled)
         self._updater: Updater | None = None
 
     def refresh(self) -> None:
-        """Reads and checks root, timestamp, snapshot and targets.
+        """Fetches and verifies root, timestamp, snapshot and targets.
 
         Raises:
-            PutOff: `expired`, `rollback`, `signature`, `mix_and_match`, `endless`, `missing` and others; `root`: the
+            Postponed: `expired`, `rollback`, `signature`, `mix_and_match`, `endless`, `missing` and others; `root`: the
                 configured one cannot be read.
             OSError: the disk.
         """
         pinned = self._folder / _PINNED
         if self._root is None and not pinned.exists():
-            # What an unpinned root vouched for vouches for nothing.
+            # Metadata verified by a root that was never pinned is worthless.
             shutil.rmtree(self._folder, ignore_errors=True)
         make_folder(self._folder)
         first = self._first_root(pinned)
-        with self._judged():
+        with self._translated_errors():
             self._updater = Updater(
                 str(self._folder),
                 "metadata/",
@@ -89,21 +89,21 @@ class Repository:
             write_durably(pinned, first, mode=0o600)
         self._make_durable()
 
-    def rollout_of(self, offer: ReleaseOffer, device: str) -> Rollout | None:
-        """What is signed of an offer for this device; None: nothing such is."""
+    def signed_rollout(self, offer: ReleaseOffer, device: str) -> Rollout | None:
+        """The signed rollout behind an offer for this device; None: there is none."""
         target = self.target(rollouts.rollouts_path(offer.model))
         if target is None:
             return None
         if target.length > rollouts.LARGEST_DOCUMENT_BYTES:
-            raise PutOff("endless", f"{target.path} is {target.length} bytes long")
-        path = self._folder / ".rollouts"  # no name of a role's metadata
-        with self._judged():
+            raise Postponed("endless", f"{target.path} is {target.length} bytes long")
+        path = self._folder / ".rollouts"  # no role's metadata has this name
+        with self._translated_errors():
             assert self._updater is not None
             self._updater.download_target(target, str(path))
         try:
             signed = rollouts.from_json(path.read_bytes(), offer.model)
-        except Unfit as error:
-            raise PutOff("malformed", printable(str(error))) from None
+        except InvalidDocument as error:
+            raise Postponed("malformed", printable(str(error))) from None
         finally:
             path.unlink()
         return next(
@@ -118,9 +118,9 @@ class Repository:
         )
 
     def target(self, path: str) -> TargetFile | None:
-        """What is signed of one file; None: no such file is."""
+        """The signed description of one file; None: no such file is signed."""
         assert self._updater is not None
-        with self._judged():
+        with self._translated_errors():
             return self._updater.get_targetinfo(path)
 
     def _first_root(self, pinned: Path) -> bytes:
@@ -128,7 +128,7 @@ class Repository:
             try:
                 return self._root.read_bytes()
             except OSError as error:
-                raise PutOff(
+                raise Postponed(
                     "root",
                     f"releases.root = {self._root} cannot be read: {error.strerror}; expected the first root",
                 ) from None
@@ -139,32 +139,32 @@ class Repository:
         except ServerRefused as refused:
             if refused.status != _NOT_FOUND:
                 raise
-            raise PutOff("missing", f"the coordinator has no releases: {refused.words}") from None
+            raise Postponed("missing", f"the coordinator has no releases: {refused.message}") from None
 
     @contextmanager
-    def _judged(self) -> Iterator[None]:
-        """What tuf found wrong, as a PutOff with its code."""
+    def _translated_errors(self) -> Iterator[None]:
+        """Raises tuf's errors as Postponed, with a code."""
         try:
             yield
         except (exceptions.RepositoryError, exceptions.DownloadError) as error:
             code = _code(error, self._fetcher.last)
-            raise PutOff(code, printable(f"{_MEANING[code]}: {error}")) from None
+            raise Postponed(code, printable(f"{_DESCRIPTIONS[code]}: {error}")) from None
 
     def _make_durable(self) -> None:
-        """What was trusted protects against older metadata, after a power cut too."""
+        """Makes the trusted metadata durable: it protects against older metadata, after a power cut too."""
         for path in (*self._folder.glob("*.json"), *(self._folder / "root_history").glob("*.json")):
             sync_file(path)
         sync_folder(self._folder)
         for leftover in self._folder.glob("tmp*"):
-            leftover.unlink(missing_ok=True)  # of a write that a power cut ended
+            leftover.unlink(missing_ok=True)  # of a write that a power cut interrupted
 
 
-class _OverLink(FetcherInterface):
-    """Fetches by the pinned connection. How much of a file is read is limited by whoever asks for it."""
+class _LinkFetcher(FetcherInterface):
+    """Fetches over the pinned connection. The caller limits how much of a file is read."""
 
-    def __init__(self, link: Link, going: Callable[[], None]) -> None:
+    def __init__(self, link: Link, check_cancelled: Callable[[], None]) -> None:
         self._link = link
-        self._going = going
+        self._check_cancelled = check_cancelled
         self.last = ""
 
     def _fetch(self, url: str) -> Iterator[bytes]:
@@ -172,17 +172,17 @@ class _OverLink(FetcherInterface):
         try:
             with self._link.stream(f"{PATH}/{url}") as stream:
                 for chunk in stream.chunks:
-                    self._going()
+                    self._check_cancelled()
                     yield chunk
         except ServerRefused as refused:
-            # Only this says that there is no such file; a 403, say, is about this device.
+            # Only a 404 says that there is no such file; a 403, for example, is about this device.
             if refused.status != _NOT_FOUND:
                 raise
             raise exceptions.DownloadHTTPError(f"there is no {url}", refused.status) from None
 
 
 def _code(error: Exception, last: str) -> str:
-    """`last`: what was fetched last."""
+    """The code of a tuf error. `last`: the file fetched last."""
     role = last.rpartition("/")[2].removesuffix(".json").rpartition(".")[2]
     match error:
         case exceptions.ExpiredMetadataError():
@@ -200,13 +200,13 @@ def _code(error: Exception, last: str) -> str:
     return "malformed"
 
 
-_MEANING = {
-    "expired": "what is shown is out of date, as if somebody held newer releases back",
-    "signature": "not signed by those who may",
+_DESCRIPTIONS = {
+    "expired": "the metadata is out of date, as if somebody held newer releases back",
+    "signature": "not signed by an authorized key",
     "rollback": "older than what this device saw before",
     "mix_and_match": "parts of different states of the repository",
     "tampered": "the bytes are not those that were signed",
-    "endless": "more bytes came than were announced",
+    "endless": "more bytes than announced",
     "missing": "a file is not there",
-    "malformed": "not understood",
+    "malformed": "cannot be parsed",
 }

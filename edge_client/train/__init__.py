@@ -1,1 +1,1 @@
-"""Local training: one Trainer, three runtimes."""
+"""Local training: one Trainer over LiteRT, PyTorch and TensorFlow."""

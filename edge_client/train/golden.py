@@ -1,9 +1,9 @@
-"""Golden answers: a question that every runtime can pose to itself, and how answers are compared.
+"""Golden inputs and outputs: a test that every runtime can run on itself, and the comparison of its outputs.
 
 Old or broken runtimes may run a file without an error and compute something else (wrong kernels for some
-operations, garbage from quantized ones). So a manifest holds PyTorch's answer to one fixed question, and
-a device refuses a file whose answer differs on its own runtime. The question is megabytes of params, so
-the manifest does not hold it; it follows from shapes by integer arithmetic that any language can repeat:
+operations, garbage from quantized ones). So a manifest holds PyTorch's outputs for fixed inputs, and a device
+refuses a file whose outputs differ on its own runtime. The inputs are megabytes of params, so the manifest does not
+hold them; they follow from shapes by integer arithmetic that any language can repeat:
 
     mix(n):  n ^= n >> 16;  n *= 0x7feb352d;  n ^= n >> 15;  n *= 0x846ca68b;  n ^= n >> 16     (mod 2³²)
     word(stream, i) = mix(mix(stream + 1) + i)        i counts elements in C order
@@ -23,22 +23,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.train.trainer import PADDING, Examples, Runtime
-from edge_client.wire.manifest import Fill, Glimpse, Golden, Manifest, Tolerance
+from edge_client.data.examples import PADDING, Examples
+from edge_client.train.trainer import Runtime
+from edge_client.wire.manifest import ArraySummary, Fill, Golden, Manifest, Tolerance
 from strategies.client_rules import Correction
 from strategies.params import Params
 
 FIRST = 8
-"""Elements of an array that a glimpse holds."""
+"""Elements of an array that an `ArraySummary` holds."""
 
 
 class SelfTestFailed(RuntimeError):
-    """This runtime computes something else than the model's author did; the artifact must not be used.
+    """This runtime does not compute the golden outputs; the artifact must not be used.
 
     Attributes:
         signature: `train` or `infer`.
         tensor: the output that differs.
-        what: in which number of it, such as `norm` or `element 3`.
+        what: the number that differs, such as `norm` or `element 3`.
     """
 
     def __init__(self, signature: str, tensor: str, what: str, got: float, expected: float) -> None:
@@ -51,76 +52,81 @@ class SelfTestFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What one runtime answered; fields as in `Golden`."""
+class GoldenOutputs:
+    """The outputs of one runtime; fields as in `Golden`."""
 
-    logits: Glimpse
+    logits: ArraySummary
     loss: float
-    changes: dict[str, Glimpse]
+    changes: dict[str, ArraySummary]
 
 
 @dataclass(frozen=True)
-class Question:
-    """One batch and the params it is asked of; shaped as the manifest says."""
+class GoldenInputs:
+    """One batch and the params, shaped as in the manifest."""
 
     params: Params
     x: npt.NDArray[Any]
     y: npt.NDArray[np.int32]
 
 
-def question(manifest: Manifest) -> Question:
-    """The question's arrays, from the shapes and fills in the manifest."""
+def golden_inputs(manifest: Manifest) -> GoldenInputs:
+    """The golden inputs, from the shapes and fills in the manifest."""
     rows, golden = manifest.batch_size, manifest.golden
-    x_shape, described = (rows, *manifest.input.shape), manifest.input
+    x_shape, spec = (rows, *manifest.input.shape), manifest.input
     y = ids((rows, *manifest.label_shape), 1, manifest.classes)
     y[rows - golden.padded_rows :] = PADDING
-    return Question(
+    return GoldenInputs(
         params={t.name: floats(t.shape, 2 + k, golden.fills[t.name]) for k, t in enumerate(manifest.tensors)},
         x=floats(x_shape, 0, golden.x)
-        if described.dtype == "float32"
-        else ids(x_shape, 0, described.vocab or manifest.classes),
+        if spec.dtype == "float32"
+        else ids(x_shape, 0, spec.vocab or manifest.classes),
         y=y,
     )
 
 
-def ask(runtime: Runtime, manifest: Manifest) -> Answers:
-    """What `runtime` answers to the manifest's question."""
-    asked = question(manifest)
-    logits = runtime.logits(asked.params, asked.x)
-    batch = Examples(asked.x, asked.y)
-    trained, (loss,) = runtime.take_steps(asked.params, [batch], manifest.golden.lr, Correction(), seed=0)
-    changes = {name: glimpse(trained[name] - asked.params[name]) for name in manifest.trainable}
-    return Answers(glimpse(logits), loss, changes)
+def run(runtime: Runtime, manifest: Manifest) -> GoldenOutputs:
+    """The outputs of `runtime` for the manifest's golden inputs."""
+    inputs = golden_inputs(manifest)
+    logits = runtime.logits(inputs.params, inputs.x)
+    batch = Examples(inputs.x, inputs.y)
+    trained, (loss,) = runtime.take_steps(inputs.params, [batch], manifest.golden.lr, Correction(), seed=0)
+    changes = {name: summarize(trained[name] - inputs.params[name]) for name in manifest.trainable}
+    return GoldenOutputs(summarize(logits), loss, changes)
 
 
-def compare(got: Answers, expected: Golden) -> None:
-    """Raises SelfTestFailed where an answer is off by more than the tolerance."""
-    loss_got, loss = Glimpse(abs(got.loss), (got.loss,)), Glimpse(abs(expected.loss), (expected.loss,))
+def compare(got: GoldenOutputs, expected: Golden) -> None:
+    """Raises SelfTestFailed if an output is off by more than the tolerance."""
+    loss_got, loss = (
+        ArraySummary(abs(got.loss), (got.loss,)),
+        ArraySummary(abs(expected.loss), (expected.loss,)),
+    )
     _compare("infer", "logits", got.logits, expected.logits, expected.tolerance)
     _compare("train", "loss", loss_got, loss, expected.tolerance)
     for name, change in expected.changes.items():
         _compare("train", f"change of {name}", got.changes[name], change, expected.tolerance)
 
 
-def glimpse(array: npt.NDArray[Any]) -> Glimpse:
+def summarize(array: npt.NDArray[Any]) -> ArraySummary:
     """Norm in float64 and the first elements."""
     flat = np.asarray(array, np.float64).reshape(-1)
-    return Glimpse(float(np.sqrt(np.sum(flat**2))), tuple(float(value) for value in flat[:FIRST]))
+    return ArraySummary(float(np.sqrt(np.sum(flat**2))), tuple(float(value) for value in flat[:FIRST]))
 
 
-def _compare(signature: str, tensor: str, got: Glimpse, expected: Glimpse, tolerance: Tolerance) -> None:
+def _compare(
+    signature: str, tensor: str, got: ArraySummary, expected: ArraySummary, tolerance: Tolerance
+) -> None:
     numbers = [("norm", got.norm, expected.norm)]
     numbers += [
         (f"element {i}", a, b) for i, (a, b) in enumerate(zip(got.first, expected.first, strict=True))
     ]
     for what, a, b in numbers:
-        # Written so that a NaN, which compares with nothing, is off.
+        # Written so that a NaN, whose comparisons are all false, fails.
         if not abs(a - b) <= tolerance.absolute + tolerance.relative * abs(b):
             raise SelfTestFailed(signature, tensor, what, a, b)
 
 
-def words(shape: tuple[int, ...], stream: int) -> npt.NDArray[np.uint32]:
-    """The question's words, see above, shaped as asked."""
+def pseudo_random(shape: tuple[int, ...], stream: int) -> npt.NDArray[np.uint32]:
+    """The words of a stream, as defined above, in this shape."""
     start = mix(np.asarray([stream + 1], dtype=np.uint32))
     count: npt.NDArray[np.uint32] = np.arange(math.prod(shape), dtype=np.uint32)
     return mix(start + count).reshape(shape)
@@ -137,10 +143,10 @@ def mix(n: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 
 def floats(shape: tuple[int, ...], stream: int, fill: Fill) -> npt.NDArray[np.float32]:
     """Float elements of a stream."""
-    unit = words(shape, stream).astype(np.float64) / 2**31 - 1
+    unit = pseudo_random(shape, stream).astype(np.float64) / 2**31 - 1
     return (fill.offset + fill.scale * unit).astype(np.float32)
 
 
 def ids(shape: tuple[int, ...], stream: int, count: int) -> npt.NDArray[np.int32]:
     """Ids or labels of a stream, 0 to `count` - 1."""
-    return (words(shape, stream) % np.uint32(count)).astype(np.int32)
+    return (pseudo_random(shape, stream) % np.uint32(count)).astype(np.int32)

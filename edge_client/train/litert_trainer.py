@@ -1,16 +1,16 @@
-"""Local training in LiteRT: what a small device runs, on numpy and the interpreter alone.
+"""Local training in LiteRT, for small devices: numpy and the interpreter only.
 
 The artifact's `train` signature is one plain SGD step on a batch of fixed size,
 
     train(x, y, lr, w…) -> {loss, w − lr · ∇f(w)}.
 
-That is all a client rule needs. Every rule's step is w ← w − lr · (∇f(w) + mu · (w − w₀) + offset), and
+That is enough for every client rule. A rule's step is w ← w − lr · (∇f(w) + mu · (w − w₀) + offset), and
 the two added terms do not depend on the gradient, so subtracting lr · (mu · (w − w₀) + offset) from what
 `train` returns is exactly that step. A second signature that returns gradients would double the file to
 compute the same thing.
 
-A batch shorter than the artifact's is filled up with zeros labelled `PADDING`, which the artifact's loss
-leaves out of its mean, so the step is that of the rows that are there.
+A shorter batch is padded with zero rows labelled `PADDING`, which the artifact's loss excludes from its mean, so the
+step is that of the real rows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.data.examples import PADDING, Examples
 from edge_client.train import golden
-from edge_client.train.trainer import PADDING, BatchTooLarge, Examples
+from edge_client.train.trainer import BatchTooLarge
 from edge_client.wire.manifest import Manifest, ManifestError, require_file
 from strategies.client_rules import Correction
 from strategies.params import Params, Tensors
@@ -31,7 +32,7 @@ from strategies.params import Params, Tensors
 try:
     from ai_edge_litert.interpreter import Interpreter
 except ModuleNotFoundError as missing:
-    # The constrained tier: machines for which ai-edge-litert has no wheel run its predecessor, with numpy < 2.
+    # The constrained tier: machines without a wheel of ai-edge-litert run its predecessor, with numpy < 2.
     if missing.name != "ai_edge_litert":
         raise
     from tflite_runtime.interpreter import Interpreter
@@ -40,10 +41,10 @@ Feeds = dict[str, npt.NDArray[Any]]
 
 
 class LiteRTRuntime:
-    """Runs one artifact, again and again, on params given from outside. One thread.
+    """Runs one artifact repeatedly, with params from outside. One thread.
 
     Raises:
-        ManifestError: the file is not the manifest's, or its signatures are not what the manifest says.
+        ManifestError: the file is not the manifest's, or its signatures differ from the manifest.
     """
 
     name = "litert"
@@ -64,10 +65,10 @@ class LiteRTRuntime:
     def take_steps(
         self, params: Tensors, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
     ) -> tuple[Params, list[float]]:
-        """As the protocol says; `seed` is not needed, because an artifact has no randomness.
+        """As the protocol; `seed` is unused, because an artifact has no randomness.
 
         Raises:
-            BatchTooLarge: a batch has more rows than the artifact takes.
+            BatchTooLarge: a batch has more rows than the artifact accepts.
         """
         frozen = {name: _float32(params[name]) for name in self._bound if name not in self.trainable}
         start = {name: _float32(params[name]) for name in self.trainable}
@@ -92,29 +93,29 @@ class LiteRTRuntime:
         answer = np.empty((len(x), *self._manifest.label_shape, self._manifest.classes), np.float32)
         for start in range(0, len(x), rows):
             part = x[start : start + rows]
-            answer[start : start + rows] = self._infer(x=self._filled(part), **tensors)["logits"][: len(part)]
+            answer[start : start + rows] = self._infer(x=self._padded(part), **tensors)["logits"][: len(part)]
         return answer
 
     def self_test(self) -> None:
-        """Poses the manifest's golden question to both signatures on this very runtime.
+        """Checks the golden outputs of both signatures on this runtime.
 
         Raises:
-            SelfTestFailed: naming the signature, the tensor, what came and what was expected.
+            SelfTestFailed: naming the signature, the tensor, the actual and the expected number.
         """
-        golden.compare(golden.ask(self, self._manifest), self._manifest.golden)
+        golden.compare(golden.run(self, self._manifest), self._manifest.golden)
 
     def _step(self, weights: Params, batch: Examples, lr: np.float32) -> tuple[float, Params]:
-        """Loss and trained tensors, fresh arrays: the interpreter's own memory may hold the next answer."""
+        """Loss and trained tensors, in new arrays: the interpreter reuses its own memory."""
         feeds: Feeds = {bound: weights[name] for name, bound in self._bound.items()}
-        feeds |= {"x": self._filled(batch.x), "y": self._filled(batch.y, PADDING), "lr": np.asarray(lr)}
+        feeds |= {"x": self._padded(batch.x), "y": self._padded(batch.y, PADDING), "lr": np.asarray(lr)}
         answer = self._train(**feeds)
         trained = {
             name: np.array(answer[self._bound[name]], np.float32, order="C") for name in self.trainable
         }
         return float(answer["loss"]), trained
 
-    def _filled(self, values: npt.NDArray[Any], filling: int = 0) -> npt.NDArray[Any]:
-        """The rows, and more of `filling` up to the artifact's batch size."""
+    def _padded(self, values: npt.NDArray[Any], padding: int = 0) -> npt.NDArray[Any]:
+        """The rows, padded with `padding` up to the artifact's batch size."""
         missing = self._manifest.batch_size - len(values)
         if missing < 0:
             raise BatchTooLarge(
@@ -123,35 +124,35 @@ class LiteRTRuntime:
             )
         if not missing:
             return np.ascontiguousarray(values)
-        return np.concatenate([values, np.full((missing, *values.shape[1:]), filling, values.dtype)])
+        return np.concatenate([values, np.full((missing, *values.shape[1:]), padding, values.dtype)])
 
     def _runner(self, name: str) -> Any:
-        """The signature, once its inputs are seen to be the manifest's.
+        """The runner of a signature whose inputs match the manifest.
 
-        The interpreter would resize an input of another shape without a word, so shapes are checked here.
+        The interpreter would silently resize an input of another shape, so shapes are checked here.
         """
         known = self._interpreter.get_signature_list()
-        described = self._manifest.signatures[name]
-        if name not in known or set(known[name]["outputs"]) != set(described.outputs):
+        spec = self._manifest.signatures[name]
+        if name not in known or set(known[name]["outputs"]) != set(spec.outputs):
             raise ManifestError(
-                f"the artifact has no signature {name} that returns {', '.join(described.outputs)}"
+                f"the artifact has no signature {name} that returns {', '.join(spec.outputs)}"
             )
         runner = self._interpreter.get_signature_runner(name)
-        found = {
+        actual = {
             key: (tuple(int(n) for n in d["shape"]), d["dtype"])
             for key, d in runner.get_input_details().items()
         }
-        expected = self._inputs(described.inputs)
-        for key in sorted(set(found) | set(expected)):
-            if found.get(key) != expected.get(key):
+        expected = self._inputs(spec.inputs)
+        for key in sorted(set(actual) | set(expected)):
+            if actual.get(key) != expected.get(key):
                 raise ManifestError(
-                    f"signature {name}: the artifact's input {key} is {_words(found.get(key))}, "
-                    f"the manifest says {_words(expected.get(key))}"
+                    f"signature {name}: the artifact's input {key} is {_describe(actual.get(key))}, "
+                    f"the manifest says {_describe(expected.get(key))}"
                 )
         return runner
 
     def _inputs(self, names: tuple[str, ...]) -> dict[str, tuple[tuple[int, ...], type]]:
-        """(shape, dtype) of a signature's inputs, as the manifest has them."""
+        """(shape, dtype) of a signature's inputs, by the manifest."""
         manifest, rows = self._manifest, self._manifest.batch_size
         x_dtype = np.float32 if manifest.input.dtype == "float32" else np.int32
         known: dict[str, tuple[tuple[int, ...], type]] = {
@@ -167,5 +168,5 @@ def _float32(value: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(value, np.float32).reshape(value.shape)
 
 
-def _words(found: tuple[tuple[int, ...], type] | None) -> str:
-    return "absent" if found is None else f"{found[1].__name__} {list(found[0])}"
+def _describe(tensor: tuple[tuple[int, ...], type] | None) -> str:
+    return "absent" if tensor is None else f"{tensor[1].__name__} {list(tensor[0])}"

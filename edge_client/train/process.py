@@ -1,18 +1,18 @@
-"""Training in a process of its own, which can be limited, watched and killed without the daemon suffering.
+"""Training in a separate process, which can be limited, watched and killed without harming the daemon.
 
     with TrainingProcess(log, limits) as training:
-        done = training.run(job, keep_going)
+        done = training.run(job, stop_reason)
 
-The child (`edge_client.train.worker`) gets one job at a time over a socket pair as a line of JSON; params, data
-and results are files, whose paths the job names. It stays for the next job of the same runtime, because importing
-a framework takes longer than a round, and ends by itself when nothing comes for a while.
+The child (`edge_client.train.worker`) receives one job at a time over a socket pair as a line of JSON; params, data
+and results are files named by the job. It stays for the next job of the same runtime, because importing a framework
+takes longer than a round, and exits when no job arrives for a while.
 
-**Limits.** The child limits its own memory and CPU time by the kernel (see the worker), so that a sudden grab
-fails at once. From here its resident memory and the wall clock are watched, every half second.
+**Limits.** The child has the kernel limit its memory and CPU time (see the worker), so that a sudden allocation
+fails at once. The parent checks its resident memory and the wall clock every half second.
 
-**Ends.** The child ends when its socket closes, which the kernel does however the daemon ends, and by the kernel's
-parent-death signal should it be stuck in foreign code. That signal follows the *thread* that started the child;
-so a child is used only by that thread, and another thread gets a fresh one.
+**End.** The child exits when its socket closes, which the kernel does however the daemon ends, and by the kernel's
+parent-death signal if it is stuck in foreign code. That signal is tied to the *thread* that started the child, so
+a child is used only by that thread, and another thread gets a new one.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from typing import Any, Literal
 
 import psutil
 
-from edge_client.connectors import DataConfig
-from edge_client.process import worker_environment
+from edge_client.data import DataConfig
+from edge_client.processes.process import worker_environment
 from edge_client.wire.device import Decline, ModelRef, RuntimeName
 
-LOOK_SECONDS = 0.5
-"""How often a running job is looked at."""
+POLL_SECONDS = 0.5
+"""How often a running job is checked."""
 
 STOP_SECONDS = 2.0
-"""How long a child whose socket was closed may take before it is killed."""
+"""How long a child may take to exit after its socket was closed, before it is killed."""
 
 _START_SECONDS = 60.0
 _LOG_BYTES = 1_000_000
@@ -54,7 +54,7 @@ Code = Literal[
 
 
 class Interrupted(Exception):
-    """The job was stopped because `keep_going` said so; `reason` is what it said."""
+    """The job was stopped for `reason`, as `stop_reason` returned it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -62,30 +62,30 @@ class Interrupted(Exception):
 
 
 class TrainingFailed(Exception):
-    """The job cannot be done. `words` are for the device's owner, `decline` is for the coordinator.
+    """The job cannot be done. `message` is for the device's owner, `decline` for the coordinator.
 
-    They differ where the words may quote data or paths (`told` stands in for them), which are not to leave the device.
+    They differ if the message may quote data or paths, which must not leave the device: `public_message` replaces it.
     """
 
-    def __init__(self, code: Code, words: str, told: str | None = None) -> None:
-        super().__init__(words)
+    def __init__(self, code: Code, message: str, public_message: str | None = None) -> None:
+        super().__init__(message)
         self.code: Code = code
-        self.words = words
-        self._told = told
+        self.message = message
+        self._public_message = public_message
 
     @property
     def decline(self) -> Decline:
-        return Decline(self.code, self._told or self.words)
+        return Decline(self.code, self._public_message or self.message)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a training process may use; 0: no limit.
+    """Limits of a training process; 0: no limit.
 
     Attributes:
         memory_bytes: resident memory.
         cpu_seconds: processor time of one job. seconds: wall-clock time of one job, imports included.
-        idle_seconds: how long it is kept for the next job.
+        idle_seconds: how long the process waits for the next job.
     """
 
     memory_bytes: int
@@ -96,16 +96,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Job:
-    """One task for the child. Paths to read, but for the last two.
+    """One task for the child. All paths but the last two are read.
 
     Attributes:
         params, streams: as safetensors.
         tflite, manifest: for LiteRT.
-        message: of a train job the `TaskMessage` as JSON; of an evaluate job empty.
-        state_in: what the client rule kept in its last round, if it did.
-        state_out: where it leaves what it keeps after this one; written for train jobs whose rule keeps something.
-        result: where the result goes: of a train job what is to be uploaded, of an evaluate job JSON with
-            `rows`, `labels`, `correct` and `loss_sum`.
+        message: the `TaskMessage` of a train job as JSON; empty for an evaluate job.
+        state_in: the client rule's state after its last round, if any.
+        state_out: where to write the client rule's next state, if it keeps any.
+        result: where to write the result: the upload of a train job; JSON with `rows`, `labels`, `correct` and
+            `loss_sum` of an evaluate job.
     """
 
     kind: Literal["train", "evaluate"]
@@ -124,9 +124,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """What a job took. `peak_memory_bytes`: of the child since it started.
+    """Measurements of a finished job. `peak_memory_bytes`: of the child since it started.
 
-    `treated`: what was done to the result to protect the data, in words; empty: nothing.
+    `treated`: descriptions of the protection applied to the result; empty: none.
     """
 
     rows: int
@@ -136,7 +136,7 @@ class Done:
 
 
 class TrainingProcess:
-    """At most one child, started when the first job comes. Not for several threads at once."""
+    """At most one child, started by the first job. Not thread-safe."""
 
     def __init__(self, log: Path, limits: Limits) -> None:
         self._log = log
@@ -153,52 +153,52 @@ class TrainingProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the child, while there is one."""
+        """The child's process id, while there is one."""
         return self._child.process.pid if self._child is not None and self._child.is_running else None
 
-    def run(self, job: Job, keep_going: Callable[[], str | None]) -> Done:
-        """Does the job; its result files are durable when this returns.
+    def run(self, job: Job, stop_reason: Callable[[], str | None]) -> Done:
+        """Runs the job; its result files are durable when this returns.
 
         Raises:
-            Interrupted: `keep_going`, asked every half second, gave a reason.
-            TrainingFailed: it could not be done, exceeded a limit or crashed.
+            Interrupted: `stop_reason`, called every half second, returned a reason.
+            TrainingFailed: the job failed, exceeded a limit or crashed.
         """
-        child = self._started(job)
+        child = self._start(job)
         try:
-            answer = self._answer(child, keep_going)
+            answer = self._answer(child, stop_reason)
         except BaseException:
             self.close()
             raise
         if "code" in answer:
-            raise TrainingFailed(answer["code"], answer["words"], answer["told"])
+            raise TrainingFailed(answer["code"], answer["message"], answer["public_message"])
         return Done(answer["rows"], answer["seconds"], answer["peak_memory_bytes"], tuple(answer["treated"]))
 
     def close(self) -> None:
-        """Ends the child, if there is one, within seconds. It can be started again by `run`."""
+        """Ends the child, if there is one, within seconds. `run` starts a new one."""
         child, self._child = self._child, None
         if child is not None:
             child.end()
 
-    def _started(self, job: Job) -> _Child:
-        """A child that has taken the job: the one from before where it fits and lives, else a fresh one."""
+    def _start(self, job: Job) -> _Child:
+        """A child that has accepted the job: the existing one if it fits and is alive, else a new one."""
         child = self._child
-        if child is not None and child.suits(job) and child.take(job):
+        if child is not None and child.fits(job) and child.send(job):
             return child
         self.close()
         self._child = child = _Child(self._log, self._limits, job.runtime)
-        if not child.take(job):
-            words, told = child.last_words(), "the training process does not start"
+        if not child.send(job):
+            last_line, message = child.last_log_line(), "the training process does not start"
             self.close()
-            raise TrainingFailed("failed", f"{told}: {words}", told)
+            raise TrainingFailed("failed", f"{message}: {last_line}", message)
         return child
 
-    def _answer(self, child: _Child, keep_going: Callable[[], str | None]) -> dict[str, Any]:
+    def _answer(self, child: _Child, stop_reason: Callable[[], str | None]) -> dict[str, Any]:
         begun = time.monotonic()
         while True:
-            answer = child.answer(LOOK_SECONDS)
+            answer = child.answer(POLL_SECONDS)
             if answer is not None:
                 return answer
-            reason = keep_going()
+            reason = stop_reason()
             if reason is not None:
                 raise Interrupted(reason)
             _require_memory(child, self._limits)
@@ -207,7 +207,7 @@ class TrainingProcess:
 
 
 class _Child:
-    """One process and the socket to it."""
+    """One process and its socket."""
 
     def __init__(self, log: Path, limits: Limits, runtime: str) -> None:
         self.runtime = runtime
@@ -227,18 +227,18 @@ class _Child:
                 env=worker_environment(),
             )
         self._socket = ours
-        # Whenever the child ends it is reaped, also when it idled out and no job comes for weeks.
+        # Reaps the child whenever it ends, also if it idled out and no job arrives for weeks.
         threading.Thread(target=self.process.wait, name="training process", daemon=True).start()
 
     @property
     def is_running(self) -> bool:
         return self.process.poll() is None
 
-    def suits(self, job: Job) -> bool:
+    def fits(self, job: Job) -> bool:
         return job.runtime == self.runtime and self._thread == threading.get_ident()
 
-    def take(self, job: Job) -> bool:
-        """Hands it the job; False where it has ended, which an idle child may do at any moment."""
+    def send(self, job: Job) -> bool:
+        """Sends the job; False if the child has exited, which an idle one may do at any moment."""
         try:
             self._socket.settimeout(_START_SECONDS)
             self._socket.sendall(json.dumps(_as_json(job, self._limits), default=str).encode() + b"\n")
@@ -247,17 +247,17 @@ class _Child:
             return False
 
     def answer(self, seconds: float) -> dict[str, Any] | None:
-        """Its answer, or None when it takes longer.
+        """The answer, or None if it takes longer.
 
         Raises:
-            TrainingFailed: it ended without one.
+            TrainingFailed: the child ended without an answer.
         """
         try:
             line = self._line(seconds)
         except TimeoutError:
             return None
         if line is None:
-            raise self._crashed()
+            raise self._crash_error()
         return line
 
     def end(self) -> None:
@@ -272,15 +272,15 @@ class _Child:
         try:
             return int(psutil.Process(self.process.pid).memory_info().rss)
         except psutil.Error:
-            return 0  # it ended; its socket tells
+            return 0  # it ended; the closed socket shows it
 
-    def last_words(self) -> str:
+    def last_log_line(self) -> str:
         """The last line of this child's part of the log."""
-        lines = self._said().strip().splitlines()
+        lines = self._log_text().strip().splitlines()
         return lines[-1] if lines else f"exit status {self.process.returncode}"
 
     def _line(self, seconds: float) -> dict[str, Any] | None:
-        """The next message; None where the socket was closed. Raises TimeoutError."""
+        """The next message; None if the socket was closed. Raises TimeoutError."""
         end = time.monotonic() + seconds
         while b"\n" not in self._received:
             self._socket.settimeout(max(0.001, end - time.monotonic()))
@@ -295,27 +295,27 @@ class _Child:
         message: dict[str, Any] = json.loads(line)
         return message
 
-    def _crashed(self) -> TrainingFailed:
+    def _crash_error(self) -> TrainingFailed:
         status = self.process.wait()
-        limits, said = self._limits, self._said()
+        limits, log = self._limits, self._log_text()
         if status == -signal.SIGXCPU:
             return TrainingFailed("limits", f"it used more than limits.cpu_seconds = {limits.cpu_seconds:g}")
         if status == -signal.SIGKILL:
-            return TrainingFailed("limits", "the training process was killed, most likely for want of memory")
-        if any(word in said for word in ("bad_alloc", "annot allocate memory", "MemoryError")):
-            return TrainingFailed("limits", memory_words(limits))
+            return TrainingFailed("limits", "the training process was killed, most likely for lack of memory")
+        if any(text in log for text in ("bad_alloc", "annot allocate memory", "MemoryError")):
+            return TrainingFailed("limits", describe_memory_limit(limits))
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        told = f"the training process ended with {how}"
-        return TrainingFailed("failed", f"{told}: {self.last_words()}", told)
+        message = f"the training process ended with {how}"
+        return TrainingFailed("failed", f"{message}: {self.last_log_line()}", message)
 
-    def _said(self) -> str:
+    def _log_text(self) -> str:
         with suppress(OSError), self._log.open("rb") as log:
             log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - _ANSWER_BYTES))
             return log.read().decode("utf-8", "replace")
         return ""
 
 
-def memory_words(limits: Limits) -> str:
+def describe_memory_limit(limits: Limits) -> str:
     return f"it needs more memory than limits.memory_bytes = {limits.memory_bytes}"
 
 
@@ -324,11 +324,11 @@ def _require_memory(child: _Child, limits: Limits) -> None:
         return
     resident = child.resident_bytes()
     if resident > limits.memory_bytes:
-        raise TrainingFailed("limits", f"{memory_words(limits)}: {resident} bytes were resident")
+        raise TrainingFailed("limits", f"{describe_memory_limit(limits)}: {resident} bytes were resident")
 
 
 def _as_json(job: Job, limits: Limits) -> dict[str, Any]:
-    """Both as JSON kinds; paths are absolute, whatever the child's folder is."""
+    """Both as JSON values; paths are absolute, whatever the child's working directory."""
     document = {
         name: str(value.absolute()) if isinstance(value, Path) else value for name, value in vars(job).items()
     }
@@ -347,7 +347,7 @@ def _as_json(job: Job, limits: Limits) -> dict[str, Any]:
 
 
 def _log_file(log: Path) -> Any:
-    """The log, open to append, for its owner only; begun anew when it has grown large."""
+    """The log, open to append, readable by its owner only; starts over when it has grown large."""
     with suppress(FileNotFoundError):
         if log.stat().st_size > _LOG_BYTES:
             log.unlink()

@@ -1,10 +1,9 @@
-"""What this device can train, and the runtime for one job.
+"""Finds the runtimes and models that this device can train with, and builds the runtime for a job.
 
-Runtimes are found by their packages' metadata and models by their entry points, so that the daemon knows both
-without importing a framework. In the training process `runtime_for` builds what a job asks for: LiteRT from the
-artifact and its manifest, once the artifact answered its golden question rightly here; torch and TensorFlow from
-a builder of the entry-point group `fedloop.models`. Only names of that group are taken: what a coordinator sends
-is never imported.
+Runtimes are found by package metadata and models by entry points, so that the daemon imports no framework. In the
+training process `runtime_for` builds a job's runtime: LiteRT from the artifact and its manifest, once the artifact's
+golden outputs are right here; torch and TensorFlow from a builder of the entry-point group `fedloop.models`. Only
+names of that group are accepted: nothing that a coordinator sends is ever imported.
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 from edge_client.wire.device import ModelRef
 
 if TYPE_CHECKING:
-    # The daemon asks what is installed, and imports no numpy for it.
+    # The daemon looks up what is installed without importing numpy.
+    from edge_client.data.examples import Examples
     from edge_client.train.litert_trainer import LiteRTRuntime
     from edge_client.train.process import Code
-    from edge_client.train.trainer import Examples, Runtime
+    from edge_client.train.trainer import Runtime
 
 MODELS_GROUP = "fedloop.models"
 
-# Runtime -> its modules, the preferred first, each with the distributions that may bring it.
+# Runtime -> its modules, preferred first, each with the distributions that provide it.
 _PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
     "litert": {"ai_edge_litert": ("ai-edge-litert",), "tflite_runtime": ("tflite-runtime",)},
     "torch": {"torch": ("torch",)},
@@ -36,19 +36,19 @@ _PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
 class CannotRun(Exception):
     """This device cannot do the job; `code` is that of a `Decline`."""
 
-    def __init__(self, code: Code, words: str) -> None:
-        super().__init__(words)
-        self.code, self.words = code, words
+    def __init__(self, code: Code, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
 
 
 def installed_runtimes() -> dict[str, str]:
     """Runtime name -> version, without importing any of them."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for runtime, modules in _PACKAGES.items():
         for module, distributions in modules.items():
-            if runtime not in found and find_spec(module) is not None:
-                found[runtime] = _version(distributions)
-    return found
+            if runtime not in versions and find_spec(module) is not None:
+                versions[runtime] = _version(distributions)
+    return versions
 
 
 def installed_models() -> tuple[str, ...]:
@@ -60,7 +60,7 @@ def runtime_for(name: str, model: ModelRef, tflite: Path | None, manifest: Path 
     """The runtime for a job.
 
     Raises:
-        CannotRun: `bad_artifact`, `no_model` or `wrong_runtime`, in words.
+        CannotRun: `bad_artifact`, `no_model` or `wrong_runtime`.
     """
     if name not in installed_runtimes():
         known = ", ".join(installed_runtimes()) or "none"
@@ -72,11 +72,11 @@ def runtime_for(name: str, model: ModelRef, tflite: Path | None, manifest: Path 
     return _from_builder(name, model)
 
 
-def require_fitting(data: Examples, model: ModelRef) -> None:
-    """Checks that local examples are what the model takes.
+def require_compatible(data: Examples, model: ModelRef) -> None:
+    """Checks that the local examples fit the model.
 
     Raises:
-        CannotRun: `no_data`, naming what the data has and what the model expects.
+        CannotRun: `no_data`, naming the difference.
     """
     label_shape = model.input_shape if model.task == "next_token" else ()
     checks = (
@@ -84,11 +84,11 @@ def require_fitting(data: Examples, model: ModelRef) -> None:
         ("examples of", str(data.x.dtype), model.input_dtype, "option `dtype`"),
         ("labels of shape", data.y.shape[1:], tuple(label_shape), "data of the experiment's task"),
     )
-    for what, found, expected, remedy in checks:
-        if found != expected:
+    for what, actual, expected, remedy in checks:
+        if actual != expected:
             raise CannotRun(
                 "no_data",
-                f"the local data has {what} {_text(found)}, the model {model.name!r} takes {_text(expected)}; "
+                f"the local data has {what} {_text(actual)}, the model {model.name!r} takes {_text(expected)}; "
                 f"see the {remedy} in this device's configuration",
             )
     largest = int(data.y.max(initial=-1))
@@ -120,7 +120,7 @@ def _litert(tflite: Path, manifest: Path) -> LiteRTRuntime:
     except (manifests.ManifestError, SelfTestFailed) as error:
         raise CannotRun("bad_artifact", str(error)) from None
     except (RuntimeError, ValueError) as error:
-        # What an interpreter says of a file that it loads and cannot prepare or invoke.
+        # The interpreter loads the file but cannot prepare or invoke it.
         raise CannotRun("bad_artifact", f"this runtime cannot run the artifact: {error}") from None
     return runtime
 
@@ -131,7 +131,7 @@ def _from_builder(name: str, model: ModelRef) -> Runtime:
     from edge_client.train.torch_trainer import TorchRuntime
 
     torch.set_num_threads(1)
-    built = _built(model)
+    built = _build(model)
     if isinstance(built, torch.nn.Module):
         module, loss, twin = built, masked_cross_entropy, None
     else:
@@ -146,11 +146,11 @@ def _from_builder(name: str, model: ModelRef) -> Runtime:
     return TensorFlowRuntime(twin(), trainable=torch_runtime.trainable)
 
 
-def _built(model: ModelRef) -> Any:
-    """What the installed builder returns: a model spec, or a bare module.
+def _build(model: ModelRef) -> Any:
+    """The installed builder's result: a model spec, or a bare module.
 
-    A spec is known by what it has (`build`, `loss`, `tensorflow_twin`), because the device does not know the package
-    that defines it.
+    A spec is recognized by its attributes (`build`, `loss`, `tensorflow_twin`), because the device does not know the
+    package that defines it.
     """
     try:
         built = _builder(model.name)(
@@ -159,8 +159,8 @@ def _built(model: ModelRef) -> Any:
     except CannotRun:
         raise
     except Exception as error:
-        words = f"{type(error).__name__}: {error}"
-        raise CannotRun("no_model", f"the model {model.name!r} cannot be built here: {words}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise CannotRun("no_model", f"the model {model.name!r} cannot be built here: {reason}") from error
     is_module = hasattr(built, "named_parameters")
     if not is_module and not all(hasattr(built, part) for part in ("build", "loss", "tensorflow_twin")):
         raise CannotRun(
@@ -180,10 +180,10 @@ def _builder(name: str) -> Callable[..., Any]:
 
 
 def masked_cross_entropy(logits: Any, y: Any) -> Any:
-    """Mean cross-entropy over the labels that are not `PADDING`, for a builder that brings no loss of its own."""
+    """Mean cross-entropy over the labels that are not `PADDING`, for a builder without a loss."""
     import torch
 
-    from edge_client.train.trainer import PADDING
+    from edge_client.data.examples import PADDING
 
     flat = logits.reshape(-1, logits.shape[-1])
     return torch.nn.functional.cross_entropy(flat, y.reshape(-1).long(), ignore_index=PADDING)

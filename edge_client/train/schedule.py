@@ -1,4 +1,4 @@
-"""Which examples a client trains on, in which order: the same in every runtime."""
+"""The batches of a client's local training: the same examples in the same order in every runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def batches(
     """Index arrays of the local steps, each at most `batch_size` long.
 
     Every epoch is a fresh permutation of all examples; the last batch of an epoch may be shorter. With
-    `steps` the epochs go on until that many batches were given. Exactly one of `epochs`, `steps` is set.
+    `steps` epochs repeat until that many batches were yielded. Exactly one of `epochs`, `steps` is set.
     """
     if (epochs is None) == (steps is None):
         raise ValueError("exactly one of epochs and steps must be set")
@@ -27,18 +27,18 @@ def batches(
     ):
         if not value or value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    given = 0
+    yielded = 0
     epoch = 0
-    while epoch < epochs if epochs is not None else given < (steps or 0):
+    while epoch < epochs if epochs is not None else yielded < (steps or 0):
         order = rng.permutation(num_examples)
         for start in range(0, num_examples, batch_size):
-            if steps is not None and given == steps:
+            if steps is not None and yielded == steps:
                 return
             yield order[start : start + batch_size]
-            given += 1
+            yielded += 1
         epoch += 1
 
 
 def count(num_examples: int, batch_size: int, *, epochs: int | None, steps: int | None) -> int:
-    """How many local steps `batches` gives."""
+    """The number of batches that `batches` yields."""
     return steps if steps is not None else (epochs or 0) * -(-num_examples // batch_size)

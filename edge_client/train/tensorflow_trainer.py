@@ -1,9 +1,8 @@
 """Local training in TensorFlow.
 
-The device has no architectures of its own, so the model comes in as a `Twin`: a forward pass, and the
-way from canonical params to TensorFlow's layout and back. One traced function takes a step of any client
-rule on a batch of any size: a plain step is one with `mu` and `offset` zero, which costs two additions
-and spares a second graph.
+The device defines no architectures, so the model is passed in as a `Twin`: a forward pass, and the conversion between
+canonical params and TensorFlow's layout. One traced function takes a step of any client rule on a batch of any size:
+a plain step has `mu` and `offset` zero, which costs two additions and saves a second graph.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.train.trainer import PADDING, Examples
+from edge_client.data.examples import PADDING, Examples
 from strategies.client_rules import Correction
 from strategies.params import Params, zeros_like
 from strategies.params import Tensors as NamedArrays
 
-# TensorFlow reads these once, at import. Without them every process prints lines about its CPU. oneDNN announces
-# itself at any log level and rounds differently from one CPU to the next; setting it to 1 makes larger
-# convolutions some 1.4 times faster again.
+# TensorFlow reads these once, at import. Without them every process logs its CPU features. oneDNN logs at any level
+# and rounds differently on different CPUs; enabling it makes larger convolutions about 1.4 times faster.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 import tensorflow as tf
@@ -31,7 +29,7 @@ Tensors = dict[str, tf.Tensor]
 
 
 class Twin(Protocol):
-    """A model as this runtime needs it; names are those of the canonical params."""
+    """A model for this runtime, with the names of the canonical params."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -39,7 +37,7 @@ class Twin(Protocol):
 
     @property
     def logits(self) -> Callable[[Mapping[str, tf.Tensor], tf.Tensor], tf.Tensor]:
-        """(weights in TensorFlow layout, x [B, …]) -> [B, (T,) classes]; without randomness of its own."""
+        """(weights in TensorFlow layout, x [B, …]) -> [B, (T,) classes]; without randomness."""
 
     def to_tensorflow(self, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """A canonical tensor in TensorFlow's layout."""
@@ -49,12 +47,12 @@ class Twin(Protocol):
 
 
 class TensorFlowRuntime:
-    """Runs one twin, again and again, on params given from outside."""
+    """Runs one twin repeatedly, with params from outside."""
 
     name = "tensorflow"
 
     def __init__(self, twin: Twin, trainable: Sequence[str] | None = None) -> None:
-        """`trainable`: names of the tensors to train; all of the twin's unless given."""
+        """`trainable`: names of the tensors to train; default: all."""
         use_one_cpu_thread()
         self._twin = twin
         self.trainable: tuple[str, ...] = twin.names if trainable is None else tuple(trainable)
@@ -98,9 +96,9 @@ def masked_cross_entropy(logits: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
 
 def use_one_cpu_thread() -> None:
-    """Keeps TensorFlow to one thread and off any GPU; devices are shared with their user, workers with workers.
+    """Restricts TensorFlow to one thread and no GPU: devices are shared with their user, and workers share cores.
 
-    In a process where TensorFlow already runs it is too late to say so, and what was set there stays.
+    If TensorFlow is already initialized in this process, its settings stay.
     """
     try:
         tf.config.set_visible_devices([], "GPU")
@@ -147,5 +145,5 @@ def _specs(tensors: Tensors) -> dict[str, tf.TensorSpec]:
 
 
 def _any_size(batch: tf.Tensor) -> tf.TensorSpec:
-    """The shape of a batch with its first axis left open, so that a shorter last batch is no new graph."""
+    """The shape of a batch with an unknown first axis, so that a shorter last batch needs no new graph."""
     return tf.TensorSpec([None, *batch.shape[1:]], batch.dtype)

@@ -1,9 +1,8 @@
 """Local training in PyTorch.
 
-The step is written out (`autograd.grad` and in-place `_foreach` arithmetic) instead of using an optimizer
-object: for small models that is most of the time of a step. BatchNorm layers use their frozen statistics,
-because running statistics are no gradients and do not average; dropout, where a model has it, is active
-and seeded by the task.
+The step is written out (`autograd.grad` and in-place `_foreach` arithmetic): for small models an optimizer object
+would take most of the time of a step. BatchNorm layers use frozen statistics, because running statistics are not
+gradients and do not average; dropout, if the model has it, is active and seeded by the task.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from edge_client.train.trainer import Examples
+from edge_client.data.examples import Examples
 from strategies.client_rules import Correction
 from strategies.lazy import copy_into
 from strategies.params import Params, Tensors
@@ -25,7 +24,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class TorchRuntime:
-    """Runs one module, again and again, on params given from outside."""
+    """Runs one module repeatedly, with params from outside."""
 
     name = "torch"
 
@@ -61,7 +60,7 @@ class TorchRuntime:
         load(self._module, params)
         self._module.eval()
         with torch.inference_mode():
-            # A copy: rows of a data set may be read-only, which `from_numpy` warns of.
+            # A copy: `from_numpy` warns about read-only arrays, and a data set's rows may be read-only.
             answer: npt.NDArray[np.float32] = self._module(torch.tensor(x)).numpy()
         return answer
 
@@ -73,7 +72,7 @@ def load(module: nn.Module, params: Tensors) -> None:
         KeyError: a float tensor of the module is not in `params`.
     """
     for name, tensor in _float_tensors(module).items():
-        # Written through numpy: `from_numpy` warns of arrays that are read-only, as received ones are.
+        # Written through numpy: `from_numpy` warns about read-only arrays, and received ones are read-only.
         copy_into(tensor.detach().numpy(), params, name)
 
 
@@ -85,8 +84,17 @@ def read(module: nn.Module) -> Params:
     }
 
 
+def statistics(module: nn.Module) -> list[str]:
+    """Paths of the layers that normalize by running statistics of training rows."""
+    return [
+        path
+        for path, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.running_mean is not None
+    ]
+
+
 def _float_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and float buffers as in the state dict; a tied tensor once, under its first name."""
+    """Parameters and float buffers of the state dict; a tied tensor once, under its first name."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -97,7 +105,7 @@ def _float_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def train_mode(module: nn.Module) -> None:
-    """Training mode, except that BatchNorm keeps its running statistics as they are."""
+    """Training mode, except that BatchNorm keeps its running statistics."""
     module.train()
     for part in module.modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):

@@ -1,8 +1,8 @@
-"""The device trains: one Trainer over three runtimes.
+"""Trains and evaluates on a client's data: one Trainer over three runtimes.
 
-A local run is the same story everywhere: the client rule says how gradients are corrected, the schedule
-says which examples come in which order, a runtime takes the steps, the rule makes the update. Only
-`Runtime` differs: LiteRT on a small device, PyTorch or TensorFlow on a larger one.
+A local run has the same parts everywhere: the client rule corrects gradients, the schedule orders the examples, a
+runtime takes the steps, and the rule completes the update. Only `Runtime` differs: LiteRT on a small device, PyTorch
+or TensorFlow on a larger one.
 """
 
 from __future__ import annotations
@@ -14,48 +14,30 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.data.examples import PADDING, Examples, NoExamples
 from edge_client.train import schedule
+from edge_client.wire.messages import TaskMessage
+from strategies import client_rules
 from strategies.client_rules import ClientRule, Correction, PlainSGD, Streams
-from strategies.lazy import elementwise, picked
+from strategies.lazy import elementwise, select
 from strategies.params import FloatArray, Params, Tensors
 from strategies.update import Update
 
-PADDING = -1
-"""A label that counts for nothing: not in the loss, not in the accuracy."""
-
 EVALUATION_ROWS = 256
-"""Rows evaluated at a time. Fixed, so that sums do not depend on who evaluates."""
-
-
-class NoExamples(ValueError):
-    """A client was asked to train on no data."""
+"""Rows evaluated at a time. Fixed, so that sums are the same on every device."""
 
 
 class BatchTooLarge(ValueError):
-    """The task asks for larger batches than this build of the model takes."""
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Local data. `x`: [N, …] float32 or int32. `y`: int32 class indices, [N] or [N, T] for sequences."""
-
-    x: npt.NDArray[Any]
-    y: npt.NDArray[np.int32]
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def rows(self, indices: npt.NDArray[np.int64] | slice) -> Examples:
-        return Examples(self.x[indices], self.y[indices])
+    """The task's batches are larger than this build of the model accepts."""
 
 
 @dataclass(frozen=True)
 class TrainTask:
-    """What one client is asked to do: exactly one of `epochs` and `steps` is set.
+    """One client's training task; exactly one of `epochs` and `steps` is set.
 
     Attributes:
-        seed: of the batch order, and of anything random inside the model.
-        broadcast: the streams that came along with the params, for the client rule.
+        seed: for the batch order and any randomness inside the model.
+        broadcast: the client rule's streams that accompany the params.
     """
 
     seed: int
@@ -65,6 +47,19 @@ class TrainTask:
     steps: int | None = None
     rule: ClientRule = PlainSGD()  # noqa: RUF009 - a frozen value
     broadcast: Streams = field(default_factory=dict)
+
+    @staticmethod
+    def of(message: TaskMessage, broadcast: Streams) -> TrainTask:
+        """The task of a message and its streams."""
+        return TrainTask(
+            seed=message.seed,
+            batch_size=message.batch_size,
+            lr=message.lr,
+            epochs=message.epochs,
+            steps=message.steps,
+            rule=client_rules.from_options(message.rule),
+            broadcast=broadcast,
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ class Evaluation:
 
 
 class Runtime(Protocol):
-    """What LiteRT, PyTorch and TensorFlow each implement, on params in canonical form."""
+    """A training runtime on params in canonical form: LiteRT, PyTorch or TensorFlow."""
 
     @property
     def name(self) -> str:
@@ -107,7 +102,7 @@ class Runtime(Protocol):
 
     @property
     def trainable(self) -> tuple[str, ...]:
-        """Names of the tensors that training changes; the others are frozen."""
+        """Names of the trainable tensors; the others are frozen."""
 
     def take_steps(
         self, params: Tensors, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
@@ -135,7 +130,7 @@ class Trainer:
         data: Examples,
         client_state: Mapping[str, Params] | None = None,
     ) -> LocalResult:
-        """One client's local run from `params`. Where they lie on disk, the update is computed as it is read.
+        """Trains from `params`. If they are on disk, the update is computed as it is read.
 
         Raises:
             NoExamples: `data` is empty.
@@ -143,7 +138,7 @@ class Trainer:
         if not len(data):
             raise NoExamples("no local examples to train on")
         kept = client_state or {}
-        base = picked({name: (params, name) for name in self.runtime.trainable})
+        base = select({name: (params, name) for name in self.runtime.trainable})
         correction = task.rule.begin(task.broadcast, kept)
         order = list(
             schedule.batches(
@@ -157,24 +152,24 @@ class Trainer:
         trained, losses = self.runtime.take_steps(
             params, (data.rows(indices) for indices in order), task.lr, correction, task.seed
         )
-        outcome = task.rule.finish(base, trained, correction, len(order), task.lr, kept)
+        finished = task.rule.finish(base, trained, correction, len(order), task.lr, kept)
         update = Update(
             delta=elementwise(_minus, trained, base),
             num_examples=len(data),
             num_steps=len(order),
             train_loss=float(np.average(losses, weights=[len(indices) for indices in order])),
-            extras=outcome.extras,
+            extras=finished.extras,
         )
-        return LocalResult(update, outcome.client_state)
+        return LocalResult(update, finished.client_state)
 
     def evaluate(self, params: Params, data: Examples) -> Evaluation:
-        """Cross-entropy and accuracy on `data`, computed from logits in float64, alike in all runtimes."""
+        """Cross-entropy and accuracy on `data`, computed from logits in float64, the same way in all runtimes."""
         parts = [
             score(self.runtime.logits(params, part.x), part.y)
             for start in range(0, len(data), EVALUATION_ROWS)
             for part in [data.rows(slice(start, start + EVALUATION_ROWS))]
         ]
-        return merged(parts)
+        return merge(parts)
 
 
 def _minus(trained: FloatArray, base: FloatArray) -> FloatArray:
@@ -187,18 +182,18 @@ def score(logits: npt.NDArray[np.float32], y: npt.NDArray[np.int32]) -> Evaluati
     shifted = wide - wide.max(axis=-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     counted = y != PADDING
-    picked = np.take_along_axis(log_probabilities, np.where(counted, y, 0)[..., None], axis=-1)[..., 0]
+    chosen = np.take_along_axis(log_probabilities, np.where(counted, y, 0)[..., None], axis=-1)[..., 0]
     correct = (wide.argmax(axis=-1) == y) & counted
     per_row = (len(y), -1)
     return Evaluation(
-        loss_sum=float(-(picked * counted).sum()),
+        loss_sum=float(-(chosen * counted).sum()),
         correct=correct.reshape(per_row).sum(axis=1, dtype=np.int64),
         labels=counted.reshape(per_row).sum(axis=1, dtype=np.int64),
     )
 
 
-def merged(parts: Iterable[Evaluation]) -> Evaluation:
-    """Evaluations of consecutive rows as one."""
+def merge(parts: Iterable[Evaluation]) -> Evaluation:
+    """Merges evaluations of consecutive rows."""
     listed = list(parts)
     none = np.zeros(0, np.int64)
     return Evaluation(

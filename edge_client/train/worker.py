@@ -1,13 +1,13 @@
-"""The training process: takes one job at a time from its socket, does it, answers, waits for the next.
+"""The training process: receives one job at a time from its socket, runs it, answers, and waits for the next.
 
     python -P -m edge_client.train.worker <file descriptor of the socket>
 
-It runs with the lowest rights that training needs: one thread, low priority, first to go when the machine is out
-of memory, no core dumps. It needs no network and only reads local data. When the socket closes, whatever it is
-doing, it ends at once: a thread of its own watches.
+It runs with the least resources that training needs: one thread, low priority, killed first when the machine is out
+of memory, no core dumps. It needs no network and only reads local data. When the socket closes it exits at once,
+whatever it is doing: a separate thread watches the socket.
 
-**Memory** is limited by the kernel (`process.limit_memory`) with some room above the owner's limit; what is really
-resident is watched by the parent.
+**Memory** is limited by the kernel (`process.limit_memory`) with some room above the owner's limit; the parent
+watches the resident memory.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_client.process import die_with_parent, limit_memory, soften, step_back
+from edge_client.processes.process import die_with_parent, limit_memory, lower_priority, set_soft_limit
+from edge_client.train.trainer import TrainTask
 
 if TYPE_CHECKING:
-    # Imported for the first job, once its memory is limited and it is known to be taken.
+    # Imported for the first job, once it is accepted and memory is limited.
     from edge_client.train.process import Job
     from edge_client.train.trainer import Runtime, Trainer
 
@@ -44,16 +45,16 @@ Answer = dict[str, Any]
 
 def main() -> None:
     die_with_parent()
-    # Ctrl-C and a service manager's stop reach the whole process group; the parent decides what they mean.
+    # Ctrl-C and a service manager's stop reach the whole process group; the parent handles them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    step_back()
+    lower_priority()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         serve(channel)
 
 
 def serve(channel: socket.socket) -> None:
-    """Does jobs until the socket closes, or none came for as long as the last one's limits say."""
+    """Runs jobs until the socket closes, or none arrives within the last one's idle limit."""
     waiting: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=_read, args=(channel, waiting), daemon=True).start()
     worker = Worker()
@@ -70,49 +71,49 @@ def serve(channel: socket.socket) -> None:
 
 
 class Worker:
-    """Keeps the runtime of its last job, for the next one with the same model."""
+    """Keeps the runtime of its last job for the next job with the same model."""
 
     def __init__(self) -> None:
         self._kept: tuple[object, Runtime] | None = None
 
     def answer(self, document: Mapping[str, Any]) -> Answer:
-        """Does the job; how it went, as the parent reads it."""
+        """Runs the job and returns the answer for the parent."""
         try:
             return self._work(document)
         except MemoryError:
-            return _failure("limits", _memory_words(document), None)
+            return _failure("limits", _describe_memory_limit(document), None)
         except Exception as error:
-            return _explained(error, document)
+            return _explain(error, document)
 
     def _work(self, document: Mapping[str, Any]) -> Answer:
         import numpy as np
 
-        from edge_client.connectors import open_data
-        from edge_client.train.resolve import require_fitting
+        from edge_client.data import open_data
+        from edge_client.train.resolve import require_compatible
         from edge_client.train.trainer import Trainer
 
-        np.seterr(all="ignore")  # a diverging client is rejected by the coordinator, which says so
-        begun = time.monotonic()
+        np.seterr(all="ignore")  # the coordinator rejects a diverging client and says why
+        started = time.monotonic()
         job = _job(document)
         source = open_data(job.data)
         data = source.train() if job.kind == "train" else source.held_out()
-        require_fitting(data, job.model)
+        require_compatible(data, job.model)
         trainer = Trainer(self._runtime(job))
-        do = _train if job.kind == "train" else _evaluate
-        do(job, trainer, data)
+        run = _train if job.kind == "train" else _evaluate
+        run(job, trainer, data)
         return {
             "rows": len(data),
-            "seconds": time.monotonic() - begun,
+            "seconds": time.monotonic() - started,
             "peak_memory_bytes": _peak_bytes(),
-            "treated": [],  # no client rule clips or noises yet; what does will say so here
+            "treated": [],  # no client rule clips or adds noise yet; one that does will report it here
         }
 
     def _runtime(self, job: Job) -> Runtime:
         from edge_client.train.resolve import runtime_for
 
         # By content: the same path may hold another artifact in the next run.
-        described = job.manifest.read_bytes() if job.manifest is not None else None
-        key = (job.runtime, job.model, described)
+        manifest = job.manifest.read_bytes() if job.manifest is not None else None
+        key = (job.runtime, job.model, manifest)
         if self._kept is None or self._kept[0] != key:
             self._kept = None  # not two models in memory
             self._kept = key, runtime_for(job.runtime, job.model, job.tflite, job.manifest)
@@ -123,39 +124,39 @@ def _train(job: Job, trainer: Trainer, data: Any) -> None:
     from edge_client.files import make_durably
     from edge_client.wire import arrays
     from edge_client.wire.messages import TaskMessage, write_result
-    from strategies.state import joined, parted
+    from strategies.state import flatten, unflatten
 
     message = TaskMessage.from_json(job.message)
-    streams = parted(arrays.read(job.streams)) if job.streams is not None else {}
-    kept = parted(arrays.read(job.state_in)) if job.state_in is not None else {}
-    # Read piece by piece, and the update computed as it is written: a large model is in memory as little as can be.
+    streams = unflatten(arrays.read(job.streams)) if job.streams is not None else {}
+    kept = unflatten(arrays.read(job.state_in)) if job.state_in is not None else {}
+    # Params are read piece by piece and the update is computed as it is written, so that a large model needs little memory.
     params = arrays.StoredArrays(arrays.FilePayload(job.params))
-    local = trainer.train(params, message.train_task(streams), data, kept)
+    local = trainer.train(params, TrainTask.of(message, streams), data, kept)
     if local.client_state:
-        state = joined(local.client_state)
+        state = flatten(local.client_state)
         make_durably(job.state_out, lambda path: arrays.write(path, state), mode=0o600)
     make_durably(job.result, lambda path: write_result(path, message, local.update), mode=0o600)
 
 
 def _evaluate(job: Job, trainer: Trainer, data: Any) -> None:
+    from edge_client.data.examples import NoExamples
     from edge_client.files import write_durably
-    from edge_client.train.trainer import NoExamples
     from edge_client.wire import arrays
 
     if not len(data):
         raise NoExamples("no rows are held out for evaluation; see the option `held_out` of the data set")
-    found = trainer.evaluate(arrays.read(job.params), data)
+    evaluation = trainer.evaluate(arrays.read(job.params), data)
     sums = {
         "rows": len(data),
-        "labels": int(found.labels.sum()),
-        "correct": int(found.correct.sum()),
-        "loss_sum": found.loss_sum,
+        "labels": int(evaluation.labels.sum()),
+        "correct": int(evaluation.correct.sum()),
+        "loss_sum": evaluation.loss_sum,
     }
     write_durably(job.result, json.dumps(sums).encode(), mode=0o600)
 
 
 def _job(document: Mapping[str, Any]) -> Job:
-    from edge_client.connectors import DataConfig
+    from edge_client.data import DataConfig
     from edge_client.train.process import Job
     from edge_client.wire.device import ModelRef
     from edge_client.wire.strict import parse
@@ -172,17 +173,18 @@ def _job(document: Mapping[str, Any]) -> Job:
     return Job(**fields)
 
 
-def _explained(error: Exception, document: Mapping[str, Any]) -> Answer:
-    """The error as a `Decline` says it; the traceback of what is not plainly somebody's input goes to the log.
+def _explain(error: Exception, document: Mapping[str, Any]) -> Answer:
+    """The answer for an error, for a `Decline`; unexpected errors are logged with their traceback.
 
-    Words that may quote a row, a path or what foreign code saw in them stay on the device.
+    Messages that may quote rows or paths stay on the device.
     """
-    from edge_client.connectors import DataProblem
+    from edge_client.data import DataProblem
+    from edge_client.data.examples import NoExamples
     from edge_client.train.resolve import CannotRun
-    from edge_client.train.trainer import BatchTooLarge, NoExamples
+    from edge_client.train.trainer import BatchTooLarge
 
     if isinstance(error, CannotRun):
-        return _failure(error.code, error.words, None)
+        return _failure(error.code, error.message, None)
     if isinstance(error, BatchTooLarge):
         return _failure("bad_artifact", str(error), None)
     if isinstance(error, NoExamples):
@@ -191,10 +193,10 @@ def _explained(error: Exception, document: Mapping[str, Any]) -> Answer:
         return _failure("no_data", str(error), _UNREADABLE)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return _failure("limits", f"this device's disk: {error.strerror}", None)
-    with suppress(OSError):  # the log lies on a disk that may be full
+    with suppress(OSError):  # the log's disk may be full
         traceback.print_exc()
-    if any(words in str(error) for words in ("can't allocate memory", "annot allocate memory", "OOM when")):
-        return _failure("limits", _memory_words(document), None)
+    if any(text in str(error) for text in ("can't allocate memory", "annot allocate memory", "OOM when")):
+        return _failure("limits", _describe_memory_limit(document), None)
     if type(error).__module__.startswith(("edge_client.", "strategies.")):
         return _failure("failed", str(error), None)
     kind = type(error).__name__
@@ -203,11 +205,11 @@ def _explained(error: Exception, document: Mapping[str, Any]) -> Answer:
     )
 
 
-def _failure(code: str, words: str, told: str | None) -> Answer:
-    return {"code": code, "words": words[:1000], "told": told}
+def _failure(code: str, message: str, public_message: str | None) -> Answer:
+    return {"code": code, "message": message[:1000], "public_message": public_message}
 
 
-def _memory_words(document: Mapping[str, Any]) -> str:
+def _describe_memory_limit(document: Mapping[str, Any]) -> str:
     return f"it needs more memory than limits.memory_bytes = {document['limits']['memory_bytes']}"
 
 
@@ -216,12 +218,12 @@ def _limit(limits: Mapping[str, Any]) -> None:
     limit_memory(limits["memory_bytes"])
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu = limits["cpu_seconds"]
-    # The kernel counts whole seconds: never less than was asked for.
-    soften(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + cpu) + 1 if cpu else 0)
+    # The kernel counts whole seconds; round up.
+    set_soft_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + cpu) + 1 if cpu else 0)
 
 
 def _peak_bytes() -> int:
-    """Most memory that was ever resident in this process."""
+    """Peak resident memory of this process."""
     # Not ru_maxrss: it is inherited from the process that started this one.
     for line in Path("/proc/self/status").read_text("ascii", "replace").splitlines():
         if line.startswith("VmHWM:"):
@@ -230,7 +232,7 @@ def _peak_bytes() -> int:
 
 
 def _read(channel: socket.socket, waiting: queue.Queue[bytes]) -> None:
-    """Reads ahead, so that a closed socket ends a long job too."""
+    """Reads ahead, so that a closed socket also ends a long job."""
     received = b""
     while True:
         try:

@@ -1,1 +1,1 @@
-"""Bytes: params files, messages, the artifact manifest."""
+"""Formats on the wire and on disk: messages, named arrays, manifests, block hashes."""

@@ -1,9 +1,9 @@
-"""Named arrays as bytes: safetensors, keys sorted, with one JSON header of ours in its metadata.
+"""Named arrays as bytes: safetensors with sorted keys and our JSON header in its metadata.
 
 The same arrays and header always give the same bytes, so the SHA-256 of params identifies a model.
-Reading is in two steps, because what comes from outside is not trusted: `read_header` looks at names,
-dtypes, shapes and sizes without building anything; `decode` builds all arrays, `StoredArrays` one when it is
-asked for, so that a payload on disk never has to be in memory as a whole.
+Reading has two steps, because input is untrusted: `read_header` checks names, dtypes, shapes and sizes without
+building arrays; `decode` builds all arrays, `StoredArrays` one on demand, so that a payload on disk never has to be
+completely in memory.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
-from edge_client.wire.strict import loads, shown
+from edge_client.wire.strict import abbreviate, loads
 from strategies.lazy import LazyTensors, pieces_of, shape_of
 from strategies.params import Params, Tensors
 
 HEADER_LIMIT = 8 * 1024 * 1024
-"""Largest safetensors header read, in bytes."""
+"""Largest safetensors header accepted, in bytes."""
 
 _METADATA_KEY = "fedloop"
-_MOST_AXES = 64  # numpy's limit; it also keeps the product of hostile extents cheap
+_MOST_AXES = 64  # numpy's limit; it also bounds the product of hostile extents
 _ITEM_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -55,14 +55,14 @@ _NUMPY = {
 
 
 class Malformed(ValueError):
-    """The bytes are not what `encode` makes; the message says where it broke."""
+    """The bytes are not in the format of `encode`; the message says where."""
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One tensor as its header declares it: `dtype` in safetensors' spelling, such as F32, and where it lies.
+class TensorHeader:
+    """One tensor as declared in the header: `dtype` as in safetensors, such as F32, and its location.
 
-    `offset` is in bytes from the beginning of the payload.
+    `offset`: bytes from the beginning of the payload.
     """
 
     dtype: str
@@ -72,20 +72,20 @@ class Slot:
 
 @dataclass(frozen=True)
 class Header:
-    """What a payload declares: our JSON object and the tensors by name."""
+    """A payload's declarations: our JSON object and the tensors by name."""
 
     values: dict[str, Any]
-    tensors: dict[str, Slot]
+    tensors: dict[str, TensorHeader]
 
 
 class Payload(Protocol):
-    """Bytes that may lie on disk."""
+    """Bytes that may be on disk."""
 
     @property
     def size_bytes(self) -> int: ...
 
     def read(self, offset: int, length: int) -> bytes:
-        """Bytes [offset, offset + length), fewer where the payload ends before."""
+        """Bytes [offset, offset + length), fewer if the payload ends before."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class BytesPayload:
 
 @dataclass(frozen=True)
 class FilePayload:
-    """A payload in a file, which is opened for each read. Nothing is mapped: mapped pages count as memory in use."""
+    """A payload in a file, which is opened for each read. Not memory-mapped: mapped pages count as used memory."""
 
     path: Path
 
@@ -119,10 +119,10 @@ class FilePayload:
 
 
 class StoredArrays(LazyTensors):
-    """The arrays of a payload, read when they are asked for and not kept. Names are sorted."""
+    """The arrays of a payload, read on demand and not kept. Names are sorted."""
 
     def __init__(self, payload: Payload, header: Header | None = None) -> None:
-        """`header` is the payload's own, where it was read already.
+        """`header`: the payload's header, if it was already read.
 
         Raises:
             Malformed: as `read_header`.
@@ -143,7 +143,7 @@ class StoredArrays(LazyTensors):
         try:
             return values.reshape(shape)
         except ValueError:
-            raise Malformed(f"tensor {name!r} has no values and a shape beyond any memory: {shape}") from None
+            raise Malformed(f"tensor {name!r} is empty and its shape is too large: {shape}") from None
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.header.tensors[name].shape
@@ -152,33 +152,33 @@ class StoredArrays(LazyTensors):
         """As `LazyTensors.piece`.
 
         Raises:
-            Malformed: of a kind that numpy does not have, or the file was cut meanwhile.
+            Malformed: the dtype does not exist in numpy, or the file was truncated meanwhile.
         """
-        slot = self.header.tensors[name]
-        if slot.dtype not in _NUMPY:
-            raise Malformed(f"tensor {name!r} is {slot.dtype}, which is not read here")
-        size = _ITEM_BYTES[slot.dtype]
-        content = self.payload.read(slot.offset + start * size, (stop - start) * size)
+        tensor = self.header.tensors[name]
+        if tensor.dtype not in _NUMPY:
+            raise Malformed(f"tensor {name!r} is {tensor.dtype}, which is not supported here")
+        size = _ITEM_BYTES[tensor.dtype]
+        content = self.payload.read(tensor.offset + start * size, (stop - start) * size)
         if len(content) != (stop - start) * size:
             raise Malformed(f"the payload ends within tensor {name!r}")
-        return np.frombuffer(content, _NUMPY[slot.dtype])
+        return np.frombuffer(content, _NUMPY[tensor.dtype])
 
 
 def encode(arrays: Mapping[str, npt.NDArray[Any]], values: Mapping[str, Any] | None = None) -> bytes:
     """Arrays, and optionally a JSON object, as bytes."""
-    # Not ascontiguousarray, which makes a scalar a vector.
+    # Not ascontiguousarray, which turns a scalar into a vector.
     ordered = {name: np.asarray(arrays[name], order="C") for name in sorted(arrays)}
     return safetensors.numpy.save(ordered, _metadata(values))
 
 
 def write(path: Path, tensors: Tensors, values: Mapping[str, Any] | None = None) -> str:
-    """Writes the bytes that `encode` would make of float32 tensors, and returns their SHA-256.
+    """Writes the bytes that `encode` would return for float32 tensors, and returns their SHA-256.
 
-    Holds no tensor: lazy ones are computed piece by piece, others are written from where they lie. That is why
-    safetensors' own writer, which wants all of them in memory at once, is not used here.
+    Copies no tensor: lazy ones are computed piece by piece, others are written directly. Therefore safetensors' own
+    writer, which needs all of them in memory at once, is not used here.
 
     Raises:
-        OSError: the disk is full or not writable; the file is left as far as it came.
+        OSError: the disk is full or not writable; an incomplete file is left.
         ValueError: a tensor is not float32.
     """
     digest = hashlib.sha256()
@@ -213,7 +213,7 @@ def read_header(payload: Payload | bytes) -> Header:
     """Names, dtypes, shapes and our JSON object, checked against the payload's length. Reads only the header.
 
     Raises:
-        Malformed: not a safetensors file, or its offsets do not fit its shapes and length.
+        Malformed: not a safetensors file, or its offsets contradict its shapes and length.
     """
     if isinstance(payload, bytes):
         payload = BytesPayload(payload)
@@ -229,8 +229,8 @@ def read_header(payload: Payload | bytes) -> Header:
         if not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError("metadata that is not text")
         values = loads(metadata[_METADATA_KEY].encode(), "metadata") if _METADATA_KEY in metadata else {}
-        tensors = {str(name): _slot(name, entry, 8 + length) for name, entry in document.items()}
-        data_bytes = _tiled({name: document[name]["data_offsets"] for name in document}, tensors)
+        tensors = {str(name): _tensor_header(name, entry, 8 + length) for name, entry in document.items()}
+        data_bytes = _check_layout({name: document[name]["data_offsets"] for name in document}, tensors)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Malformed(f"header is not a safetensors header: {error}") from None
     if not isinstance(values, dict):
@@ -244,7 +244,7 @@ def decode(payload: bytes) -> Params:
     """The arrays, copied out of `payload`.
 
     Raises:
-        Malformed: the bytes are no safetensors file.
+        Malformed: the bytes are not a safetensors file.
     """
     try:
         return safetensors.numpy.load(payload)
@@ -253,10 +253,10 @@ def decode(payload: bytes) -> Params:
 
 
 def read(path: Path) -> Params:
-    """The arrays of a file in memory, once: read one by one, where `decode` needs the whole file beside them.
+    """The arrays of a file, read one by one: `decode` would need the complete file in memory too.
 
     Raises:
-        Malformed: it is no safetensors file.
+        Malformed: it is not a safetensors file.
     """
     stored = StoredArrays(FilePayload(path))
     return {name: stored[name] for name in stored}
@@ -277,24 +277,24 @@ def _metadata(values: Mapping[str, Any] | None) -> dict[str, str] | None:
     return {_METADATA_KEY: json.dumps(values, sort_keys=True)} if values is not None else None
 
 
-def _slot(name: str, entry: Any, data: int) -> Slot:
+def _tensor_header(name: str, entry: Any, data: int) -> TensorHeader:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     if dtype not in _ITEM_BYTES:
-        raise ValueError(f"tensor {name!r} has unknown dtype {shown(dtype)}")
+        raise ValueError(f"tensor {name!r} has unknown dtype {abbreviate(dtype)}")
     if len(shape) > _MOST_AXES or not all(_is_extent(extent) for extent in shape):
-        raise ValueError(f"tensor {name!r} has shape {shown(shape)}")
+        raise ValueError(f"tensor {name!r} has shape {abbreviate(shape)}")
     start, _ = entry["data_offsets"]
     if not _is_extent(start):
-        raise ValueError(f"tensor {name!r} lies at {shown(start)}")
-    return Slot(dtype, shape, data + start)
+        raise ValueError(f"tensor {name!r} lies at {abbreviate(start)}")
+    return TensorHeader(dtype, shape, data + start)
 
 
 def _is_extent(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _tiled(offsets: Mapping[str, Any], tensors: Mapping[str, Slot]) -> int:
-    """Bytes of all tensors together, which must lie one after the other without gap or overlap."""
+def _check_layout(offsets: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> int:
+    """Total bytes of all tensors. Raises ValueError if they are not contiguous, with gaps or overlaps."""
     end = 0
     for name, (start, stop) in sorted(offsets.items(), key=lambda item: tuple(item[1])):
         size = _ITEM_BYTES[tensors[name].dtype] * math.prod(tensors[name].shape)

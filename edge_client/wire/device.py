@@ -1,18 +1,21 @@
-"""The device API as data: every message between a device and its coordinator, and the version of the wire.
+"""The device API: every message between a device and its coordinator, and the version of the protocol.
 
-A device speaks first, always. Bodies are JSON objects or raw bytes; identity comes from the TLS client
-certificate and from nothing in a body. `docs/wire.md` tells the story, this module is its vocabulary:
+The device always makes the request. Bodies are JSON objects or raw bytes; the TLS client certificate, never the body,
+identifies the device. `docs/wire.md` describes the protocol:
 
     enrol ─► (renew) ─► check in ─► fetch model and artifact ─► upload the result, or evaluate, or decline
 
-**Versions.** A minor version adds keys and kinds; a reader ignores keys it does not know and refuses what is
-missing or of another kind. Device and coordinator use the lower of their minor versions; a coordinator
-serves devices up to two minor versions old, and answers others with 426 `wire_version`.
+A device's texts have at most 200 characters, lists and tables 256 entries, unless a field says otherwise; longer ones
+are refused, and texts for people are cut (`strict.require_bounded`).
 
-    1.0  train tasks, uploads as they are
+**Versions.** A minor version adds keys and message types; a reader ignores unknown keys and refuses missing keys and
+other types. Device and coordinator use the lower of their minor versions; a coordinator serves devices up to two minor
+versions old, and answers others with 426 `wire_version`.
+
+    1.0  train tasks, uploads without compression
     1.1  evaluate tasks: federated evaluation on the device's held-out rows
     1.2  uploads may be deflated (`encoding`)
-    1.3  releases: a device says how they stand, and hears which it is to run
+    1.3  releases: a device reports their state and receives offers
 """
 
 from __future__ import annotations
@@ -30,20 +33,23 @@ Encoding = Literal["identity", "deflate"]
 TaskKind = Literal["train", "evaluate"]
 RuntimeName = Literal["litert", "torch", "tensorflow"]
 
+_PEM: Mapping[str, Any] = {"most": 8192}
+_FOR_PEOPLE: Mapping[str, Any] = {"for_people": True}
+
 
 @dataclass(frozen=True)
 class EnrolRequest:
-    """POST /enrol, without a client certificate. Safe to repeat: the same key gets the same device.
+    """POST /enrol, without a client certificate. Idempotent: the same key gets the same device.
 
     Attributes:
-        token: as `fedloop device token` printed it.
+        token: as printed by `fedloop device token`.
         csr: PEM, signed with the device's own P-256 key.
         name: for people; need not be unique.
         serial_number: of the machine, for tokens that admit listed machines only.
     """
 
     token: str
-    csr: str
+    csr: str = field(metadata=_PEM)
     name: str
     serial_number: str | None = None
 
@@ -58,14 +64,14 @@ class RenewRequest:
         proof: base64; ECDSA-SHA256 over the DER bytes of the CSR by the certificate's key.
     """
 
-    certificate: str
-    csr: str
+    certificate: str = field(metadata=_PEM)
+    csr: str = field(metadata=_PEM)
     proof: str
 
 
 @dataclass(frozen=True)
 class Enrolled:
-    """Answer to both. While a person has yet to approve, `certificate` is empty: ask again after `retry_seconds`."""
+    """Answer to both. While approval is pending, `certificate` is empty: repeat after `retry_seconds`."""
 
     device: str
     certificate: str
@@ -78,8 +84,10 @@ ReleaseStanding = Literal["installing", "active", "failed", "rolled_back"]
 
 @dataclass(frozen=True)
 class ReleaseEvaluation:
-    """The new model and the one before it on the device's held-out rows: sums, nothing of the rows. Champion's are None where
-    there was no model before."""
+    """Sums of the new model and the active one on the device's held-out rows, nothing of the rows themselves.
+
+    The champion's are None if no model was active.
+    """
 
     labels: int
     correct: int
@@ -90,14 +98,14 @@ class ReleaseEvaluation:
 
 @dataclass(frozen=True)
 class ReleaseReport:
-    """How a release stands on this device.
+    """The state of a release on this device.
 
     Attributes:
-        rollout: that told it to take it.
-        standing: `active`: it runs, after its self-test; `failed`: it never did; `rolled_back`: it did, and does no more.
+        rollout: the rollout that offered it.
+        standing: `active`: it runs, after its self-test; `failed`: it never ran; `rolled_back`: it no longer runs.
         code: stable reason of a failure, such as `self_test`, `wrong_runtime`, `memory`, `signature`, `crash_loop`.
         words: for people.
-        golden_accuracy: on the manifest's real rows, None where it has none.
+        golden_accuracy: on the manifest's real rows, None if it has none.
     """
 
     rollout: str
@@ -105,18 +113,18 @@ class ReleaseReport:
     version: int
     standing: ReleaseStanding
     code: str = ""
-    words: str = ""
+    words: str = field(default="", metadata=_FOR_PEOPLE)
     golden_accuracy: float | None = None
     evaluation: ReleaseEvaluation | None = None
 
 
 @dataclass(frozen=True)
 class ReleaseOffer:
-    """Which version of a model this device is to run. Only what the signed repository says too is believed.
+    """The version of a model that this device is to run, if the signed repository confirms it.
 
     Attributes:
-        action: `roll_back`: to this version, which the device has in its other slot; to 0: it had none, and is to have none.
-        force: also if this device failed with it before.
+        action: `roll_back`: to this version, which the device has in its other slot; to 0: to none, as before.
+        force: also if the version failed on this device before.
     """
 
     rollout: str
@@ -134,16 +142,18 @@ class CheckIn:
         wire: such as "1.2", the newest this device speaks.
         software: version of the daemon.
         runtimes: name -> version of each runtime that works here.
-        memory_bytes: what a training process may use.
-        device_class: free word, such as `server` or `gateway`.
+        memory_bytes: memory limit of a training process.
+        device_class: free text, such as `server` or `gateway`.
         labels: free key -> value.
         datasets: logical name -> training rows.
         models: names of the installed model builders.
-        ineligible: why no task may run now, in words; empty: one may.
-        opted_out: runs this device takes no part in.
+        ineligible: reasons why no task may run now; empty: one may.
+        opted_out: runs that this device takes no part in.
         working_on: the task it holds, if any; this renews the lease.
-        wait_seconds: how long the device is ready to wait for a task within this request.
-        releases: how every model it was told to run stands.
+        wait_seconds: how long the device waits for a task within this request.
+        releases: the state of every model that it was told to run.
+        release_runtime: the runtime for released models, `litert` or `tflite-runtime`; empty: none, or an older daemon.
+            In `runtimes` both are `litert`, because they train alike.
     """
 
     wire: str
@@ -154,11 +164,12 @@ class CheckIn:
     labels: Mapping[str, str] = field(default_factory=dict)
     datasets: Mapping[str, int] = field(default_factory=dict)
     models: tuple[str, ...] = ()
-    ineligible: tuple[str, ...] = ()
+    ineligible: tuple[str, ...] = field(default=(), metadata=_FOR_PEOPLE)
     opted_out: tuple[str, ...] = ()
     working_on: str | None = None
     wait_seconds: float = 0.0
     releases: tuple[ReleaseReport, ...] = ()
+    release_runtime: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,7 +182,7 @@ class BlobRef:
 
 @dataclass(frozen=True)
 class ModelRef:
-    """What builds the model in torch and TensorFlow, from code installed on the device."""
+    """The model builder for torch and TensorFlow, from code installed on the device."""
 
     name: str
     options: Mapping[str, Any]
@@ -186,13 +197,13 @@ class TaskOffer:
     """One task for one device.
 
     Attributes:
-        task: its id, which is also the lease: whoever holds another id holds nothing.
-        dataset: logical name, which the device's configuration maps to data of its own.
-        message: of a train task, `edge_client.wire.messages.TaskMessage` as JSON; of an evaluate task empty.
-        params: what to start from, or to evaluate.
-        streams: arrays of the client rule, where it has any.
+        task: its id, which is also the lease: another id is no lease.
+        dataset: logical name, which the device's configuration maps to its data.
+        message: `edge_client.wire.messages.TaskMessage` as JSON for a train task; empty for an evaluate task.
+        params: to start from, or to evaluate.
+        streams: arrays of the client rule, if it has any.
         artifact, manifest: for the litert runtime.
-        lease_seconds: silence of the device after which the task is given up.
+        lease_seconds: the task is given up if the device is silent for so long.
         deadline_seconds: from now, for the whole task.
         result_limit_bytes: largest result accepted, decoded.
     """
@@ -217,15 +228,15 @@ class TaskOffer:
 
 @dataclass(frozen=True)
 class CheckInAnswer:
-    """What the device is to do.
+    """The coordinator's instructions.
 
     Attributes:
-        wire: the version that both use from here on.
-        task: one to start, or None.
+        wire: the version that both use from now on.
+        task: a task to start, or None.
         stop: the task in `working_on` is no longer wanted.
         hold: the device belongs to a run's pool: check in again at once, with `wait_seconds`.
-        next_seconds: else come back after this long; already jittered.
-        releases: what it is to run from now on, where that is not what it reported.
+        next_seconds: else check in after this time; already jittered.
+        releases: versions to run from now on that differ from those reported.
     """
 
     wire: str
@@ -238,10 +249,10 @@ class CheckInAnswer:
 
 @dataclass(frozen=True)
 class UploadStart:
-    """POST /tasks/{task}/upload: begins an upload, or finds out how far it came.
+    """POST /tasks/{task}/upload: begins an upload, or returns its state.
 
     Attributes:
-        size_bytes: of what will be sent, encoded.
+        size_bytes: of the encoded bytes to be sent.
         sha256: of the same bytes.
         decoded_bytes: of the result itself; equal to `size_bytes` with identity encoding.
     """
@@ -254,11 +265,11 @@ class UploadStart:
 
 @dataclass(frozen=True)
 class UploadState:
-    """Answer to UploadStart and to PUT /tasks/{task}/upload?offset=N, whose body is a piece of the bytes.
+    """Answer to UploadStart and to PUT /tasks/{task}/upload?offset=N, whose body is part of the bytes.
 
     Attributes:
-        offset: bytes the coordinator holds; go on from here.
-        accepted: the whole result is durable and counts. Sent again, it is answered so again.
+        offset: number of bytes that the coordinator has; continue from here.
+        accepted: the complete result is durable and counts. Repeated requests get the same answer.
     """
 
     offset: int
@@ -272,9 +283,9 @@ class EvaluationResult:
     Attributes:
         rows: held-out examples, >= 1.
         labels: counted labels; more than rows for sequences.
-        correct: of these.
+        correct: number of correct labels.
         loss_sum: cross-entropy summed over the labels.
-        site: the device's own name for where its data is from, for the report.
+        site: the device's name for the origin of its data, for the report.
     """
 
     base: str
@@ -282,7 +293,7 @@ class EvaluationResult:
     labels: int
     correct: int
     loss_sum: float
-    site: str = ""
+    site: str = field(default="", metadata=_FOR_PEOPLE)
 
 
 @dataclass(frozen=True)
@@ -292,7 +303,7 @@ class Decline:
     code: Literal[
         "ineligible", "no_data", "wrong_runtime", "no_model", "bad_artifact", "opted_out", "limits", "failed"
     ]
-    words: str
+    words: str = field(metadata=_FOR_PEOPLE)
 
 
 def to_json(message: Any) -> dict[str, Any]:
@@ -304,7 +315,7 @@ def version(text: str) -> tuple[int, int]:
     """`"1.2"` as (1, 2).
 
     Raises:
-        ValueError: not two whole numbers with a dot between.
+        ValueError: not two integers separated by a dot.
     """
     major, _, minor = text.partition(".")
     if not (major.isdecimal() and minor.isdecimal() and len(text) <= 16):
@@ -312,8 +323,8 @@ def version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def negotiated(theirs: tuple[int, int]) -> tuple[int, int] | None:
-    """The version both speak, or None where there is none."""
+def negotiate(theirs: tuple[int, int]) -> tuple[int, int] | None:
+    """The version that both support, or None."""
     if theirs[0] != WIRE[0] or theirs[1] < OLDEST_MINOR:
         return None
     return WIRE[0], min(WIRE[1], theirs[1])

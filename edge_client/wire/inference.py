@@ -1,12 +1,12 @@
-"""The manifest of an inference artifact: what a device must know before it trusts and runs a released model.
+"""The manifest of an inference artifact: everything that a device must know before it trusts and runs a released model.
 
 A release is a folder of two files, `manifest.json` and `model.tflite`. The file has one signature,
 
     infer(x) -> {logits}
 
-with params inside, in one of several precisions; x and logits are float32 (ids int32) on the outside, or integers whose
-scale the file says. The golden question is that of `edge_client.train.golden`, stream 0, one row after the other; besides,
-there may be real rows whose right classes are known. It is JSON with sorted keys; `format` changes when its meaning does.
+with params inside, in one of several precisions; x and logits are float32 (ids int32), or integers whose scale the file
+states. The golden rows are stream 0 of `edge_client.train.golden`; in addition there may be real rows with known classes.
+The manifest is JSON with sorted keys; `format` changes with its meaning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from edge_client.wire.manifest import (
     Operator,
     Tolerance,
     input_checks,
-    parsed,
+    parse_manifest,
     require,
 )
 
@@ -38,14 +38,14 @@ RuntimeKind = Literal["litert", "tflite-runtime", "tflite-micro"]
 
 @dataclass(frozen=True)
 class GoldenRows:
-    """Questions and right answers.
+    """Golden rows and right answers.
 
     Attributes:
-        x: how the rows of the synthetic question are spread; ids follow from the vocabulary.
-        logits: of each row, [classes] (of sequences: of the last place), as the float model gives them, in float32.
-        tolerance: of logits; follows from how far this file's own answers were off, so wider for integers.
-        real_x: real held-out rows, flattened, or empty; real_y their classes.
-        least_accuracy: on the real rows; below it the artifact is refused.
+        x: fill of the synthetic rows; ids follow from the vocabulary.
+        logits: the float model's logits of each row in float32, [classes]; for sequences those of the last position.
+        tolerance: of logits; derived from this file's own error, so wider for integers.
+        real_x: real held-out rows, flattened, or empty; real_y: their classes.
+        least_accuracy: on the real rows; the artifact is refused below it.
     """
 
     x: Fill
@@ -58,17 +58,17 @@ class GoldenRows:
 
 @dataclass(frozen=True)
 class InferenceManifest:
-    """See the module's story.
+    """See the module's docstring.
 
     Attributes:
-        model: name in the registry; architecture: as the zoo knows it, with its options.
+        model: name in the registry; architecture: name in the model zoo, with its options.
         version: in the registry.
-        precision: as `models.compress.step.Precision` names it.
-        runtimes: on which the golden answers were seen to be right when it was made; no other may take it.
-        arena_bytes: what tflite-micro needs, None where it does not run.
-        memory_bytes: resident memory that loading and one inference took, at most.
-        device_classes: classes it is for; empty: any.
-        dataset: logical name of the data a device may evaluate it on; empty: none.
+        precision: as in `models.compress.step.Precision`.
+        runtimes: those whose golden answers were right at release; no other may run it.
+        arena_bytes: memory arena for tflite-micro, None if it does not run there.
+        memory_bytes: peak resident memory of loading and one inference.
+        device_classes: intended device classes; empty: any.
+        dataset: logical name of the data that a device may evaluate it on; empty: none.
         params_sha256: of the float params it was made from.
     """
 
@@ -101,15 +101,15 @@ def from_json(text: str | bytes, place: str = "manifest") -> InferenceManifest:
     """The manifest in `text`. `place`, such as a file name, begins every error.
 
     Raises:
-        ManifestError: not JSON, of another format, or a key missing, unknown or of the wrong kind.
+        ManifestError: not JSON, another format, or a key missing, unknown or of the wrong type.
     """
-    manifest = parsed(InferenceManifest, text, FORMAT, place)
+    manifest = parse_manifest(InferenceManifest, text, FORMAT, place)
     _require_consistent(manifest, place)
     return manifest
 
 
 def _require_consistent(manifest: InferenceManifest, place: str) -> None:
-    """What the kinds of the values do not say."""
+    """Checks what the types of the values do not express."""
     golden, size = manifest.golden, math.prod(manifest.input.shape)
     checks = (
         *input_checks(manifest.classes, manifest.input),

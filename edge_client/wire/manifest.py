@@ -1,13 +1,13 @@
-"""The manifest beside a `.tflite`: all that a device must know before it trusts and runs the file.
+"""The manifest of a training artifact: everything that a device must know before it trusts and runs the `.tflite`.
 
 An artifact is two files. The `.tflite` has two signatures, whose tensors are bound by name:
 
     train(x, y, lr, <tensor>…) -> {loss, <trainable tensor>…}     one SGD step on one batch
     infer(x, <tensor>…)        -> {logits}
 
-The manifest says which tensors those are, what a batch looks like, which operations the runtime must
-have, where the model came from, and what the signatures must answer to a fixed question (the golden
-answers, see `edge_client.train.golden`). It is JSON with sorted keys; `format` changes when its meaning does.
+The manifest lists the tensors, the shape of a batch, the operations that the runtime must support, the model's
+lineage, and the golden outputs of the signatures for fixed inputs (see `edge_client.train.golden`). It is JSON with
+sorted keys; `format` changes with its meaning.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
-from edge_client.wire.strict import Unfit, parse
+from edge_client.wire.strict import InvalidDocument, parse
 
 T = TypeVar("T")
 
 FORMAT = 1
 
 Check = tuple[bool, str]
-"""Whether something holds, and what to say, after the place, where it does not."""
+"""A condition, and the message after the place if it is false."""
 
 
 class ManifestError(ValueError):
-    """The manifest cannot be read, or does not describe the file beside it; the message says where."""
+    """The manifest is invalid, or does not describe the file with it; the message says where."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class TensorSpec:
     """One float tensor of the model.
 
     Attributes:
-        name: its key in the state dict, the name it has in params.
-        signature_name: its name as input, and as output where trainable, of the signatures.
-        trainable: `train` returns it; the others are frozen, such as running statistics.
+        name: its key in the state dict and in params.
+        signature_name: its name as an input of the signatures, and as an output if it is trainable.
+        trainable: `train` returns it; others are frozen, such as running statistics.
     """
 
     name: str
@@ -67,7 +67,7 @@ class SignatureSpec:
 
 @dataclass(frozen=True)
 class Operator:
-    """A builtin operation, the highest version of it that the file uses, and how often."""
+    """A builtin operation, its highest version used in the file, and the number of uses."""
 
     name: str
     version: int
@@ -82,12 +82,12 @@ class FileSpec:
 
 @dataclass(frozen=True)
 class Lineage:
-    """Where the model came from; None where unknown or not applicable.
+    """The origin of the model; None if unknown or not applicable.
 
     Attributes:
         parent: SHA-256 of the checkpoint it was made from.
-        pipeline_step: what made it, such as `export` or `quantize`.
-        data_fingerprint: of the data set the parent was trained on.
+        pipeline_step: the step that made it, such as `export` or `quantize`.
+        data_fingerprint: of the parent's training set.
         code_version: of the software that made it.
     """
 
@@ -99,15 +99,15 @@ class Lineage:
 
 @dataclass(frozen=True)
 class Fill:
-    """Numbers spread evenly over `offset` ± `scale`; which ones is fixed by `edge_client.train.golden`."""
+    """Numbers uniform over `offset` ± `scale`; `edge_client.train.golden` defines them."""
 
     offset: float
     scale: float
 
 
 @dataclass(frozen=True)
-class Glimpse:
-    """An array in short: its L2 norm over all elements and its first few, in C order."""
+class ArraySummary:
+    """Summary of an array: its L2 norm over all elements and its first few, in C order."""
 
     norm: float
     first: tuple[float, ...]
@@ -115,7 +115,7 @@ class Glimpse:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """A number agrees when it is off by at most `absolute` + `relative` · |expected|."""
+    """A number agrees if it differs by at most `absolute` + `relative` · |expected|."""
 
     absolute: float
     relative: float
@@ -123,30 +123,30 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Golden:
-    """A fixed question to both signatures, and PyTorch's answer.
+    """Fixed inputs of both signatures, and PyTorch's outputs.
 
     Attributes:
         fills: for every tensor, by name.
-        x: of a float32 input; ids of an int32 one follow from its vocabulary.
-        padded_rows: the last rows of the batch, whose labels are padding.
-        logits: of `infer`.
-        loss: of `train`.
-        changes: trained minus given, for every trainable tensor by name.
+        x: fill of a float32 input; ids of an int32 one follow from its vocabulary.
+        padded_rows: number of last rows in the batch whose labels are padding.
+        logits: output of `infer`.
+        loss: output of `train`.
+        changes: trained minus initial tensor, for every trainable tensor by name.
     """
 
     fills: Mapping[str, Fill]
     x: Fill
     lr: float
     padded_rows: int
-    logits: Glimpse
+    logits: ArraySummary
     loss: float
-    changes: Mapping[str, Glimpse]
+    changes: Mapping[str, ArraySummary]
     tolerance: Tolerance
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """See the module's story. `tensors` are in the order of the model's state dict."""
+    """See the module's docstring. `tensors` are in the order of the model's state dict."""
 
     model: str
     options: Mapping[str, Any]
@@ -170,7 +170,7 @@ class Manifest:
 
     @property
     def label_shape(self) -> tuple[int, ...]:
-        """Of one example's labels."""
+        """Shape of one example's labels."""
         return self.input.shape if self.task == "next_token" else ()
 
     def to_json(self) -> str:
@@ -181,15 +181,15 @@ def from_json(text: str | bytes, place: str = "manifest") -> Manifest:
     """The manifest in `text`. `place`, such as a file name, begins every error.
 
     Raises:
-        ManifestError: not JSON, of another format, or a key missing, unknown or of the wrong kind.
+        ManifestError: not JSON, another format, or a key missing, unknown or of the wrong type.
     """
-    manifest = parsed(Manifest, text, FORMAT, place)
+    manifest = parse_manifest(Manifest, text, FORMAT, place)
     _require_consistent(manifest, place)
     return manifest
 
 
-def parsed(kind: type[T], text: str | bytes, current: int, place: str) -> T:
-    """A manifest of format `current`, by the kinds of its values alone.
+def parse_manifest(kind: type[T], text: str | bytes, current: int, place: str) -> T:
+    """Parses a manifest of format `current`, checking only the types of its values.
 
     Raises:
         ManifestError: as `from_json`.
@@ -203,28 +203,28 @@ def parsed(kind: type[T], text: str | bytes, current: int, place: str) -> T:
         raise ManifestError(f"{place}: format is {version!r}, this software reads format {current}")
     try:
         return parse(kind, document, place)
-    except Unfit as error:
+    except InvalidDocument as error:
         raise ManifestError(str(error)) from None
 
 
 def signature_name(name: str) -> str:
     """A tensor's name in the signatures: an identifier, with `__` for each dot.
 
-    Other characters that identifiers do not have become `_`, and a leading digit gets one in front.
+    Other invalid characters become `_`, and a leading digit gets a `_` prefix.
     """
     bound = re.sub(r"[^A-Za-z0-9_]", "_", name.replace(".", "__"))
     return f"_{bound}" if bound[0].isdigit() else bound
 
 
 class Describes(Protocol):
-    """A manifest of a file beside it."""
+    """A manifest that describes a file."""
 
     @property
     def file(self) -> FileSpec: ...
 
 
 def require_file(manifest: Describes, content: bytes, place: str = "artifact") -> None:
-    """Checks that `content` is the `.tflite` this manifest describes.
+    """Checks that `content` is the `.tflite` that this manifest describes.
 
     Raises:
         ManifestError: another size or SHA-256.
@@ -241,7 +241,7 @@ def require_file(manifest: Describes, content: bytes, place: str = "artifact") -
 
 
 def _require_consistent(manifest: Manifest, place: str) -> None:
-    """What the kinds of the values do not say."""
+    """Checks what the types of the values do not express."""
     names = [tensor.name for tensor in manifest.tensors]
     bound = [tensor.signature_name for tensor in manifest.tensors]
     changed = [tensor.signature_name for tensor in manifest.tensors if tensor.trainable]
@@ -269,18 +269,18 @@ def _require_consistent(manifest: Manifest, place: str) -> None:
     require(checks, place)
 
 
-def input_checks(classes: int, described: InputSpec) -> tuple[Check, ...]:
-    """Of what goes in and comes out; `require` has them hold."""
-    ids = described.dtype == "int32"
+def input_checks(classes: int, spec: InputSpec) -> tuple[Check, ...]:
+    """Checks of input and output, for `require`."""
+    ids = spec.dtype == "int32"
     return (
         (classes > 0, "classes is not positive"),
-        (all(n > 0 for n in described.shape), "input.shape: an extent is not positive"),
-        ((described.vocab or 0) > 0 or not ids, "input.vocab is needed for int32"),
+        (all(n > 0 for n in spec.shape), "input.shape: an extent is not positive"),
+        ((spec.vocab or 0) > 0 or not ids, "input.vocab is needed for int32"),
     )
 
 
 def require(checks: Iterable[Check], place: str) -> None:
-    """Raises ManifestError with the complaint of the first check that does not hold."""
-    for holds, complaint in checks:
-        if not holds:
-            raise ManifestError(f"{place}.{complaint}")
+    """Raises ManifestError with the message of the first check that fails."""
+    for passed, message in checks:
+        if not passed:
+            raise ManifestError(f"{place}.{message}")

@@ -1,6 +1,6 @@
-"""Who is to run which version of a model: the document `rollouts/<model>.json` of the releases' repository.
+"""Which devices run which version of a model: the document `rollouts/<model>.json` of the releases' repository.
 
-It is signed by a key of its own, apart from what exists: whoever holds that key chooses among releases, and adds none.
+It is signed by a separate key: its holder can choose among existing releases, but cannot add any.
 
     {"model": "digits", "rollouts": [{"rollout": "…", "version": 4, "action": "install", "force": false,
                                       "devices": ["…"], "salt": "", "permille": 0}]}
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
-from edge_client.wire.strict import Unfit, loads, parse_message
+from edge_client.wire.strict import InvalidDocument, loads, parse_message
 
 PERMILLE = 1000
 NO_MODEL = 0
-"""The version that a `roll_back` names where a device had no model before: it is to have none again."""
+"""The version of a `roll_back` for a device that had no model before: it is to have none again."""
 LARGEST_DOCUMENT_BYTES = 4_000_000
-"""Of a rollouts document; a list of 100,000 devices."""
+"""Largest rollouts document; enough for a list of 100,000 devices."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _LARGEST_VERSION = 10**9
@@ -31,9 +31,9 @@ class Rollout:
     """One version for some devices.
 
     Attributes:
-        devices: exactly these, or None: those whom `salt` and `permille` choose.
-        permille: of all devices, chosen by hash; a growing share keeps those that it had.
-        force: also devices that failed with it before.
+        devices: exactly these, or None: those that `salt` and `permille` select.
+        permille: share of all devices, selected by hash; a growing share keeps its devices.
+        force: includes devices on which this version failed before.
     """
 
     rollout: str
@@ -45,7 +45,7 @@ class Rollout:
     permille: int = 0
 
     def is_for(self, device: str) -> bool:
-        """Whether this device is among them."""
+        """Whether the rollout includes this device."""
         if self.devices is not None:
             return device in self.devices
         return share_of(self.salt, device) < self.permille
@@ -58,7 +58,7 @@ class Rollouts:
 
 
 def share_of(salt: str, device: str) -> int:
-    """Where a device lies between 0 and 999, as good as at random: SHA-256(salt + device id) mod 1000."""
+    """A device's pseudo-random place between 0 and 999: SHA-256(salt + device id) mod 1000."""
     return int.from_bytes(hashlib.sha256((salt + device).encode()).digest()) % PERMILLE
 
 
@@ -66,22 +66,22 @@ def from_json(content: bytes, model: str) -> Rollouts:
     """The document of `model`.
 
     Raises:
-        Unfit: it is none, or another model's.
+        InvalidDocument: it is invalid, or another model's.
     """
     place = rollouts_path(model)
-    found = parse_message(Rollouts, loads(content, place), place)
-    if found.model != model:
-        raise Unfit(f"{place}: model is {found.model[:70]!r}")
-    return found
+    document = parse_message(Rollouts, loads(content, place), place)
+    if document.model != model:
+        raise InvalidDocument(f"{place}: model is {document.model[:70]!r}")
+    return document
 
 
 def is_release(model: str, version: int) -> bool:
-    """Whether a release may be called so; it becomes the name of a folder and of files."""
+    """Whether a release may have this name and version, which become names of folders and files."""
     return _NAME.fullmatch(model) is not None and 1 <= version < _LARGEST_VERSION
 
 
-def is_told(model: str, version: int, action: str) -> bool:
-    """Whether a device may be told so: to run a release, or to go back to none."""
+def is_valid_order(model: str, version: int, action: str) -> bool:
+    """Whether a device may be given this order: to run a release, or to roll back to none."""
     none = (version, action) == (NO_MODEL, "roll_back")
     return is_release(model, 1 if none else version)
 

@@ -1,9 +1,8 @@
-"""JSON into frozen dataclasses, taking nothing on trust.
+"""Parses untrusted JSON into frozen dataclasses.
 
-Documents come from outside: a key too many, a key too few or a value of another kind is refused, and the
-message names the place (`golden.lr`) and what belongs there. Which kinds are understood is listed in
-`read`; that is all that documents of ours hold. On the wire, where a newer peer may know more keys, those
-are passed over (`parse_message`).
+An unknown key, a missing key or a value of another type is an error, and its message names the place (`golden.lr`)
+and what is expected there. `read` lists the supported types. On the wire, where a newer peer may send more keys,
+unknown keys are ignored (`parse_message`).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -19,34 +18,34 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 T = TypeVar("T")
 
 
-class Unfit(ValueError):
-    """The document does not have the form asked for; the message says where."""
+class InvalidDocument(ValueError):
+    """The document does not have the expected form; the message says where."""
 
 
 def loads(text: bytes, place: str) -> object:
-    """JSON as a document. A key that comes twice is refused: two readers might see two documents.
+    """Parses JSON. A duplicate key is an error: two readers might see two documents.
 
     Raises:
-        Unfit: not UTF-8, not JSON, too deep, a number of thousands of digits, or a key twice.
+        InvalidDocument: not UTF-8, not JSON, nested too deep, a number with thousands of digits, or a duplicate key.
     """
     try:
         return json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise Unfit(f"{place} is not JSON: {error}"[:300]) from None
+        raise InvalidDocument(f"{place} is not JSON: {error}"[:300]) from None
 
 
 def parse(kind: type[T], document: object, place: str) -> T:
-    """The document as a `kind`, a dataclass of JSON kinds. `place` names it in errors.
+    """The document as a `kind`, a dataclass of JSON types. `place` names it in errors.
 
     Raises:
-        Unfit: naming the first place that does not fit, and what was expected there.
+        InvalidDocument: naming the first wrong place, and what was expected there.
     """
     parsed: T = read(kind, document, place)
     return parsed
 
 
 def parse_message(kind: type[T], document: object, place: str) -> T:
-    """As `parse`, but keys unknown here are passed over: the other side may be newer."""
+    """As `parse`, but ignores unknown keys: the other side may be newer."""
     parsed: T = read(kind, document, place, newer=True)
     return parsed
 
@@ -64,7 +63,9 @@ def read(kind: Any, value: object, place: str, *, newer: bool = False) -> Any:
         return _tuple(kind, value, place, newer)
     if origin is Literal:
         if value not in get_args(kind) or isinstance(value, bool):
-            raise Unfit(f"{place} is {shown(value)}, expected {' or '.join(map(repr, get_args(kind)))}")
+            raise InvalidDocument(
+                f"{place} is {abbreviate(value)}, expected {' or '.join(map(repr, get_args(kind)))}"
+            )
         return value
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return {
@@ -77,24 +78,79 @@ def read(kind: Any, value: object, place: str, *, newer: bool = False) -> Any:
 
 
 def is_text(value: str) -> bool:
-    """Whether it can be stored and sent on: JSON also spells NUL, and halves of characters, which cannot."""
+    """Whether the text can be stored and sent: JSON can also encode NUL and lone surrogates, which cannot."""
     return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
-def shown(value: object) -> str:
-    """The value, cut short: what arrived may be a megabyte."""
+def abbreviate(value: object) -> str:
+    """The value's representation, abbreviated: the value may have a megabyte."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def printable(text: str, most: int = 500) -> str:
-    """The text for a person to read, on one line, cut at `most` characters.
+    """The text made safe to print: one line of at most `most` characters.
 
-    What another machine says ends up on terminals and in messages to the service manager, where a control
-    character or a new line would be a command.
+    Text from another machine ends up on terminals and in messages to the service manager, where a control character
+    or a newline would be a command.
     """
     cut = text if len(text) <= most else text[: most - 1] + "…"
     return "".join(letter if letter.isprintable() else " " for letter in cut)
+
+
+def printable_lines(text: str, most: int = 500) -> str:
+    """As `printable`, line by line: for our own messages that quote foreign text."""
+    return "\n".join(printable(line, most) for line in text.split("\n"))
+
+
+def require_bounded(message: T, place: str, *, most_characters: int = 200, most_entries: int = 256) -> T:
+    """The message, if its texts and lists are within the limits.
+
+    A field may allow more (`metadata={"most": characters}`); a field for people (`metadata={"for_people": True}`) is cut
+    and made printable instead of refused.
+
+    Raises:
+        InvalidDocument: naming the first place that is too long.
+    """
+    bounds = _Bounds(most_characters, most_entries)
+    bounded: T = _bounded(message, place, bounds)
+    return bounded
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    characters: int
+    entries: int
+    for_people: bool = False
+
+
+def _bounded(value: Any, place: str, bounds: _Bounds) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        bounded = {}
+        for each in fields(value):
+            own = _Bounds(
+                each.metadata.get("most", bounds.characters),
+                bounds.entries,
+                each.metadata.get("for_people", False),
+            )
+            bounded[each.name] = _bounded(getattr(value, each.name), f"{place}.{each.name}", own)
+        return type(value)(**bounded)
+    if isinstance(value, (Mapping, tuple)):
+        if len(value) > bounds.entries:
+            raise InvalidDocument(f"{place} has {len(value)} entries, expected {bounds.entries} at most")
+        if isinstance(value, tuple):
+            return tuple(_bounded(item, f"{place}[{at}]", bounds) for at, item in enumerate(value))
+        return {
+            _bounded(key, f"{place}: key", bounds): _bounded(item, f"{place}[{abbreviate(key)}]", bounds)
+            for key, item in value.items()
+        }
+    if not isinstance(value, str):
+        return value
+    if bounds.for_people:
+        return printable(value)
+    if len(value) > bounds.characters:
+        raise InvalidDocument(f"{place} has {len(value)} characters, expected {bounds.characters} at most")
+    return value
 
 
 def _dataclass(kind: type, value: object, place: str, newer: bool) -> Any:
@@ -103,10 +159,12 @@ def _dataclass(kind: type, value: object, place: str, newer: bool) -> Any:
     kinds = _kinds_of(kind)
     unknown = [key for key in document if key not in known]
     if unknown and not newer:
-        raise Unfit(f"{place} has an unknown key {shown(unknown[0])}; known: {', '.join(known)}")
+        raise InvalidDocument(
+            f"{place} has an unknown key {abbreviate(unknown[0])}; known: {', '.join(known)}"
+        )
     for name, field in known.items():
         if name not in document and field.default is MISSING and field.default_factory is MISSING:
-            raise Unfit(f"{place} lacks the key {name!r}")
+            raise InvalidDocument(f"{place} lacks the key {name!r}")
     return kind(
         **{
             key: read(kinds[key], item, f"{place}.{key}", newer=newer)
@@ -118,26 +176,26 @@ def _dataclass(kind: type, value: object, place: str, newer: bool) -> Any:
 
 @cache
 def _kinds_of(kind: type) -> dict[str, Any]:
-    """The types of a dataclass's fields; working them out takes many times as long as reading a message."""
+    """The types of a dataclass's fields; resolving them takes much longer than reading a message."""
     return get_type_hints(kind)
 
 
 def _object(value: object, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise Unfit(f"{place} is {shown(value)}, expected an object")
+        raise InvalidDocument(f"{place} is {abbreviate(value)}, expected an object")
     return value
 
 
 def _optional(kind: Any, value: object, place: str, newer: bool) -> Any:
     if value is None:
         return None
-    (some,) = (part for part in get_args(kind) if part is not NoneType)
-    return read(some, value, place, newer=newer)
+    (present,) = (part for part in get_args(kind) if part is not NoneType)
+    return read(present, value, place, newer=newer)
 
 
 def _tuple(kind: Any, value: object, place: str, newer: bool) -> tuple[Any, ...]:
     if not isinstance(value, list):
-        raise Unfit(f"{place} is {shown(value)}, expected a list")
+        raise InvalidDocument(f"{place} is {abbreviate(value)}, expected a list")
     return tuple(read(get_args(kind)[0], item, f"{place}[{i}]", newer=newer) for i, item in enumerate(value))
 
 
@@ -145,13 +203,15 @@ def _scalar(kind: Any, value: object, place: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = _as_float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise Unfit(f"{place} is {shown(value)}, expected {_WORDS[kind]}")
+        raise InvalidDocument(f"{place} is {abbreviate(value)}, expected {_TYPE_NAMES[kind]}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise Unfit(f"{place} is {shown(value)}, expected a whole number of 64 bits")
+        raise InvalidDocument(f"{place} is {abbreviate(value)}, expected a whole number of 64 bits")
     if isinstance(value, float) and not math.isfinite(value):
-        raise Unfit(f"{place} is {value}, expected a finite number")
+        raise InvalidDocument(f"{place} is {value}, expected a finite number")
     if isinstance(value, str) and not is_text(value):
-        raise Unfit(f"{place} is {shown(value)}, expected text without NUL and halves of characters")
+        raise InvalidDocument(
+            f"{place} is {abbreviate(value)}, expected text without NUL and lone surrogates"
+        )
     return value
 
 
@@ -166,9 +226,9 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     document: dict[str, Any] = {}
     for key, value in pairs:
         if key in document:
-            raise ValueError(f"the key {shown(key)} comes twice")
+            raise ValueError(f"the key {abbreviate(key)} occurs twice")
         document[key] = value
     return document
 
 
-_WORDS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+_TYPE_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}

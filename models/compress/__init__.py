@@ -1,1 +1,1 @@
-"""From a large trained model to a small one: distil, quantize."""
+"""Compresses a trained model step by step until it fits a device."""

@@ -1,10 +1,10 @@
-"""A `.tflite` as C source, for firmware that has no files."""
+"""A `.tflite` as C source, for firmware without a file system."""
 
 from __future__ import annotations
 
 
 def c_array(tflite: bytes, name: str = "g_model") -> str:
-    """`model.cc`: the file as an array that a linker puts into flash, aligned as tflite-micro wants it, and its length."""
+    """`model.cc`: the file as an array that the linker puts into flash, aligned for tflite-micro, and its length."""
     lines = [
         "  " + ", ".join(f"0x{byte:02x}" for byte in tflite[start : start + 12]) + ","
         for start in range(0, len(tflite), 12)

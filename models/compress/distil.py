@@ -1,13 +1,13 @@
 """Distillation: a student learns its teachers' probabilities along with the labels.
 
 Hinton, Vinyals, Dean 2015, "Distilling the knowledge in a neural network", section 2: both softmaxes at
-temperature T, the soft term multiplied by T^2 so that its gradients keep their size when T changes. Several
-teachers speak with the mean of their probabilities (section 3).
+temperature T, the soft term multiplied by T^2 so that its gradients keep their size when T changes. With several
+teachers, the mean of their probabilities is used (section 3).
 
-A student of the teacher's own architecture is born again (Furlanello 2018, "Born-again neural networks"). With
-`hint` the student learns what a layer of the teacher answers as well (Romero 2015, "FitNets", equation 3): a linear
-regressor, learnt along and thrown away, takes a student's layer to a teacher's. The hint is a term of the one loss,
-not a stage before it; its mean squared error is divided by the mean square of the teacher's answers, so that its weight means
+A student may have the teacher's own architecture (Furlanello 2018, "Born-again neural networks"). With
+`hint` the student also learns the output of a layer of the teacher (Romero 2015, "FitNets", equation 3): a linear
+regressor, trained too and then discarded, maps a student's layer to a teacher's. The hint is a term of the one loss,
+not a stage before it; its mean squared error is divided by the mean square of the teacher's output, so that its weight means
 the same for any layer.
 """
 
@@ -40,16 +40,16 @@ from models.zoo.spec import Loss, ModelSpec, masked_cross_entropy
 
 @dataclass(frozen=True)
 class Options(Tuning):
-    """How to distil.
+    """Options of the distillation.
 
     Attributes:
-        student: the model to distil into, as `cnn` or `cnn(channels=[4, 8])`; empty: the same architecture again.
-        start: `fresh` weights, or the `current` model's, which finds back what an earlier step has cost.
-        teachers: folders of trained models, separated by commas; empty: the model that the pipeline began with.
+        student: the model to distil into, such as `cnn` or `cnn(channels=[4, 8])`; empty: the same architecture.
+        start: `fresh` weights, or those of the `current` model, which recovers accuracy lost in an earlier step.
+        teachers: folders of trained models, separated by commas; empty: the source of the pipeline.
         temperature: T of both softmaxes.
-        alpha: weight of the soft term; 1 - alpha that of the labels. 0 is plain training.
-        hint: weight of the hint, whose size is a share of what the teacher's layer answers; 0: none.
-        hint_student, hint_teacher: names of its layers; empty: the one nearest to the middle. Of several teachers the first hints.
+        alpha: weight of the soft term; 1 - alpha is that of the labels. 0 is ordinary training.
+        hint: weight of the hint, whose error is relative to the teacher's output; 0: none.
+        hint_student, hint_teacher: names of the layers; empty: the one nearest to the middle. With several teachers, the first gives hints.
     """
 
     epochs: int = bounded(30, 0, 100_000)
@@ -73,15 +73,15 @@ class Distilled:
 
 
 def step(model: Model, data: Data, options: Options, context: Context) -> Model:
-    """The student that `options` ask for, taught by the original model or by those they name.
+    """The student in `options`, trained by the original model or by the named teachers.
 
     Raises:
-        StepRefused: teachers and student do not fit together, or there is no such layer to take hints from.
+        StepRefused: teachers and student have different shapes, or a hint layer does not exist.
     """
     teachers = _teachers(options, context)
-    spec = named(options.student, model.spec) if options.student else model.spec
+    spec = parse_model(options.student, model.spec) if options.student else model.spec
     for name, teacher in teachers.items():
-        _require_alike(name, teacher.spec, spec)
+        _require_same_shapes(name, teacher.spec, spec)
     student = _student(model, spec, options, context.seed)
     x, y = data.x_train, data.y_train
     if data.x_extra is not None:
@@ -96,7 +96,9 @@ def step(model: Model, data: Data, options: Options, context: Context) -> Model:
         options,
         context.rng(),
         loss=spec.loss,
-        on_epoch=lambda epoch, loss: context.tell({"epoch": epoch, "epochs": options.epochs, "loss": loss}),
+        on_epoch=lambda epoch, loss: context.on_progress(
+            {"epoch": epoch, "epochs": options.epochs, "loss": loss}
+        ),
     )
     facts = {
         "teachers": {
@@ -123,26 +125,28 @@ def distil(
     loss: Loss = masked_cross_entropy,
     on_epoch: OnEpoch = lambda epoch, loss: None,
 ) -> Distilled:
-    """Trains a copy of `student` on what `teachers` say about `x` and on `y`; no given module is changed.
+    """Trains a copy of `student` on the logits of `teachers` for `x` and on `y`; the arguments are not changed.
 
     Args:
-        y: int32 [N] or [N, T]; a row of nothing but `PADDING` is unlabelled and has only the soft term.
+        y: int32 [N] or [N, T]; a row of `PADDING` only is unlabelled and has only the soft term.
         loss: the student's own, mean per counted label.
 
     Raises:
-        StepRefused: a layer to take hints from is unknown or of another kind.
+        StepRefused: a hint layer is unknown or of another kind.
     """
     learner = copy.deepcopy(student)
-    taught = objective(teachers, options.temperature, options.alpha, loss)
+    soft_loss = objective(teachers, options.temperature, options.alpha, loss)
     if not options.hint:
-        losses = tune(learner, x, y, options, rng, taught, on_epoch=on_epoch)
+        losses = tune(learner, x, y, options, rng, soft_loss, on_epoch=on_epoch)
         return Distilled(learner, losses)
-    with _hinted(teachers[0], learner, x, options, int(rng.integers(2**31))) as (mismatch, regressor):
+    with _hint_loss(teachers[0], learner, x, options, int(rng.integers(2**31))) as (mismatch, regressor):
 
-        def both(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return taught(module, x, y) + options.hint * mismatch(x)
+        def with_hint(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return soft_loss(module, x, y) + options.hint * mismatch(x)
 
-        losses = tune(learner, x, y, options, rng, both, also=regressor.parameters(), on_epoch=on_epoch)
+        losses = tune(
+            learner, x, y, options, rng, with_hint, extra_parameters=regressor.parameters(), on_epoch=on_epoch
+        )
     return Distilled(learner, losses)
 
 
@@ -152,22 +156,19 @@ def objective(
     alpha: float = 0.7,
     loss: Loss = masked_cross_entropy,
 ) -> Objective:
-    """What `tune` minimises so that its module learns from `teachers`: also to quantize or prune with distillation.
+    """An objective for `tune` that distils `teachers`, also while quantizing or pruning. Holds copies of the teachers."""
+    frozen = [copy.deepcopy(teacher).eval() for teacher in teachers]
 
-    Holds copies of the teachers.
-    """
-    guides = [copy.deepcopy(teacher).eval() for teacher in teachers]
-
-    def taught(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss_from_teachers(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            wanted = consensus([guide(x) for guide in guides], temperature)
-        return distillation_loss(module(x), wanted, y, temperature, alpha, loss)
+            teacher_logits = consensus([teacher(x) for teacher in frozen], temperature)
+        return distillation_loss(module(x), teacher_logits, y, temperature, alpha, loss)
 
-    return taught
+    return loss_from_teachers
 
 
 def consensus(logits: Sequence[torch.Tensor], temperature: float) -> torch.Tensor:
-    """Logits whose softmax at `temperature` is the mean of the softmaxes of all `logits` at it, each [B, (T,) C]."""
+    """Logits whose softmax at `temperature` is the mean of those of all `logits`, each [B, (T,) C]."""
     if len(logits) == 1:
         return logits[0]
     each = torch.stack([F.log_softmax(one / temperature, -1) for one in logits])
@@ -176,7 +177,7 @@ def consensus(logits: Sequence[torch.Tensor], temperature: float) -> torch.Tenso
 
 def distillation_loss(
     logits: torch.Tensor,
-    taught: torch.Tensor,
+    teacher_logits: torch.Tensor,
     y: torch.Tensor,
     temperature: float,
     alpha: float,
@@ -184,27 +185,27 @@ def distillation_loss(
 ) -> torch.Tensor:
     """alpha · T² · KL(teacher ‖ student at T) + (1 - alpha) · loss, over logits [B, (T,) C].
 
-    The soft term is the mean over labels that count, and over every place of unlabelled rows.
+    The soft term is the mean over labels that count, and over every position of unlabelled rows.
     """
     unlabelled = (y == PADDING).flatten(1).all(1) if y.ndim > 1 else y == PADDING
-    heeded = (y != PADDING) | unlabelled.reshape(-1, *[1] * (y.ndim - 1))
-    wanted = F.log_softmax(taught / temperature, -1)
-    said = F.log_softmax(logits / temperature, -1)
-    divergence = F.kl_div(said, wanted, reduction="none", log_target=True).sum(-1)
-    soft = (divergence * heeded).sum() / heeded.sum() * temperature**2
+    counted = (y != PADDING) | unlabelled.reshape(-1, *[1] * (y.ndim - 1))
+    target = F.log_softmax(teacher_logits / temperature, -1)
+    student = F.log_softmax(logits / temperature, -1)
+    divergence = F.kl_div(student, target, reduction="none", log_target=True).sum(-1)
+    soft = (divergence * counted).sum() / counted.sum() * temperature**2
     if not (y != PADDING).any():
         return alpha * soft
     return alpha * soft + (1 - alpha) * loss(logits, y)
 
 
-def named(text: str, like: ModelSpec) -> ModelSpec:
+def parse_model(text: str, like: ModelSpec) -> ModelSpec:
     """The model `name` or `name(option=value)` for the examples and classes of `like`.
 
     Raises:
-        StepRefused: there is none, or not with these options.
+        StepRefused: the model or an option is unknown.
     """
     try:
-        # a user's own is package.module:build, which the notation does not read as a name
+        # a user's own model is package.module:build, which the notation does not accept as a name
         name: str = text
         options: dict[str, Any] = {}
         if "(" in text:
@@ -229,16 +230,16 @@ def named(text: str, like: ModelSpec) -> ModelSpec:
 
 
 def _teachers(options: Options, context: Context) -> Mapping[str, Model]:
-    names = folders(options.teachers)
+    names = teacher_names(options.teachers)
     return {name: context.teachers[name] for name in names} or {"original": context.original}
 
 
-def folders(teachers: str) -> list[str]:
+def teacher_names(teachers: str) -> list[str]:
     """The names in an option `teachers`."""
     return [name.strip() for name in teachers.split(",") if name.strip()]
 
 
-def _require_alike(name: str, teacher: ModelSpec, student: ModelSpec) -> None:
+def _require_same_shapes(name: str, teacher: ModelSpec, student: ModelSpec) -> None:
     theirs, ours = ((spec.input_shape, spec.classes) for spec in (teacher, student))
     if theirs != ours:
         raise StepRefused(
@@ -251,55 +252,55 @@ def _student(model: Model, spec: ModelSpec, options: Options, seed: int) -> nn.M
     if options.start == "current":
         if options.student:
             raise StepRefused(
-                "start = 'current' goes on with the model as it is, and student names another one; give only one"
+                "start = 'current' trains the current model, but student names another one; give only one"
             )
         return model.module
     student = spec.build(seed)
     if not options.student and shapes_of(student) != shapes_of(model.module):
         raise StepRefused(
-            f"model {spec.name!r} has been pruned, factorised or folded, so it cannot be born again; "
+            f"model {spec.name!r} has been pruned, factorised or folded, so it cannot start from fresh weights; "
             "start = 'current' trains it as it is"
         )
     return student
 
 
 @contextmanager
-def _hinted(
+def _hint_loss(
     teacher: nn.Module, student: nn.Module, x: npt.NDArray[Any], options: Options, seed: int
 ) -> Iterator[tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module]]:
-    """How far the student's layer, as of its last forward pass, is from the teacher's on x; and the regressor between."""
-    guide = copy.deepcopy(teacher).eval()
-    theirs, ours = (
-        _layer(guide, options.hint_teacher, "teacher"),
+    """A function of x: the error between the layers' outputs, the student's from its last forward pass; and the regressor."""
+    frozen = copy.deepcopy(teacher).eval()
+    teacher_layer, student_layer = (
+        _layer(frozen, options.hint_teacher, "teacher"),
         _layer(student, options.hint_student, "student"),
     )
-    with _answers(theirs) as wanted, _answers(ours) as said:
+    with _captured_output(teacher_layer) as target, _captured_output(student_layer) as output:
         rows = torch.from_numpy(x[:2])
         with torch.no_grad():
-            guide(rows)
+            frozen(rows)
             student.eval()(rows)
-        _require_tensor(wanted, options.hint_teacher, "teacher")
-        _require_tensor(said, options.hint_student, "student")
+        _require_tensor(target, options.hint_teacher, "teacher")
+        _require_tensor(output, options.hint_student, "student")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            regressor = _regressor(said[0], wanted[0])
+            regressor = _regressor(output[0], target[0])
 
         def mismatch(x: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
-                guide(x)
-            error = F.mse_loss(_sized(regressor(said[0]), wanted[0]), wanted[0])
-            return error / wanted[0].square().mean().clamp(min=1e-12)
+                frozen(x)
+            error = F.mse_loss(_resize(regressor(output[0]), target[0]), target[0])
+            return error / target[0].square().mean().clamp(min=1e-12)
 
         yield mismatch, regressor
 
 
 @contextmanager
-def _answers(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """The latest output of `layer`, the only element of the list."""
+def _captured_output(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """The latest output of `layer`, as the only element of the list."""
     latest: list[torch.Tensor] = []
 
-    def keep(module: nn.Module, given: object, answer: torch.Tensor) -> None:
-        latest[:] = [answer]
+    def keep(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+        latest[:] = [output]
 
     handle = layer.register_forward_hook(keep)
     try:
@@ -309,7 +310,7 @@ def _answers(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def _layer(module: nn.Module, name: str, whose: str) -> nn.Module:
-    """The layer `name`; without one, of all that have weights of two axes or more the one nearest to the middle."""
+    """The layer `name`; if empty, the middle one of all with weights of two axes or more."""
     layers = {
         path: layer
         for path, layer in module.named_modules()
@@ -319,33 +320,35 @@ def _layer(module: nn.Module, name: str, whose: str) -> nn.Module:
         raise StepRefused(f"the {whose} has no layer with weights of two axes or more to take hints from")
     if not name:
         name = list(layers)[len(layers) // 2 - (len(layers) % 2 == 0)]
-    everything: dict[str, nn.Module] = dict(module.named_modules())
-    if name not in everything:
-        raise StepRefused(f"hint_{whose} = {name!r} is no layer of the {whose}; it has {', '.join(layers)}")
-    return everything[name]
+    modules: dict[str, nn.Module] = dict(module.named_modules())
+    if name not in modules:
+        raise StepRefused(
+            f"hint_{whose} = {name!r} is not a layer of the {whose}; it has {', '.join(layers)}"
+        )
+    return modules[name]
 
 
-def _require_tensor(answers: list[Any], name: str, whose: str) -> None:
-    """A layer may be bypassed by the one around it, which reads its weights, or answer with several tensors."""
-    if not answers or not isinstance(answers[0], torch.Tensor):
-        problem = "answers with no single tensor" if answers else "is not called"
+def _require_tensor(outputs: list[Any], name: str, whose: str) -> None:
+    """Requires one tensor: a module may use a layer's weights without calling it, or return several tensors."""
+    if not outputs or not isinstance(outputs[0], torch.Tensor):
+        problem = "does not return a single tensor" if outputs else "is not called"
         raise StepRefused(
             f"the {whose}'s layer {name or 'in the middle'} {problem}; name another one in hint_{whose}"
         )
 
 
-def _regressor(said: torch.Tensor, wanted: torch.Tensor) -> nn.Module:
+def _regressor(output: torch.Tensor, target: torch.Tensor) -> nn.Module:
     """A linear map over channels: a 1x1 convolution of maps [B, C, H, W], else over the last axis."""
-    if said.ndim != wanted.ndim or (said.ndim != 4 and said.shape[:-1] != wanted.shape[:-1]):
+    if output.ndim != target.ndim or (output.ndim != 4 and output.shape[:-1] != target.shape[:-1]):
         raise StepRefused(
-            f"the student's layer answers {tuple(said.shape[1:])} a row and the teacher's {tuple(wanted.shape[1:])}; "
-            "name layers of one kind in hint_student and hint_teacher"
+            f"the student's layer returns {tuple(output.shape[1:])} for a row and the teacher's {tuple(target.shape[1:])}; "
+            "name layers of the same kind in hint_student and hint_teacher"
         )
-    if said.ndim == 4:
-        return nn.Conv2d(said.shape[1], wanted.shape[1], 1)
-    return nn.Linear(said.shape[-1], wanted.shape[-1])
+    if output.ndim == 4:
+        return nn.Conv2d(output.shape[1], target.shape[1], 1)
+    return nn.Linear(output.shape[-1], target.shape[-1])
 
 
-def _sized(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Maps pooled, or repeated, to the extent of the teacher's."""
-    return F.adaptive_avg_pool2d(said, (wanted.shape[-2], wanted.shape[-1])) if said.ndim == 4 else said
+def _resize(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Feature maps pooled, or repeated, to the size of the teacher's."""
+    return F.adaptive_avg_pool2d(output, (target.shape[-2], target.shape[-1])) if output.ndim == 4 else output

@@ -1,7 +1,7 @@
-"""The pipelines that a search tries, from what changes a model least to what makes it smallest.
+"""The pipelines that a search tries, from the smallest change to the smallest model.
 
-As it is, dynamic and static int8, BatchNorm folded; a quarter, half, three quarters of the channels taken out; students of half and a
-quarter of the width, with and without channels taken out. The gates of single steps are open: a search has its own bound.
+Float32, dynamic and static int8, with BatchNorm folded; a quarter, half, three quarters of the channels pruned; students of half and a
+quarter of the width, with and without pruned channels. Single steps have no bound on accuracy: the search has its own.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Table = Mapping[str, Any]
 RATIOS = (0.25, 0.5, 0.75)
 _WIDTHS = ("width", "channels", "hidden")
 _SHORTER = 5
-"""How many times fewer epochs the first rung has."""
-_OPEN = {"max_accuracy_drop": 1.0}
+"""Divides the epochs on the first rung."""
+_UNBOUNDED = {"max_accuracy_drop": 1.0}
 _FOLD: Table = {"kind": "fold", "show_operators": False}
-_STATIC: Table = {"kind": "quantize", "precision": "static-int8", **_OPEN}
+_STATIC: Table = {"kind": "quantize", "precision": "static-int8", **_UNBOUNDED}
 _FOLDED = (_FOLD, _STATIC)
 
 
@@ -53,40 +53,40 @@ def ladder(
 
     Args:
         student: model to distil into; without one, the model's own architecture with smaller width.
-        sets: kind of a step -> options that all steps of that kind have instead.
+        sets: kind of a step -> options that override those of all steps of that kind.
     """
-    found = [*_of_itself(spec), *_of_students(spec, student)]
+    candidates = [*_same_architecture(spec), *_students(spec, student)]
     return [
         Candidate(each.name, tuple({**step, **(sets or {}).get(step["kind"], {})} for step in each.steps))
-        for each in found
+        for each in candidates
     ]
 
 
-def _of_itself(spec: ModelSpec) -> Iterator[Candidate]:
+def _same_architecture(spec: ModelSpec) -> Iterator[Candidate]:
     entry = catalog.MODELS.get(spec.name)
     if entry is not None and "litert" not in entry.runtimes:
         return  # devices cannot run it in any precision
-    yield Candidate("float32", ({"kind": "quantize", "precision": "float32", **_OPEN},))
-    yield Candidate("dynamic-int8", ({"kind": "quantize", "precision": "dynamic-int8", **_OPEN},))
+    yield Candidate("float32", ({"kind": "quantize", "precision": "float32", **_UNBOUNDED},))
+    yield Candidate("dynamic-int8", ({"kind": "quantize", "precision": "dynamic-int8", **_UNBOUNDED},))
     yield Candidate("static-int8", (_STATIC,))
     yield Candidate("fold", _FOLDED)
     for ratio in RATIOS:
         yield Candidate(f"structured-{100 * ratio:.0f}", (_structured(ratio), *_FOLDED))
 
 
-def _of_students(spec: ModelSpec, student: str | None) -> Iterator[Candidate]:
+def _students(spec: ModelSpec, student: str | None) -> Iterator[Candidate]:
     students = {}
     if student is not None:
         students["distil"] = student
-        spec = distil.named(student, spec)
+        spec = distil.parse_model(student, spec)
     for name, part in (("distil-half", 2), ("distil-quarter", 4)):
         if (smaller := narrower(spec, part)) is not None and smaller not in students.values():
             students[name] = smaller
     for name, text in students.items():
-        learnt = {"kind": "distil", "student": text, "epochs": 15, "lr": 4e-3}
-        yield Candidate(name, (learnt, *_FOLDED))
+        distilled = {"kind": "distil", "student": text, "epochs": 15, "lr": 4e-3}
+        yield Candidate(name, (distilled, *_FOLDED))
         if text == next(iter(students.values())):
-            yield Candidate(f"{name}-structured-50", (learnt, _structured(0.5), *_FOLDED))
+            yield Candidate(f"{name}-structured-50", (distilled, _structured(0.5), *_FOLDED))
 
 
 def _structured(ratio: float) -> Table:
@@ -94,19 +94,19 @@ def _structured(ratio: float) -> Table:
 
 
 def narrower(spec: ModelSpec, part: int) -> str | None:
-    """The same architecture with one `part`-th of its widths, as the option of a `distil`; None where there is none."""
+    """The same architecture with its widths divided by `part`, as the option of a `distil`; None if that is impossible."""
     entry = catalog.MODELS.get(spec.name)
     if entry is None:
         return None
-    given = {**entry.options().model_dump(), **spec.options}
-    smaller = {key: _divided(given[key], part) for key in _WIDTHS if given.get(key)}
+    current = {**entry.options().model_dump(), **spec.options}
+    smaller = {key: _divided(current[key], part) for key in _WIDTHS if current.get(key)}
     if not smaller:
         return None
     options = {**spec.options, **smaller}
     text = f"{spec.name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
     try:
         entry.options.model_validate(options)
-        distil.named(text, spec)
+        distil.parse_model(text, spec)
     except (ValueError, StepRefused):
         return None  # too narrow for its heads or norms
     return text

@@ -1,9 +1,9 @@
-"""The memory that one file takes in LiteRT, in a process that does nothing else.
+"""Measures the memory that one file uses in LiteRT, in a process that does nothing else.
 
 python -P -m models.compress.litert_process MODEL.tflite
 {"memory_bytes": 1163264}
 
-What opening the file and one inference add to the process at most; the library itself is not the model's.
+The peak memory added by opening the file and one inference, without the library itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The memory that a file needs where it runs: its arena in tflite-micro, else what LiteRT takes for it."""
+"""The memory that a file needs at run time: its arena in tflite-micro, or the memory that LiteRT uses."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from typing import Any, Literal
 
 import numpy.typing as npt
 
+from models import isolated_process
 from models.compress import micro
 from models.compress.step import StepRefused
-from models.export import apart
 
 _SECONDS = 60
 
 
 @dataclass(frozen=True)
-class Needed:
-    """`runtime`: where so many bytes are needed, the smallest that runs the file."""
+class MemoryUse:
+    """`runtime`: the smallest runtime that runs the file, where it was measured."""
 
     memory_bytes: int
     runtime: Literal["tflite-micro", "litert"]
 
 
-def needed(tflite: bytes, x: npt.NDArray[Any]) -> Needed:
-    """Measured with a row of `x`.
+def measure(tflite: bytes, x: npt.NDArray[Any]) -> MemoryUse:
+    """The memory that `tflite` needs for a row of `x`.
 
     Raises:
-        StepRefused: LiteRT does not run it either.
+        StepRefused: no runtime runs the file.
     """
     try:
-        return Needed(micro.run(tflite, x[:1]).arena_bytes, "tflite-micro")
+        return MemoryUse(micro.run(tflite, x[:1]).arena_bytes, "tflite-micro")
     except StepRefused:
-        return Needed(_in_litert(tflite), "litert")
+        return MemoryUse(_in_litert(tflite), "litert")
 
 
 def _in_litert(tflite: bytes) -> int:
@@ -45,9 +45,9 @@ def _in_litert(tflite: bytes) -> int:
         path.write_bytes(tflite)
         command = [sys.executable, "-P", "-m", "models.compress.litert_process", str(path)]
         try:
-            done = apart.run(command, _SECONDS)
+            done = isolated_process.run(command, _SECONDS)
         except subprocess.TimeoutExpired:
-            raise StepRefused(f"LiteRT was not done with a row after {_SECONDS} s") from None
+            raise StepRefused(f"LiteRT did not finish a row within {_SECONDS} s") from None
     if done.returncode:
-        raise StepRefused(f"LiteRT does not run the file: {apart.last_words(done)}")
+        raise StepRefused(f"LiteRT does not run the file: {isolated_process.failure_reason(done)}")
     return int(json.loads(done.stdout.splitlines()[-1])["memory_bytes"])

@@ -1,8 +1,8 @@
-"""For microcontrollers: static int8 that tflite-micro runs in a given arena, and the C array that firmware is built with.
+"""For microcontrollers: static int8 that runs in tflite-micro within a given arena, and the C array for the firmware.
 
-tflite-micro allocates everything it needs in one array of bytes, the arena, when it starts; that is the model's share of a
-microcontroller's RAM, while the `.tflite` itself lies in flash. The file is run in the interpreter itself, in a process of its
-own, which may end with it: operations that it lacks and files of other precisions are refused with what it says.
+tflite-micro allocates all its memory in one array of bytes, the arena, at start; that is the model's share of a
+microcontroller's RAM, while the `.tflite` itself lies in flash. The file runs in the real interpreter, in a separate
+process because it may crash; its message explains unsupported operations and precisions.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.train.trainer import score
-from models.compress import quantize, report, stored
+from models import isolated_process
+from models.compress import report
+from models.compress.quantization import flatbuffer, quantize
 from models.compress.step import Context, Data, Model, StepRefused
-from models.export import apart
 from models.options import bounded
 
 SECONDS = 600
-"""How long the interpreter may take for all rows."""
+"""Time limit of the interpreter for all rows."""
 
 # https://github.com/tensorflow/tflite-micro, micro_mutable_op_resolver.h
 _OPERATORS = """
@@ -39,16 +40,16 @@ _OPERATORS = """
     STRIDED_SLICE SUB SUM SVDF TANH TRANSPOSE TRANSPOSE_CONV UNIDIRECTIONAL_SEQUENCE_LSTM UNPACK VAR_HANDLE WHILE
     ZEROS_LIKE"""
 OPERATORS = frozenset(_OPERATORS.split())
-"""Builtin operations that tflite-micro has kernels for, in some types at least."""
+"""Builtin operations with a tflite-micro kernel, for some types at least."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the microcontroller has.
+    """Limits of the microcontroller.
 
     Attributes:
-        arena_bytes: RAM for the arena, at most; flash_bytes: for the model. 0: not bounded.
-        calibration_rows, max_accuracy_drop: as in `quantize`, where the model is not static int8 already.
+        arena_bytes: RAM for the arena; flash_bytes: for the model. 0: unlimited.
+        calibration_rows, max_accuracy_drop: as in `quantize`, if the model is not static int8 already.
     """
 
     arena_bytes: int = bounded(0, 0, 2**31)
@@ -57,31 +58,31 @@ class Options:
     max_accuracy_drop: float = bounded(0.02, 0.0, 1.0)
 
 
-def microcontroller(model: Model, data: Data, options: Options, context: Context) -> Model:
-    """`model` as static int8 that was seen to run in tflite-micro; a file that is static int8 already is taken as it is.
+def compile_model(model: Model, data: Data, options: Options, context: Context) -> Model:
+    """`model` as static int8, verified to run in tflite-micro; a file that is static int8 already is not changed.
 
     Raises:
-        StepRefused: quantization is refused, tflite-micro does not run the file, it needs more than there is, or it is
-            less accurate there than float32 by more than the bound.
+        StepRefused: quantization is refused, tflite-micro does not run the file, it needs too much memory, or its accuracy
+            there is below float32 by more than the bound.
     """
     if model.tflite is None or model.precision != "static-int8":
-        how = quantize.Options("static-int8", options.calibration_rows, options.max_accuracy_drop)
-        model = quantize.step(model, data, how, context)
-    assert model.tflite is not None  # what `quantize.step` promises
+        quantization = quantize.Options("static-int8", options.calibration_rows, options.max_accuracy_drop)
+        model = quantize.step(model, data, quantization, context)
+    assert model.tflite is not None  # guaranteed by `quantize.step`
     require_operators(model.tflite)
-    context.tell({"step": "tflite-micro"})
-    ran = run(model.tflite, data.x_test)
-    require_room(
-        "arena", ran.arena_bytes, options.arena_bytes, "fewer or narrower channels in the first layers"
+    context.on_progress({"step": "tflite-micro"})
+    result = run(model.tflite, data.x_test)
+    require_space(
+        "arena", result.arena_bytes, options.arena_bytes, "fewer or narrower channels in the first layers"
     )
-    require_room("model", len(model.tflite), options.flash_bytes, "a smaller student, or `structured`")
-    accuracy = float(score(ran.logits, data.y_test).accuracy)
+    require_space("model", len(model.tflite), options.flash_bytes, "a smaller student, or `structured`")
+    accuracy = float(score(result.logits, data.y_test).accuracy)
     expected = report.accuracy(model.module, data.x_test, data.y_test)
     quantize.require_accuracy(expected, accuracy, options.max_accuracy_drop, "tflite-micro")
     facts = {
         **model.facts,
-        **stored.facts(model.tflite),
-        "arena_bytes": ran.arena_bytes,
+        **flatbuffer.facts(model.tflite),
+        "arena_bytes": result.arena_bytes,
         "micro_accuracy": accuracy,
         "float32_accuracy": expected,
     }
@@ -89,31 +90,31 @@ def microcontroller(model: Model, data: Data, options: Options, context: Context
 
 
 def require_operators(tflite: bytes) -> None:
-    """Raises StepRefused naming the operations that tflite-micro has no kernel for."""
-    missing = sorted({operation.kind for operation in stored.operations(tflite)} - OPERATORS)
+    """Raises StepRefused naming the operations without a tflite-micro kernel."""
+    missing = sorted({operation.kind for operation in flatbuffer.operations(tflite)} - OPERATORS)
     if missing:
         raise StepRefused(f"tflite-micro has no {', '.join(missing)}; choose a model without it")
 
 
-def require_room(what: str, needed: int, given: int, remedy: str) -> None:
-    """Raises StepRefused when more bytes are needed than given; 0 given is no bound."""
-    if given and needed > given:
-        raise StepRefused(f"the {what} needs {needed:,} bytes, {given:,} are allowed; try {remedy}")
+def require_space(what: str, needed: int, limit: int, remedy: str) -> None:
+    """Raises StepRefused if more bytes are needed than `limit`; 0 is unlimited."""
+    if limit and needed > limit:
+        raise StepRefused(f"the {what} needs {needed:,} bytes, {limit:,} are allowed; try {remedy}")
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What tflite-micro made of a file. `logits`: [N, (T,) classes], dequantized."""
+class MicroResult:
+    """A run in tflite-micro. `logits`: [N, (T,) classes], dequantized."""
 
     arena_bytes: int
     logits: npt.NDArray[np.float32]
 
 
-def run(tflite: bytes, x: npt.NDArray[Any]) -> Ran:
-    """Runs the file on rows [N, …] in tflite-micro, in a process of its own.
+def run(tflite: bytes, x: npt.NDArray[Any]) -> MicroResult:
+    """Runs the file on rows [N, …] in tflite-micro, in a separate process.
 
     Raises:
-        StepRefused: with the interpreter's own words.
+        StepRefused: with the interpreter's own message.
     """
     with tempfile.TemporaryDirectory() as scratch:
         files = [Path(scratch) / name for name in ("model.tflite", "rows.npy", "logits.npy")]
@@ -121,19 +122,19 @@ def run(tflite: bytes, x: npt.NDArray[Any]) -> Ran:
         np.save(files[1], x, allow_pickle=False)
         command = [sys.executable, "-P", "-m", "models.compress.micro_process", *map(str, files)]
         try:
-            done = apart.run(command, SECONDS)
+            done = isolated_process.run(command, SECONDS)
         except subprocess.TimeoutExpired:
-            raise StepRefused(f"tflite-micro was not done with {len(x)} rows after {SECONDS} s") from None
+            raise StepRefused(f"tflite-micro did not finish {len(x)} rows within {SECONDS} s") from None
         if done.returncode:
             raise StepRefused(f"tflite-micro does not run the file: {_reason(done)}")
-        said = json.loads(done.stdout.splitlines()[-1])
-        return Ran(int(said["arena_bytes"]), np.load(files[2], allow_pickle=False))
+        answer = json.loads(done.stdout.splitlines()[-1])
+        return MicroResult(int(answer["arena_bytes"]), np.load(files[2], allow_pickle=False))
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:
-    """The interpreter says what it lacks on standard error, before the exception that only says that it failed."""
+    """The interpreter's message: it precedes the traceback on standard error, which only says that it failed."""
     if done.returncode < 0:
-        return f"its process was ended by signal {-done.returncode}"
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    traceback = next((place for place, line in enumerate(said) if line.startswith("Traceback")), len(said))
-    return "; ".join(said[:traceback] or said[-1:])[:400]
+        return f"its process was killed by signal {-done.returncode}"
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    traceback = next((index for index, line in enumerate(lines) if line.startswith("Traceback")), len(lines))
+    return "; ".join(lines[:traceback] or lines[-1:])[:400]

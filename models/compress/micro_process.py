@@ -1,4 +1,4 @@
-"""One file on many rows in tflite-micro, in a process that imports nothing else.
+"""Runs one file on many rows in tflite-micro, in a process that imports nothing else.
 
 python -P -m models.compress.micro_process MODEL.tflite ROWS.npy LOGITS.npy
 {"arena_bytes": 58112}
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.export.micro import MicroModel, arena_bytes
+from models.compress.micro_selftest import MicroModel, arena_bytes
 
 
 def main() -> None:

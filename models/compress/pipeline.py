@@ -1,13 +1,14 @@
-"""A compression as a sequence of steps, each kept on disk as soon as it is done.
+"""A compression as a sequence of steps, each stored on disk as soon as it is done.
 
-    1. `planned`: the `[[step]]` tables of a pipeline as steps with checked options
-    2. `run`: the source is step 0; every further step takes what the one before it has left
-    3. a step's folder, `step-01-distil/`: `model.safetensors`, `model.tflite` once there is one, `float32.tflite` that
-       size and latency of a float model are measured with, `model.cc` of a step `micro`, and last of all `step.json`
+    1. `plan_steps`: the `[[step]]` tables of a pipeline as steps with checked options
+    2. `run`: the source is step 0; every further step takes the model of the previous one
+    3. a step's folder, `step-01-distil/`: `model.safetensors`, `model.tflite` once there is one, `float32.tflite` to measure
+       size and latency of a float model, `model.cc` of a step `micro`, and finally `step.json`
 
-A step's key is the hash of all it is a function of: the model it takes, the original and the teachers, its options, the data,
-its seed, our code and the libraries' versions. (The code of a user's own model is not part of it.) One whose folder holds that key is not run again, whether an earlier run was killed or only later steps were changed.
-A model always goes through its files, so that a run that was resumed gives what one that was not would have given.
+A step's key is the hash of all its inputs: the model before it, the original and the teachers, its options, the data,
+its seed, our code and the libraries' versions (but not the code of a user's own model). If the folder already holds that key, the
+step does not run again, whether an earlier run was killed or only later steps changed.
+Models always pass through their files, so a resumed run gives the same result as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ from edge_client.files import sync_folder, write_durably
 from models import catalog, options, zoo
 from models.compress import report
 from models.compress.c_array import c_array
+from models.compress.pruning.structure import rebuild
 from models.compress.step import Context, Data, Model, Precision, StepRefused
-from models.compress.structure import rebuilt
 from models.job import JobError
 from models.pretrain.params import Params, params_of
 from models.zoo.spec import ModelSpec
 
 STEPS: Mapping[str, str] = {
     "distil": "models.compress.distil:step",
-    "prune": "models.compress.prune:prune",
-    "structured": "models.compress.structured:structured",
-    "lowrank": "models.compress.lowrank:factorise",
+    "prune": "models.compress.pruning.prune:prune",
+    "structured": "models.compress.pruning.structured:structured",
+    "lowrank": "models.compress.pruning.lowrank:factorise",
     "fold": "models.compress.graph:fold",
-    "quantize": "models.compress.quantize:step",
-    "mixed": "models.compress.sensitivity:mixed",
-    "qat": "models.compress.qat:train",
-    "codebook": "models.compress.codebook:cluster",
-    "micro": "models.compress.micro:microcontroller",
+    "quantize": "models.compress.quantization.quantize:step",
+    "mixed": "models.compress.quantization.sensitivity:mixed",
+    "qat": "models.compress.quantization.qat:train",
+    "codebook": "models.compress.quantization.codebook:cluster",
+    "micro": "models.compress.micro:compile_model",
 }
-"""Kind of a step -> where it is, imported when it is used."""
+"""Kind of a step -> module and function, imported on use."""
 
 SOURCE = "source"
 PARAMS, TFLITE, FLOAT32, RECORD = "model.safetensors", "model.tflite", "float32.tflite", "step.json"
@@ -66,9 +67,9 @@ _MAKERS = (
     "ai-edge-litert",
 )
 _COMPARED = 16
-"""Rows on which a model read back is compared with what the step gave."""
+"""Rows on which a reread model is compared with the step's result."""
 
-Tell = Callable[[Mapping[str, Any]], None]
+OnProgress = Callable[[Mapping[str, Any]], None]
 
 
 class PipelineError(ValueError):
@@ -76,110 +77,121 @@ class PipelineError(ValueError):
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A step with its options, ready to be run. `options`: the dataclass of its kind."""
+class PlannedStep:
+    """A step with its options, ready to run. `options`: the dataclass of its kind."""
 
     kind: str
     options: Any
-    act: Callable[[Model, Data, Any, Context], Model]
+    function: Callable[[Model, Data, Any, Context], Model]
 
 
 @dataclass(frozen=True)
-class Done:
-    """A step that is done: its folder, what `step.json` says, and the model it has left."""
+class StepResult:
+    """A finished step: its folder, the contents of `step.json`, and its model."""
 
     folder: Path
     record: Mapping[str, Any]
     model: Model
 
 
-def planned(tables: Sequence[Mapping[str, Any]], where: str) -> list[Planned]:
-    """The steps that `tables`, each with a `kind` and that kind's options, ask for.
+def plan_steps(tables: Sequence[Mapping[str, Any]], where: str) -> list[PlannedStep]:
+    """The steps in `tables`, each with a `kind` and that kind's options.
 
     Raises:
-        PipelineError: `where`, number and kind of the step, and the key that is wrong.
+        PipelineError: naming `where`, number and kind of the step, and the wrong key.
     """
-    return [_planned(table, f"{where}: step {number}") for number, table in enumerate(tables, 1)]
+    return [_plan_step(table, f"{where}: step {number}") for number, table in enumerate(tables, 1)]
 
 
-def _planned(table: Mapping[str, Any], where: str) -> Planned:
-    given = dict(table)
-    kind = given.pop("kind", None)
+def _plan_step(table: Mapping[str, Any], where: str) -> PlannedStep:
+    settings = dict(table)
+    kind = settings.pop("kind", None)
     if not isinstance(kind, str) or kind not in STEPS:
         missing = "has no kind" if kind is None else f"has kind = {kind!r}"
         raise PipelineError(f"{where} {missing}, expected one of {', '.join(STEPS)}")
-    module, _, function = STEPS[kind].partition(":")
-    act = getattr(importlib.import_module(module), function)
+    module, _, name = STEPS[kind].partition(":")
+    function = getattr(importlib.import_module(module), name)
     try:
-        read = options.read(typing.get_type_hints(act)["options"], given, f"{where} ({kind})")
+        read = options.read(typing.get_type_hints(function)["options"], settings, f"{where} ({kind})")
     except options.OptionError as error:
         raise PipelineError(str(error)) from None
-    return Planned(kind, read, act)
+    return PlannedStep(kind, read, function)
 
 
 def run(
-    steps: Sequence[Planned],
+    steps: Sequence[PlannedStep],
     source: Model,
     data: Data,
     folder: Path,
     seed: int,
     *,
     teachers: Mapping[str, Model] | None = None,
-    tell: Tell = lambda line: None,
-) -> list[Done]:
-    """Runs `steps` one after the other in `folder`, and gives all that were done, step 0 being the source itself.
+    on_progress: OnProgress = lambda line: None,
+) -> list[StepResult]:
+    """Runs `steps` in order in `folder`, and returns the results of all, step 0 being the source itself.
 
-    Steps that are already there, with the same key, are taken from there. Folders of other steps are removed.
+    Stored steps with the same key are reused. Folders of other steps are removed.
 
     Args:
-        seed: of the pipeline; every step draws one of its own from it.
+        seed: of the pipeline; every step derives its own from it.
 
     Raises:
-        StepRefused: a step could not be done; those before it are kept.
+        StepRefused: a step is impossible; those before it remain stored.
     """
     named = dict(teachers or {})
     fixed = {
         "data": fingerprint(data),
         "original": identity(source),
         "teachers": {name: identity(model) for name, model in sorted(named.items())},
-        "code": code(),
+        "code": code_digest(),
     }
-    done: list[Done] = []
-    for number, step in enumerate((Planned(SOURCE, None, _itself), *steps)):
-        taken = done[-1].model if done else source
-        place = folder / f"step-{number:02}-{step.kind}"
+
+    def context(step_seed: int, line: Mapping[str, Any]) -> Context:
+        return Context(step_seed, source, named, lambda event: on_progress({**event, **line}))
+
+    done: list[StepResult] = []
+    for number, step in enumerate((PlannedStep(SOURCE, None, _no_change), *steps)):
+        previous = done[-1].model if done else source
+        step_folder = folder / f"step-{number:02}-{step.kind}"
         step_seed = int(np.random.default_rng([seed, number]).integers(2**31))
-        asked = {
+        inputs = {
             "step": number,
             "kind": step.kind,
             "options": {} if step.options is None else asdict(step.options),
             "seed": step_seed,
-            "parent": identity(taken),
+            "parent": identity(previous),
         }
-        key = _key({**asked, **fixed})
+        key = _key({**inputs, **fixed})
         line = {"pipeline_step": number, "steps_in_all": len(steps), "kind": step.kind}
-        if (kept := _kept(place, key)) is None:
-            tell({**line, "stage": "compress"})
-            context = Context(
-                step_seed,
-                source,
-                named,
-                lambda said, line=line: tell({**said, **line}),  # type: ignore[misc]
-            )
-            began = time.perf_counter()
-            given = _consistent(taken, step.act(replace(taken, facts={}), data, step.options, context))
-            asked |= {"seconds": time.perf_counter() - began, "key": key, "data_fingerprint": fixed["data"]}
-            kept = _keep(place, given, data, asked)
+        if (stored := _load_stored(step_folder, key)) is None:
+            on_progress({**line, "stage": "compress"})
+            inputs |= {"key": key, "data_fingerprint": fixed["data"]}
+            stored = _execute(step, previous, data, context(step_seed, line), step_folder, inputs)
         else:
-            tell({**line, "stage": "kept"})
-        done.append(kept)
+            on_progress({**line, "stage": "kept"})
+        done.append(stored)
     for stale in set(folder.glob("step-[0-9][0-9]-*")) - {each.folder for each in done}:
         shutil.rmtree(stale)
     return done
 
 
-def measured(done: Sequence[Done], data: Data) -> list[dict[str, Any]]:
-    """A row for every step: what it did, its figures, and latencies of all that devices can run, taken in turns."""
+def _execute(
+    step: PlannedStep,
+    previous: Model,
+    data: Data,
+    context: Context,
+    step_folder: Path,
+    inputs: Mapping[str, Any],
+) -> StepResult:
+    """Runs one step on the model of the previous one, and stores its result."""
+    started = time.perf_counter()
+    result = step.function(replace(previous, facts={}), data, step.options, context)
+    inputs = {**inputs, "seconds": time.perf_counter() - started}
+    return _store(step_folder, _drop_stale_file(previous, result), data, inputs)
+
+
+def measure(done: Sequence[StepResult], data: Data) -> list[dict[str, Any]]:
+    """A row for every step: its facts and figures, and interleaved latencies of all models that devices can run."""
     files = {
         each.folder.name: (each.folder / name).read_bytes()
         for each in done
@@ -201,8 +213,8 @@ def measured(done: Sequence[Done], data: Data) -> list[dict[str, Any]]:
     ]
 
 
-def lineage(done: Sequence[Done]) -> list[dict[str, Any]]:
-    """Which file came from which: hashes of every step's output and of what it was made from."""
+def lineage(done: Sequence[StepResult]) -> list[dict[str, Any]]:
+    """The hashes of every step's output and of its input."""
     keys = ("step", "kind", "key", "params_sha256", "tflite_sha256")
     return [
         {
@@ -224,8 +236,8 @@ def fingerprint(data: Data) -> str:
 
 
 @cache
-def code() -> str:
-    """SHA-256 of the sources of `models` and of the versions of the libraries that steps are made with."""
+def code_digest() -> str:
+    """SHA-256 of the sources of `models` and of the versions of the libraries that steps use."""
     folder = Path(__file__).parents[1]
     digest = hashlib.sha256("\n".join(f"{name} {version(name)}" for name in _MAKERS).encode())
     for path in sorted(folder.rglob("*.py")):
@@ -234,16 +246,16 @@ def code() -> str:
 
 
 def identity(model: Model) -> dict[str, Any]:
-    """What tells a model from others: its spec, and hashes of its params and its file."""
+    """Identifies a model: its spec, and hashes of its params and its file."""
     return {
-        "model": described(model.spec),
+        "model": describe_spec(model.spec),
         "params": hashlib.sha256(safetensors.numpy.save(params_of(model.module))).hexdigest(),
         "tflite": hashlib.sha256(model.tflite).hexdigest() if model.tflite else None,
     }
 
 
-def described(spec: ModelSpec) -> dict[str, Any]:
-    """The spec as job files have it."""
+def describe_spec(spec: ModelSpec) -> dict[str, Any]:
+    """The spec as job files describe it."""
     return {
         "name": spec.name,
         "options": dict(spec.options),
@@ -266,7 +278,7 @@ def read_params(path: Path) -> Params:
         raise JobError(f"{path} is not a readable .safetensors file: {error}") from error
 
 
-def _itself(model: Model, data: Data, options: Any, context: Context) -> Model:
+def _no_change(model: Model, data: Data, options: Any, context: Context) -> Model:
     return model
 
 
@@ -274,51 +286,51 @@ def _key(inputs: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
-def _consistent(before: Model, after: Model) -> Model:
-    """A file that was made of params which have changed since is none of the new model."""
+def _drop_stale_file(before: Model, after: Model) -> Model:
+    """Removes a file that was made before the params changed."""
     if after.tflite is not None and after.tflite is before.tflite and after.module is not before.module:
         return replace(after, tflite=None, precision="float32")
     return after
 
 
-def _keep(place: Path, model: Model, data: Data, asked: Mapping[str, Any]) -> Done:
-    """Writes a step down, its record last, and reads it back."""
-    if place.exists():  # another step's, or one that was not finished
-        (place / RECORD).unlink(missing_ok=True)
-        sync_folder(place)
-        shutil.rmtree(place)
-    place.mkdir(parents=True)
+def _store(step_folder: Path, model: Model, data: Data, inputs: Mapping[str, Any]) -> StepResult:
+    """Stores a step, its record last, and reads it back."""
+    if step_folder.exists():  # of another step, or unfinished
+        (step_folder / RECORD).unlink(missing_ok=True)
+        sync_folder(step_folder)
+        shutil.rmtree(step_folder)
+    step_folder.mkdir(parents=True)
     content = safetensors.numpy.save(params_of(model.module))
-    write_durably(place / PARAMS, content)
+    write_durably(step_folder / PARAMS, content)
     if model.tflite is not None:
-        write_durably(place / TFLITE, model.tflite)
-        if asked["kind"] == "micro":
-            write_durably(place / C_ARRAY, c_array(model.tflite).encode())
-    float32, unconverted = _float32(model)
+        write_durably(step_folder / TFLITE, model.tflite)
+        if inputs["kind"] == "micro":
+            write_durably(step_folder / C_ARRAY, c_array(model.tflite).encode())
+    float32, unconverted = _convert_float32(model)
     if float32 is not None:
-        write_durably(place / FLOAT32, float32)
-    found = report.figures(model, data.x_test, data.y_test, float32).document()
-    found.pop("latency_us")
+        write_durably(step_folder / FLOAT32, float32)
+    figures = asdict(report.measure(model, data.x_test, data.y_test, float32))
+    figures.pop("latency_us")
     record = {
-        **asked,
-        "model": described(model.spec),
+        **inputs,
+        "model": describe_spec(model.spec),
         "precision": model.precision,
         "params_sha256": hashlib.sha256(content).hexdigest(),
         "tflite_sha256": hashlib.sha256(model.tflite).hexdigest() if model.tflite else None,
-        "figures": found,
+        "figures": figures,
         "facts": {**model.facts, **({"not_converted": unconverted} if unconverted else {})},
     }
-    again = _read(place, record)
-    _require_same(model, again, data, place.name)
-    write_durably(place / RECORD, (json.dumps(record, indent=2) + "\n").encode())
-    sync_folder(place.parent)
-    return Done(place, record, again)
+    stored = _read_model(step_folder, record)
+    _require_same(model, stored, data, step_folder.name)
+    write_durably(step_folder / RECORD, (json.dumps(record, indent=2) + "\n").encode())
+    sync_folder(step_folder.parent)
+    return StepResult(step_folder, record, stored)
 
 
-def _kept(place: Path, key: str) -> Done | None:
-    """The step in `place`, if it is whole and has that key."""
+def _load_stored(step_folder: Path, key: str) -> StepResult | None:
+    """The step in `step_folder`, if it is complete and has that key."""
     try:
-        record = json.loads((place / RECORD).read_text("utf-8"))
+        record = json.loads((step_folder / RECORD).read_text("utf-8"))
     except (OSError, ValueError):
         return None
     if record.get("key") != key:
@@ -326,45 +338,45 @@ def _kept(place: Path, key: str) -> Done | None:
     for name, field in ((PARAMS, "params_sha256"), (TFLITE, "tflite_sha256")):
         if record[field] is None:
             continue
-        path = place / name
+        path = step_folder / name
         if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != record[field]:
             return None
-    return Done(place, record, _read(place, record))
+    return StepResult(step_folder, record, _read_model(step_folder, record))
 
 
-def _read(place: Path, record: Mapping[str, Any]) -> Model:
-    about = dict(record["model"])
+def _read_model(step_folder: Path, record: Mapping[str, Any]) -> Model:
+    settings = dict(record["model"])
     spec = zoo.get(
-        about["name"],
-        input_shape=tuple(about["input_shape"]),
-        classes=about["classes"],
-        input_dtype=about["input_dtype"],
-        task=about["task"],
-        **about["options"],
+        settings["name"],
+        input_shape=tuple(settings["input_shape"]),
+        classes=settings["classes"],
+        input_dtype=settings["input_dtype"],
+        task=settings["task"],
+        **settings["options"],
     )
-    tflite = (place / TFLITE).read_bytes() if record["tflite_sha256"] else None
+    tflite = (step_folder / TFLITE).read_bytes() if record["tflite_sha256"] else None
     precision: Precision = record["precision"]
-    return Model(spec, rebuilt(spec, read_params(place / PARAMS)), tflite, precision, record["facts"])
+    return Model(spec, rebuild(spec, read_params(step_folder / PARAMS)), tflite, precision, record["facts"])
 
 
-def _require_same(given: Model, again: Model, data: Data, name: str) -> None:
+def _require_same(model: Model, stored: Model, data: Data, name: str) -> None:
     rows = data.x_test[:_COMPARED]
-    before, after = report.logits(given.module, rows), report.logits(again.module, rows)
+    before, after = report.logits(model.module, rows), report.logits(stored.module, rows)
     if not np.allclose(before, after, rtol=1e-3, atol=1e-4):
         raise StepRefused(
-            f"{name}: the module read back from its params answers otherwise, by {np.abs(before - after).max():.3g} "
-            "in a logit; this change of its layers cannot be told by names and shapes"
+            f"{name}: the module rebuilt from its params gives other logits, by {np.abs(before - after).max():.3g} "
+            "at most; names and shapes alone do not describe this change of its layers"
         )
 
 
-def _float32(model: Model) -> tuple[bytes | None, str]:
-    """A float model as devices would run it; None where they have its file already, or cannot run it, and then why."""
+def _convert_float32(model: Model) -> tuple[bytes | None, str]:
+    """The `.tflite` of a float model; None if it has a file already or devices cannot run it, with the reason."""
     entry = catalog.MODELS.get(model.spec.name)
     if model.tflite is not None or (entry is not None and "litert" not in entry.runtimes):
         return None, ""
-    from models.compress.quantize import converted
+    from models.compress.quantization.quantize import to_tflite
 
     try:
-        return converted(model.module, model.spec), ""
-    except Exception as error:  # whatever the converter raises of an operation it does not know
+        return to_tflite(model.module, model.spec), ""
+    except Exception as error:  # the converter raises anything for an unknown operation
         return None, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"

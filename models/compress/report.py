@@ -1,8 +1,8 @@
-"""What a model costs and what it is worth, before and after every step: parameters, MACs, bytes, latency, accuracy.
+"""The figures of a model before and after every step: parameters, MACs, bytes, latency, accuracy.
 
-Files run on LiteRT with one thread and XNNPACK, a row at a time, as a device would. Latencies are medians of runs taken in
-turns, so that a busy machine slows all models alike; only those of one measurement compare. Workers measure without AMX tiles, which
-devices do not have (`models.compress.tiles`).
+Files run on LiteRT with one thread and XNNPACK, a row at a time, as on a device. Latencies are medians of interleaved runs,
+so that a busy machine slows all models alike; only those of one measurement are comparable. Workers measure without AMX tiles,
+which devices do not have (`models.compress.amx`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from edge_client.files import make_durably
-from edge_client.infer.runtime import dequantized, quantized
+from edge_client.infer.runtime import dequantize, quantize
 from edge_client.train.trainer import score
 from models.compress.step import Model
 from models.pretrain import evaluation
@@ -35,19 +35,19 @@ from models.zoo.spec import ModelSpec
 
 CPU = torch.device("cpu")
 _BLOCK = 8
-"""Runs of one model before it is the next one's turn; the first of them finds cold caches and is not counted."""
+"""Counted runs of one model before the next one's; an uncounted run before them warms the caches."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One model in numbers.
+    """The figures of a model.
 
     Attributes:
-        accuracy: of the file where there is one, else of the module; over the labels of the test rows that count.
+        accuracy: of the file if there is one, otherwise of the module; over the test labels that count.
         parameters: of the module; nonzero: of these.
         macs: multiply-accumulates of one row.
-        bytes: of the `.tflite`, of a float model's float32 one, or of the params where devices cannot run it.
-        compressed_bytes: of the same through zlib: what transport costs.
+        bytes: of the `.tflite`, of a float model's float32 one, or of the params if devices cannot run it.
+        compressed_bytes: of the same after zlib, as in transport.
         latency_us: of one row in LiteRT; None: not measured, or devices cannot run this model.
     """
 
@@ -60,14 +60,11 @@ class Figures:
     precision: str
     latency_us: float | None = None
 
-    def document(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def figures(
+def measure(
     model: Model, x: npt.NDArray[Any], y: npt.NDArray[np.int32], float32: bytes | None = None
 ) -> Figures:
-    """All but the latency, on test rows. `float32`: the `.tflite` of a model that has none of its own yet."""
+    """All figures but the latency, on test rows. `float32`: the `.tflite` of a model that has none of its own yet."""
     content = model.tflite or float32 or safetensors.numpy.save(params_of(model.module))
     return Figures(
         accuracy(model.tflite or model.module, x, y),
@@ -94,21 +91,21 @@ def macs(module: nn.Module, spec: ModelSpec) -> int:
     x, _ = spec.example_batch(1)
     counter = FlopCounterMode(display=False)
     trained = copy.deepcopy(module).requires_grad_(True)
-    # the counter does not know fused attention, which is not used with gradients, nor oneDNN's LSTM
+    # the counter knows neither fused attention, which gradients disable, nor oneDNN's LSTM
     with warnings.catch_warnings(), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), counter:
-        warnings.simplefilter("ignore")  # of TF32, whenever oneDNN is turned off
+        warnings.simplefilter("ignore")  # about TF32, when oneDNN is turned off
         with torch.backends.mkldnn.flags(enabled=False):
             trained(x)
     return int(counter.get_total_flops()) // 2
 
 
 def accuracy(model: nn.Module | bytes, x: npt.NDArray[Any], y: npt.NDArray[np.int32]) -> float:
-    """Of a module, or of a `.tflite` on LiteRT."""
+    """The accuracy of a module, or of a `.tflite` on LiteRT."""
     return float(score(logits(model, x), y).accuracy)
 
 
 def logits(model: nn.Module | bytes, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """[N, (T,) classes], dequantized where the file's output is not."""
+    """Logits [N, (T,) classes], dequantized if the file's output is quantized."""
     if isinstance(model, nn.Module):
         answer: npt.NDArray[np.float32] = evaluation.logits_of(model, x, CPU).numpy()
         return answer
@@ -117,7 +114,7 @@ def logits(model: nn.Module | bytes, x: npt.NDArray[Any]) -> npt.NDArray[np.floa
 
 
 class Runner:
-    """A `.tflite` in LiteRT, one thread, that takes a row at a time: x [1, …] -> logits [1, (T,) classes], float32."""
+    """A `.tflite` in LiteRT, one thread, a row at a time: x [1, …] -> logits [1, (T,) classes], float32."""
 
     def __init__(self, content: bytes) -> None:
         from ai_edge_litert.interpreter import Interpreter
@@ -132,10 +129,10 @@ class Runner:
     def __call__(self, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         self.feed(x)
         self.invoke()
-        return dequantized(self._interpreter.get_tensor(self.output["index"]), self.output)
+        return dequantize(self._interpreter.get_tensor(self.output["index"]), self.output)
 
     def feed(self, x: npt.NDArray[Any]) -> None:
-        self._interpreter.set_tensor(self.input["index"], quantized(x, self.input))
+        self._interpreter.set_tensor(self.input["index"], quantize(x, self.input))
 
     def invoke(self) -> None:
         self._interpreter.invoke()
@@ -144,75 +141,80 @@ class Runner:
 def latency(
     models: Mapping[str, nn.Module | bytes], x: npt.NDArray[Any], turns: int = 20
 ) -> dict[str, float]:
-    """Median microseconds of one row of `x` by each of the models, taken in turns, one thread."""
+    """Median microseconds of each model for one row of `x`, measured in turns, one thread."""
     row = np.ascontiguousarray(x[:1])
-    ways = {name: _way(model, row) for name, model in models.items()}
-    microseconds: dict[str, list[float]] = {name: [] for name in ways}
+    inferences = {name: _inference(model, row) for name, model in models.items()}
+    microseconds: dict[str, list[float]] = {name: [] for name in inferences}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for _ in range(turns):
-            for name, way in ways.items():
-                way()
+            for name, infer in inferences.items():
+                infer()
                 for _ in range(_BLOCK):
-                    began = time.perf_counter()
-                    way()
-                    microseconds[name].append((time.perf_counter() - began) * 1e6)
+                    started = time.perf_counter()
+                    infer()
+                    microseconds[name].append((time.perf_counter() - started) * 1e6)
     finally:
         torch.set_num_threads(threads)
     return {name: statistics.median(values) for name, values in microseconds.items()}
 
 
-def _way(model: nn.Module | bytes, row: npt.NDArray[Any]) -> Callable[[], object]:
+def _inference(model: nn.Module | bytes, row: npt.NDArray[Any]) -> Callable[[], object]:
     if isinstance(model, bytes):
         runner = Runner(model)
         runner.feed(row)
         return runner.invoke
     x, module = torch.from_numpy(row), model.eval()
 
-    def way() -> None:
+    def infer() -> None:
         with torch.inference_mode():
             module(x)
 
-    return way
+    return infer
 
 
-def front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Places of the points (cost, worth) that no other one beats in both, by rising cost."""
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the Pareto-optimal points (cost, accuracy), by rising cost."""
     best, chosen = -np.inf, []
-    for place in sorted(range(len(points)), key=lambda place: (points[place][0], -points[place][1])):
-        if points[place][1] > best:
-            best = points[place][1]
-            chosen.append(place)
+    for index in sorted(range(len(points)), key=lambda index: (points[index][0], -points[index][1])):
+        if points[index][1] > best:
+            best = points[index][1]
+            chosen.append(index)
     return chosen
 
 
-def plot(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+def plot(rows: Iterable[Mapping[str, Any]], path: Path, test_rows: int) -> None:
     """Accuracy against bytes, latency and memory, with their Pareto fronts, as a PNG.
 
     Args:
-        rows: `name` and the keys of `Figures`; `memory_bytes` where it was measured. Points bear a row's number, from 1.
+        rows: `name` and the keys of `Figures`; `memory_bytes` if measured. Points are labelled with a row's `step`, as in
+            the table; rows without one count from 1.
+        test_rows: number of rows that accuracies are measured on.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
     listed = list(rows)
+    numbers = [row.get("step", index) for index, row in enumerate(listed, 1)]
     panels = [("bytes", "size (KB)", 1e-3), ("latency_us", "latency of a row (µs)", 1.0)]
     if any("memory_bytes" in row for row in listed):
         panels.append(("memory_bytes", "memory (KB)", 1e-3))
     figure = Figure(figsize=(5 * len(panels) + 2, max(4.5, 0.2 * len(listed))), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (key, label, unit) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        shown = [(number, row) for number, row in enumerate(listed, 1) if row.get(key) is not None]
+        shown = [
+            (number, row) for number, row in zip(numbers, listed, strict=True) if row.get(key) is not None
+        ]
         points = [(row[key] * unit, row["accuracy"]) for _, row in shown]
         for (number, _), point in zip(shown, points, strict=True):
             axes.plot(*point, "o", color="tab:blue")
             if point not in points[: [each for each, _ in shown].index(number)]:
-                alike = [str(each) for (each, _), other in zip(shown, points, strict=True) if other == point]
-                axes.annotate(",".join(alike), point, textcoords="offset points", xytext=(4, 4), fontsize=8)
-        best = [points[place] for place in front(points)]
+                same = [str(each) for (each, _), other in zip(shown, points, strict=True) if other == point]
+                axes.annotate(",".join(same), point, textcoords="offset points", xytext=(4, 4), fontsize=8)
+        best = [points[index] for index in pareto_front(points)]
         axes.plot(
             [cost for cost, _ in best],
             [worth for _, worth in best],
@@ -220,13 +222,23 @@ def plot(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
             color="tab:orange",
             zorder=0,
         )
-        axes.set(xlabel=label, ylabel="accuracy")
+        axes.set(xlabel=label, ylabel=f"accuracy on {test_rows} rows")
+        axes.margins(0.12, 0.1)  # room for numbers beside the outermost points
         if points:
             axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            costs = [cost for cost, _ in points]
+            narrow = max(costs) < 4 * min(costs)  # decades would give at most one label
+            axes.xaxis.set_major_locator(MaxNLocator(5) if narrow else LogLocator(subs=(1.0, 2.0, 5.0)))
             axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3)
-    names = "\n".join(f"{number}  {row['name']}" for number, row in enumerate(listed, 1))
+    names = "\n".join(f"{number}  {_label(row)}" for number, row in zip(numbers, listed, strict=True))
     figure.legend([Line2D([], [], ls="")], [names], loc="outside right upper", handlelength=0, fontsize=8)
     make_durably(path, lambda temporary: figure.savefig(temporary, format="png", dpi=120))
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    """The label of a step, as in the table: its kind with its precision or model; of a candidate its name."""
+    if "kind" not in row:
+        return str(row["name"])
+    return f"{row['kind']} ({row['model'] if row['precision'] == 'float32' else row['precision']})"

@@ -1,14 +1,14 @@
-"""A search for the pipeline that takes a model into a device's budget: `python -P -m models.compress.search JOB.json`.
+"""A search for the pipeline that makes a model fit a device's budget: `python -P -m models.compress.search JOB.json`.
 
-    1. the ladder (`models.compress.ladder`): pipelines that train nothing are run at once
-    2. successive halving (Jamieson, Talwalkar 2016): the others with few epochs; of those within the budget the better half in full
-    3. what every candidate came to: bytes, memory, latency and accuracy, those first that no other one beats in all of them
-    4. the choice: of all that hold the budget and the bound, the smallest within a standard error of the most accurate one
-       (the one-standard-error rule, Breiman 1984, section 3.4.3), or none, and which came nearest
+    1. the ladder (`models.compress.ladder`): pipelines without training run in full at once
+    2. successive halving (Jamieson, Talwalkar 2016): the others run with few epochs; the better half of those within the budget in full
+    3. the outcomes: bytes, memory, latency and accuracy of every candidate, and which are Pareto-optimal
+    4. the choice: of all within the budget and the bound, the smallest within a standard error of the most accurate one
+       (the one-standard-error rule, Breiman 1984, section 3.4.3); if none fits, the nearest
 
-The job file is that of a compression without `steps`, and with `budget`, `first` (end with the first candidate that fits), `student`
-and `sets`. Its `x_test` are rows to choose by: neither learnt from nor those of the report. Leaves a folder for every candidate,
-whose steps are kept as those of any pipeline, `pareto.png`, and `result.json` with the steps of the chosen one.
+The job file is that of a compression without `steps`, and with `budget`, `first` (stop at the first candidate that fits), `student`
+and `sets`. Its `x_test` are rows to choose by: used neither for training nor for the report. Leaves a folder for every candidate,
+whose steps are stored as in any pipeline, `pareto.png`, and `result.json` with the steps of the chosen one.
 """
 
 from __future__ import annotations
@@ -24,29 +24,35 @@ from typing import Any, Literal
 
 import torch
 
-from edge_client import process
+from edge_client.processes import process
 from models import job as jobs
-from models.compress import memory, pipeline, report, tiles, worker
+from models.compress import (
+    amx,
+    memory,
+    pipeline,
+    report,
+    worker,
+)
 from models.compress.ladder import Candidate, Table, ladder
-from models.compress.pipeline import Tell
+from models.compress.pipeline import OnProgress
 from models.compress.step import Data, Model, StepRefused
 from models.options import bounded
 
 DROP = 0.02
-"""How far below the source's own the accuracy may be, where no bound is given."""
+"""How far the accuracy may drop below the source's without an explicit bound."""
 
 Rung = Literal["short", "full"]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a device has; 0: not bounded.
+    """Limits of a device; 0 means unlimited.
 
     Attributes:
-        memory_bytes: of the arena in tflite-micro, of LiteRT for what does not run there.
+        memory_bytes: of the arena in tflite-micro, or of LiteRT for files that do not run there.
         size_bytes: of the `.tflite`.
         latency_us: of one row, in LiteRT, on this machine.
-        accuracy: at least; 0: `DROP` below the source's.
+        accuracy: the minimum; 0: `DROP` below the source's.
     """
 
     memory_bytes: int = bounded(0, 0, 2**40)
@@ -55,7 +61,7 @@ class Budget:
     accuracy: float = bounded(0.0, 0.0, 1.0)
 
     def missed(self, outcome: Outcome) -> dict[str, float]:
-        """Bounds that `outcome` misses, and by which fraction of them."""
+        """Each limit that `outcome` misses, with the excess as a fraction of the limit."""
         costs = {
             "memory": (outcome.memory_bytes, self.memory_bytes),
             "size": (outcome.size_bytes, self.size_bytes),
@@ -69,12 +75,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a candidate came to, on rows to choose by.
+    """The result of a candidate, on the rows to choose by.
 
     Attributes:
-        steps: as they were run.
-        rung: `short` while it was trained for few epochs only.
-        runtime: what `memory_bytes` was measured in.
+        steps: as they ran.
+        rung: `short` if it was trained for few epochs only.
+        runtime: where `memory_bytes` was measured.
     """
 
     name: str
@@ -91,13 +97,13 @@ class Outcome:
 
     @property
     def costs(self) -> tuple[float, float, float, float]:
-        """What is the better the less of it there is."""
+        """Lower is better for each."""
         return self.size_bytes, self.memory_bytes, self.latency_us, -self.accuracy
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A candidate that cannot be made of this model, and why. `failed`: not by its own rules, but with this error."""
+    """A candidate that is impossible for this model, and why. `failed`: an unexpected error rather than a refusal."""
 
     name: str
     reason: str
@@ -105,8 +111,8 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Found:
-    """All that was tried. `chosen`: None where nothing fits; `nearest` is then what misses by least."""
+class SearchResult:
+    """The outcomes of all candidates. `chosen`: None if nothing fits; `nearest` misses the limits by the least."""
 
     outcomes: Sequence[Outcome]
     refused: Sequence[Refused]
@@ -114,11 +120,11 @@ class Found:
     nearest: Outcome | None
 
 
-def run(path: Path, say: process.Report) -> None:
-    """The whole job, from its file."""
+def run(path: Path, emit: process.Report) -> None:
+    """Runs the job in the file `path`."""
     started = time.perf_counter()
     torch.set_num_threads(1)
-    tiles.refuse()
+    amx.disable()
     job = jobs.read(path)
     budget = job.table("budget", Budget) or Budget()
     source, data = worker.model_in(job), worker.data_in(job)
@@ -126,33 +132,33 @@ def run(path: Path, say: process.Report) -> None:
     candidates = ladder(source.spec, job.settings.get("student"), sets)
     _require_kinds(sets, candidates)
     for candidate in candidates:
-        pipeline.planned(candidate.steps, candidate.name)
-    own = report.accuracy(source.module, data.x_test, data.y_test)
+        pipeline.plan_steps(candidate.steps, candidate.name)
+    source_accuracy = report.accuracy(source.module, data.x_test, data.y_test)
     if not budget.accuracy:
-        budget = replace(budget, accuracy=max(0.0, own - DROP))
-    say(checked=True)
-    found = Search(source, data, job.out, job.seed, budget, lambda line: say(**line)).run(
+        budget = replace(budget, accuracy=max(0.0, source_accuracy - DROP))
+    emit(checked=True)
+    result = Search(source, data, job.out, job.seed, budget, lambda line: emit(**line)).run(
         candidates, first=job.flag("first", False)
     )
-    rows = _rows(found, budget)
-    report.plot([row for row in rows if "refused" not in row], job.out / "pareto.png")
+    rows = _rows(result, budget)
+    report.plot([row for row in rows if "refused" not in row], job.out / "pareto.png", len(data.x_test))
     jobs.write_result(
         job.out,
         {
             "budget": asdict(budget),
-            "source": {"model": source.spec.name, "accuracy": own},
+            "source": {"model": source.spec.name, "accuracy": source_accuracy},
             "rows": len(data.x_test),
             "candidates": rows,
-            "chosen": found.chosen.name if found.chosen else None,
-            "nearest": found.nearest.name if found.nearest else None,
-            "steps": steps_of(found.chosen, budget) if found.chosen else [],
+            "chosen": result.chosen.name if result.chosen else None,
+            "nearest": result.nearest.name if result.nearest else None,
+            "steps": steps_of(result.chosen, budget) if result.chosen else [],
             "seconds": time.perf_counter() - started,
         },
     )
 
 
 def _require_kinds(sets: Mapping[str, object], candidates: Sequence[Candidate]) -> None:
-    """What is set is set of a step that some candidate has."""
+    """Requires that some candidate has a step of each kind in `sets`."""
     kinds = {step["kind"]: None for candidate in candidates for step in candidate.steps}
     for kind in sets:
         if kind not in kinds:
@@ -162,33 +168,33 @@ def _require_kinds(sets: Mapping[str, object], candidates: Sequence[Candidate]) 
 
 
 class Search:
-    """Candidates run in folders of their own, below one folder."""
+    """Runs candidates, each in its own folder below `folder`."""
 
     def __init__(
-        self, source: Model, data: Data, folder: Path, seed: int, budget: Budget, tell: Tell
+        self, source: Model, data: Data, folder: Path, seed: int, budget: Budget, on_progress: OnProgress
     ) -> None:
         self._source, self._data, self._folder, self._seed = source, data, folder, seed
-        self._budget, self._tell = budget, tell
+        self._budget, self._on_progress = budget, on_progress
         self._outcomes: dict[str, Outcome] = {}
         self._refused: dict[str, Refused] = {}
         self._ran: list[tuple[Path, tuple[Table, ...]]] = []
 
-    def run(self, candidates: Sequence[Candidate], *, first: bool = False) -> Found:
+    def run(self, candidates: Sequence[Candidate], *, first: bool = False) -> SearchResult:
         """Tries the candidates; with `first` only until one fits.
 
-        One that fails, whatever a library raised of this model, is refused with what it raised, and the others are tried.
+        If a library raises any error for a candidate, the candidate is refused with that error and the search continues.
 
         Raises:
-            Exception: the last one, where all that did not refuse failed.
+            Exception: the last error, if no candidate succeeded and at least one failed.
         """
         at_once = [candidate for candidate in candidates if not candidate.trains]
         trained = [candidate for candidate in candidates if candidate.trains]
-        if not self._all(at_once, "full", first) and not self._all(trained, "short", first):
-            self._all(self._promising(trained), "full", first)
-        return self._found()
+        if not self._run_all(at_once, "full", first) and not self._run_all(trained, "short", first):
+            self._run_all(self._promising(trained), "full", first)
+        return self._result()
 
-    def _all(self, candidates: Iterable[Candidate], rung: Rung, first: bool) -> bool:
-        """Whether to end here."""
+    def _run_all(self, candidates: Iterable[Candidate], rung: Rung, first: bool) -> bool:
+        """Runs the candidates on one rung. True if the search ends here, because one fits and `first` is set."""
         for candidate in candidates:
             self._try(candidate, rung)
             outcome = self._outcomes.get(candidate.name)
@@ -198,26 +204,26 @@ class Search:
         return False
 
     def _try(self, candidate: Candidate, rung: Rung) -> None:
-        self._tell({"candidate": candidate.name, "rung": rung})
+        self._on_progress({"candidate": candidate.name, "rung": rung})
         steps = candidate.steps if rung == "full" else candidate.short()
-        place = self._folder / f"{candidate.name}-{rung}"
-        self._borrow(place, steps)
+        candidate_folder = self._folder / f"{candidate.name}-{rung}"
+        self._copy_common_steps(candidate_folder, steps)
         try:
             done = pipeline.run(
-                pipeline.planned(steps, candidate.name),
+                pipeline.plan_steps(steps, candidate.name),
                 self._source,
                 self._data,
-                place,
+                candidate_folder,
                 self._seed,
-                tell=self._tell,
+                on_progress=self._on_progress,
             )
             last, figures = done[-1].model, done[-1].record["figures"]
-            assert last.tflite is not None  # every candidate ends with a file
-            needed = memory.needed(last.tflite, self._data.x_test)
+            assert last.tflite is not None  # the last step of every candidate makes a file
+            needed = memory.measure(last.tflite, self._data.x_test)
         except StepRefused as error:
             self._refused[candidate.name] = Refused(candidate.name, str(error))
             return
-        except OSError:  # a full disk is no fault of the candidate
+        except OSError:  # a full disk is not the candidate's fault
             raise
         except Exception as error:
             traceback.print_exc()
@@ -225,7 +231,7 @@ class Search:
             self._refused[candidate.name] = Refused(candidate.name, reason, error)
             return
         finally:
-            self._ran.append((place, steps))
+            self._ran.append((candidate_folder, steps))
         self._outcomes[candidate.name] = Outcome(
             candidate.name,
             steps,
@@ -240,23 +246,23 @@ class Search:
             last.tflite,
         )
 
-    def _borrow(self, place: Path, steps: tuple[Table, ...]) -> None:
-        """Copies steps that another candidate has in common; the pipeline takes those whose key is its own."""
+    def _copy_common_steps(self, candidate_folder: Path, steps: tuple[Table, ...]) -> None:
+        """Copies the leading steps shared with another candidate; the pipeline reuses those with a matching key."""
         for folder, others in self._ran:
             common = 0
             while common < min(len(steps), len(others)) and steps[common] == others[common]:
                 common += 1
             for number in range(common + 1):
                 for step in folder.glob(f"step-{number:02}-*"):
-                    if not (place / step.name).exists():
-                        place.mkdir(parents=True, exist_ok=True)
-                        part = place / f".{step.name}"
+                    if not (candidate_folder / step.name).exists():
+                        candidate_folder.mkdir(parents=True, exist_ok=True)
+                        part = candidate_folder / f".{step.name}"
                         shutil.rmtree(part, ignore_errors=True)
                         shutil.copytree(step, part)
-                        part.rename(place / step.name)
+                        part.rename(candidate_folder / step.name)
 
     def _promising(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The half, by accuracy, of those within the budget apart from it; the nearest one where there is none."""
+        """The more accurate half of those within the budget, accuracy aside; the nearest one if there are none."""
         tried = {each.name: self._outcomes[each.name] for each in candidates if each.name in self._outcomes}
         within = [name for name, outcome in tried.items() if not self._missed_costs(outcome)]
         if not within:
@@ -270,7 +276,7 @@ class Search:
         return missed
 
     def _time_in_turns(self) -> None:
-        """Only latencies of one measurement compare."""
+        """Measures all latencies again together: only latencies of one measurement are comparable."""
         if not self._outcomes:
             return
         latencies = report.latency(
@@ -279,39 +285,47 @@ class Search:
         for name, latency in latencies.items():
             self._outcomes[name] = replace(self._outcomes[name], latency_us=latency)
 
-    def _found(self) -> Found:
+    def _result(self) -> SearchResult:
         outcomes = list(self._outcomes.values())
-        refused = list(
-            self._refused.values()
-        )  # one trained in full may be, and has its outcome with few epochs
+        # A candidate refused in its full training still has its outcome of the short one.
+        refused = list(self._refused.values())
         failures = [each.failed for each in refused if each.failed is not None]
         if failures and not outcomes:
             raise failures[-1]
-        return Found(
+        return SearchResult(
             outcomes,
             refused,
-            choice(outcomes, self._budget, len(self._data.x_test)),
+            choose(outcomes, self._budget, len(self._data.x_test)),
             min(outcomes, key=lambda outcome: sum(self._budget.missed(outcome).values()), default=None),
         )
 
 
-def choice(outcomes: Sequence[Outcome], budget: Budget, rows: int) -> Outcome | None:
-    """The smallest, by bytes, of those that fit and are within a standard error of the most accurate one that fits.
+def choose(outcomes: Sequence[Outcome], budget: Budget, rows: int) -> Outcome | None:
+    """The smallest outcome, by bytes, of those that fit and are within a standard error (`lower_bound`) of the most accurate one.
 
     Args:
-        rows: that the accuracies are of.
+        rows: number of rows that accuracies are measured on.
     """
     fitting = [outcome for outcome in outcomes if not budget.missed(outcome)]
     if not fitting:
         return None
-    best = max(outcome.accuracy for outcome in fitting)
-    error = math.sqrt(best * (1 - best) / rows)
-    alike = [outcome for outcome in fitting if outcome.accuracy >= best - error - 1e-9]
-    return min(alike, key=lambda outcome: (outcome.size_bytes, outcome.memory_bytes))
+    least = lower_bound(max(outcome.accuracy for outcome in fitting), rows)
+    similar = [outcome for outcome in fitting if outcome.accuracy >= least - 1e-9]
+    return min(similar, key=lambda outcome: (outcome.size_bytes, outcome.memory_bytes))
+
+
+def lower_bound(share: float, rows: int) -> float:
+    """`share` of `rows` less its standard error, computed with two more successes and failures (Agresti and Coull 1998).
+
+    Without them, sqrt(p(1-p) / n) is 0 at p = 1, where one row less would count as worse.
+    """
+    adjusted_rows = rows + 4
+    adjusted = (share * rows + 2) / adjusted_rows
+    return share - math.sqrt(adjusted * (1 - adjusted) / adjusted_rows)
 
 
 def undominated(outcomes: Sequence[Outcome]) -> list[str]:
-    """Names of those that no other one beats: at least as good in everything, and better in something."""
+    """Names of the Pareto-optimal outcomes: no other one is at least as good in everything and better in something."""
     return [
         one.name
         for one in outcomes
@@ -323,7 +337,7 @@ def undominated(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def steps_of(outcome: Outcome, budget: Budget) -> list[Table]:
-    """Its pipeline; one that is to fit into an arena is seen to run in it, on every row."""
+    """The outcome's pipeline; if it must fit an arena, with a step that runs it there on every row."""
     steps = list(outcome.steps)
     if budget.memory_bytes and outcome.runtime == "tflite-micro" and outcome.precision == "static-int8":
         flash = min(budget.size_bytes, 2**31)
@@ -332,21 +346,21 @@ def steps_of(outcome: Outcome, budget: Budget) -> list[Table]:
     return steps
 
 
-def _rows(found: Found, budget: Budget) -> list[dict[str, Any]]:
-    front = undominated(found.outcomes)
+def _rows(result: SearchResult, budget: Budget) -> list[dict[str, Any]]:
+    front = undominated(result.outcomes)
     rows: list[dict[str, Any]] = []
-    for outcome in found.outcomes:
-        about = {key: value for key, value in vars(outcome).items() if key not in ("tflite", "size_bytes")}
+    for outcome in result.outcomes:
+        fields = {key: value for key, value in vars(outcome).items() if key not in ("tflite", "size_bytes")}
         rows.append(
             {
-                **about,
+                **fields,
                 "bytes": outcome.size_bytes,
                 "steps": [dict(step) for step in outcome.steps],
                 "front": outcome.name in front,
                 "missed": budget.missed(outcome),
             }
         )
-    return [*rows, *({"name": each.name, "refused": each.reason} for each in found.refused)]
+    return [*rows, *({"name": each.name, "refused": each.reason} for each in result.refused)]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a step of a compression takes and gives: a model on its way to a device, and the data it may use.
+"""The inputs and the result of a compression step: a model, and the data that the step may use.
 
 A step is a pure function `(Model, Data, options, Context) -> Model`, registered in `models.compress.pipeline.STEPS` under its
 `kind` with a dataclass of options (`models.options`). Steps that change float params give a `Model` with a `module`;
-quantization gives one with a `tflite` besides, whose precision says what became of it. A module whose layers changed size or
-number is still told by its spec and its params alone: `models.compress.structure.rebuilt`.
+quantization adds a `tflite` with its precision. A module whose layers changed in size or
+number is still described by its spec and params alone: `models.compress.pruning.structure.rebuild`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Options = TypeVar("Options", contravariant=True)
 
 
 class StepRefused(ValueError):
-    """The step cannot be done on this model, or its result is not what was asked for; the message says why and what to do."""
+    """The step is impossible for this model, or its result misses a requirement; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Model:
         module: float, in evaluation mode; may have fewer channels or more layers than `spec.module()`.
         tflite: the file for devices, once there is one: `infer(x[1, …]) -> logits[1, …]`.
         precision: of `tflite`, float32 while there is none.
-        facts: what the step found out, as JSON, for the report.
+        facts: details of the step, as JSON, for the report.
     """
 
     spec: ModelSpec
@@ -49,7 +49,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    """Rows that teach and calibrate, and rows that score. Labels are int32, `PADDING` where there is none.
+    """Rows to train and calibrate with, and rows to score on. Labels are int32, `PADDING` if unlabelled.
 
     Attributes:
         x_train: [N, …]; x_test: [M, …], never trained or calibrated on.
@@ -65,19 +65,19 @@ class Data:
 
 @dataclass(frozen=True)
 class Context:
-    """What else a step may use.
+    """The context of a step.
 
     Attributes:
-        seed: of the step; a generator of its own is made from it, so that a step resumed alone draws the same.
-        original: the model the pipeline began with: the teacher, unless the step names others.
+        seed: of the step's own generator, so that a step resumed alone draws the same numbers.
+        original: the source of the pipeline: the teacher, unless the step names others.
         teachers: further ones by name.
-        tell: progress, any JSON.
+        on_progress: receives progress, any JSON.
     """
 
     seed: int
     original: Model
     teachers: Mapping[str, Model] = field(default_factory=dict)
-    tell: Callable[[Mapping[str, Any]], None] = lambda line: None
+    on_progress: Callable[[Mapping[str, Any]], None] = lambda line: None
 
     def rng(self) -> np.random.Generator:
         return np.random.default_rng(self.seed)

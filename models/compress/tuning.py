@@ -1,7 +1,7 @@
-"""Short trainings in between: what distilling, pruning and quantizing do so that a changed model finds its accuracy again.
+"""Short trainings that recover accuracy after distillation, pruning and quantization.
 
-AdamW on one process; a model here is small enough. Steps differ in what they minimise (`objective`) and in what they do to the
-weights after every step (`after_step`: masks, proximal steps).
+AdamW in one process, for small models. Compression steps differ in what they minimise (`objective`) and in how they change the
+weights after every optimizer step (`after_step`: masks, proximal steps).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Tuning:
 
     Attributes:
         shift: images are moved by up to this many pixels.
-        freeze: layers that stay as they are, running statistics included: names separated by commas, `stem,stages.0`.
+        freeze: layers that do not change, running statistics included: names separated by commas, `stem,stages.0`.
     """
 
     epochs: int = bounded(10, 0, 100_000)
@@ -50,36 +50,38 @@ def tune(
     rng: np.random.Generator,
     objective: Objective,
     *,
-    also: Iterable[nn.Parameter] = (),
+    extra_parameters: Iterable[nn.Parameter] = (),
     after_step: Callable[[int], None] = lambda step: None,
     on_epoch: OnEpoch = lambda epoch, loss: None,
 ) -> list[float]:
-    """Trains `module` in place, which is left in evaluation mode, and gives the loss of every step.
+    """Trains `module` in place, leaves it in evaluation mode, and returns the loss of every step.
 
     Args:
         x: [N, …]; y: int32 [N] or [N, T].
-        also: learnt along, such as of a layer that only the objective has.
-        after_step: told the number of the step, from 1, after the optimizer's.
+        extra_parameters: trained too, such as those of a layer that only the objective uses.
+        after_step: called with the number of the step, from 1, after the optimizer's update.
 
     Raises:
-        StepRefused: `freeze` names no layer, or leaves none; `shift` is not for such examples; or the loss is no number.
+        StepRefused: `freeze` names no layer, or all of them; `shift` does not suit the examples; or the loss is not finite.
     """
     if not options.epochs:
         module.eval()
         return []
     _require_shiftable(x, options.shift)
     frozen = named_layers(module, options.freeze, "freeze")
-    learnt = [p for name, p in module.named_parameters() if not within(name, frozen)]
-    if not learnt:
+    trained = [p for name, p in module.named_parameters() if not is_within(name, frozen)]
+    if not trained:
         raise StepRefused(f"freeze = {options.freeze!r} leaves nothing to train; set epochs = 0 instead")
-    optimizer = torch.optim.AdamW([*learnt, *also], options.lr, weight_decay=options.weight_decay)
+    optimizer = torch.optim.AdamW(
+        [*trained, *extra_parameters], options.lr, weight_decay=options.weight_decay
+    )
     module.train()
     for name, part in module.named_modules():
-        if within(name, frozen):
-            part.eval()  # BatchNorm's running statistics are no parameters
+        if is_within(name, frozen):
+            part.eval()  # BatchNorm's running statistics are not parameters
     losses: list[float] = []
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(rng.integers(2**31)))  # dropout, where the module has it
+        torch.manual_seed(int(rng.integers(2**31)))  # for dropout, if the module has it
         for epoch in range(1, options.epochs + 1):
             before = len(losses)
             for batch in global_batches(len(x), options.batch_size, rng):
@@ -98,11 +100,11 @@ def tune(
     return losses
 
 
-def labelled(data: Data) -> Arrays:
-    """Training rows with a label that counts; a batch without one has no loss.
+def labelled_rows(data: Data) -> Arrays:
+    """Training rows with a label that counts; a batch without any has no loss.
 
     Raises:
-        StepRefused: there is none.
+        StepRefused: there are none.
     """
     counted = (data.y_train != PADDING).reshape(len(data.y_train), -1).any(1)
     if not counted.any():
@@ -113,27 +115,27 @@ def labelled(data: Data) -> Arrays:
 
 
 def named_layers(module: nn.Module, text: str, option: str) -> tuple[str, ...]:
-    """The names in `text`, separated by commas, each a layer of `module` or a part of it with parameters.
+    """The names in `text`, separated by commas, each a layer of `module` or a submodule with parameters.
 
     Raises:
-        StepRefused: a name is none; `option` is what the message calls the text.
+        StepRefused: a name is unknown; `option` names the text in the message.
     """
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     parameters = [name for name, _ in module.named_parameters()]
     for name in names:
-        if not any(within(parameter, (name,)) for parameter in parameters):
+        if not any(is_within(parameter, (name,)) for parameter in parameters):
             layers = ", ".join(dict.fromkeys(parameter.rpartition(".")[0] for parameter in parameters))
-            raise StepRefused(f"{option} names {name!r}, which is no layer of this model; it has {layers}")
+            raise StepRefused(f"{option} names {name!r}, which is not a layer of this model; it has {layers}")
     return names
 
 
-def within(name: str, layers: Iterable[str]) -> bool:
-    """Whether `name`, of a layer or a parameter, is one of `layers` or lies in one."""
+def is_within(name: str, layers: Iterable[str]) -> bool:
+    """Whether `name`, of a layer or a parameter, is one of `layers` or inside one."""
     return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
 
 
 def _require_shiftable(x: npt.NDArray[Any], shift: int) -> None:
     if shift and (x.ndim not in (3, 4) or x.dtype != np.float32):
         raise StepRefused(
-            f"shift = {shift} moves images by pixels, but examples of shape {x.shape[1:]} are none; leave shift out"
+            f"shift = {shift} moves images by pixels, but examples of shape {x.shape[1:]} are not images; remove shift"
         )

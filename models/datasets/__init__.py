@@ -1,8 +1,8 @@
-"""Data sets and how their rows are dealt out to clients.
+"""Loads data sets and partitions them among clients, with NumPy only.
 
-`load` makes a Dataset from a name, `partition` says which training rows each client holds, `owners` says
-whose each held-out row is, `preview` tells a person what was understood. Numpy only: nothing here imports
-a training framework, nor scikit-learn, whose bundled digits are read as a file.
+`load` makes a Dataset from a name, `partition` assigns training rows to clients, `owners` assigns held-out rows,
+`preview` describes the result for a person. Nothing here imports a training framework, nor scikit-learn, whose bundled
+digits are read as a file.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     tokens_test.npy    the tail, held out
     encoding.json      see `models.datasets.encodings`
 
-The files are one array each, mapped into memory by those who train; nothing here needs a framework. The encoding is
-learnt from the beginning alone; but characters of the tail get an id as well, or the tail could not be written.
+The files are one array each, mapped into memory by the trainers; nothing here needs a framework. The encoding is
+learnt from the beginning alone; characters of the tail get an id as well, because the tail must be encoded.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from pathlib import Path
 import numpy as np
 
 from edge_client.files import read_regular, write_durably
-from models.datasets import encodings, files, shakespeare
+from models.datasets import encodings, files
 from models.datasets.dataset import DataError
 from models.datasets.encodings import Encoding, Kind
+from models.datasets.shipped import shakespeare
 
 TRAIN, TEST, ENCODING = "tokens_train.npy", "tokens_test.npy", "encoding.json"
 HELD_OUT = 0.1
 TEXT_LIMIT_BYTES = 16 * 1024**3
 """Largest text that is read; it is held in memory."""
 _PIECE = 1 << 20
-"""Characters encoded together: about what bounds the memory that encoding takes."""
+"""Characters encoded together; bounds the memory of encoding."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Corpus:
     Attributes:
         vocab: ids of the encoding, which are the classes of a model that predicts them.
         train, test: tokens in the two files.
-        characters: of the whole text; with the tokens, how far the encoding shortens it.
+        characters: of the text; with the tokens, how far the encoding shortens it.
     """
 
     vocab: int
@@ -45,10 +46,10 @@ class Corpus:
 
 
 def find(name: str, data_dir: Path | None = None) -> Path:
-    """The file of a text: `shakespeare`, or a path of one's own.
+    """The file of a text: `shakespeare`, or any path.
 
     Raises:
-        DataError: there is none; says where it was looked for.
+        DataError: there is none.
     """
     if name == "shakespeare":
         return files.find(data_dir, [shakespeare.NAME], name, shakespeare.ORIGIN)
@@ -82,7 +83,7 @@ def prepare(
 
 def _read(path: Path) -> str:
     try:
-        # decoded as it stands: reading as text would turn \r\n into \n
+        # decoded as bytes: reading as text would turn \r\n into \n
         return read_regular(path, TEXT_LIMIT_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text at byte {error.start:,}") from error

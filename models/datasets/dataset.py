@@ -9,11 +9,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.data.connector import DataProblem
+
 TaskKind = Literal["classification", "next_token"]
 
 
-class DataError(ValueError):
-    """The data or its description is wrong; the message names the file and place, and says what to do."""
+DataError = DataProblem
+"""One error for both sides: tables are read by the device's code."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Dataset:
     """All rows of one data set, training and test.
 
     Attributes:
-        name: as the experiment file names it.
+        name: its name in the experiment file.
         x: [N, …], float32 features or int32 token ids, C order.
         y: int32 class indices, [N] for `classification`, [N, T] for `next_token`.
         test: bool [N]; True rows are held out and never trained on.
@@ -30,7 +32,7 @@ class Dataset:
         class_names: of length `classes`, or empty.
         site: int32 [N], which natural client a row belongs to, or None where there are none.
         site_names: names of the natural clients, indexed by `site`.
-        notes: what was understood and decided while loading, one sentence each, for the preview.
+        notes: what the loader found and decided, one sentence each, for the preview.
     """
 
     name: str

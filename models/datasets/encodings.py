@@ -1,9 +1,9 @@
-"""Text as token ids and back, in three ways, each a small JSON file that a model's users keep beside it.
+"""Text as token ids and back, in three ways, each stored as a small JSON file next to the model.
 
     characters  one id a character that occurs in the text
     bytes       one id a byte of UTF-8: any text, 256 ids
     bpe         byte-level pairs, merged in the order of their frequency in the text (Sennrich 2016; Radford 2019,
-                section 2.2): any text, as many ids as wanted
+                section 2.2): any text, any number of ids from 257
 
 Decoding what was encoded gives the text again, for any text that the encoding knows. Pairs are learnt by `tokenizers`;
 equal texts give equal merges.

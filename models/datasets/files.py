@@ -1,4 +1,4 @@
-"""Finding the files a data set lies in."""
+"""Finding the files of a data set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def find(data_dir: Path | None, names: Sequence[str], dataset: str, origin: str)
     """The first of `names` that exists in `data_dir` (the current folder when None).
 
     Raises:
-        DataError: none does; says where they were looked for, where to get them and what to set.
+        DataError: none does; names the folder, where to get them and what to set.
     """
     folder = data_dir or Path.cwd()
     for name in names:
@@ -23,9 +23,9 @@ def find(data_dir: Path | None, names: Sequence[str], dataset: str, origin: str)
 
 def missing(folder: Path, names: Sequence[str], dataset: str, origin: str) -> DataError:
     """The error for files that are not there."""
-    wanted = f"{names[0]} is not" if len(names) == 1 else f"none of {', '.join(names)} is"
+    missing_names = f"{names[0]} is not" if len(names) == 1 else f"none of {', '.join(names)} is"
     absent = "" if folder.is_dir() else " (there is no such folder)"
     return DataError(
-        f"data set {dataset!r}: {wanted} in {folder.absolute()}{absent}; get it from {origin} "
+        f"data set {dataset!r}: {missing_names} in {folder.absolute()}{absent}; get it from {origin} "
         "and name its folder with --data-dir or FEDLOOP_DATA_DIR"
     )

@@ -1,4 +1,4 @@
-"""Which rows are held out for testing where the data itself does not say."""
+"""Which rows are held out for testing where the data itself does not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def held_out(
     place = np.arange(len(y)) - starts[ordered] + rng.integers(0, np.maximum(sizes, 1))[ordered]
     size, count = sizes[ordered], counts[ordered]
     test = np.zeros(len(y), np.bool_)
-    # The place advances by one, its share by count/size: where the whole part advances, a row is taken.
+    # The place advances by one, its share by count/size: where its integer part advances, a row is taken.
     test[order] = (place + 1) * count // size > place * count // size
     return test
 

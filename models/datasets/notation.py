@@ -6,8 +6,6 @@ Only literals are read (`ast.literal_eval`), nothing is ever evaluated.
 from __future__ import annotations
 
 import ast
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,10 +42,3 @@ def parse(text: str) -> Call:
         raise DataError(
             f"{text!r} is not of the form name(value) or name(key=value) with plain numbers and lists"
         ) from None
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`, did you mean 'x'?` for an error message, or nothing when no known word is close."""
-    by_folded = {name.casefold(): name for name in known}
-    close = difflib.get_close_matches(word.casefold(), by_folded, n=1)
-    return f", did you mean {by_folded[close[0]]!r}?" if close else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.data.quoting import nearest
 from models import user_code
 from models.datasets.dataset import DataError, Dataset, TaskKind
 from models.datasets.holdout import held_out
-from models.datasets.notation import nearest
 from models.labels import PADDING
 
 KEYS = ("x", "y", "test", "x_test", "y_test", "site", "classes", "task", "class_names")
@@ -30,16 +29,16 @@ def load(target: str, data_dir: Path | None, seed: int) -> Dataset:
     `classes`, `class_names`, and `task` (`classification` or `next_token`).
 
     Raises:
-        DataError: it cannot be imported, fails, or returns something else; the message says what was expected.
+        DataError: it cannot be imported, fails, or returns something else; the message names what was expected.
     """
     try:
         function = user_code.load(target)
     except user_code.UserCodeError as error:
         raise DataError(f"data set {target!r}: {error}") from error
-    returned = _called(function, target, {"data_dir": data_dir, "seed": seed})
+    returned = _call(function, target, {"data_dir": data_dir, "seed": seed})
     if not isinstance(returned, Mapping):
         raise DataError(
-            f"{target} returned {type(returned).__name__}, expected a mapping such as {{'x': …, 'y': …}}"
+            f"{target}{user_code.definition_location(function)} returned {type(returned).__name__}, expected a mapping such as {{'x': …, 'y': …}}"
         )
     for key in returned:
         if key not in KEYS:
@@ -49,47 +48,36 @@ def load(target: str, data_dir: Path | None, seed: int) -> Dataset:
     return _dataset(target, {key: value for key, value in returned.items() if value is not None}, seed)
 
 
-def _called(function: Callable[..., Any], target: str, offered: dict[str, Any]) -> Any:
+def _call(function: Callable[..., Any], target: str, arguments: dict[str, Any]) -> Any:
     try:
         accepted: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some callables written in C tell nothing
+    except (TypeError, ValueError):  # some callables written in C have no signature
         accepted = {}
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     try:
-        return function(**{name: value for name, value in offered.items() if anything or name in accepted})
-    except Exception as error:  # whatever a user's code raises is the user's to read
+        return function(**{name: value for name, value in arguments.items() if takes_any or name in accepted})
+    except Exception as error:  # shows the user any error of their code
         raise DataError(
-            f"{target} failed{_place(function, error)}: {type(error).__name__}: {error}"
+            f"{target} failed{user_code.error_location(error, function)}: {type(error).__name__}: {error}"
         ) from error
 
 
-def _place(function: Callable[..., Any], error: Exception) -> str:
-    """The last line of the user's own file that led to the error, where one did."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if code and frame.filename == code.co_filename
-    ]
-    return f" at {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
-
-
-def _dataset(target: str, given: dict[str, Any], seed: int) -> Dataset:
+def _dataset(target: str, returned: dict[str, Any], seed: int) -> Dataset:
     for key in ("x", "y"):
-        if key not in given:
+        if key not in returned:
             raise DataError(
-                f"{target} returned no {key!r}; it returned: {', '.join(map(str, given)) or 'nothing'}"
+                f"{target} returned no {key!r}; it returned: {', '.join(map(str, returned)) or 'nothing'}"
             )
-    x, y = _inputs(target, "x", given["x"]), _labels(target, "y", given["y"])
+    x, y = _inputs(target, "x", returned["x"]), _labels(target, "y", returned["y"])
     test = None
-    if "x_test" in given or "y_test" in given:
-        x, y, test = _with_test_arrays(target, given, x, y)
-    elif "test" in given:
-        test = _mask(target, given["test"], len(x))
+    if "x_test" in returned or "y_test" in returned:
+        x, y, test = _with_test_arrays(target, returned, x, y)
+    elif "test" in returned:
+        test = _mask(target, returned["test"], len(x))
     _same_rows(target, "y", y, "x", x)
-    task = _task(target, given.get("task"), x, y)
-    classes, class_names = _classes(target, given, x, y, task)
-    site, site_names = _sites(target, given["site"], len(x)) if "site" in given else (None, ())
+    task = _task(target, returned.get("task"), x, y)
+    classes, class_names = _classes(target, returned, x, y, task)
+    site, site_names = _sites(target, returned["site"], len(x)) if "site" in returned else (None, ())
     notes = (f"Loaded by {target}.", "It says which rows are held out.")
     if test is None:
         flat = y if task == "classification" else np.zeros(len(y), np.int32)
@@ -165,16 +153,19 @@ def _all_finite(target: str, key: str, x: npt.NDArray[np.float32]) -> None:
 
 
 def _with_test_arrays(
-    target: str, given: dict[str, Any], x: npt.NDArray[Any], y: npt.NDArray[np.int32]
+    target: str, returned: dict[str, Any], x: npt.NDArray[Any], y: npt.NDArray[np.int32]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-    if "x_test" not in given or "y_test" not in given:
+    if "x_test" not in returned or "y_test" not in returned:
         raise DataError(f"{target} returned only one of x_test and y_test; return both or neither")
     for key in ("test", "site"):
-        if key in given:
+        if key in returned:
             raise DataError(
                 f"{target} returned {key} beside x_test and y_test; return all rows in x and y and mark those held out in test"
             )
-    x_test, y_test = _inputs(target, "x_test", given["x_test"]), _labels(target, "y_test", given["y_test"])
+    x_test, y_test = (
+        _inputs(target, "x_test", returned["x_test"]),
+        _labels(target, "y_test", returned["y_test"]),
+    )
     _same_rows(target, "y", y, "x", x)
     _same_rows(target, "y_test", y_test, "x_test", x_test)
     for key, first, second in (("x_test", x, x_test), ("y_test", y, y_test)):
@@ -216,13 +207,13 @@ def _task(target: str, task: Any, x: npt.NDArray[Any], y: npt.NDArray[np.int32])
 
 
 def _classes(
-    target: str, given: dict[str, Any], x: npt.NDArray[Any], y: npt.NDArray[np.int32], task: TaskKind
+    target: str, returned: dict[str, Any], x: npt.NDArray[Any], y: npt.NDArray[np.int32], task: TaskKind
 ) -> tuple[int, tuple[str, ...]]:
     largest = max(int(y.max()), int(x.max()) if task == "next_token" else 0)
-    names = given.get("class_names", ())
+    names = returned.get("class_names", ())
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise DataError(f"{target}: class_names is {names!r}, expected a list of texts")
-    classes = given.get("classes", len(names) or largest + 1)
+    classes = returned.get("classes", len(names) or largest + 1)
     if not isinstance(classes, int | np.integer) or isinstance(classes, bool) or classes < 2:
         raise DataError(f"{target}: {classes!r} classes, expected a whole number from 2")
     if largest >= classes:

@@ -1,4 +1,4 @@
-"""Whose each held-out row is, so that accuracy can be told per client."""
+"""The client of each held-out row, so that accuracy can be reported per client."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from models.datasets.randomness import stream
 def owners(dataset: Dataset, parts: Sequence[npt.NDArray[np.int64]], seed: int) -> npt.NDArray[np.int32]:
     """The client of each test row, in the order of `np.flatnonzero(dataset.test)`.
 
-    Where clients are the sites, a row's site. Otherwise a row is given to a client at random, with probability
+    Where clients are the sites, a row's site. Otherwise a row is assigned to a client at random, with probability
     proportional to how many training rows of its class the client holds, so that each client is tested on the
-    mix it trains on; sequences, and classes that nobody trains on, go by the clients' sizes.
+    mix it trains on; sequences, and classes that no client trains on, are assigned by the clients' sizes.
 
     `parts`: training rows of each client.
     """

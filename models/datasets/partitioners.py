@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.data.quoting import nearest
 from models.datasets import notation
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.randomness import stream
@@ -94,7 +95,7 @@ def parse_partition(text: str) -> Partition:
             return Partition("shards", shards=count)
         case "dirichlet":
             return Partition("dirichlet", alpha=float(_value(text, call, "alpha", *ALPHA)))
-    raise DataError(f"partition {text!r} is unknown{notation.nearest(call.name, KINDS)}; known: {FORMS}")
+    raise DataError(f"partition {text!r} is unknown{nearest(call.name, KINDS)}; known: {FORMS}")
 
 
 def client_names(spec: str | Partition, dataset: Dataset, clients: int) -> list[str]:
@@ -149,7 +150,7 @@ def _natural(dataset: Dataset, rows: Rows, clients: int | None) -> list[Rows]:
     if clients is not None and clients != sites:
         raise DataError(
             f"partition natural has one client a site, {sites} of them, but {clients} clients are asked for; "
-            "leave the number of clients out"
+            "leave the number of clients out, or deal the rows out by another partition: iid, shards(n) or dirichlet(alpha)"
         )
     site = dataset.site[rows]
     order = np.argsort(site, kind="stable")

@@ -1,4 +1,4 @@
-"""Rows set aside for the server: what it may pretrain or distil on."""
+"""Rows set aside for the server to pretrain or distil on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def public_rows(dataset: Dataset, count: int, seed: int) -> npt.NDArray[np.int64
     Sequences have no class and are drawn evenly. A site's last training row is never taken.
 
     Raises:
-        DataError: more are asked for than can be spared.
+        DataError: `count` is more than can be spared.
     """
     rng = stream(seed, "public")
     rows = rng.permutation(np.flatnonzero(~dataset.test))

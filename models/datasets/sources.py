@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from edge_client.data.quoting import nearest
 from models import user_code
-from models.datasets import digits, mnist, notation, own, phrasebank, shakespeare, synthetic, table
+from models.datasets import notation, own, table
 from models.datasets.dataset import DataError, Dataset
+from models.datasets.shipped import digits, mnist, phrasebank, shakespeare, synthetic
 
 NAMES = ("digits", "mnist", "shakespeare", "phrasebank", "csv", "synthetic")
 """Besides these, a name may be a user's own `package.module:load`."""
+
+
+PUBLIC_NAMES = ("digits", "mnist", "shakespeare", "phrasebank", "synthetic")
+"""Of `NAMES` those whose rows anyone may have: they are published, or made up."""
+
+
+def is_public(name: str, path: object = None) -> bool:
+    """Whether this data is public: a published or synthetic set by its name, not a file `path`."""
+    return path is None and not is_code(name) and name.partition("(")[0].strip() in PUBLIC_NAMES
 
 
 def load(
@@ -39,7 +50,7 @@ def load(
         vocab: word ids of phrasebank, padding and unknown words included.
 
     Raises:
-        DataError: unknown name, missing or damaged file, or wrong content; says where and what to do.
+        DataError: unknown name, missing or damaged file, or wrong content; names the place and what to do.
     """
     check_name(name)
     if is_code(name):
@@ -71,7 +82,7 @@ def is_code(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Returns when `name` can be loaded, as far as can be told without reading anything.
+    """Checks a data set's name without reading any file.
 
     Raises:
         DataError: an unknown name, with the nearest known; or options that do not parse or are out of range.
@@ -83,7 +94,7 @@ def check_name(name: str) -> None:
     call = notation.parse(name)
     if call.name not in NAMES:
         raise DataError(
-            f"data set {call.name!r} is unknown{notation.nearest(call.name, NAMES)}; known: {', '.join(NAMES)}; "
+            f"data set {call.name!r} is unknown{nearest(call.name, NAMES)}; known: {', '.join(NAMES)}; "
             "your own is given as package.module:function"
         )
     if call.name == "synthetic":

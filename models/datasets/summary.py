@@ -1,4 +1,4 @@
-"""What was understood of a data set, in words, before anything is trained on it."""
+"""A data set described for a person, before training."""
 
 from __future__ import annotations
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from models.datasets import delimited
-from models.datasets.columns import Categories, Numbers, in_order, number, understood
+from edge_client.data.csv_file import DELIMITERS
+from edge_client.data.options import TableOptions
+from edge_client.data.rows import Rows
+from edge_client.data.table_reader import feature_names, read_rows
+from models.datasets import columns, delimited
 from models.datasets.dataset import DataError, Dataset
-from models.datasets.delimited import Table
+from models.datasets.delimited import TextTable
 from models.datasets.holdout import held_out
-from models.datasets.notation import nearest
-from models.datasets.quoting import column_names, quoted
 from models.datasets.standardise import standardised
 
-NO_LABEL = frozenset({"", "nan", "n/a", "null"})
 ROW_NUMBERS = 10
 """Rows from which a column that counts 1, 2, 3 … is taken for a row number."""
+LONGEST_NOTE = 2000
+"""Characters of options for a device that the notes spell out."""
 
 
 @dataclass(frozen=True)
@@ -52,151 +55,120 @@ def load(
     """
     table = delimited.read(path)
     roles = _roles(table, label, site, split, features)
-    y, class_names = _labels(table, roles.label)
+    texts = {name: names for name in roles.features if (names := columns.categories(table, name))}
+    options = TableOptions(
+        label=roles.label,
+        features=roles.features,
+        split=roles.split,
+        classes=columns.classes(table, roles.label),
+        categories=texts,
+        standardise="local",
+    )
+    rows = read_rows(table, options)
     sites, site_names = _sites(table, roles.site)
-    test = _split(table, roles.split) if roles.split else held_out(y, seed, sites)
-    if not test.any():
-        raise DataError(
-            f"{path}: {len(table)} rows are too few to hold any out for testing; "
-            "add rows, or a column `split` that says train or test"
-        )
-    columns = [understood(table, name) for name in roles.features]
-    x, scaling = _features(columns, ~test, sites)
+    test = _test_rows(table, rows, roles, seed, sites)
+    x, before, scaling = _features(rows, roles.features, texts, ~test, sites)
     return Dataset(
         name="csv",
         x=x,
-        y=y,
+        y=rows.y,
         test=test,
-        classes=len(class_names),
-        class_names=class_names,
+        classes=len(options.classes),
+        class_names=options.classes,
         site=sites,
         site_names=site_names,
         notes=(
-            f"Read from {path}, separated by {delimited.DELIMITERS[table.delimiter]}s; label: {roles.label!r}.",
+            f"Read from {path}, separated by {DELIMITERS[table.delimiter or ',']}s; label: {roles.label!r}.",
             *roles.notes,
             _split_note(roles),
-            *_column_notes(columns),
+            *_column_notes(rows.x, roles.features, texts),
             *scaling,
-            *_class_notes(y, test, class_names),
+            *_class_notes(rows.y, test, options.classes),
+            *_device_notes(options, before),
         ),
     )
 
 
 def _roles(
-    table: Table, label: str, site: str | None, split: str | None, features: Sequence[str] | None
+    table: TextTable, label: str, site: str | None, split: str | None, features: Sequence[str] | None
 ) -> Roles:
-    table.cells(label, "the label")
+    table.index(label, "the label")
     notes = []
     if site is None and "site" in table.columns and "site" not in (label, *(features or ())):
         site = "site"
-        notes.append("Each value of column 'site' is a natural client.")
+        notes.append("Each value of column 'site' is a site.")
     elif site:
-        notes.append(f"Each value of column {site!r} is a natural client.")
+        notes.append(f"Each value of column {site!r} is a site.")
     if split is None and "split" in table.columns and "split" not in (label, *(features or ())):
         split = "split"
     taken = {label: "label", **({site: "site"} if site else {}), **({split: "split"} if split else {})}
     if len(taken) < 1 + bool(site) + bool(split):
         raise DataError(
-            f"{table.path}: label, site and split must be different columns, got {label!r}, {site!r}, {split!r}"
+            f"{table.name}: label, site and split must be different columns, got {label!r}, {site!r}, {split!r}"
         )
-    for name in features or ():
-        if name in taken:
-            raise DataError(f"{table.path}: column {name!r} is the {taken[name]} and cannot be a feature too")
-        if list(features or ()).count(name) > 1:
-            raise DataError(f"{table.path}: feature {name!r} is listed twice")
-    chosen = (
-        tuple(features)
-        if features is not None
-        else tuple(name for name in table.columns if name not in taken)
-    )
-    if not chosen:
+    return Roles(label, site or None, split or None, feature_names(table, taken, features), tuple(notes))
+
+
+def _test_rows(
+    table: TextTable, rows: Rows, roles: Roles, seed: int, sites: npt.NDArray[np.int32] | None
+) -> npt.NDArray[np.bool_]:
+    """[N], True for the rows that are held out."""
+    if rows.test is None:
+        test = held_out(rows.y, seed, sites)
+        if not test.any():
+            raise DataError(
+                f"{table.name}: {len(table)} rows are too few to hold any out for testing; "
+                "add rows, or a column `split` that says train or test"
+            )
+        return test
+    if rows.test.all() or not rows.test.any():
         raise DataError(
-            f"{table.path}: no column is left for features; {column_names(table.columns)} "
-            "(expected columns separated by commas, semicolons or tabs)"
+            f"{table.name}: every row in column {roles.split!r} says {'test' if rows.test.all() else 'train'}; "
+            "expected some train and some test"
         )
-    return Roles(label, site or None, split or None, chosen, tuple(notes))
+    return rows.test
 
 
-def _labels(table: Table, column: str) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
-    """Class of each row [N] and the names of the classes, in order."""
-    cells = table.cells(column, "the label")
-    for row, cell in enumerate(cells):
-        if cell.casefold() in NO_LABEL:
-            raise DataError(f"{table.at(row, column)}: the label is empty; fill it in or remove the row")
-    decimal_comma = table.delimiter != ","
-    values = [number(cell, decimal_comma) for cell in cells]
-    if all(value is not None for value in values):
-        cells = [f"{value:.12g}" for value in values]  # so that 1 and 1.0 are one class
-    names = in_order(set(cells))
-    if len(names) < 2:
-        raise DataError(
-            f"{table.path}: every label in column {column!r} is {quoted(names[0])}; expected two classes or more"
-        )
-    if len(cells) >= 10 and len(names) > len(cells) // 2:
-        raise DataError(
-            f"{table.path}: column {column!r} has {len(names):,} different values in {len(cells):,} rows, which is no "
-            "class label; name the label's column, or turn the quantity into classes first"
-        )
-    code = {name: index for index, name in enumerate(names)}
-    return np.array([code[cell] for cell in cells], np.int32), tuple(names)
-
-
-def _sites(table: Table, column: str | None) -> tuple[npt.NDArray[np.int32] | None, tuple[str, ...]]:
+def _sites(table: TextTable, column: str | None) -> tuple[npt.NDArray[np.int32] | None, tuple[str, ...]]:
     if column is None:
         return None, ()
     cells = table.cells(column, "the site")
     for row, cell in enumerate(cells):
         if not cell:
             raise DataError(f"{table.at(row, column)}: the site is empty; fill it in or remove the row")
-    names = in_order(set(cells))
+    names = columns.in_order(set(cells))
     code = {name: index for index, name in enumerate(names)}
     return np.array([code[cell] for cell in cells], np.int32), tuple(names)
 
 
-def _split(table: Table, column: str) -> npt.NDArray[np.bool_]:
-    """True for the test rows."""
-    cells = [cell.casefold() for cell in table.cells(column, "the split")]
-    for row, cell in enumerate(cells):
-        if cell not in ("train", "test"):
-            raise DataError(
-                f"{table.at(row, column)}: {quoted(cell)} is neither train nor test{nearest(cell, ('train', 'test'))}; if the "
-                'column is no split, name another one or set split = ""'
-            )
-    test = np.array([cell == "test" for cell in cells])
-    if test.all() or not test.any():
-        raise DataError(
-            f"{table.path}: every row in column {column!r} says {cells[0]}; expected some train and some test"
-        )
-    return test
-
-
 def _features(
-    columns: Sequence[Numbers | Categories],
+    rows: Rows,
+    names: Sequence[str],
+    texts: Mapping[str, Sequence[str]],
     training: npt.NDArray[np.bool_],
     sites: npt.NDArray[np.int32] | None,
-) -> tuple[npt.NDArray[np.float32], list[str]]:
-    """x [N, F] in the order of the columns, and what was done to the numbers."""
-    numbers = [column for column in columns if isinstance(column, Numbers)]
+) -> tuple[npt.NDArray[np.float32], list[str], list[str]]:
+    """x [N, F], which columns arrive standardised, and notes on what was done to the numbers."""
+    numbers = [name for name in names if name not in texts]
+    x = rows.x.astype(np.float32)
+    if not numbers:
+        return x, [], []
+    places = np.setdiff1d(np.arange(x.shape[1]), rows.categories)
+    values = np.ascontiguousarray(rows.x[:, places])
+    result = standardised(values, training, sites)
+    x[:, places] = result.values
+    before = [name for name, kept in zip(numbers, result.before, strict=True) if kept]
+    per = "each site's training rows" if sites is not None else "the training rows"
     notes = []
-    scaled: Iterator[npt.NDArray[np.float64]] = iter(())
-    if numbers:
-        result = standardised(np.column_stack([column.values for column in numbers]), training, sites)
-        scaled = iter(result.values.T)
-        per = "each site's training rows" if sites is not None else "the training rows"
-        if not result.before.all():
-            notes.append(f"Numbers are standardised to mean 0 and standard deviation 1 over {per}.")
-        if result.before.any():
-            kept = ", ".join(column.name for column, kept in zip(numbers, result.before, strict=True) if kept)
-            notes.append(f"Numbers that arrive standardised are left as they are: {kept}.")
-        gaps = {column.name: int(np.isnan(column.values).sum()) for column in numbers}
-        holes = ", ".join(f"{name!r} ({count})" for name, count in gaps.items() if count)
-        if holes:
-            notes.append(f"Empty numbers are filled with the mean of {per}: {holes}.")
-    parts = [
-        next(scaled)[:, None].astype(np.float32) if isinstance(column, Numbers) else column.one_hot()
-        for column in columns
-    ]
-    return np.ascontiguousarray(np.concatenate(parts, axis=1)), notes
+    if len(before) < len(numbers):
+        notes.append(f"Numbers are standardised to mean 0 and standard deviation 1 over {per}.")
+    if before:
+        notes.append(f"Numbers that arrive standardised are left as they are: {', '.join(before)}.")
+    gaps = dict(zip(numbers, np.isnan(values).sum(axis=0).tolist(), strict=True))
+    filled = ", ".join(f"{name!r} ({count})" for name, count in gaps.items() if count)
+    if filled:
+        notes.append(f"Empty numbers are filled with the mean of {per}: {filled}.")
+    return x, before, notes
 
 
 def _split_note(roles: Roles) -> str:
@@ -205,34 +177,34 @@ def _split_note(roles: Roles) -> str:
     return f"20 % of {'each site' if roles.site else 'the rows'} is held out, by the seed."
 
 
-def _column_notes(columns: Sequence[Numbers | Categories]) -> Iterator[str]:
-    """What a person should know about single columns."""
-    for column in columns:
-        if isinstance(column, Categories):
-            names = ", ".join(" ".join(name.split()) for name in column.names[:8]) + (
-                ", …" if len(column.names) > 8 else ""
-            )
-            yield f"Text column {column.name!r} is one-hot over {len(column.names)} categories: {names}."
-            if (column.codes < 0).any():
-                yield f"Empty cells of {column.name!r} ({int((column.codes < 0).sum())}) belong to no category."
-            distinct, rows = len(column.names), int((column.codes >= 0).sum())
-            if distinct == rows and rows >= ROW_NUMBERS:
-                yield f"Column {column.name!r} has another text in every row; if it is an identifier, leave it out."
-        else:
-            present = column.values[~np.isnan(column.values)]
-            if not len(present):
-                yield f"Column {column.name!r} is empty and says nothing."
-            elif len(present) >= ROW_NUMBERS and (np.diff(present) == 1).all():
-                yield f"Column {column.name!r} counts the rows; if it is an identifier, leave it out."
-        if _constant(column):
-            yield f"Column {column.name!r} has the same value in every row and says nothing."
+def _column_notes(
+    x: npt.NDArray[np.float64], names: Sequence[str], texts: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    """What a person should know about single columns of x [N, F], not yet standardised."""
+    place = 0
+    for name in names:
+        width = len(texts[name]) if name in texts else 1
+        values = x[:, place : place + width]
+        place += width
+        present = values[~np.isnan(values)]
+        if name in texts:
+            yield from _category_notes(name, values, texts[name])
+        elif not len(present):
+            yield f"Column {name!r} is empty and says nothing."
+        elif len(present) >= ROW_NUMBERS and (np.diff(present) == 1).all():
+            yield f"Column {name!r} counts the rows; if it is an identifier, leave it out."
+        if width == 1 and len(present) and (present == present[0]).all():
+            yield f"Column {name!r} has the same value in every row and says nothing."
 
 
-def _constant(column: Numbers | Categories) -> bool:
-    if isinstance(column, Categories):
-        return len(column.names) == 1 and bool((column.codes == 0).all())
-    present = column.values[~np.isnan(column.values)]
-    return len(present) > 0 and bool((present == present[0]).all())
+def _category_notes(name: str, values: npt.NDArray[np.float64], texts: Sequence[str]) -> Iterator[str]:
+    shown = ", ".join(" ".join(text.split()) for text in texts[:8]) + (", …" if len(texts) > 8 else "")
+    yield f"Text column {name!r} is one-hot over {len(texts)} categories: {shown}."
+    present = int(values.sum())
+    if present < len(values):
+        yield f"Empty cells of {name!r} ({len(values) - present}) belong to no category."
+    if len(texts) == present >= ROW_NUMBERS:
+        yield f"Column {name!r} has another text in every row; if it is an identifier, leave it out."
 
 
 def _class_notes(
@@ -240,3 +212,23 @@ def _class_notes(
 ) -> Iterator[str]:
     for index in np.flatnonzero(np.bincount(y[~test], minlength=len(names)) == 0):
         yield f"Class {names[index]!r} has no training row, so no model can learn it."
+
+
+def _device_notes(options: TableOptions, before: Sequence[str]) -> Iterator[str]:
+    """The options that give a device the same rows, where it cannot know them from its own."""
+    indices = tuple(map(str, range(len(options.classes))))
+    fixed = {
+        "classes": options.classes if options.classes != indices else (),
+        "categories": options.categories,
+        "standardised": before,
+    }
+    # With " = " between them, JSON's objects are the inline tables of TOML.
+    text = ", ".join(
+        f"{option} = {json.dumps(value, ensure_ascii=False, separators=(', ', ' = '))}"
+        for option, value in fixed.items()
+        if value
+    )
+    if len(text) > LONGEST_NOTE:
+        yield "A device reads such rows alike with the options classes, categories and standardised, too long to list here."
+    elif text:
+        yield f'A device reads such rows alike with: standardise = "local", {text}.'

@@ -1,8 +1,9 @@
 """A data set as the arrays of a datacenter job: `python -P -m models.datasets.worker JOB.json`.
 
 The job file's `data` are keyword arguments of `models.datasets.load`, with `test_rows`: how many of the held-out
-rows to keep, drawn by the seed; 0: all; and `public_samples`: train on those rows only that a federation keeps from its clients. A process of its own because a data set may be a user's code. Writes
-`x_train`, `y_train`, `x_test`, `y_test` into the job's `arrays`, and what it found into `result.json`.
+rows to keep, drawn by the seed; 0: all; and `public_samples`: train only on the rows that a federation withholds from
+its clients. It is a process of its own because a data set may be a user's code. It writes `x_train`, `y_train`,
+`x_test`, `y_test` into the job's `arrays`, and a description into `result.json`.
 
 With an `encoding`, `characters`, `bytes` or `bpe(n)`, the data set is a text, `shakespeare` or the file `path`, and what
 is written are the token files of `models.datasets.corpus`; of the held-out tokens the first `test_rows` windows.
@@ -17,22 +18,22 @@ from typing import Any
 
 import numpy as np
 
-from edge_client import process
+from edge_client.processes import process
 from models import datasets
 from models import job as jobs
 from models.datasets import corpus, encodings
 
 
 def load(path: Path, report: process.Report) -> None:
-    """The whole job, from its file."""
+    """Runs the job described in a file."""
     job = jobs.read(path)
-    asked: dict[str, Any] = dict(job.value("data"))
-    test_rows, public = asked.pop("test_rows", 0), asked.pop("public_samples", 0)
+    arguments: dict[str, Any] = dict(job.value("data"))
+    test_rows, public = arguments.pop("test_rows", 0), arguments.pop("public_samples", 0)
     report(stage="load")
-    if "encoding" in asked:
-        jobs.write_result(job.out, _text(job, asked, test_rows))
+    if "encoding" in arguments:
+        jobs.write_result(job.out, _text(job, arguments, test_rows))
         return
-    dataset = datasets.load(asked.pop("dataset"), seed=job.seed, **_paths(asked))
+    dataset = datasets.load(arguments.pop("dataset"), seed=job.seed, **_paths(arguments))
     train, test = np.flatnonzero(~dataset.test), np.flatnonzero(dataset.test)
     if not len(train) or not len(test):
         raise datasets.DataError(
@@ -46,7 +47,7 @@ def load(path: Path, report: process.Report) -> None:
     for part, rows in (("train", train), ("test", test)):
         np.save(folder / f"x_{part}.npy", dataset.x[rows], allow_pickle=False)
         np.save(folder / f"y_{part}.npy", dataset.y[rows], allow_pickle=False)
-    found = {
+    description = {
         "fingerprint": dataset.fingerprint(),
         "rows": {"train": len(train), "test": len(test)},
         "input_shape": list(dataset.input_shape),
@@ -56,17 +57,17 @@ def load(path: Path, report: process.Report) -> None:
         "class_names": list(dataset.class_names),
         "preview": list(datasets.preview(dataset)),
     }
-    jobs.write_result(job.out, found)
+    jobs.write_result(job.out, description)
 
 
-def _text(job: jobs.Job, asked: dict[str, Any], test_rows: int) -> dict[str, Any]:
-    kind, vocab = encoding_of(asked["encoding"])
-    folder, length = job.file("arrays", job.value("arrays")), asked["length"]
-    data_dir = Path(asked["data_dir"]) if "data_dir" in asked else None
-    path = corpus.find(asked.get("path") or asked["dataset"], data_dir)
-    found = corpus.prepare(path, folder, kind, vocab)
+def _text(job: jobs.Job, arguments: dict[str, Any], test_rows: int) -> dict[str, Any]:
+    kind, vocab = encoding_of(arguments["encoding"])
+    folder, length = job.file("arrays", job.value("arrays")), arguments["length"]
+    data_dir = Path(arguments["data_dir"]) if "data_dir" in arguments else None
+    path = corpus.find(arguments.get("path") or arguments["dataset"], data_dir)
+    prepared = corpus.prepare(path, folder, kind, vocab)
     held_out = folder / corpus.TEST
-    rows = (found.test - 1) // length
+    rows = (prepared.test - 1) // length
     if 0 < test_rows < rows:
         tokens = np.load(held_out, allow_pickle=False)[: test_rows * length + 1]
         np.save(held_out, tokens, allow_pickle=False)
@@ -76,16 +77,16 @@ def _text(job: jobs.Job, asked: dict[str, Any], test_rows: int) -> dict[str, Any
         digest.update((folder / name).read_bytes())
     return {
         "fingerprint": digest.hexdigest(),
-        "rows": {"train": (found.train - 1) // length, "test": rows},
+        "rows": {"train": (prepared.train - 1) // length, "test": rows},
         "input_shape": [length],
-        "classes": found.vocab,
+        "classes": prepared.vocab,
         "input_dtype": "int32",
         "task": "next_token",
         "class_names": [],
         "tokens": {"train": corpus.TRAIN, "test": corpus.TEST},
         "preview": [
-            f"{path.name}: {found.characters:,} characters, {found.train:,} tokens to train on and {found.test:,} held out",
-            f"encoding {asked['encoding']}: {found.vocab} ids",
+            f"{path.name}: {prepared.characters:,} characters, {prepared.train:,} tokens to train on and {prepared.test:,} held out",
+            f"encoding {arguments['encoding']}: {prepared.vocab} ids",
         ],
     }
 
@@ -103,8 +104,8 @@ def encoding_of(text: str) -> tuple[encodings.Kind, int]:
     return kind, int(match[2] or 0)
 
 
-def _paths(asked: dict[str, Any]) -> dict[str, Any]:
-    return {key: Path(value) if key in ("data_dir", "path") else value for key, value in asked.items()}
+def _paths(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {key: Path(value) if key in ("data_dir", "path") else value for key, value in arguments.items()}
 
 
 if __name__ == "__main__":

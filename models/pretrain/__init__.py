@@ -1,1 +1,1 @@
-"""The datacenter tier: the public part of the data, many ranks, one set of params."""
+"""Pretraining in the datacenter: one training loop for every parallel plan."""

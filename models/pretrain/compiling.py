@@ -1,7 +1,7 @@
-"""Compiled blocks: torch.compile for every layer of a module, which fuses what lies between its matrix products.
+"""Compiled blocks: torch.compile for every layer of a module, which fuses the operations between its matrix products.
 
-Blocks, rather than the whole module, because what parallelism puts between them is no graph, and because layers that
-are alike are compiled once. Where nothing can be compiled the layers stay as they are, with a warning.
+It compiles blocks rather than the whole module because the collectives between them break the graph, and because
+identical layers are compiled once. Where compilation is impossible the layers stay as they are, with a warning.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from models.zoo.layout import Layout
 
 
 def compile_blocks(module: nn.Module, layout: Layout, device: torch.device) -> None:
-    """Has the layers of `module` compiled when they first run, in place."""
-    reason = missing(device)
+    """Compiles the layers of `module` in place, when they first run."""
+    reason = missing_compiler(device)
     if reason:
         warnings.warn(f"compile=true: {reason}; blocks run uncompiled", RuntimeWarning, stacklevel=2)
         return
@@ -25,8 +25,8 @@ def compile_blocks(module: nn.Module, layout: Layout, device: torch.device) -> N
         module.get_submodule(name).compile()
 
 
-def missing(device: torch.device) -> str:
-    """What torch.compile lacks here to make code for `device`, or nothing."""
+def missing_compiler(device: torch.device) -> str:
+    """What torch.compile lacks here to generate code for `device`; empty if nothing."""
     if device.type == "cuda":
         return "" if torch.utils._triton.has_triton() else "Triton is not installed"
     from torch._inductor import config

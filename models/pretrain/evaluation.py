@@ -1,4 +1,4 @@
-"""How well a whole module does on all rows of a set."""
+"""Loss and accuracy of a whole module on all rows of a set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from models.job import JobError
 from models.labels import PADDING
-from models.pretrain.data.batches import Chance, Source
+from models.pretrain.data.batches import BatchRandom, Source
 from models.pretrain.objective import objective_of
 from models.zoo import ModelSpec
 
@@ -19,9 +19,9 @@ ROWS = 256
 
 
 def evaluate(module: nn.Module, spec: ModelSpec, source: Source, device: torch.device) -> dict[str, float]:
-    """`test_loss` and `test_accuracy` over all labels that count; the module is left in evaluation mode.
+    """`test_loss` and `test_accuracy` over all labels that count; leaves the module in evaluation mode.
 
-    Holds the logits of `ROWS` rows. Whatever is random in the source is the same in every evaluation.
+    Holds the logits of `ROWS` rows. Randomness of the source is the same in every evaluation.
     """
     module.eval()
     objective = objective_of(spec)
@@ -29,7 +29,7 @@ def evaluate(module: nn.Module, spec: ModelSpec, source: Source, device: torch.d
     with torch.inference_mode():
         for start in range(0, len(source), ROWS):
             rows = np.arange(start, min(start + ROWS, len(source)))
-            x, y = source.read(rows, Chance(np.random.default_rng([start]), len(rows), rows - start))
+            x, y = source.read(rows, BatchRandom(np.random.default_rng([start]), len(rows), rows - start))
             labels = torch.from_numpy(np.ascontiguousarray(y)).long().to(device)
             logits = module(torch.from_numpy(np.ascontiguousarray(x)).to(device))
             loss += float(objective(logits, labels))
@@ -39,7 +39,7 @@ def evaluate(module: nn.Module, spec: ModelSpec, source: Source, device: torch.d
 
 
 def logits_of(module: nn.Module, x: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """[N, (T,) classes] on the CPU; the module is left in evaluation mode."""
+    """[N, (T,) classes] on the CPU; leaves the module in evaluation mode."""
     module.eval()
     with torch.inference_mode():
         return torch.cat(
@@ -50,11 +50,11 @@ def logits_of(module: nn.Module, x: npt.NDArray[Any], device: torch.device) -> t
         )
 
 
-def require_images(x: npt.NDArray[Any], wish: str, where: object) -> None:
-    """Checks that what is wished for makes sense for `x`.
+def require_images(x: npt.NDArray[Any], setting: str, where: object) -> None:
+    """Checks that `x` holds images, as `setting` requires.
 
     Raises:
         JobError: the examples are no images of float32 pixels.
     """
     if x.ndim not in (3, 4) or x.dtype != np.float32:
-        raise JobError(f"{where}: {wish}, but examples of shape {x.shape[1:]} are no images")
+        raise JobError(f"{where}: {setting}, but examples of shape {x.shape[1:]} are no images")

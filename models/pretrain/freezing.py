@@ -1,144 +1,154 @@
-"""Layer freezing: some modules keep their params, and the work that would change them is left out (Brock 2017).
+"""Layer freezing: some modules keep their params and the work that would change them is skipped (Brock 2017).
 
-`freeze` of the options names modules of the model, such as "embedding,layers.0,layers.1". Their params need no
-gradients, so that the backward pass ends after the last module before which all is frozen; the optimizer does not know
-of them. They run as in evaluation: without dropout, and norms by their running means.
+The option `freeze` names modules of the model, such as "embedding,layers.0,layers.1". Their params need no
+gradients, so the backward pass stops at the first trainable module, and the optimizer does not see them. They run in
+evaluation mode: no dropout, and norms use their running statistics.
 
-What a frozen beginning of the model gives for an example never changes, so it is kept, up to `freeze_cache_mib` in
-host memory, and its forward pass is left out as well when the example comes again. An example whose input has changed
-meanwhile, because it is moved or hides other tokens, is computed again. Nothing is kept where the processes exchange
-something within the beginning (tp, cp, ep, zero of 2 or 3): they would not miss the same examples.
+The output of a frozen prefix of the model is constant for an example. It is cached in host memory, up to
+`freeze_cache_mib`, and reused when the example comes again. An example whose input has changed, because it was
+shifted or other tokens were masked, is computed again. Nothing is cached where processes communicate within the
+prefix (tp, cp, ep, zero 2 or 3): their cache misses would differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from models.pretrain.data.batches import Batch
-from models.pretrain.parallelize import Stage, whole_name
+from models.pretrain.parallelize import Stage, unwrapped_name
 from models.pretrain.plan import ParallelPlan, PlanError
 from models.pretrain.training import Options
 from models.zoo.layout import Layout
 
 if TYPE_CHECKING:
-    from models.pretrain.passes import Pass
+    from models.pretrain.forward_backward import Pass
+
+Outputs = tuple[torch.Tensor, ...]
+"""The output of a module for a batch: one tensor or several."""
 
 
 class Frozen(Stage):
-    """A model of which the first `beginning` modules of its order are frozen, and what they gave for examples.
+    """A model whose first `prefix_length` modules are frozen, with a cache of the prefix's outputs.
 
     Attributes:
-        forwards: examples that went through the beginning.
+        forwards: examples that went through the prefix.
     """
 
-    def __init__(self, whole: nn.Module, names: Sequence[str], beginning: int, cache_bytes: int) -> None:
+    def __init__(self, whole: nn.Module, names: Sequence[str], prefix_length: int, cache_bytes: int) -> None:
         super().__init__(whole, names)
-        self.beginning, self.left_bytes = beginning, cache_bytes
+        self.prefix_length, self.free_bytes = prefix_length, cache_bytes
         self.forwards = 0
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._cache: dict[int, tuple[torch.Tensor, Outputs]] = {}
         self._rows: list[int] = []
 
-    def expect(self, rows: Sequence[int]) -> None:
-        """The examples that the next passes are over, by number."""
+    def set_rows(self, rows: Sequence[int]) -> None:
+        """Sets the numbers of the examples in the next passes."""
         self._rows = list(rows)
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         (x,) = inputs
         with torch.no_grad():
-            h = self._begin(x)
-        for name in self.names[self.beginning :]:
+            outputs = self._prefix(x)
+        h: Any = outputs if len(outputs) > 1 else outputs[0]
+        for name in self.names[self.prefix_length :]:
             h = self.get_submodule(name)(h)
-        return h
+        logits: torch.Tensor = h
+        return logits
 
-    def _begin(self, x: torch.Tensor) -> torch.Tensor:
+    def _prefix(self, x: torch.Tensor) -> Outputs:
         rows, self._rows = self._rows[: len(x)], self._rows[len(x) :]
-        if len(rows) < len(x) or not (self.left_bytes or self._kept):
-            return self._computed(x)
+        if len(rows) < len(x) or not (self.free_bytes or self._cache):
+            return self._compute(x)
         host = x.cpu()
-        found = [self._found(row, mine) for row, mine in zip(rows, host, strict=True)]
-        missing = [place for place, h in enumerate(found) if h is None]
+        outputs = [self._cached(row, mine) for row, mine in zip(rows, host, strict=True)]
+        missing = [index for index, cached in enumerate(outputs) if cached is None]
         if missing:
-            fresh = self._computed(x if len(missing) == len(x) else x[torch.tensor(missing, device=x.device)])
+            fresh = self._compute(x if len(missing) == len(x) else x[torch.tensor(missing, device=x.device)])
+            self._store([rows[index] for index in missing], host[missing], fresh)
             if len(missing) == len(x):
-                self._keep(rows, host, fresh)
                 return fresh
-            self._keep([rows[place] for place in missing], host[missing], fresh)
-            for place, h in zip(missing, fresh, strict=True):
-                found[place] = h.cpu()
-        return torch.stack([h for h in found if h is not None]).to(x.device, non_blocking=True)
+            for index, computed in zip(missing, _by_row(fresh), strict=True):
+                outputs[index] = computed
+        columns = zip(*(output for output in outputs if output is not None), strict=True)
+        return tuple(torch.stack(column).to(x.device, non_blocking=True) for column in columns)
 
-    def _computed(self, x: torch.Tensor) -> torch.Tensor:
+    def _compute(self, x: torch.Tensor) -> Outputs:
         self.forwards += len(x)
-        h = x
-        for name in self.names[: self.beginning]:
+        h: Any = x
+        for name in self.names[: self.prefix_length]:
             h = self.get_submodule(name)(h)
-        return h
+        return tuple(h) if isinstance(h, tuple) else (h,)
 
-    def _found(self, row: int, x: torch.Tensor) -> torch.Tensor | None:
-        before, h = self._kept.get(row, (None, None))
-        return h if before is not None and torch.equal(before, x) else None
+    def _cached(self, row: int, x: torch.Tensor) -> Outputs | None:
+        before, outputs = self._cache.get(row, (None, None))
+        return outputs if before is not None and torch.equal(before, x) else None
 
-    def _keep(self, rows: Sequence[int], x: torch.Tensor, h: torch.Tensor) -> None:
-        for row, before, after in zip(rows, x, h.cpu(), strict=True):
-            size = before.nbytes + after.nbytes
-            if row in self._kept or size <= self.left_bytes:
-                self.left_bytes -= 0 if row in self._kept else size
-                self._kept[row] = (before.clone(), after.clone())
+    def _store(self, rows: Sequence[int], x: torch.Tensor, fresh: Outputs) -> None:
+        for row, before, after in zip(rows, x, _by_row(fresh), strict=True):
+            size = before.nbytes + sum(tensor.nbytes for tensor in after)
+            if row in self._cache or size <= self.free_bytes:
+                self.free_bytes -= 0 if row in self._cache else size
+                self._cache[row] = (before.clone(), tuple(tensor.clone() for tensor in after))
+
+
+def _by_row(outputs: Outputs) -> list[Outputs]:
+    """The outputs of every example, in host memory."""
+    return list(zip(*(tensor.cpu() for tensor in outputs), strict=True))
 
 
 def freeze(module: nn.Module, layout: Layout | None, options: Options, plan: ParallelPlan) -> nn.Module:
-    """`module` with the modules frozen that `options` name, as a `Frozen` one where that saves forward passes.
+    """Freezes the modules of `module` that `options` name; returns a `Frozen` model where that saves forward passes.
 
     Raises:
-        PlanError: there is no such module, nothing would be left to train, or the plan has stages.
+        PlanError: no such module, nothing left to train, or a plan with stages.
     """
-    named = _named(module, options)
-    if not named:
+    names = _known_names(module, options)
+    if not names:
         return module
     if plan.pp > 1:
         raise PlanError(f"plan {plan}: pp and freeze: a frozen stage has no gradients to send back")
-    for name in named:
+    for name in names:
         module.get_submodule(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise PlanError(f"options.freeze is {options.freeze!r}: nothing is left to train")
     order = layout.sequence(module) if layout is not None else []
-    beginning = 0
-    while beginning < len(order) and order[beginning] in named:
-        beginning += 1
-    exchanging = plan.tp > 1 or plan.cp > 1 or plan.ep > 1 or plan.zero >= 2
-    if not beginning or exchanging or not options.freeze_cache_mib:
+    prefix_length = 0
+    while prefix_length < len(order) and order[prefix_length] in names:
+        prefix_length += 1
+    communicates = plan.tp > 1 or plan.cp > 1 or plan.ep > 1 or plan.zero >= 2
+    if not prefix_length or communicates or not options.freeze_cache_mib:
         return module
-    return Frozen(module, order, beginning, options.freeze_cache_mib * 2**20)
+    return Frozen(module, order, prefix_length, options.freeze_cache_mib * 2**20)
 
 
-def settle(parts: Sequence[nn.Module], options: Options) -> None:
-    """Has frozen modules run as in evaluation; after whatever puts `parts` in training mode."""
-    named = _names(options)
+def set_eval_mode(parts: Sequence[nn.Module], options: Options) -> None:
+    """Puts the frozen modules in evaluation mode; call it after anything that puts `parts` in training mode."""
+    names = _names(options)
     for part in parts:
         for path, module in part.named_modules():
-            if whole_name(path) in named:
+            if unwrapped_name(path) in names:
                 module.eval()
 
 
-def told(parts: Sequence[nn.Module], run: Pass) -> Pass:
-    """`run`, which tells a frozen model which examples it sees."""
-    found = [module for part in parts for module in part.modules() if isinstance(module, Frozen)]
-    if not found:
+def track_rows(parts: Sequence[nn.Module], run: Pass) -> Pass:
+    """Wraps `run` so that a frozen model knows which examples it processes."""
+    models = [module for part in parts for module in part.modules() if isinstance(module, Frozen)]
+    if not models:
         return run
-    (frozen,) = found
+    (frozen,) = models
 
-    def telling(batch: Batch) -> torch.Tensor:
-        frozen.expect(batch.rows)
+    def tracked(batch: Batch) -> torch.Tensor:
+        frozen.set_rows(batch.rows)
         return run(batch)
 
-    return telling
+    return tracked
 
 
-def _named(module: nn.Module, options: Options) -> list[str]:
+def _known_names(module: nn.Module, options: Options) -> list[str]:
     known = dict(module.named_modules())
     names = _names(options)
     for name in names:

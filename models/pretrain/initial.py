@@ -1,9 +1,9 @@
-"""Training that begins with the params of an earlier one: a job's `init`.
+"""Training that starts from the params of an earlier one: a job's `init`.
 
     "init": {"params": "model.safetensors", "head": "new"}
 
-With a `same` head, which is the default, every tensor must fit; with a `new` one all but the model's last module,
-which keeps its fresh weights: for other classes, or another task (Devlin 2019, section 3.2).
+With the default head, `same`, every tensor must fit. With `new`, the model's last module keeps its fresh weights, for
+other classes or another task (Devlin 2019, section 3.2).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from models.zoo import ModelSpec
 
 HEADS = ("same", "new")
 LIMIT_BYTES = 64 * 1024**3
-"""Largest file of params that is read."""
+"""Largest file of params accepted."""
 _LISTED = 8
 
 
-def starting(job: Job, spec: ModelSpec) -> ModelSpec:
-    """`spec`, whose fresh modules have the params that the job's `init` names, where it does.
+def with_init(job: Job, spec: ModelSpec) -> ModelSpec:
+    """`spec`, whose new modules start from the params that the job's `init` names, if any.
 
     Raises:
         JobError: the file cannot be read, or its tensors do not fit; lists those that do not.
@@ -41,17 +41,17 @@ def starting(job: Job, spec: ModelSpec) -> ModelSpec:
         return spec
     where = f"{job.path}: init"
     try:
-        given = options.only(job.settings["init"], ("params", "head"), where)
+        table = options.only(job.settings["init"], ("params", "head"), where)
     except options.OptionError as error:
         raise JobError(str(error)) from None
-    head = given.get("head", "same")
+    head = table.get("head", "same")
     if head not in HEADS:
         raise JobError(f"{where}.head is {head!r}, expected one of {', '.join(HEADS)}")
-    return from_file(spec, job.file("init.params", job.value("init", "params")), new_head=head == "new")
+    return with_params(spec, job.file("init.params", job.value("init", "params")), new_head=head == "new")
 
 
-def from_file(spec: ModelSpec, path: Path, *, new_head: bool) -> ModelSpec:
-    """`spec`, whose fresh modules have the params in `path`, but for the head where it is to be a new one.
+def with_params(spec: ModelSpec, path: Path, *, new_head: bool) -> ModelSpec:
+    """`spec`, whose new modules start from the params in `path`, except the head with `new_head`.
 
     Raises:
         JobError: the file cannot be read, or its tensors do not fit; lists those that do not.
@@ -62,7 +62,7 @@ def from_file(spec: ModelSpec, path: Path, *, new_head: bool) -> ModelSpec:
         raise JobError(f"{path}: {error.strerror}") from error
     except SafetensorError as error:
         raise JobError(f"{path} is not a readable .safetensors file: {error}") from error
-    problems = misfits(tensors, spec, new_head=new_head)
+    problems = mismatches(tensors, spec, new_head=new_head)
     if problems:
         more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
         advice = "" if new_head else '; `head = "new"` leaves the last module out'
@@ -78,27 +78,27 @@ def from_file(spec: ModelSpec, path: Path, *, new_head: bool) -> ModelSpec:
     return dataclasses.replace(spec, module=module)
 
 
-def misfits(tensors: Mapping[str, npt.NDArray[Any]], spec: ModelSpec, *, new_head: bool) -> list[str]:
-    """What of `tensors` and of the model's has no counterpart of the same shape, one phrase each."""
+def mismatches(tensors: Mapping[str, npt.NDArray[Any]], spec: ModelSpec, *, new_head: bool) -> list[str]:
+    """One phrase for every tensor of `tensors` or of the model without a counterpart of the same shape."""
     with torch.device("meta"):
         built = spec.module()
     head = _head(built, spec) if new_head else ""
     expected = _float_tensors(built)
-    found = []
+    problems = []
     for name in sorted(set(tensors) | set(expected)):
         if _within(name, head):
             continue
         if name not in tensors:
-            found.append(f"{name} is missing")
+            problems.append(f"{name} is missing")
         elif name not in expected:
-            found.append(f"{name} is not one of the model's")
+            problems.append(f"{name} is not one of the model's")
         elif tensors[name].shape != tuple(expected[name].shape):
-            found.append(f"{name} is {tensors[name].shape}, the model has {tuple(expected[name].shape)}")
-    return found
+            problems.append(f"{name} is {tensors[name].shape}, the model has {tuple(expected[name].shape)}")
+    return problems
 
 
 def fill(module: nn.Module, tensors: Mapping[str, npt.NDArray[Any]], head: str = "") -> None:
-    """Copies `tensors` into `module`, but for what is within `head`."""
+    """Copies `tensors` into `module`, except those within `head`."""
     with torch.no_grad():
         for name, tensor in _float_tensors(module).items():
             if not _within(name, head):
@@ -106,7 +106,7 @@ def fill(module: nn.Module, tensors: Mapping[str, npt.NDArray[Any]], head: str =
 
 
 def _float_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What a file of params holds: parameters, a tied one under its first name, and float buffers that are kept."""
+    """The tensors a params file holds: parameters, tied ones under their first name, and persistent float buffers."""
     kept = {*dict(module.named_parameters()), *dict(module.named_buffers())}
     return {
         name: tensor
@@ -116,7 +116,7 @@ def _float_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _head(module: nn.Module, spec: ModelSpec) -> str:
-    """Path of the last module: of the layout's order, or among the children."""
+    """Path of the last module: of the layout's order, or of the direct children."""
     if spec.layout is not None and spec.layout.order:
         return spec.layout.order[-1]
     return [name for name, _ in module.named_children()][-1]

@@ -1,12 +1,12 @@
-"""`python -P -m models.pretrain.launch RANKS JOB.json`: a job's processes on this host, in a tree that dies together.
+"""`python -P -m models.pretrain.launch RANKS JOB.json`: starts a job's processes on this host; they exit with it.
 
-The agent runs inside this process, which dies with its parent; the ranks die with the agent. SIGTERM has them finish a
-step and save it. Several hosts train together where each runs
+The elastic agent runs inside this process, which exits with its parent; the ranks exit with the agent. On SIGTERM
+they finish the step and save it. To train on several hosts, run on each
 
     python -P -m models.pretrain.launch RANKS JOB.json --rendezvous HOST:PORT --hosts LEAST:MOST --run NAME
 
-and one of them, or another machine, `python -P -m models.pretrain.launch --serve HOST:PORT`. Processes of all hosts
-must reach the job's folder under the same path.
+and on one of them, or on another machine, `python -P -m models.pretrain.launch --serve HOST:PORT`. All hosts must see
+the job's folder under the same path.
 """
 
 from __future__ import annotations
@@ -18,34 +18,41 @@ import sys
 from multiprocessing import forkserver
 from pathlib import Path
 
-from edge_client import process
+from edge_client.processes import process
 
 
 def main() -> None:
     process.die_with_parent()
-    given = _arguments()
+    arguments = _arguments()
     report = process.reporter(sys.stdout)
     os.environ[process.PARENT_VARIABLE] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if not given.rendezvous or given.rendezvous.startswith("127."):
+    if not arguments.rendezvous or arguments.rendezvous.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if not given.serve:
-        _prepare()
+    if not arguments.serve:
+        _start_forkserver()
     from models.pretrain.recovery import elastic
 
-    if given.serve:
-        elastic.serve(given.serve, report)
+    if arguments.serve:
+        elastic.serve(arguments.serve, report)
         return
-    least, _, most = given.hosts.partition(":")
+    least, _, most = arguments.hosts.partition(":")
     fleet = elastic.Fleet(
-        given.ranks, int(least), int(most or least), given.rendezvous, given.run, given.restarts
+        arguments.ranks,
+        int(least),
+        int(most or least),
+        arguments.rendezvous,
+        arguments.run,
+        arguments.restarts,
     )
-    sys.exit(elastic.run(given.job, fleet, report))
+    sys.exit(elastic.run(arguments.job, fleet, report))
 
 
-def _prepare() -> None:
-    """Starts the server that processes are forked from, which imports torch while this process does."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["models.pretrain.recovery.nursery"])
+def _start_forkserver() -> None:
+    """Starts the forkserver, which imports torch in parallel with this process."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["models.pretrain.recovery.forkserver_imports"]
+    )
     forkserver.ensure_running()
 
 
@@ -53,17 +60,17 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -P -m models.pretrain.launch", description=__doc__)
     parser.add_argument("ranks", type=int, nargs="?", help="processes on this host")
     parser.add_argument("job", type=Path, nargs="?", help="JSON file")
-    parser.add_argument("--rendezvous", default="", metavar="HOST:PORT", help="where hosts meet")
+    parser.add_argument(
+        "--rendezvous", default="", metavar="HOST:PORT", help="rendezvous endpoint of the hosts"
+    )
     parser.add_argument("--hosts", default="1", metavar="LEAST:MOST", help="how many train together")
     parser.add_argument("--run", default="", help="name of the launch, the same on all hosts")
-    parser.add_argument("--restarts", type=int, default=10, help="after deaths, at most")
-    parser.add_argument(
-        "--serve", default="", metavar="HOST:PORT", help="keep a rendezvous, and nothing else"
-    )
-    given = parser.parse_args()
-    if not given.serve and given.job is None:
+    parser.add_argument("--restarts", type=int, default=10, help="restarts after failures, at most")
+    parser.add_argument("--serve", default="", metavar="HOST:PORT", help="only serve a rendezvous")
+    arguments = parser.parse_args()
+    if not arguments.serve and arguments.job is None:
         parser.error("RANKS and JOB.json are needed")
-    return given
+    return arguments
 
 
 if __name__ == "__main__":

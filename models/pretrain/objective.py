@@ -1,4 +1,4 @@
-"""What is minimised: the summed loss of the labels that count, which pieces of a batch and processes add up."""
+"""The training objective: the summed loss of the labels that count, which micro-batches and processes add up."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 from torch.nn import functional as F
 
 from models.labels import PADDING
-from models.pretrain.whole import whole
+from models.pretrain.dtensor import full_tensor
 from models.zoo.spec import ModelSpec, masked_cross_entropy
 
 Objective = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def objective_of(spec: ModelSpec) -> Objective:
-    """(logits [B, (T,) C], labels [B, (T)]) -> summed loss. A model's own loss is a mean and is multiplied back."""
+    """(logits [B, (T,) C], labels [B, (T)]) -> summed loss. A model's own loss is a mean and is scaled back to a sum."""
     if spec.loss is masked_cross_entropy:
         return summed_cross_entropy
 
     def summed(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         counted = (y != PADDING).sum()
-        logits = whole(logits)  # they may be split by class
+        logits = full_tensor(logits)  # they may be split by class
         # without a counted label the mean is 0 / 0; times 0 it would still be NaN
         return spec.loss(logits, y) * counted if counted else logits.sum() * 0
 
@@ -30,6 +30,6 @@ def objective_of(spec: ModelSpec) -> Objective:
 
 def summed_cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Cross-entropy in float32, summed over labels that are not `PADDING`."""
-    return whole(  # what is computed of split logits is split
+    return full_tensor(  # the loss of split logits is split
         F.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), ignore_index=PADDING, reduction="sum")
     )

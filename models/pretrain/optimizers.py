@@ -1,4 +1,4 @@
-"""Optimizers over the parts of one process, learning-rate schedules, and clipping by the global norm."""
+"""Optimizers over the parts of one process, and clipping by the global norm."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from models.pretrain.world import World
 
 
 def build(parts: Iterable[nn.Module], options: Options) -> list[torch.optim.Optimizer]:
-    """One optimizer a part."""
+    """One optimizer for every part."""
     return [over([p for p in part.parameters() if p.requires_grad], options) for part in parts]
 
 
-def clip(parts: Iterable[nn.Module], largest: float, world: World) -> torch.Tensor:
-    """Scales gradients so that the norm of the whole model's is at most `largest`; gives what it was.
+def clip(parts: Iterable[nn.Module], max_norm: float, world: World) -> torch.Tensor:
+    """Scales gradients so that the norm of the whole model's is at most `max_norm`; returns the norm before.
 
-    `torch.nn.utils.clip_grad_norm_` refuses gradients of which some are split, or not all over the same processes.
+    `torch.nn.utils.clip_grad_norm_` rejects gradients of which some are sharded, or sharded over different processes.
     """
     gradients = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    squares = _squares(gradients, local, world.device)
+    squares = _sum_of_squares(gradients, local, world.device)
     if world.size("pp") > 1:
         dist.all_reduce(squares, group=world.group("pp"))
     norm = squares.sqrt()
-    torch._foreach_mul_(local, (largest / (norm + 1e-6)).clamp(max=1.0))
+    torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
-def _squares(
+def _sum_of_squares(
     gradients: Sequence[torch.Tensor], local: Sequence[torch.Tensor], device: torch.device
 ) -> torch.Tensor:
-    """Sum of all squares of `gradients`, of which this process has `local`: what is split over the same processes is
-    added up among them, in one exchange; what is repeated counts once."""
-    alike: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    """Sum of the squares of `gradients`, of which this process has `local`. Gradients sharded over the same processes
+    are summed in one exchange; replicated ones count once."""
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for gradient, mine in zip(gradients, local, strict=True):
-        alike.setdefault(_split_over(gradient), []).append(mine)
+        by_groups.setdefault(_sharding_groups(gradient), []).append(mine)
     total = torch.zeros((), device=device)
-    for groups, tensors in alike.items():
+    for groups, tensors in by_groups.items():
         norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
         squares = torch.stack(norms).square().sum()
         for group in groups:
@@ -51,7 +51,7 @@ def _squares(
     return total
 
 
-def _split_over(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+def _sharding_groups(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(gradient, DTensor):
         return ()
     axes = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
@@ -59,7 +59,7 @@ def _split_over(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def over(parameters: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
-    """The optimizer that `options` name, of these params; there may be none."""
+    """The optimizer that `options` name, over these params; there may be none."""
     groups = [{"params": parameters}]
     mixed = len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1
     if options.optimizer == "sgd":

@@ -1,10 +1,10 @@
-"""A whole module becomes what one process keeps and computes of it, in this order:
+"""Turns a whole module into the part that one process keeps and computes, in this order:
 
     split into stages (pp) -> split matrices (tp) -> split sequences (cp) -> split experts (ep)
-    -> recompute activations -> compile -> share out params or average gradients (dp)
+    -> recompute activations -> compile -> shard params or average gradients (dp)
 
-Every step takes modules and gives modules and knows nothing of the others. Params start from the whole module,
-which every process builds from the same seed, so that a plan does not change them.
+Every step maps modules to modules and is independent of the others. Params start from the whole module, which every
+process builds from the same seed, so a plan does not change them.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import torch
 from torch import nn
 
 from models.pretrain import compiling
-from models.pretrain.model_parallel import recompute
-from models.pretrain.plan import ParallelPlan, Sizes
+from models.pretrain.parallel.model import activation_checkpoint
+from models.pretrain.plan import ParallelPlan, PlanError, Sizes
 from models.pretrain.world import World
 from models.zoo import ModelSpec
-from models.zoo.layout import Layout
+from models.zoo.layout import Layout, matching
 
 
 class Stage(nn.Module):
-    """Some of a model's modules in their order, under the names they have in the whole model.
+    """Some of a model's modules, in order, under the names they have in the whole model.
 
-    What one gives, a tensor or a tuple of them, the next takes; between processes a tuple travels as its tensors.
+    Each takes the output of the previous one, a tensor or a tuple; between processes a tuple is sent as its tensors.
     """
 
     def __init__(self, whole: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
         self.names = tuple(names)
         for name in names:
-            _put(self, name, whole.get_submodule(name))
+            _add_module(self, name, whole.get_submodule(name))
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         x: Any = inputs if len(inputs) > 1 else inputs[0]
@@ -45,11 +45,11 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class Parallel:
-    """What one process has of a model.
+    """The parts of a model on one process.
 
     Attributes:
         parts: one module, or the stages of this process; parameter names are those of the whole model.
-        numbers: which stages they are, of `world.plan.virtual_stages`.
+        numbers: indices of these stages, of `world.plan.virtual_stages`.
     """
 
     parts: list[nn.Module]
@@ -57,12 +57,13 @@ class Parallel:
 
 
 def sizes_of(spec: ModelSpec) -> Sizes:
-    """What of a model limits a plan."""
+    """The sizes of a model that limit its plans."""
     layout = spec.layout
     if layout is None:
         return Sizes()
     with torch.device("meta"):
-        layers = len(layout.layer_names(spec.module()))
+        module = spec.module()
+    layers = len(layout.layer_names(module))
     return Sizes(
         layers=layers,
         heads=layout.heads,
@@ -70,6 +71,7 @@ def sizes_of(spec: ModelSpec) -> Sizes:
         hidden=layout.hidden,
         vocab=spec.classes,
         length=layout.length,
+        attention=bool(layout.attention) and all(any(matching(module, (path,))) for path in layout.attention),
         experts=layout.experts_count,
         tensor=bool(layout.columns or layout.operators),
         head=bool(layout.head),
@@ -78,14 +80,18 @@ def sizes_of(spec: ModelSpec) -> Sizes:
 
 
 def parallelize(module: nn.Module, layout: Layout | None, world: World) -> Parallel:
-    """Takes `module` apart as the plan of `world` says; it must not be used otherwise afterwards."""
-    # What splits and shares takes long to import; who only asks for `sizes_of` or a name needs none of it.
-    from models.pretrain.data_parallel import sharding
-    from models.pretrain.model_parallel import context, experts, tensor
+    """Splits `module` by the plan of `world`; it must not be used otherwise afterwards."""
+    # Imported here because they are slow to import, and `sizes_of` and `unwrapped_name` do not need them.
+    from models.pretrain.parallel.data import sharding
+    from models.pretrain.parallel.model import (
+        context,
+        experts,
+        tensor,
+    )
 
     plan = world.plan
     module = module.to(world.device)
-    numbers = stage_numbers(plan, world.place("pp"))
+    numbers = stage_numbers(plan, world.coordinate("pp"))
     parts = _stages(module, layout, plan, numbers) if plan.pp > 1 else [module]
     if layout is not None:
         for part in parts:
@@ -95,21 +101,70 @@ def parallelize(module: nn.Module, layout: Layout | None, world: World) -> Paral
                 context.split(part, layout, world)
             if plan.ep > 1:
                 experts.split(part, layout, world)
-            recompute.wrap(part, layout, plan.recompute)
+            activation_checkpoint.wrap(part, layout, plan.activation_checkpoint)
             if plan.compile:
                 compiling.compile_blocks(part, layout, world.device)
-    return Parallel([sharding.share_out(part, layout, world) for part in parts], numbers)
+    return Parallel([sharding.apply_data_parallel(part, layout, world) for part in parts], numbers)
+
+
+def require_splittable(module: nn.Module, layout: Layout | None, plan: ParallelPlan) -> None:
+    """Checks that the parts of `module`, which may be on the meta device, can follow `plan`.
+
+    Raises:
+        PlanError: with every reason.
+    """
+    from models.pretrain.parallel.model import tensor
+
+    problems = tensor.problems(module, layout, plan) if layout is not None else []
+    if problems:
+        raise PlanError(f"plan {plan}: " + "; ".join(problems))
+
+
+def require_composition(module: nn.Module, layout: Layout, x: torch.Tensor) -> None:
+    """Checks that composing the modules of the layout's `order` gives the output of `module` for `x`.
+
+    Otherwise training them in stages, or with the first of them frozen, would train another model.
+
+    Raises:
+        PlanError: the outputs differ, or computing them fails.
+    """
+    message = f"the modules that the layout names as order, {', '.join(layout.order)}, are not what the model computes"
+    training = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            expected = module(x)
+            output = Stage(module, layout.sequence(module))(x)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise PlanError(f"{message}: {type(error).__name__}: {error}") from None
+    finally:
+        for part, was_training in training.items():
+            part.training = was_training
+    if not (
+        isinstance(output, torch.Tensor)
+        and output.shape == expected.shape
+        and torch.allclose(output, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+    ):
+        by = (
+            f" by up to {float((output - expected).abs().max()):.2g}"
+            if getattr(output, "shape", None) == expected.shape
+            else ""
+        )
+        raise PlanError(
+            f"{message}: one after the other they answer differently{by}; name every step of forward as a module of "
+            "order, or train with pp=1 and without freezing"
+        )
 
 
 def stage_numbers(plan: ParallelPlan, place: int) -> tuple[int, ...]:
-    """The stages of the process at `place` along pp: in turn, or in a V for the schedule of that name."""
+    """The stages of the rank at `place` along pp: round-robin, or in a V for the schedule of that name."""
     if plan.schedule == "zbv" and plan.pp > 1:
         return (place, 2 * plan.pp - 1 - place)
     return tuple(place + plan.pp * turn for turn in range(plan.stages_per_rank))
 
 
-def whole_name(name: str) -> str:
-    """A parameter's name without what DDP, recomputation and compilation put into it."""
+def unwrapped_name(name: str) -> str:
+    """A parameter's name without the wrappers of DDP, recomputation and compilation."""
     for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod."):
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")
@@ -118,17 +173,17 @@ def whole_name(name: str) -> str:
 def _stages(
     module: nn.Module, layout: Layout | None, plan: ParallelPlan, numbers: tuple[int, ...]
 ) -> list[nn.Module]:
-    assert layout is not None  # plan.check refuses stages for a model without layers
+    assert layout is not None  # plan_rules.check rejects stages for a model without layers
     layers = layout.layer_names(module)
     order = layout.sequence(module)
     before, after = order[: order.index(layers[0])], order[order.index(layers[-1]) + 1 :]
-    names = [[layers[index] for index in stage] for stage in plan.layers_of(len(layers))]
+    names = [[layers[index] for index in stage] for stage in plan.layers_per_stage(len(layers))]
     names[0] = [*before, *names[0]]
     names[-1] = [*names[-1], *after]
     return [Stage(module, names[number]) for number in numbers]
 
 
-def _put(root: nn.Module, path: str, module: nn.Module) -> None:
+def _add_module(root: nn.Module, path: str, module: nn.Module) -> None:
     *above, name = path.split(".")
     for part in above:
         if not hasattr(root, part):

@@ -1,4 +1,4 @@
-"""Params of a torch module as a plain `.safetensors` file: float32, keys sorted, nothing else in it."""
+"""Params of a torch module as a plain `.safetensors` file: float32, sorted keys, nothing else."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import nn
 
 from edge_client.files import write_durably
 from models.job import JobError
-from models.pretrain.parallelize import whole_name
-from models.pretrain.whole import whole as unsplit
+from models.pretrain.dtensor import full_tensor
+from models.pretrain.parallelize import unwrapped_name
 from models.pretrain.world import World
 from models.zoo import ModelSpec
 
@@ -34,34 +34,32 @@ def params_of(module: nn.Module) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def gather(parts: Sequence[nn.Module], spec: ModelSpec, world: World) -> nn.Module | None:
-    """The whole model, in process 0; None in the others, which must call this too.
+    """The whole model on process 0, None on the others. A collective.
 
-    Holds the whole model in memory there. Buffers are those of process 0's place in the data axis.
+    Process 0 holds the whole model in memory. Buffers are those of its coordinate on the data axis.
     """
     mine = {
-        whole_name(name): tensor
+        unwrapped_name(name): tensor
         for part in parts
         for name, tensor in part.state_dict(keep_vars=True).items()
         if tensor.is_floating_point()
     }
-    whole = spec.build(0) if world.rank == 0 else None
-    staged = world.size("pp") > 1
+    module = spec.build(0) if world.rank == 0 else None
+    pipelined = world.size("pp") > 1
     for name, tensor in _float_tensors(spec.build(0)).items():
-        found = mine.get(name)
-        full = None
-        if found is not None:
-            full = unsplit(found.detach())
-        full = _from_stage(full, tensor, world) if staged else full
-        if whole is not None and full is not None:
+        own = mine.get(name)
+        full = None if own is None else full_tensor(own.detach())
+        full = _from_stage(full, tensor, world) if pipelined else full
+        if module is not None and full is not None:
             with torch.no_grad():
-                _float_tensors(whole)[name].copy_(full.cpu())
-    return whole
+                _float_tensors(module)[name].copy_(full.cpu())
+    return module
 
 
 def _from_stage(mine: torch.Tensor | None, like: torch.Tensor, world: World) -> torch.Tensor:
-    """A tensor that one stage has, on all stages."""
+    """Broadcasts a tensor that one stage has to all stages."""
     group = world.group("pp")
-    owner = torch.tensor(world.place("pp") if mine is not None else -1, device=world.device)
+    owner = torch.tensor(world.coordinate("pp") if mine is not None else -1, device=world.device)
     dist.all_reduce(owner, dist.ReduceOp.MAX, group=group)
     full = mine.contiguous() if mine is not None else torch.empty_like(like, device=world.device)
     dist.broadcast(full, group=group, group_src=int(owner))
@@ -69,7 +67,7 @@ def _from_stage(mine: torch.Tensor | None, like: torch.Tensor, world: World) -> 
 
 
 def save(module: nn.Module, path: Path) -> dict[str, Any]:
-    """Writes the module's params to `path`, and tells what the file is: `parameters`, `bytes`, `model_sha256`."""
+    """Writes the module's params to `path`; returns the file's `parameters`, `bytes` and `model_sha256`."""
     content = safetensors.numpy.save(params_of(module))
     write_durably(path, content)
     return {
@@ -83,7 +81,7 @@ def load(module: nn.Module, path: Path) -> None:
     """Fills the module's parameters and float buffers from `path`.
 
     Raises:
-        JobError: not a readable file, or it holds other tensors than the module has.
+        JobError: not a readable file, or its tensors differ from the module's.
     """
     try:
         params = safetensors.numpy.load(path.read_bytes())
@@ -96,7 +94,7 @@ def fill(module: nn.Module, params: Params, where: str) -> None:
     """Copies `params` into the module's parameters and float buffers.
 
     Raises:
-        JobError: they are other tensors than the module has; `where` begins its message.
+        JobError: the tensors differ from the module's; the message starts with `where`.
     """
     expected = _float_tensors(module)
     for name in sorted(set(params) | set(expected)):
@@ -125,7 +123,7 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of `named_tensors`."""
+    """Shapes of `named_tensors`."""
     return {name: tuple(tensor.shape) for name, tensor in named_tensors(module).items()}
 
 

@@ -2,20 +2,19 @@
 
     "profile": {"folder": "profile", "start": 3, "steps": 5}
 
-Every process watches those steps with torch's profiler, leaves `trace-rank0.json` for a trace viewer and its figures
-in `rank0.json`; process 0 puts all together in `profile.json`.
+Every process records those steps with torch's profiler and writes `trace-rank0.json`, for a trace viewer, and its
+figures, `rank0.json`; process 0 combines them in `profile.json`.
 
-A moment of a step belongs to the first of these that it lies in:
+Every moment of a step counts for the first of these that covers it:
 
     loader          waiting for a batch
-    compute         an operator works: on the CPU aten's and compiled ones, on a GPU every kernel but NCCL's
-    communication   a collective is on its way and nothing is computed meanwhile: it is exposed
-    bubble          only a message between stages is on its way: the other stage is not so far yet
-    other           none: Python, launching kernels, waiting for another thread
+    compute         an operator runs: on the CPU, ATen and compiled ones; on a GPU, every kernel except NCCL's
+    communication   a collective is in flight and nothing is computed: exposed communication
+    bubble          only a message between stages is in flight: the other stage is not ready
+    other           none of these: Python, kernel launches, waiting for another thread
 
-so that these add up to the step. MFU is the model's share of what the processors could compute: floating-point
-operations of forward and backward passes without any that are recomputed (Chowdhery 2022, appendix B), by seconds and
-peak.
+so they add up to the step. MFU is the model's share of the processors' peak: floating-point operations of forward and
+backward passes, excluding recomputation (Chowdhery 2022, appendix B), divided by seconds and peak.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ from models.zoo import ModelSpec
 NAME = "profile.json"
 STEP, LOADER = "pretrain:step", "pretrain:loader"
 POINTS = 400
-"""Of a memory timeline, at most."""
+"""Points of a memory timeline, at most."""
 
 _COMMUNICATION, _MESSAGES = ("gloo:", "nccl"), ("send", "recv", "sendrecv")
-_WORKING = ("aten::", "## Call CompiledFxGraph", "Torch-Compiled Region")
-_CALLING = ("c10d::", "_c10d_functional::")
+_COMPUTE = ("aten::", "## Call CompiledFxGraph", "Torch-Compiled Region")
+_DISPATCH = ("c10d::", "_c10d_functional::")
 
 Span = tuple[float, float]
 """Begin and end, seconds."""
@@ -56,7 +55,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Split:
-    """Seconds of a time, by what it went to; they add up to it."""
+    """Seconds of a step by category; they add up to the step."""
 
     loader: float
     compute: float
@@ -70,30 +69,30 @@ class Split:
 
 
 class Profiler:
-    """Watches some steps of one process's training.
+    """Profiles some steps of one process's training.
 
     Args:
-        rows: of a global batch.
+        rows: rows of a global batch.
     """
 
     def __init__(self, options: Options, folder: Path, spec: ModelSpec, world: World, rows: int) -> None:
         self.options, self.folder = options, folder / options.folder
         self.spec, self.world, self.rows = spec, world, rows
-        self._watching: profile | None = None
+        self._profile: profile | None = None
         self._first: int | None = None
         self._seconds: list[float] = []
         self._bytes_before = 0
 
     def around(self, step: int) -> AbstractContextManager[None]:
-        """To be entered for every step, counted from 0; collective after the last that is watched."""
+        """Context of a step, counted from 0; the last profiled step is a collective."""
         if self._first is None:
             self._first = step
         number = step - self._first - self.options.start
-        return self._watched(number) if 0 <= number < self.options.steps else nullcontext()
+        return self._profiled(number) if 0 <= number < self.options.steps else nullcontext()
 
     @contextmanager
-    def _watched(self, number: int) -> Iterator[None]:
-        if self._watching is None:
+    def _profiled(self, number: int) -> Iterator[None]:
+        if self._profile is None:
             self._begin()
         began = time.perf_counter()
         with record_function(STEP):
@@ -108,24 +107,24 @@ class Profiler:
         cuda = self.world.device.type == "cuda"
         self._bytes_before = torch.cuda.memory_allocated() if cuda else 0
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        self._watching = profile(activities=kinds, profile_memory=True)
-        self._watching.start()
+        self._profile = profile(activities=kinds, profile_memory=True)
+        self._profile.start()
 
     def _end(self) -> None:
-        assert self._watching is not None
-        self._watching.stop()
+        assert self._profile is not None
+        self._profile.stop()
         rank, world = self.world.rank, self.world
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._watching.export_chrome_trace(str(self.folder / f"trace-rank{rank}.json"))
-        results = self._watching.profiler
+        self._profile.export_chrome_trace(str(self.folder / f"trace-rank{rank}.json"))
+        results = self._profile.profiler
         assert results is not None and results.kineto_results is not None
         events = results.kineto_results.events()
-        given = self.options.peak_tflops
+        peak_tflops = self.options.peak_tflops
         figures = {
             "rank": rank,
             "steps": [asdict(split) for split in splits(events, world.device.type)],
             "step_seconds": self._seconds,
-            "peak_flops": given * 1e12 if given else measured_peak(world),
+            "peak_flops": peak_tflops * 1e12 if peak_tflops else measured_peak(world),
             "memory": _memory(events, world.device.type, self._bytes_before),
         }
         _write(self.folder / f"rank{rank}.json", figures)
@@ -141,11 +140,11 @@ class Profiler:
         seconds = statistics.median(
             max(times) for times in zip(*(r["step_seconds"] for r in ranks), strict=True)
         )
-        flops, how = flops_of_row(self.spec)
+        flops, source = flops_of_row(self.spec)
         tokens = self.rows * (self.spec.input_shape[0] if self.spec.task == "next_token" else 1)
         peak = sum(rank["peak_flops"] for rank in ranks)
         mean = [_mean([Split(**split) for split in rank["steps"]]) for rank in ranks]
-        whole = _mean(mean)
+        overall = _mean(mean)
         return {
             "plan": str(self.world.plan),
             "device": self.world.device.type,
@@ -155,12 +154,12 @@ class Profiler:
             "step_seconds": seconds,
             "rows_per_second": self.rows / seconds,
             "tokens_per_second": tokens / seconds if self.spec.task == "next_token" else None,
-            "mean_seconds": asdict(whole),
-            "exposed_share": whole.communication / whole.seconds,
-            "bubble_share": whole.bubble / whole.seconds,
-            "loader_share": whole.loader / whole.seconds,
+            "mean_seconds": asdict(overall),
+            "exposed_share": overall.communication / overall.seconds,
+            "bubble_share": overall.bubble / overall.seconds,
+            "loader_share": overall.loader / overall.seconds,
             "flops_per_step": flops * self.rows,
-            "flops_from": how,
+            "flops_from": source,
             "peak_flops": peak,
             "peak_from": "given" if self.options.peak_tflops else "a matrix product on every process at once",
             "mfu": flops * self.rows / seconds / peak,
@@ -172,11 +171,11 @@ class Profiler:
 
 
 def splits(events: Sequence[Any], device: str) -> list[Split]:
-    """What each watched step's time went to. `events`: torch's, of the profiler (Kineto); `device`: cpu or cuda."""
+    """The time of every profiled step by category. `events`: of torch's profiler (Kineto); `device`: cpu or cuda."""
     steps: list[Span] = []
     loader: list[Span] = []
-    working: list[Span] = []
-    calling: list[Span] = []
+    computing: list[Span] = []
+    dispatching: list[Span] = []
     collectives: list[Span] = []
     messages: list[Span] = []
     on_gpu = device == "cuda"
@@ -189,70 +188,71 @@ def splits(events: Sequence[Any], device: str) -> list[Split]:
             loader.append(span)
         elif name.startswith(_COMMUNICATION):
             if kernel == on_gpu or name.startswith("gloo:"):
-                between = any(word in name.lower() for word in _MESSAGES)
-                (messages if between else collectives).append(span)
+                point_to_point = any(kind in name.lower() for kind in _MESSAGES)
+                (messages if point_to_point else collectives).append(span)
         elif on_gpu:
             if kernel and not name.startswith("pretrain:") and name != "[memory]":
-                working.append(span)
-        elif name.startswith(_CALLING):
-            calling.append(span)
-        elif name.startswith(_WORKING):
-            working.append(span)
+                computing.append(span)
+        elif name.startswith(_DISPATCH):
+            dispatching.append(span)
+        elif name.startswith(_COMPUTE):
+            computing.append(span)
     return [
-        _split(step, loader, subtracted(working, calling), collectives, messages) for step in sorted(steps)
+        _split(step, loader, subtract(computing, dispatching), collectives, messages)
+        for step in sorted(steps)
     ]
 
 
 def _split(step: Span, *claims: Iterable[Span]) -> Split:
-    """Seconds of `step` that are each one's of `claims` and of none before it."""
+    """Seconds of `step` that belong to each of `claims` and to none before it."""
     left, seconds = [step], []
     for claim in claims:
-        rest = subtracted(left, claim)
+        rest = subtract(left, claim)
         seconds.append(length(left) - length(rest))
         left = rest
     return Split(*(*seconds, length(left)))
 
 
-def united(spans: Iterable[Span]) -> list[Span]:
-    """The same moments in spans that neither meet nor overlap, in order."""
-    found: list[Span] = []
+def merge(spans: Iterable[Span]) -> list[Span]:
+    """The union of `spans` as disjoint spans, in order."""
+    merged: list[Span] = []
     for begin, end in sorted(spans):
         if end <= begin:
             continue
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
-def subtracted(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
+def subtract(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
     """The moments of `spans` that are in none of `others`."""
-    found: list[Span] = []
-    taken = united(others)
+    left: list[Span] = []
+    taken = merge(others)
     first = 0
-    for begin, end in united(spans):
+    for begin, end in merge(spans):
         while first < len(taken) and taken[first][1] <= begin:
             first += 1
         number = first
         while number < len(taken) and taken[number][0] < end:
             if taken[number][0] > begin:
-                found.append((begin, taken[number][0]))
+                left.append((begin, taken[number][0]))
             begin = max(begin, taken[number][1])
             number += 1
         if begin < end:
-            found.append((begin, end))
-    return found
+            left.append((begin, end))
+    return left
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Seconds that are in any of `spans`."""
-    return sum(end - begin for begin, end in united(spans))
+    """Seconds covered by any of `spans`."""
+    return sum(end - begin for begin, end in merge(spans))
 
 
 def flops_of_row(spec: ModelSpec) -> tuple[float, str]:
-    """Floating-point operations of a forward and a backward pass over one example, and how they were found: counted by
-    torch on tensors without data, attention as if without a mask; or, where a model needs to see data, 6 a param and
+    """Floating-point operations of a forward and a backward pass over one example, and how they were determined:
+    counted by torch on tensors without data, attention as if unmasked; or, where a model needs data, 6 per param and
     token.
     """
     with torch.device("meta"):
@@ -275,7 +275,7 @@ def _pass_without_data(module: nn.Module, spec: ModelSpec) -> None:
 
 
 def measured_peak(world: World) -> float:
-    """Operations a second of a large matrix product in the plan's precision, by this process's processor."""
+    """Operations a second of a large matrix product in the plan's precision, on this process's processor."""
     cuda = world.device.type == "cuda"
     size, turns = (8192, 20) if cuda else (512, 10)
     dtype = torch.bfloat16 if world.plan.precision == "bf16" else torch.float32
@@ -297,7 +297,7 @@ def _mean(splits: Sequence[Split]) -> Split:
 
 
 def _memory(events: Sequence[Any], device: str, before: int) -> dict[str, Any]:
-    """Allocated bytes over the watched steps: on a GPU all, on the CPU those beyond what was there at the start."""
+    """Allocated bytes during the profiled steps: on a GPU all, on the CPU those allocated since the start."""
     kind = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
     changes = sorted(
         (event.start_ns(), event.nbytes())
@@ -318,7 +318,7 @@ def _memory(events: Sequence[Any], device: str, before: int) -> dict[str, Any]:
 
 
 def _peaks(timeline: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
-    """Of every stretch the point with the most bytes."""
+    """The point with the most bytes of every stretch."""
     stretch = max(1, -(-len(timeline) // POINTS))
     for start in range(0, len(timeline), stretch):
         yield max(timeline[start : start + stretch], key=lambda point: point[1])

@@ -1,8 +1,8 @@
 """The training loop of the datacenter, the same for every plan.
 
-    batch -> forward and backward in micro-batches -> sum gradients -> clip -> step -> agree on params or shares
+    batch -> forward and backward in micro-batches -> sum gradients -> clip -> step -> synchronize params or shares
 
-What differs between plans happened before, in `parallelize`, and happens inside, in `passes`.
+The differences between plans lie before it, in `parallelize`, and inside the pass (`forward_backward`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,30 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from models.pretrain import freezing, optimizers, passes, plan, updates
+from models.pretrain import (
+    forward_backward,
+    freezing,
+    optimizer_setup,
+    optimizers,
+    plan_rules,
+)
 from models.pretrain.data.batches import Batch, Batches, Share, Source
-from models.pretrain.data_parallel import local_updates, sharding, shares
 from models.pretrain.objective import objective_of
-from models.pretrain.parallelize import Parallel, parallelize, sizes_of
+from models.pretrain.parallel.data import (
+    local_updates,
+    sharding,
+    shares,
+)
+from models.pretrain.parallelize import (
+    Parallel,
+    parallelize,
+    require_composition,
+    require_splittable,
+    sizes_of,
+)
 from models.pretrain.profiling import LOADER
-from models.pretrain.recovery import checkpoint
+from models.pretrain.recovery import checkpoint, manifest
+from models.pretrain.recovery import state as states
 from models.pretrain.training import Options
 from models.pretrain.world import World
 from models.zoo import ModelSpec
@@ -31,10 +48,10 @@ from models.zoo import ModelSpec
 
 @dataclass(frozen=True)
 class Progress:
-    """What is said of a training every few steps.
+    """Progress of a training, reported every few steps.
 
     Attributes:
-        step: steps done; `losses` are those since the last such report, mean over each global batch.
+        step: steps done; `losses` are those since the last report, each the mean over a global batch.
     """
 
     step: int
@@ -50,9 +67,10 @@ class Trainer:
     """One process's part of a training.
 
     Attributes:
-        identity: what a checkpoint must have in common with it.
-        local: brings params together where processes step alone.
-        shares: makes shares of the batch follow the processes' speeds.
+        identity: what a checkpoint must have in common with this training.
+        local: synchronizes params where processes step alone.
+        rank_state: rank-local state of that, or of gradient compression.
+        shares: adapts shares of the batch to the processes' speeds.
         step: global batches trained on so far.
     """
 
@@ -62,20 +80,27 @@ class Trainer:
     steps: int
     parallel: Parallel
     optimizers: list[torch.optim.Optimizer]
-    run: passes.Pass
-    identity: checkpoint.Identity
+    run: forward_backward.Pass
+    identity: manifest.Identity
     local: local_updates.LocalUpdates | None = None
+    rank_state: states.RankState | None = None
     shares: shares.Rebalancing | None = None
     step: int = 0
     _losses: list[torch.Tensor] = field(default_factory=list)
 
     @property
-    def state(self) -> checkpoint.State:
-        """What a checkpoint keeps."""
-        return checkpoint.State(self.parallel.parts, self.optimizers, buffers=self.world.place("data") == 0)
+    def state(self) -> states.State:
+        """The tensors that a checkpoint keeps."""
+        return states.State(
+            self.parallel.parts,
+            self.optimizers,
+            buffers=self.world.coordinate("data") == 0,
+            rank_state=self.rank_state,
+            rank=self.world.rank,
+        )
 
     def train_step(self) -> None:
-        """One global batch."""
+        """Trains on one global batch."""
         with record_function(LOADER):
             batch = self.batches[self.step]
         self.train_on(batch)
@@ -83,8 +108,8 @@ class Trainer:
             self.shares.after_step(self.batches)
 
     def train_on(self, batch: Batch) -> None:
-        """One step with this process's share of a batch."""
-        torch.manual_seed(chance(self.identity.seed, self.step, self.world))
+        """Takes one step with this process's share of a batch."""
+        torch.manual_seed(dropout_seed(self.identity.seed, self.step, self.world))
         rate = self.options.rate(self.step, self.steps)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -103,22 +128,22 @@ class Trainer:
         self._losses.append(loss)
         self.step += 1
 
-    def agree(self) -> None:
-        """Makes params the same everywhere, if processes have stepped alone."""
+    def synchronize(self) -> None:
+        """Synchronizes params where processes have stepped alone."""
         if self.local is not None:
-            self.local.agree()
+            self.local.synchronize()
 
     def losses(self) -> list[float]:
-        """Mean losses of the global batches since the last call, on every process."""
+        """Mean losses of the global batches since the last call, on every process. A collective."""
         if not self._losses:
             return []
         shares = torch.stack([loss.float() for loss in self._losses])
-        if self.world.place("tp"):
-            shares.zero_()  # every tp rank has computed the same
+        if self.world.coordinate("tp"):
+            shares.zero_()  # every tp rank computed the same loss
         dist.all_reduce(shares)
         self._losses.clear()
-        found: list[float] = shares.tolist()
-        return found
+        losses: list[float] = shares.tolist()
+        return losses
 
 
 def build(
@@ -134,49 +159,54 @@ def build(
     Raises:
         PlanError: the model or the batch cannot follow the plan.
     """
-    plan.check(world.plan, sizes_of(spec), batch_size=options.batch_size, processes=world.processes)
-    whole = spec.build(seed)
-    identity = checkpoint.identity_of(
-        whole, spec.name, options.optimizer, seed, options.batch_size, len(source)
-    )
-    parallel = parallelize(freezing.freeze(whole, spec.layout, options, world.plan), spec.layout, world)
+    plan_rules.check(world.plan, sizes_of(spec), batch_size=options.batch_size, processes=world.processes)
+    plan_rules.check_options(world.plan, optimizer=options.optimizer, clip_norm=options.clip_norm)
+    full = spec.build(seed)
+    identity = manifest.identity_of(full, spec.name, options.optimizer, seed, options.batch_size, len(source))
+    require_splittable(full, spec.layout, world.plan)
+    module = freezing.freeze(full, spec.layout, options, world.plan)
+    if spec.layout is not None and (world.plan.pp > 1 or isinstance(module, freezing.Frozen)):
+        require_composition(full, spec.layout, spec.example_batch(2)[0])
+    parallel = parallelize(module, spec.layout, world)
     for part in parallel.parts:
         part.train()
-    freezing.settle(parallel.parts, options)
+    freezing.set_eval_mode(parallel.parts, options)
     batches = Batches(source, options.batch_size, seed, share_of(world, options.batch_size), options.shift)
     steps = options.steps_of(batches.steps_per_epoch)
-    stepping = updates.build(parallel.parts, options, world, steps)
-    run = freezing.told(parallel.parts, passes.build(parallel, objective_of(spec), world))
-    balancing = shares.of(world, clock)
+    built, rank_state = optimizer_setup.build(parallel.parts, options, world, steps)
+    run = freezing.track_rows(parallel.parts, forward_backward.build(parallel, objective_of(spec), world))
+    balancing = shares.from_plan(world, clock)
+    local = local_updates.from_plan(built, options, world)
     return Trainer(
         world,
         options,
         batches,
         steps,
         parallel,
-        stepping,
+        built,
         run if balancing is None else balancing.timed(parallel.parts, run),
         identity,
-        local_updates.of(stepping, options, world),
+        local,
+        local or rank_state,
         balancing,
     )
 
 
-def chance(seed: int, step: int, world: World) -> int:
-    """Seed of a step's dropout: another one for other rows and stages, the same for ranks that share a matrix.
+def dropout_seed(seed: int, step: int, world: World) -> int:
+    """Seed of a step's dropout: it differs between rows and stages, and is the same on ranks that share a matrix.
 
-    A function of the step, as batches are, so that a training goes on with it at any step.
+    A function of the step, like batches, so that a training can resume at any step.
     """
-    sequence = np.random.SeedSequence([seed, step, world.place("data"), world.place("pp")])
+    sequence = np.random.SeedSequence([seed, step, world.coordinate("data"), world.coordinate("pp")])
     return int(sequence.generate_state(1, np.uint64)[0])
 
 
 def share_of(world: World, batch_size: int) -> Share:
-    """What this process takes of every global batch; a pipeline's pieces must all be alike."""
+    """This process's share of every global batch; the micro-batches of a pipeline must all have the same size."""
     return Share(
-        rows=world.plan.rows or (1,) * world.size("dp"),
-        place=world.place("dp"),
-        length_place=world.place("cp"),
+        rows=world.plan.batch_shares or (1,) * world.size("dp"),
+        place=world.coordinate("dp"),
+        length_place=world.coordinate("cp"),
         length_shares=world.size("cp"),
         pad_to=batch_size if world.plan.pp > 1 else 0,
     )
@@ -190,13 +220,13 @@ def train(
     stop: Callable[[], bool] = lambda: False,
     around: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
 ) -> None:
-    """Trains to the last step, or until `stop`, asked after every step, each inside of what `around` gives for it.
+    """Trains to the last step, or until `stop`, called after every step, returns true.
 
-    `on_progress` is called every `every` steps, before every checkpoint and at the end. What was trained when this
-    returns is in a checkpoint, if there is a `checkpointer`.
+    `on_progress` is called every `every` steps, before every checkpoint and at the end. `around` gives the context of
+    every step. With a `checkpointer`, everything trained is in a checkpoint when this returns.
 
     Raises:
-        CheckpointError: one could not be written.
+        CheckpointError: a checkpoint could not be written.
     """
     before = time.perf_counter()
     while trainer.step < trainer.steps:
@@ -204,8 +234,6 @@ def train(
             trainer.train_step()
         last = stop() or trainer.step == trainer.steps
         save = checkpointer is not None and (last or checkpointer.due(trainer.step))
-        if last or save:
-            trainer.agree()
         if last or save or trainer.step % every == 0:
             losses = trainer.losses()
             now = time.perf_counter()
@@ -224,5 +252,7 @@ def train(
             checkpointer.save(trainer.state, trainer.step)
         if last:
             break
+    if trainer.step == trainer.steps:
+        trainer.synchronize()
     if checkpointer is not None:
         checkpointer.wait()

@@ -17,16 +17,16 @@ class Options:
     """How to train.
 
     Attributes:
-        epochs: over the training set, where `steps` is 0.
+        epochs: passes over the training set, where `steps` is 0.
         steps: global batches.
         batch_size: rows of a global batch, shared by all dp ranks.
         warmup: steps over which the learning rate rises from 0.
-        decay: what becomes of it afterwards: stays, or falls to a tenth along a line or half a cosine.
-        clip_norm: largest norm of the whole gradient; 0: any.
+        decay: the learning rate afterwards: constant, or falling to a tenth linearly or along half a cosine.
+        clip_norm: largest norm of the whole gradient; 0: no clipping.
         outer_lr, outer_momentum: of the outer optimizer, where the plan has one (Douillard 2023, section 3.1).
         freeze: modules that keep their params, "embedding,layers.0"; see `models.pretrain.freezing`.
-        freeze_cache_mib: for what a frozen beginning of the model gives, of every process; 0: it is computed anew.
-        shift: images are moved by up to this many pixels, anew in every epoch; 0 leaves them as they are.
+        freeze_cache_mib: cache for the outputs of a frozen prefix of the model, per process; 0: no cache.
+        shift: largest random shift of images in pixels, drawn anew in every epoch; 0: none.
     """
 
     epochs: int = bounded(150, 1, 100_000)
@@ -66,12 +66,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Profile:
-    """What `models.pretrain.profiling` watches of a training.
+    """What `models.pretrain.profiling` records of a training.
 
     Attributes:
-        folder: in the job's, for what is found.
-        start: steps before, which warm up.
-        peak_tflops: of one processor, 10^12 operations a second; 0: measured by a matrix product.
+        folder: for the results, inside the job's folder.
+        start: warm-up steps before the first profiled one.
+        peak_tflops: of one processor, 10^12 operations a second; 0: measured with a matrix product.
     """
 
     folder: str = "profile"

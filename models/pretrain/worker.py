@@ -1,15 +1,16 @@
 """One process of a pretraining: `python -P -m models.pretrain.worker JOB.json`, alone or under `launch`.
 
-The job file (see `models.job`) has `plan`, a table of `models.pretrain.plan.ParallelPlan`, whose dp fills up with
-the processes there are; options are `models.pretrain.training.Options`, data as in `models.pretrain.data.sources`, params to
-begin with as in `models.pretrain.initial`. Process 0 reports progress and writes `curve.jsonl`, `model.safetensors` and `result.json`.
+The job file (see `models.job`) has `plan`, a table of `models.pretrain.plan.ParallelPlan`, whose dp defaults to the
+remaining processes; options are `models.pretrain.training.Options`, data as in `models.pretrain.data.sources`, initial
+params as in `models.pretrain.initial`. Process 0 reports progress and writes `curve.jsonl`, `model.safetensors` and
+`result.json`.
 
-With `checkpoint`, a table of `models.pretrain.recovery.checkpoint.Policy`, the training goes on from the newest checkpoint in
-its folder, under whatever plan it now has; with `resume = false` from those of the same launch only. On SIGTERM it
+With `checkpoint`, a table of `models.pretrain.recovery.checkpoint.Policy`, the training resumes from the newest
+checkpoint in its folder, under any plan; with `resume = false`, only from checkpoints of the same launch. On SIGTERM it
 finishes a step, saves it and exits with status 75.
 
-With `profile`, a table of `models.pretrain.training.Profile`, it says where the time of some steps went. When no step
-ends for `hang_seconds`, 300 unless given, the processes write where they are and end (`models.pretrain.recovery.hang`).
+With `profile`, a table of `models.pretrain.training.Profile`, it reports where the time of some steps went. When no step
+ends for `hang_seconds`, 300 by default, the processes write where they are and exit (`models.pretrain.recovery.hang`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from edge_client import process
+from edge_client.processes import process
 from models import job as jobs
 from models.pretrain import check, evaluation, initial, params, profiling, trainer, world
 from models.pretrain.data import prefetch, sources
@@ -37,14 +38,14 @@ from models.pretrain.training import Options, Profile
 from models.zoo import ModelSpec
 
 REPORTS = 200
-"""About how often a training tells how it goes."""
+"""Approximate number of progress reports of a training."""
 
 HANG_SECONDS = 300
-"""Without a step, a checkpoint included; torch itself gives up on a collective after ten minutes."""
+"""Longest time without a step, checkpoint included; torch itself aborts a collective after ten minutes."""
 
 
 def pretrain(path: Path, report: process.Report) -> None:
-    """The whole job of one process."""
+    """Runs one process of the job."""
     started = time.perf_counter()
     torch.set_num_threads(1)
     job = jobs.read(path)
@@ -52,35 +53,39 @@ def pretrain(path: Path, report: process.Report) -> None:
     policy, resume = job.table("checkpoint", Policy), job.flag("resume", True)
     profile, hang_seconds = job.table("profile", Profile), _hang_seconds(job)
     plan = check.plan_of(job, int(os.environ.get("WORLD_SIZE", 1)))
-    data = sources.of(job, spec, options.shift)
-    spec = initial.starting(job, spec)
+    data = sources.from_job(job, spec, options.shift)
+    spec = initial.with_init(job, spec)
 
     hang.prepare()
     with world.join(plan) as here:
         training = trainer.build(spec, data.train, options, here, job.seed)
-        loader = prefetch.of(job, training.batches, here.device)
+        loader = prefetch.from_job(job, training.batches, here.device)
         training.batches = loader
         checkpointer = None if policy is None else _checkpointer(job, policy, training)
         if checkpointer is not None:
-            training.step = checkpointer.restore(training.state, anew=not resume)
+            training.step = checkpointer.restore(training.state, same_run=not resume)
+            for notice in checkpointer.notices:
+                report(stage="pretrain", note=notice)
         curve = Curve(job.out / CURVE)
-        told = _Told(training, str(plan), curve, options, loader, report) if here.rank == 0 else None
+        progress = (
+            _ProgressWriter(training, str(plan), curve, options, loader, report) if here.rank == 0 else None
+        )
         preemption = None if checkpointer is None else Preemption()
         every = max(1, training.steps // REPORTS)
-        stop = preemption.agreed if preemption else lambda: False
-        around = _profiled(profile, job, training, spec)
-        with _watched(around, job, here, hang_seconds, report) as watched:
-            trainer.train(training, told or (lambda progress: None), every, checkpointer, stop, watched)
+        stop = preemption.should_stop if preemption else lambda: False
+        around = _profiling(profile, job, training, spec)
+        with _hang_watch(around, job, here, hang_seconds, report) as step_context:
+            trainer.train(training, progress or (lambda _: None), every, checkpointer, stop, step_context)
         if preemption is not None:
             preemption.close()
         if training.step < training.steps:
-            if told:
+            if progress:
                 report(stage="pretrain", status="preempted", step=training.step, steps=training.steps)
             raise SystemExit(PREEMPTED)
-        whole = params.gather(training.parallel.parts, spec, here)
-        if whole is not None:
-            figures = evaluation.evaluate(whole.to(here.device), spec, data.test, here.device)
-            saved = params.save(whole, job.out / "model.safetensors")
+        module = params.gather(training.parallel.parts, spec, here)
+        if module is not None:
+            figures = evaluation.evaluate(module.to(here.device), spec, data.test, here.device)
+            saved = params.save(module, job.out / "model.safetensors")
             about: dict[str, Any] = {
                 "world_size": here.processes,
                 "device": here.device.type,
@@ -94,8 +99,8 @@ def pretrain(path: Path, report: process.Report) -> None:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What the first process tells of the training: to the curve, which a restart goes on with, and as progress."""
+class _ProgressWriter:
+    """Writes the progress of a training: to the curve, which a restart continues, and to the reports."""
 
     training: trainer.Trainer
     plan: str
@@ -138,14 +143,16 @@ class _Told:
 
 
 def _restarts() -> int:
-    """How often the launcher began anew."""
+    """Number of restarts by the launcher."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
-Around = Callable[[int], AbstractContextManager[None]]
+StepContext = Callable[[int], AbstractContextManager[None]]
 
 
-def _profiled(options: Profile | None, job: jobs.Job, training: trainer.Trainer, spec: ModelSpec) -> Around:
+def _profiling(
+    options: Profile | None, job: jobs.Job, training: trainer.Trainer, spec: ModelSpec
+) -> StepContext:
     if options is None:
         return lambda step: nullcontext()
     needed = options.start + options.steps
@@ -157,20 +164,20 @@ def _profiled(options: Profile | None, job: jobs.Job, training: trainer.Trainer,
 
 
 @contextmanager
-def _watched(
-    around: Around, job: jobs.Job, here: world.World, seconds: float, report: process.Report
-) -> Iterator[Around]:
-    """`around`, and an end to the process when no step ends for `seconds`."""
-    watch = hang.Watch(job.out, here.rank, here.processes, seconds, hang.ending(report))
+def _hang_watch(
+    around: StepContext, job: jobs.Job, here: world.World, seconds: float, report: process.Report
+) -> Iterator[StepContext]:
+    """`around`, with an exit of the process when no step ends for `seconds`."""
+    watchdog = hang.Watchdog(job.out, here.rank, here.processes, seconds, hang.exit_with_report(report))
 
-    def both(step: int) -> AbstractContextManager[None]:
-        watch.alive(step)
+    def watched(step: int) -> AbstractContextManager[None]:
+        watchdog.heartbeat(step)
         return around(step)
 
     try:
-        yield both
+        yield watched
     finally:
-        watch.close()
+        watchdog.close()
 
 
 def _hang_seconds(job: jobs.Job) -> float:
@@ -188,7 +195,7 @@ def _checkpointer(job: jobs.Job, policy: Policy, training: trainer.Trainer) -> C
 
 
 def work(path: Path, report: process.Report) -> None:
-    """`pretrain`, with an exit status of its own where the job is wrong."""
+    """Runs `pretrain`, with its own exit status for an invalid job."""
     try:
         pretrain(path, report)
     except ValueError as error:

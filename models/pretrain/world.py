@@ -1,10 +1,10 @@
 """The processes that train together: joined through torch.distributed, arranged along the axes of a plan.
 
 NCCL where every process of a host has a GPU of its own, else gloo on the CPU. With `devices` in the plan every stage
-computes on what it names and gloo carries what goes between them, through the host's memory. A process that nobody
-launched is a world of one. Axes are `pp`, `replicate`, `shard`, `cp`, `tp` (see `models.pretrain.plan`), of size 1
-where unused; `dp` is replicate and shard together, `data` is dp and cp together: the ranks whose gradients add up;
-`kept` is shard and cp together: those that keep params between them.
+computes on the named device and gloo carries the messages between stages, through host memory. A process without a
+launcher is a world of one. Axes are `pp`, `replicate`, `shard`, `cp`, `tp` (see `models.pretrain.plan`), of size 1 where
+unused; `dp` is replicate and shard together; `data` is dp and cp together: the ranks whose gradients add up; `fsdp` is
+shard and cp together: the ranks that params are sharded over.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from models.pretrain.plan import ParallelPlan, PlanError
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
-_JOINED = {"dp": ("replicate", "shard"), "data": ("replicate", "shard", "cp"), "kept": ("shard", "cp")}
+_FLATTENED = {"dp": ("replicate", "shard"), "data": ("replicate", "shard", "cp"), "fsdp": ("shard", "cp")}
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among all.
+    """This process's position among all.
 
     Attributes:
         mesh: all ranks along `AXES`.
-        joined: the axes that are several of `AXES` together.
-        device: what this process computes on.
+        flattened: the axes that combine several of `AXES`.
+        device: the device this process computes on.
     """
 
     plan: ParallelPlan
     mesh: DeviceMesh
-    joined: Mapping[str, DeviceMesh]
+    flattened: Mapping[str, DeviceMesh]
     device: torch.device
 
     @property
@@ -54,10 +54,10 @@ class World:
         return str(dist.get_backend())
 
     def axis(self, name: str) -> DeviceMesh:
-        """The part of the mesh along one axis, those joined of several included."""
-        return self.joined[name] if name in self.joined else self.mesh[name]
+        """The part of the mesh along one axis, flattened ones included."""
+        return self.flattened[name] if name in self.flattened else self.mesh[name]
 
-    def place(self, name: str) -> int:
+    def coordinate(self, name: str) -> int:
         """This process's coordinate along an axis."""
         return int(self.axis(name).get_local_rank())
 
@@ -65,45 +65,45 @@ class World:
         return int(self.axis(name).size())
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """The processes that differ from this one along one axis only."""
+        """The processes that differ from this one only along this axis."""
         return self.axis(name).get_group()
 
 
 @contextmanager
 def join(plan: ParallelPlan, timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
-    """Joins the processes a launcher started, or is alone; leaves them at the end.
+    """Joins the processes a launcher started, or creates a world of one; leaves them at the end.
 
     Raises:
-        RuntimeError: there are others than the plan needs; whoever launches checks that before.
+        RuntimeError: the number of processes is not the plan's; launchers check that first.
     """
     alone = "WORLD_SIZE" not in os.environ
-    device = own_device(plan)
+    device = select_device(plan)
     backend = "nccl" if device.type == "cuda" and not plan.devices else "gloo"
     if alone:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
     try:
-        yield arrange(plan, device)
+        yield build(plan, device)
     finally:
         dist.destroy_process_group()
 
 
-def arrange(plan: ParallelPlan, device: torch.device) -> World:
-    """The world of processes that have joined already."""
+def build(plan: ParallelPlan, device: torch.device) -> World:
+    """The world of processes that have already joined."""
     if dist.get_world_size() != plan.processes:
         raise RuntimeError(
             f"plan {plan} needs {plan.processes} processes, {dist.get_world_size()} were launched"
         )
     extents = (plan.pp, plan.replicate, plan.shard, plan.cp, plan.tp)
     mesh = init_device_mesh("cpu" if plan.devices else device.type, extents, mesh_dim_names=AXES)
-    joined = {name: mesh[axes]._flatten(name) for name, axes in _JOINED.items()}
-    return World(plan, mesh, joined, device)
+    flattened = {name: mesh[axes]._flatten(name) for name, axes in _FLATTENED.items()}
+    return World(plan, mesh, flattened, device)
 
 
-def own_device(plan: ParallelPlan) -> torch.device:
-    """What this process computes on: the kind of processor that the plan names for its stage; else the GPU of its
-    number on its host, where there are enough, or the CPU.
+def select_device(plan: ParallelPlan) -> torch.device:
+    """The device of this process: the kind that the plan names for its stage; else the GPU with its number on its host,
+    if there are enough GPUs, or the CPU.
 
     Raises:
         PlanError: the plan names a GPU, and there is none.
@@ -112,15 +112,15 @@ def own_device(plan: ParallelPlan) -> torch.device:
         int(os.environ.get(f"LOCAL_{key}", default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1))
     )
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    wanted = gpus >= max(1, ranks)
+    use_gpu = gpus >= max(1, ranks)
     if plan.devices:
         place = int(os.environ.get("RANK", 0)) * plan.pp // plan.processes
-        wanted = "cuda" in plan.devices[place : place + 1]
-        if wanted and not gpus:
+        use_gpu = "cuda" in plan.devices[place : place + 1]
+        if use_gpu and not gpus:
             raise PlanError(
                 f"plan: devices={'+'.join(plan.devices)} puts place {place} along pp on cuda, its host has no GPU"
             )
-    if not wanted:
+    if not use_gpu:
         return torch.device("cpu")
     device = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(device)

@@ -1,9 +1,9 @@
-"""Architectures: plain torch modules that know no parallelism, and the one way to get at them."""
+"""Architectures as plain torch modules without parallelism, and how to find one by name."""
 
 from __future__ import annotations
 
-from models.zoo.keras import KerasSpec, KerasUnfit
 from models.zoo.resolve import ModelNotFound, find, get
 from models.zoo.spec import ModelSpec
+from models.zoo.tensorflow.keras import KerasSpec, KerasUnfit
 
 __all__ = ["KerasSpec", "KerasUnfit", "ModelNotFound", "ModelSpec", "find", "get"]

@@ -1,10 +1,10 @@
 """A bidirectional transformer encoder in the manner of BERT (Devlin 2019), with pre-norm blocks.
 
-It is pretrained to find hidden tokens (`objective = "masked"`) and then classifies texts (`"classify"`) with a head
-of its own. Token 0 is padding, which nobody attends to; the last row of the embedding is the mask token.
+It is pretrained to predict masked tokens (`objective = "masked"`) and then classifies texts (`"classify"`) with a
+separate head. Token 0 is padding, which gets no attention; the last row of the embedding is the mask token.
 
-Shapes: B rows, T tokens, D width, H heads. Between its modules travel `h` [B, T, D] and `real` [B, T], 1 for a token
-and 0 for padding, as a pair.
+Shapes: B rows, T tokens, D width, H heads. Between modules pass `h` [B, T, D] and `real` [B, T], 1 for a token and 0 for
+padding, as a pair.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from models.zoo.gpt import MLP, Embedding, linear, require_dropout, start_small
+from models.zoo.gpt import MLP, Embedding, linear, require_dropout, scale_residual_init
 from models.zoo.layout import Layout
 from models.zoo.spec import ModelSpec
 from models.zoo.transformer import MASKED, require_divisible, sequence_length
@@ -27,7 +27,7 @@ PAD = 0
 
 
 class BERT(nn.Module):
-    """x [B, T] token ids -> logits [B, classes], or [B, T, classes] of hidden tokens."""
+    """x [B, T] token ids -> logits [B, classes], or [B, T, classes] of masked tokens."""
 
     def __init__(
         self,
@@ -44,9 +44,11 @@ class BERT(nn.Module):
         self.embedding = PaddedEmbedding(vocab + 1, length, width, dropout)
         self.layers = nn.ModuleDict({str(index): Block(width, heads, dropout) for index in range(layers)})
         self.norm = Norm(width)
-        self.head = Finder(width, classes) if objective == "masked" else Classifier(width, classes, dropout)
+        self.head = (
+            TokenPredictor(width, classes) if objective == "masked" else Classifier(width, classes, dropout)
+        )
         for block in self.layers.values():
-            start_small(block, layers)
+            scale_residual_init(block, layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(x)
@@ -57,7 +59,7 @@ class BERT(nn.Module):
 
 
 class PaddedEmbedding(nn.Module):
-    """Token ids [B, T] -> hidden states, and where there is a token."""
+    """Token ids [B, T] -> hidden states, and a mask of the tokens that are not padding."""
 
     def __init__(self, vocab: int, length: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -68,7 +70,7 @@ class PaddedEmbedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention among the tokens, then a feed-forward network, each around a shortcut and after a LayerNorm."""
+    """Attention, then a feed-forward network, each with a residual connection and after a LayerNorm."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -85,7 +87,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention of every token to those that are real."""
+    """Multi-head attention of every token to the tokens that are not padding."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -98,11 +100,11 @@ class Attention(nn.Module):
             projection(x).view(B, T, -1, self.head_width).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        # finite, so that a text of padding alone stays finite
+        # finite, so that a text of only padding stays finite
         bias = ((1 - real) * MASKED).to(query.dtype)[:, None, None, :]
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-        answer: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(B, T, -1))
-        return answer
+        output: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(B, T, -1))
+        return output
 
 
 class Norm(nn.Module):
@@ -118,7 +120,7 @@ class Norm(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Hidden states -> logits [B, classes], from their mean over the tokens that are real."""
+    """Hidden states -> logits [B, classes], from their mean over the tokens that are not padding."""
 
     def __init__(self, width: int, classes: int, dropout: float) -> None:
         super().__init__()
@@ -134,8 +136,8 @@ class Classifier(nn.Module):
         return logits
 
 
-class Finder(nn.Module):
-    """Hidden states -> logits [B, T, vocab] of what every token was (Devlin 2019, section 3.1, task 1)."""
+class TokenPredictor(nn.Module):
+    """Hidden states -> logits [B, T, vocab] of the original tokens (Devlin 2019, section 3.1, task 1)."""
 
     def __init__(self, width: int, vocab: int) -> None:
         super().__init__()
@@ -150,7 +152,7 @@ class Finder(nn.Module):
 
 
 def layout(width: int, heads: int, objective: Objective) -> Layout:
-    """Without a `length`: padding is known for whole sequences only, so they cannot be split."""
+    """Without a `length`: sequences cannot be split, because padding is known only for whole ones."""
     return Layout(
         order=("embedding", "layers.*", "norm", "head"),
         columns=(
@@ -182,8 +184,8 @@ def spec(
     With `objective = "masked"` the classes are the `vocab` tokens.
 
     Raises:
-        ValueError: not token sequences, other classes than tokens, a width that `heads` does not divide, or no such
-            dropout or objective.
+        ValueError: not token sequences, classes other than the tokens, a width that `heads` does not divide, or an
+            invalid dropout or objective.
     """
     length = sequence_length(input_shape)
     require_divisible(width, heads)
@@ -213,4 +215,5 @@ def spec(
         },
         vocab=vocab + 1,
         layout=layout(width, heads, objective),
+        masked=objective == "masked",
     )

@@ -1,4 +1,4 @@
-"""Which layers a forward pass calls, and with what."""
+"""The layers that a forward pass calls, and their inputs."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import nn
 from models.zoo.spec import ModelSpec
 
 
-def called(module: nn.Module, spec: ModelSpec) -> list[str]:
-    """Names of the layers that a forward pass calls, in the order in which it begins them."""
+def called_layers(module: nn.Module, spec: ModelSpec) -> list[str]:
+    """Names of the layers that a forward pass calls, in order of their first call."""
     order: list[str] = []
     everything = [name for name, _ in module.named_modules()]
-    with torch.no_grad(), watched(module, everything, lambda name, layer, x: order.append(name)):
+    with torch.no_grad(), on_calls(module, everything, lambda name, layer, x: order.append(name)):
         module(spec.example_batch(1)[0])
     return order
 
 
 @contextlib.contextmanager
-def watched(
-    module: nn.Module, names: Sequence[str], note: Callable[[str, nn.Module, torch.Tensor], None]
+def on_calls(
+    module: nn.Module, names: Sequence[str], callback: Callable[[str, nn.Module, torch.Tensor], None]
 ) -> Iterator[None]:
-    """`note(name, layer, first input)` whenever a layer of `names` is called with one."""
+    """Calls `callback(name, layer, first input)` whenever a layer of `names` is called with an input."""
 
     def hook(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        return lambda layer, given: note(name, layer, given[0]) if given else None
+        return lambda layer, inputs: callback(name, layer, inputs[0]) if inputs else None
 
     hooks = [module.get_submodule(name).register_forward_pre_hook(hook(name)) for name in names]
     try:

@@ -31,7 +31,7 @@ class CharLM(nn.Module):
 def spec(
     input_shape: tuple[int, ...], classes: int, width: int = 32, layers: int = 2, heads: int = 4
 ) -> ModelSpec:
-    """`input_shape` is (T,); `classes` is the vocabulary, of the input as of the labels.
+    """`input_shape` is (T,); `classes` is the vocabulary of both input and labels.
 
     Raises:
         ValueError: not token sequences, or a width that `heads` does not divide.

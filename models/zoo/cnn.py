@@ -1,4 +1,4 @@
-"""A small convolutional classifier: two 3x3 convolutions, the second at stride 2, one dense layer or two."""
+"""A small convolutional classifier: two 3x3 convolutions, the second with stride 2, and one or two dense layers."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def spec(
     image = image_shape(input_shape)
 
     def twin() -> object:
-        from models.zoo import tensorflow_twins
+        from models.zoo.tensorflow import twins
 
-        return tensorflow_twins.small_cnn(image, channels, hidden)
+        return twins.small_cnn(image, channels, hidden)
 
     return ModelSpec(
         "cnn",

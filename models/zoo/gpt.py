@@ -1,9 +1,7 @@
 """A causal transformer in the manner of GPT-2: learned positions, pre-norm blocks, GELU (Radford 2019).
 
-For pretraining in the datacenter. Its embedding is a lookup and its attention torch's fused one, which devices
-cannot train; `charlm` is the student to distil it into.
-
-Shapes: B rows, T tokens, D width, H heads.
+For pretraining in the datacenter. Its embedding is a lookup and its attention is torch's fused one, which devices cannot
+train; `charlm` is the student to distil it into.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class GPT(nn.Module):
         if tie:
             self.head.weight = self.embedding.token.weight
         for block in self.layers.values():
-            start_small(block, layers)
+            scale_residual_init(block, layers)
             if core is not None:
                 block.get_submodule("attention").register_module("core", core())
 
@@ -62,7 +60,7 @@ class Embedding(nn.Module):
     """Token ids [B, T] -> [B, T, D]: a row for the token plus a row for its position, then dropout.
 
     Attributes:
-        offset: position of the first token, for whoever shows this module only a part of a sequence.
+        offset: position of the first token, when this module sees only a part of a sequence.
     """
 
     def __init__(self, vocab: int, length: int, width: int, dropout: float = 0.0) -> None:
@@ -75,16 +73,16 @@ class Embedding(nn.Module):
             nn.init.normal_(table.weight, std=INITIAL_DEVIATION)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(self.offset, self.offset + x.shape[1], device=x.device)
-        h: torch.Tensor = self.dropout(self.token(x) + self.position(places))
+        positions = torch.arange(self.offset, self.offset + x.shape[1], device=x.device)
+        h: torch.Tensor = self.dropout(self.token(x) + self.position(positions))
         return h
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward network, each around a shortcut, after a LayerNorm and before dropout.
+    """Attention, then a feed-forward network, each with a residual connection, after a LayerNorm and before dropout.
 
-    Dropout is on what ranks that share matrices all have, and never inside the heads, so that with equal random
-    numbers they drop the same.
+    Dropout applies only to activations that all ranks sharing matrices have, never inside the heads, so that with equal
+    random numbers they drop the same elements.
     """
 
     def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
@@ -97,12 +95,12 @@ class Block(nn.Module):
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         h = h + self.dropout(self.attention(self.norm1(h)))
-        answer: torch.Tensor = h + self.dropout(self.mlp(self.norm2(h)))
-        return answer
+        output: torch.Tensor = h + self.dropout(self.mlp(self.norm2(h)))
+        return output
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention on [B, T, D]; heads are counted from the projections, which may be split by head."""
+    """Multi-head self-attention on [B, T, D]; the number of heads follows from the projections, which may be split."""
 
     def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         super().__init__()
@@ -116,8 +114,8 @@ class SelfAttention(nn.Module):
             projection(x).view(B, T, -1, self.head_width).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        answer: torch.Tensor = self.out(self.core(query, key, value).transpose(1, 2).reshape(B, T, -1))
-        return answer
+        output: torch.Tensor = self.out(self.core(query, key, value).transpose(1, 2).reshape(B, T, -1))
+        return output
 
 
 class FusedAttention(nn.Module):
@@ -140,33 +138,36 @@ class MLP(nn.Module):
         self.down = linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        answer: torch.Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
-        return answer
+        output: torch.Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return output
 
 
 def linear(features_in: int, features_out: int) -> nn.Linear:
-    """A linear layer with small normal weights and no bias, as large transformers have it."""
+    """A linear layer with small normal weights and no bias, as usual in large transformers."""
     layer = nn.Linear(features_in, features_out, bias=False)
     nn.init.normal_(layer.weight, std=INITIAL_DEVIATION)
     return layer
 
 
-def start_small(block: nn.Module, layers: int) -> None:
-    """Radford 2019, section 2.3: residual paths of all layers add up, so their last matrices start smaller."""
+def scale_residual_init(block: nn.Module, layers: int) -> None:
+    """Initializes the last matrices of residual paths smaller, since the paths add up (Radford 2019, section 2.3)."""
     for last in ("attention.out.weight", "mlp.down.weight"):
         nn.init.normal_(block.get_parameter(last), std=INITIAL_DEVIATION * (2 * layers) ** -0.5)
 
 
 def require_dropout(dropout: float) -> None:
-    """Raises ValueError where `dropout` is no share below 1."""
+    """Raises ValueError unless `dropout` is a share below 1."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is a share from 0 to below 1, got {dropout}")
 
 
 def layout(length: int, width: int, heads: int, tie: bool = False) -> Layout:
     order = ("embedding", "layers.*", "norm", "head")
+    attention = ("layers.*.attention.core",)
     if tie:
-        return Layout(order, heads=heads, width=width, hidden=4 * width, length=length, tied=True)
+        return Layout(
+            order, attention=attention, heads=heads, width=width, hidden=4 * width, length=length, tied=True
+        )
     return Layout(
         order,
         columns=(
@@ -177,7 +178,7 @@ def layout(length: int, width: int, heads: int, tie: bool = False) -> Layout:
         vocabulary="embedding.token",
         head="head",
         norms=("layers.*.norm1", "layers.*.norm2", "norm"),
-        attention=("layers.*.attention.core",),
+        attention=attention,
         heads=heads,
         width=width,
         hidden=4 * width,
@@ -198,13 +199,13 @@ def spec(
     attention_local: int = 2,
     attention_stride: int = 4,
 ) -> ModelSpec:
-    """`input_shape` is (T,); `classes` is the vocabulary, of the input as of the labels.
+    """`input_shape` is (T,); `classes` is the vocabulary of both input and labels.
 
-    `tie`: one matrix is both embedding and head (Press 2017), which fits on one process only: no tp, no pp.
-    `attention`: full, or block_sparse, of blocks of so many tokens (see `models.zoo.sparse`).
+    `tie`: one matrix is both embedding and head (Press 2017), which must be on one process: no tp, no pp.
+    `attention`: full, or block_sparse with blocks of `attention_block` tokens (see `models.zoo.sparse`).
 
     Raises:
-        ValueError: not token sequences, a width that `heads` does not divide, no such dropout or attention.
+        ValueError: not token sequences, a width that `heads` does not divide, or an invalid dropout or attention.
     """
     length = sequence_length(input_shape)
     require_divisible(width, heads)

@@ -1,6 +1,6 @@
-"""Layout: how a model may be taken apart, said by whoever wrote it, for whoever spreads it over processes.
+"""Layout: how a model may be split over processes, declared by its author.
 
-The model itself knows nothing of that. Paths are those of `named_modules`; `*` stands for one component.
+The model itself is unaware of it. Paths are those of `named_modules`; `*` stands for one component.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Operator:
-    """How the tensors of one module lie over the processes that share a matrix; a dim is split, None is whole.
+    """How the tensors of one module are sharded over tp ranks: a dim is sharded, None is replicated.
 
-    Only where data lies is said: torch finds out how to compute on it so, and exchanges what has to be elsewhere. For
-    instance `Operator(params={"weight": 0}, output=-1)` for a linear layer of which every process has some rows, and
-    gives those features; a function without params is annotated as a module that calls it.
+    It only declares where data lies; torch derives the computation and the communication. For instance,
+    `Operator(params={"weight": 0}, output=-1)` is a linear layer of which every process has some rows and computes those
+    features. A function without params is annotated as a module that calls it.
 
     Attributes:
-        inputs: of forward's arguments in order; further ones are whole.
-        output: None gives a plain tensor to whatever follows; what is split stays so, for another such operator or
-            functions without params in between.
-        params: by name; those not named are whole.
+        inputs: of forward's arguments in order; further ones are replicated.
+        output: None returns a plain tensor; a sharded output stays sharded, for another such operator or functions
+            without params in between.
+        params: by name; others are replicated.
     """
 
     inputs: tuple[int | None, ...] = ()
@@ -34,24 +34,24 @@ class Operator:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things are in a module.
+    """The roles of a model's modules.
 
     Attributes:
-        order: modules whose composition is the forward pass: each takes what the one before it gave. `*` stands for
+        order: modules whose composition is the forward pass: each takes the output of the previous one. `*` stands for
             all children in turn, which are the layers a pipeline splits between.
-        columns: linear layers whose outputs may be split, by head or feature, what follows working on its own share.
+        columns: linear layers whose outputs may be split, by head or feature; the following modules work on a share.
             Where sequences are split in between, the modules that hold them see whole ones.
         rows: linear layers whose inputs may be split; their outputs are partial sums.
         vocabulary: the embedding, whose rows may be split.
         head: the last linear layer, whose outputs are the classes.
-        norms: normalisations over features, which may see a part of the sequence only.
-        attention: what takes (query, key, value), [B, H, T, D] each, to [B, H, T, D], whose heads may be split. With
-            parts of sequences, a module that has an attribute `offset` is told the position of its first token.
-        experts: what takes (x [N, D] sorted by expert, counts [E]) to [N, D], with one row of every parameter an expert.
-        operators: how single modules of any kind lie over the tp ranks, by path.
+        norms: normalisations over features, which may see only a part of the sequence.
+        attention: modules (query, key, value), [B, H, T, D] each, -> [B, H, T, D], whose heads may be split. With parts
+            of sequences, a module that has an attribute `offset` gets the position of its first token.
+        experts: modules (x [N, D] sorted by expert, counts [E]) -> [N, D], with one row of every parameter per expert.
+        operators: sharding of single modules of any kind over the tp ranks, by path.
         heads, width, hidden, length: sizes, as in `models.pretrain.plan.Sizes`.
         experts_count: experts of one layer.
-        tied: whether modules of `order` share a param, so that no stages can be made of them.
+        tied: whether modules of `order` share a param, so that they cannot form stages.
     """
 
     order: tuple[str, ...]
@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def layers(self) -> str:
-        """Path of the container of layers, or nothing."""
+        """Path of the container of layers; empty without one."""
         return next((path.removesuffix(".*") for path in self.order if path.endswith(".*")), "")
 
     def layer_names(self, module: nn.Module) -> list[str]:
@@ -85,7 +85,7 @@ class Layout:
         )
 
     def sequence(self, module: nn.Module) -> list[str]:
-        """`order` of `module` with every layer named."""
+        """`order` of `module` with the name of every layer."""
         return [
             name
             for path in self.order
@@ -94,10 +94,10 @@ class Layout:
 
 
 def matching(module: nn.Module, patterns: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """Submodules of `module` whose path one of `patterns` describes."""
+    """Submodules of `module` whose path matches one of `patterns`."""
     expressions = [
         re.compile(r"[^.]+".join(map(re.escape, pattern.split("*")))) for pattern in patterns if pattern
     ]
-    for name, found in module.named_modules():
+    for name, part in module.named_modules():
         if any(expression.fullmatch(name) for expression in expressions):
-            yield name, found
+            yield name, part

@@ -26,9 +26,9 @@ def spec(input_shape: tuple[int, ...], classes: int) -> ModelSpec:
     features = math.prod(input_shape)
 
     def twin() -> object:
-        from models.zoo import tensorflow_twins
+        from models.zoo.tensorflow import twins
 
-        return tensorflow_twins.dense_stack(["fc"])
+        return twins.dense_stack(["fc"])
 
     return ModelSpec(
         "logreg", lambda: LogisticRegression(features, classes), input_shape, classes, tensorflow_twin=twin

@@ -1,4 +1,4 @@
-"""A language model of stacked LSTM layers (Hochreiter 1997; Zaremba 2014), every one of which is a pipeline's layer.
+"""A language model of stacked LSTM layers (Hochreiter 1997; Zaremba 2014), each a layer of a pipeline.
 
 Shapes: B rows, T tokens, D width.
 """
@@ -15,7 +15,7 @@ from models.zoo.transformer import sequence_length
 
 
 class LSTMModel(nn.Module):
-    """x [B, T] token ids -> logits [B, T, vocab]; position t sees tokens 0 to t only. State begins at 0 in every row."""
+    """x [B, T] token ids -> logits [B, T, vocab]; position t sees tokens 0 to t only. Every row starts with state 0."""
 
     def __init__(self, vocab: int, width: int, layers: int, dropout: float) -> None:
         super().__init__()
@@ -34,9 +34,9 @@ class LSTMModel(nn.Module):
 class Layer(nn.Module):
     """[B, T, D] -> [B, T, D]: dropout, as between layers only, then one LSTM.
 
-    Its params are given to torch's operator at every call. `nn.LSTM` keeps references to them, which stay behind when
-    sharding puts others in their place. The operator puts time first in memory; hidden states and their gradients
-    leave with rows first, as stages send them.
+    Its params are passed to torch's operator at every call: `nn.LSTM` keeps references to them, which become stale when
+    sharding replaces them. The operator puts time first in memory; hidden states and their gradients are returned with
+    rows first, as stages send them.
     """
 
     def __init__(self, width: int, dropout: float) -> None:
@@ -51,7 +51,7 @@ class Layer(nn.Module):
         ):
             self.register_parameter(name, nn.Parameter(torch.empty(shape).uniform_(-bound, bound)))
         with torch.no_grad():
-            # the second quarter is the gate that forgets, which had better not do so at first (Jozefowicz 2015)
+            # the second quarter is the forget gate, which should start open (Jozefowicz 2015)
             self.get_parameter("bias_input")[width : 2 * width].fill_(1.0)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
@@ -81,10 +81,10 @@ class Layer(nn.Module):
 def spec(
     input_shape: tuple[int, ...], classes: int, width: int = 128, layers: int = 2, dropout: float = 0.0
 ) -> ModelSpec:
-    """`input_shape` is (T,); `classes` is the vocabulary, of the input as of the labels.
+    """`input_shape` is (T,); `classes` is the vocabulary of both input and labels.
 
     Raises:
-        ValueError: not token sequences, or a size that cannot be.
+        ValueError: not token sequences, or an invalid size.
     """
     length = sequence_length(input_shape)
     require_dropout(dropout)

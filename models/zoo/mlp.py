@@ -33,9 +33,9 @@ def spec(input_shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (64
     features = math.prod(input_shape)
 
     def twin() -> object:
-        from models.zoo import tensorflow_twins
+        from models.zoo.tensorflow import twins
 
-        return tensorflow_twins.dense_stack([f"hidden.{i}" for i in range(len(hidden))] + ["fc"])
+        return twins.dense_stack([f"hidden.{i}" for i in range(len(hidden))] + ["fc"])
 
     return ModelSpec(
         "mlp",

@@ -1,12 +1,11 @@
-"""A causal transformer whose feed-forward networks are mixtures of experts: every token passes through the few that
-a router chooses for it (Shazeer 2017; Fedus 2021, Switch, with `chosen` = 1).
+"""A causal transformer whose feed-forward networks are mixtures of experts: a router sends every token to a few of them
+(Shazeer 2017; Fedus 2021, Switch, with `chosen` = 1).
 
-An expert takes all tokens sent to it, however many: no capacity, so no token is dropped, and what a token becomes
-does not depend on the others of its batch. For the same reason there is no loss that balances the load: it would be
-a function of the tokens that happen to be in one process's share, and the training would depend on how it is shared.
-Everything else is `models.zoo.gpt`.
+An expert takes all tokens sent to it: there is no capacity, so no token is dropped, and the output of a token does not
+depend on the others of its batch. For the same reason there is no load-balancing loss: it would depend on the tokens in
+one process's share, and so on the plan. Everything else is `models.zoo.gpt`.
 
-Shapes: B rows, T tokens, D width, N = B · T · chosen tokens to be computed, E experts, F features of an expert.
+Shapes: B rows, T tokens, D width, N = B · T · chosen token copies to compute, E experts, F features of an expert.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from models.zoo.transformer import require_divisible, sequence_length
 
 
 class Mixture(nn.Module):
-    """[B, T, D] -> [B, T, D]: the sum of the chosen experts' answers, each times its probability (Fedus 2021,
-    equations 1 and 2; not renormalised, so that with one expert a token the router still has a gradient)."""
+    """[B, T, D] -> [B, T, D]: the sum of the chosen experts' outputs, each times its probability (Fedus 2021,
+    equations 1 and 2; not renormalised, so that with one expert per token the router still has a gradient)."""
 
     def __init__(self, width: int, experts: int, chosen: int) -> None:
         super().__init__()
@@ -34,19 +33,19 @@ class Mixture(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, -2)
-        # float32 also where products are bfloat16: choices must not flip by rounding (Fedus 2021, section 2.4)
+        # float32 even where products are bfloat16: choices must not flip by rounding (Fedus 2021, section 2.4)
         odds = self.router(tokens).float().softmax(-1)
         weight, expert = odds.topk(self.chosen, dim=-1)  # [B·T, chosen]
         by_expert = expert.flatten().argsort(stable=True)  # [N]
         token = by_expert // self.chosen
-        answers = self.experts(tokens[token], torch.bincount(expert.flatten(), minlength=self.count))
-        weighted = answers * weight.flatten()[by_expert, None].to(answers.dtype)
+        outputs = self.experts(tokens[token], torch.bincount(expert.flatten(), minlength=self.count))
+        weighted = outputs * weight.flatten()[by_expert, None].to(outputs.dtype)
         total = torch.zeros_like(tokens, dtype=weighted.dtype).index_add(0, token, weighted)
         return total.view_as(x)
 
 
 class Experts(nn.Module):
-    """(x [N, D] sorted by expert, counts [E]) -> [N, D]; a row of every parameter is an expert."""
+    """(x [N, D] sorted by expert, counts [E]) -> [N, D]; every parameter has one row per expert."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -56,7 +55,7 @@ class Experts(nn.Module):
             nn.init.normal_(matrices, std=gpt.INITIAL_DEVIATION)
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        # an expert without a token multiplies an empty matrix, so that its gradient is zero rather than missing
+        # an expert without tokens multiplies an empty matrix, so that its gradient is zero rather than missing
         parts = torch.split(x, counts.tolist())
         return torch.cat(
             [

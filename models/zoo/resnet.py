@@ -1,8 +1,8 @@
 """A deep residual network (He 2016) whose blocks a pipeline may split between.
 
-Four stages of two blocks each are ResNet-18; the stem is that for small images, a 3x3 convolution without pooling.
-With `norm="group"` statistics are per example and any plan trains the same; with `norm="batch"` every process
-normalises by the rows it has, as is usual (Goyal 2017, section 2.3), so a plan changes what is trained.
+Four stages of two blocks each are ResNet-18; the stem is the one for small images, a 3x3 convolution without pooling.
+With `norm="group"` statistics are per example and any plan trains the same; with `norm="batch"` every process normalises
+with its own rows, as is usual (Goyal 2017, section 2.3), so a plan changes the training.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def spec(
     width: int = 64,
     norm: Norm = "group",
 ) -> ModelSpec:
-    """`input_shape` is (H, W) or (C, H, W); `blocks` are those of every stage.
+    """`input_shape` is (H, W) or (C, H, W); `blocks` has the number of blocks of every stage.
 
     Raises:
         ValueError: not images, a stage without a block, an unknown norm, or a width that its groups do not divide.

@@ -1,10 +1,9 @@
 """A residual network with 8 layers: a stem, three stages of one block each, a classifier.
 
-The small image model of the MLPerf Tiny benchmark (Banbury 2021, image classification), for any image
-size. With `norm="group"` statistics are per example, so clients with few or skewed rows train it well
-(Hsieh 2020, section 6). With `norm="batch"` federated training leaves the running statistics as they
-are and normalises with them: the variant for models that were pretrained and will be quantized, because
-it folds into the convolutions.
+The small image model of the MLPerf Tiny benchmark (Banbury 2021, image classification), for any image size. With
+`norm="group"` statistics are per example, so clients with few or skewed rows train it well (Hsieh 2020, section 6). With
+`norm="batch"` federated training keeps the running statistics fixed and normalises with them: the variant for models
+that were pretrained and will be quantized, because it folds into the convolutions.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class ResNet8(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions around a shortcut; a 1x1 convolution on it where the shape changes."""
+    """Two 3x3 convolutions with a residual connection, which has a 1x1 convolution where the shape changes."""
 
     def __init__(self, depth: int, channels: int, stride: int, norm: Norm) -> None:
         super().__init__()

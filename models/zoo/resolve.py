@@ -1,4 +1,4 @@
-"""From a model's name in an experiment file to its ModelSpec."""
+"""Resolves a model's name in an experiment file to its ModelSpec."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 from torch import nn
 
 from models import adaptation, user_code
-from models.zoo import keras
-from models.zoo.keras import KerasSpec, KerasUnfit
 from models.zoo.spec import InputDtype, ModelSpec, TaskKind
+from models.zoo.tensorflow import keras
+from models.zoo.tensorflow.keras import KerasSpec, KerasUnfit
+from models.zoo.trial import vocabulary
 
 GROUP = "fedloop.models"
 PRETRAINED = ("gpt", "moe", "bert", "lstm", "resnet")
-"""Modules here that are models for the datacenter alone, found without an installation's metadata."""
+"""Our models for the datacenter only, found without an installation's metadata."""
 
 
 class ModelNotFound(ValueError):
@@ -34,10 +35,10 @@ def get(
     task: TaskKind = "classification",
     **options: Any,
 ) -> ModelSpec:
-    """The spec of a model of torch, as `find` gives it.
+    """The spec of a torch model, as `find` returns it.
 
     Raises:
-        ModelNotFound: as `find`; or it is a Keras model.
+        ModelNotFound: as for `find`; or it is a Keras model.
     """
     spec = find(name, input_shape=input_shape, classes=classes, input_dtype=input_dtype, task=task, **options)
     if isinstance(spec, KerasSpec):
@@ -57,34 +58,36 @@ def find(
     task: TaskKind = "classification",
     **options: Any,
 ) -> ModelSpec | KerasSpec:
-    """The spec of a model: one of ours, one of the entry-point group `fedloop.models`, `package.module:build`, or a `.keras` file.
+    """The spec of a model: a built-in one, one of the entry-point group `fedloop.models`, `package.module:build`, or a `.keras` file.
 
-    A builder is called with `input_shape`, `classes` and the options. It returns a ModelSpec, or simply a
-    `torch.nn.Module` or a `keras.Model`, which is then trained with masked cross-entropy on data of `input_dtype` and `task`.
+    A builder is called with `input_shape`, `classes` and the options. It returns a ModelSpec, or just a `torch.nn.Module`
+    or a `keras.Model`, which is then trained with masked cross-entropy on data of `input_dtype` and `task`.
 
     Raises:
-        ModelNotFound: unknown name, or the builder refused; `UserCodeError` when a user's module cannot be imported.
+        ModelNotFound: unknown name, or the builder failed; `UserCodeError` when a user's module cannot be imported.
     """
     if name == adaptation.MODEL:
         return _adapted(input_shape, classes, input_dtype, task, **options)
     if name.endswith(user_code.KERAS_FILE):
         if options:
             raise ModelNotFound(f"model {name!r} is a file and has no options, got {', '.join(options)}")
-        return _of_file(name, input_shape, classes, input_dtype, task)
+        return _from_file(name, input_shape, classes, input_dtype, task)
     builder = user_code.load(name) if user_code.is_reference(name) else _installed(name)
     try:
         built = builder(input_shape=input_shape, classes=classes, **options)
     except (TypeError, ValueError) as error:
         raise ModelNotFound(
-            f"model {name!r} cannot be built for examples of shape {input_shape}: {error}"
+            f"model {name!r} cannot be built for examples of shape {input_shape}{_place(name, error, builder)}: {error}"
         ) from error
     except Exception as error:
         if ":" not in name:
             raise
-        # whatever a user's code raises is the user's to read
-        raise ModelNotFound(f"model {name!r} failed while built: {type(error).__name__}: {error}") from error
+        # any error of a user's code is shown to the user
+        raise ModelNotFound(
+            f"model {name!r} failed while built{_place(name, error, builder)}: {type(error).__name__}: {error}"
+        ) from error
     if isinstance(built, nn.Module):
-        return _wrapped(name, builder, input_shape, classes, input_dtype, task, options)
+        return _wrap(name, builder, input_shape, classes, input_dtype, task, options)
     if "keras" in sys.modules and isinstance(built, sys.modules["keras"].Model):
         return KerasSpec(
             name,
@@ -93,10 +96,17 @@ def find(
         )  # fmt: skip
     if getattr(built, "module", None) is None:
         raise ModelNotFound(
-            f"model {name!r} must return a torch.nn.Module, a keras.Model or a ModelSpec, got {type(built).__name__}"
+            f"model {name!r}{user_code.definition_location(builder)} must return a torch.nn.Module, a keras.Model or a ModelSpec, got {type(built).__name__}"
         )
     spec: ModelSpec = built
-    return replace(spec, name=name, options={**options, **spec.options})  # what finds it again
+    return replace(spec, name=name, options={**options, **spec.options})  # so that it can be found again
+
+
+def _place(name: str, error: Exception, builder: Any) -> str:
+    """Where a user's own code failed; empty for a built-in model."""
+    if not user_code.is_reference(name):
+        return ""
+    return user_code.error_location(error, builder) or user_code.definition_location(builder)
 
 
 def _adapted(
@@ -111,18 +121,18 @@ def _adapted(
 ) -> ModelSpec:
     from models.zoo import adapted
 
-    whole = get(
+    base_spec = get(
         base, input_shape=input_shape, classes=classes, input_dtype=input_dtype, task=task, **base_options
     )
     try:
-        return adapted.spec(whole, adapt, backbone)
+        return adapted.spec(base_spec, adapt, backbone)
     except (adaptation.AdaptationError, OSError) as error:
         raise ModelNotFound(f"model {base!r} cannot be adapted by {adapt}: {error}") from error
 
 
-def _of_file(name: str, *shape: Any) -> KerasSpec:
+def _from_file(name: str, *shape: Any) -> KerasSpec:
     try:
-        return keras.of_file(name, *shape)
+        return keras.from_file(name, *shape)
     except KerasUnfit as error:
         raise ModelNotFound(str(error)) from None
 
@@ -141,7 +151,7 @@ def _installed(name: str) -> Any:
     )
 
 
-def _wrapped(
+def _wrap(
     name: str,
     builder: Any,
     input_shape: tuple[int, ...],
@@ -154,4 +164,7 @@ def _wrapped(
         built: nn.Module = builder(input_shape=input_shape, classes=classes, **options)
         return built
 
-    return ModelSpec(name, module, input_shape, classes, input_dtype, task, options=options)
+    spec = ModelSpec(name, module, input_shape, classes, input_dtype, task, options=options)
+    if input_dtype != "int32":
+        return spec
+    return replace(spec, vocab=vocabulary(spec.build(0), input_shape))

@@ -1,11 +1,11 @@
-"""Block-sparse causal attention: a query sees the blocks of keys near it and every so many before (Child 2019, strided).
+"""Block-sparse causal attention: a query sees nearby blocks of keys and every so many before (Child 2019, strided).
 
 Queries and keys are cut into blocks of `block` tokens. Queries of block i see those of block j <= i where
 
     i - j < local, or i - j is a multiple of stride
 
-and of their own block no token after them. Only those blocks are multiplied: of T / block blocks about local + T / (2 ·
-block · stride) a query, against T / (2 · block) of dense causal attention. Two layers reach every token before where
+and within their own block no later token. Only those blocks are multiplied: per query, about local + T / (2 · block ·
+stride) of T / block blocks, against T / (2 · block) of dense causal attention. Two layers reach every earlier token if
 `local` >= `stride` - 1.
 """
 
@@ -52,7 +52,7 @@ class BlockSparseAttention(nn.Module):
 
 
 def require_sparsity(block: int, local: int, stride: int) -> None:
-    """Raises ValueError where one of them is not at least 1."""
+    """Raises ValueError unless all are at least 1."""
     for name, value in (("block", block), ("local", local), ("stride", stride)):
         if value < 1:
             raise ValueError(f"attention_{name} is at least 1, got {value}")

@@ -1,4 +1,4 @@
-"""ModelSpec: what a model is, apart from its weights."""
+"""ModelSpec: a model's architecture and sizes, without its weights."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ class ModelSpec:
     """An architecture with its sizes filled in.
 
     Attributes:
-        name: as the experiment file names it.
-        module: makes the untrained module; random weights come from torch's default generator.
+        name: as in the experiment file.
+        module: creates the untrained module; random weights come from torch's default generator.
         input_shape: of one example, without the batch.
         input_dtype: float32 features, or int32 token ids.
         classes: size of the last logits axis.
         task: `classification` has labels [B], `next_token` has labels [B, T]; int32, `PADDING` is masked.
-        loss: mean loss per counted label from (logits, labels); traceable when LiteRT is to train with it.
-        tensorflow_twin: makes the same architecture in TensorFlow (see `models.zoo.tensorflow_twins`).
-        options: as given, for the record.
-        vocab: how many token ids an int32 input may hold, 0 to vocab - 1; None: as many as classes.
-        layout: how the module may be spread over processes; None: only whole.
+        loss: mean loss per counted label from (logits, labels); must be traceable for training with LiteRT.
+        tensorflow_twin: creates the same architecture in TensorFlow (see `models.zoo.tensorflow.twins`).
+        options: as passed, for the record.
+        vocab: number of token ids of an int32 input, 0 to vocab - 1; None: as many as classes where labels are tokens,
+            otherwise unknown.
+        layout: how the module may be split over processes; None: not at all.
+        masked: whether it predicts masked tokens, vocab - 1 being the mask, and can be trained on nothing else.
     """
 
     name: str
@@ -56,20 +58,37 @@ class ModelSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     vocab: int | None = None
     layout: Layout | None = None
+    masked: bool = False
 
     @property
     def tokens(self) -> int:
-        """How many token ids an int32 input may hold."""
-        return self.vocab or self.classes
+        """Number of token ids of an int32 input; where unknown, the two that every model accepts."""
+        return self.vocab or (self.classes if self.task == "next_token" else 2)
+
+    @property
+    def described_vocab(self) -> int | None:
+        """The number of token ids for a manifest; None where inputs are no ids.
+
+        Raises:
+            ValueError: inputs are ids, and their number is unknown.
+        """
+        if self.input_dtype != "int32":
+            return None
+        if self.vocab is None and self.task != "next_token":
+            raise ValueError(
+                f"model {self.name!r} takes token ids, and how many it takes cannot be told, as it looks them up in no "
+                "embedding: take nn.Embedding, or return a models.zoo.ModelSpec with vocab"
+            )
+        return self.tokens
 
     def build(self, seed: int) -> nn.Module:
-        """A fresh module; the same seed gives the same weights. Leaves torch's global generator as it was."""
+        """A fresh module; the same seed gives the same weights. Does not change torch's global generator."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.module()
 
     def example_batch(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A deterministic (x, y) of the right shapes and dtypes: sines in [0, 1], or tokens in turn."""
+        """A deterministic (x, y) of the right shapes and dtypes: sines in [0, 1], or consecutive tokens."""
         numbers = torch.arange(batch_size * _size(self.input_shape)).reshape(batch_size, *self.input_shape)
         x = ((numbers * 7) % self.tokens).int() if self.input_dtype == "int32" else numbers.sin() * 0.5 + 0.5
         label_shape = (batch_size, *self.input_shape) if self.task == "next_token" else (batch_size,)

@@ -1,4 +1,4 @@
-"""A transformer that classifies a text: attention over its tokens, mean over them, one dense layer."""
+"""A transformer that classifies texts: attention over the tokens, their mean, one dense layer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from models.zoo.spec import ModelSpec
 from models.zoo.transformer import MASKED, Block, TokenEmbedding, require_divisible, sequence_length
 
 PAD = 0
-"""The token id that fills a short text up to T; no token attends to it and the mean leaves it out."""
+"""The padding token of short texts; it gets no attention and the mean leaves it out."""
 
 
 class TextClassifier(nn.Module):
-    """x [B, T] int32, `PAD` where the text has ended -> logits [B, classes]."""
+    """x [B, T] int32, `PAD` after the end of the text -> logits [B, classes]."""
 
     def __init__(self, length: int, vocab: int, classes: int, width: int, layers: int, heads: int) -> None:
         super().__init__()

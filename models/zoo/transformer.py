@@ -1,8 +1,8 @@
 """The transformer that `charlm` and `textcls` share: embedding, attention, blocks.
 
-Pre-norm blocks without dropout (Xiong 2020). Token embedding is a product with a compared one-hot
-instead of a lookup, because the lookup's gradient, a scatter, has no LiteRT builtin that prepares; with
-a few thousand tokens the product costs little.
+Pre-norm blocks without dropout (Xiong 2020). The token embedding is a product with a compared one-hot instead of a
+lookup, because the gradient of a lookup, a scatter, has no LiteRT builtin that prepares; with a few thousand tokens the
+product is cheap.
 
 Shapes: B rows, T tokens, D width, H heads.
 """
@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 MASKED = -100.0
-"""Added to an attention score that must not count: leaves it e⁻¹⁰⁰ of its weight, nothing in float32.
+"""Added to an attention score that must not count: leaves e⁻¹⁰⁰ of its weight, which is nothing in float32.
 
-Finite, so a row without any token stays finite. No larger, because scores of a statically quantized model share
-one scale of 255 steps with it: at -1e9 all that count become the same.
+Finite, so a row without any token stays finite. No larger, because scores of a statically quantized model share one
+scale of 255 steps with it: at -1e9 all scores that count become the same.
 """
 
 
@@ -38,14 +38,14 @@ class TokenEmbedding(nn.Module):
 class Attention(nn.Module):
     """Multi-head self-attention on [B, T, D]. Vaswani 2017, section 3.2.
 
-    Heads are counted from the projections' width, not stored, so that the projections may be split by head.
+    The number of heads follows from the projections' width, so that the projections may be split by head.
     """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.head_width = width // heads
         self.query = nn.Linear(width, width)
-        # A bias of the keys would add the same to all scores of a query, which softmax takes no notice of.
+        # A bias of the keys would add the same value to all scores of a query, which softmax ignores.
         self.key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
@@ -57,12 +57,12 @@ class Attention(nn.Module):
         q, k, v = (part(x).reshape(by_head).transpose(1, 2) for part in (self.query, self.key, self.value))
         scores = q @ k.transpose(-1, -2) * self.head_width**-0.5 + bias
         mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(rows, length, -1)
-        answer: torch.Tensor = self.out(mixed)
-        return answer
+        output: torch.Tensor = self.out(mixed)
+        return output
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer four times as wide, each behind a LayerNorm and a shortcut."""
+    """Attention and a feed-forward layer four times as wide, each after a LayerNorm and with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -74,14 +74,14 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x), bias)
-        answer: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-        return answer
+        output: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        return output
 
 
 def causal_bias(length: int, like: torch.Tensor) -> torch.Tensor:
-    """[T, T]: zero where a token may look, at itself and back; `MASKED` ahead of it."""
-    place = torch.arange(length, device=like.device)
-    return (place > place.unsqueeze(-1)).to(like.dtype) * MASKED
+    """[T, T]: zero where a token may attend, to itself and earlier ones; `MASKED` for later ones."""
+    position = torch.arange(length, device=like.device)
+    return (position > position.unsqueeze(-1)).to(like.dtype) * MASKED
 
 
 def sequence_length(input_shape: tuple[int, ...]) -> int:
@@ -93,6 +93,6 @@ def sequence_length(input_shape: tuple[int, ...]) -> int:
 
 
 def require_divisible(width: int, heads: int) -> None:
-    """Raises ValueError, saying both, where heads do not share the width evenly."""
+    """Raises ValueError with both values unless heads divide the width."""
     if min(width, heads) < 1 or width % heads:
         raise ValueError(f"width must be divisible by heads, got width {width} and heads {heads}")

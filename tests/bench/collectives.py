@@ -15,8 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from models.pretrain.collectives import cost
-from models.pretrain.collectives.cost import ALGORITHMS, Link, Sample
+from models.pretrain.planner import collective_cost
+from models.pretrain.planner.collective_cost import (
+    ALGORITHMS,
+    Link,
+    Sample,
+)
 from tests.support import ranks
 
 SIZES = {"1 KB": 1024, "100 MB": 100_000_000}
@@ -34,7 +38,7 @@ def run(processes: int = PROCESSES) -> dict[str, Any]:
         for size in SIZES
     }
     samples = [Sample(size, statistics.median(one["link"][size] for one in found)) for size in LINK_BYTES]
-    fitted = cost.fit(samples)
+    fitted = collective_cost.fit(samples)
     link = Link(fitted.alpha, fitted.beta, statistics.median(one["gamma"] for one in found))
     sys.stdout.write(
         f"{processes} processes: alpha {link.alpha * 1e6:.0f} us, beta {link.beta * 1e9:.3f} ns/byte, "
@@ -48,7 +52,7 @@ def run(processes: int = PROCESSES) -> dict[str, Any]:
     }
     for size, measured in seconds.items():
         predicted = {
-            name: cost.all_reduce_seconds(link, processes, SIZES[size], name, _per_host(name))
+            name: collective_cost.all_reduce_seconds(link, processes, SIZES[size], name, _per_host(name))
             for name in ALGORITHMS
         }
         results[size] = {"measured": measured, "predicted": predicted}
@@ -63,17 +67,23 @@ def measure() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from models.pretrain.collectives import doubling, hierarchical, mesh, ring, tree
-    from models.pretrain.collectives.channel import Channel, everybody
+    from models.pretrain.reference import (
+        doubling,
+        hierarchical,
+        mesh,
+        ring,
+        tree,
+    )
+    from models.pretrain.reference.channel import Channel, default_channel
 
     dist.init_process_group("gloo")
-    channel = everybody()
+    channel = default_channel()
     ways: dict[str, Callable[[Channel, torch.Tensor], object]] = {
         "ring": ring.all_reduce,
         "tree": tree.all_reduce,
         "mesh": mesh.all_reduce,
         "doubling": doubling.all_reduce,
-        "halving": doubling.all_reduce_in_halves,
+        "halving": doubling.all_reduce_halving,
         "hierarchical": partial(hierarchical.all_reduce, per_host=_per_host("hierarchical")),
         "torch": lambda _, tensor: dist.all_reduce(tensor),
     }

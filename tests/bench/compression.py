@@ -27,9 +27,19 @@ from torch import nn
 
 import fedloop
 from models import datasets, zoo
-from models.compress import distil, pipeline, qat, quantize, recipes, report, tiles
+from models.compress import (
+    amx,
+    distil,
+    pipeline,
+    report,
+)
+from models.compress.pruning.structure import rebuild
+from models.compress.quantization import (
+    qat,
+    quantize,
+    recipes,
+)
 from models.compress.step import Context, Data, Model, Precision
-from models.compress.structure import rebuilt
 from models.compress.tuning import Tuning, tune
 from models.zoo.spec import ModelSpec
 from tests.bench.compression_recipes import SPARSE_MNIST
@@ -59,9 +69,11 @@ class _Table:
     accuracy: dict[str, float] = field(default_factory=dict)
     latency_us: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    test_rows: int = 0
 
     def add(self, name: str, tflite: bytes, data: Data) -> None:
         self.files[name] = tflite
+        self.test_rows = len(data.y_test)
         self.accuracy[name] = report.accuracy(tflite, data.x_test, data.y_test)
 
     def promise(self, kept: bool, what: str) -> None:
@@ -95,11 +107,11 @@ def run() -> dict[str, Any]:
         sys.stdout.write(f"compression: {' or '.join(wanted)} is not in FEDLOOP_DATA_DIR: left out\n")
         return {"skipped": "no data"}
     torch.set_num_threads(1)
-    tiles.refuse()  # those of a server say nothing of devices
+    amx.disable()  # those of a server say nothing of devices
     short = os.environ.get("FEDLOOP_BENCH_SHORT") == "1"
     images, text = _Table(), _Table()
     _images(images, Path(folder), short)
-    report.plot(images.rows(), PLOT)
+    report.plot(images.rows(), PLOT, images.test_rows)
     sys.stdout.write(f"Pareto plot: {PLOT}{' (a quarter of the rows: no proof)' if short else ''}\n")
     _text(text, Path(folder), short)
     failures = [] if short else images.failures + text.failures
@@ -201,7 +213,7 @@ def _against_float(table: _Table, name: str, precision: Precision) -> tuple[floa
 def _precisions(
     table: _Table, name: str, model: Model, data: Data, precisions: tuple[Precision, ...] = PRECISIONS
 ) -> None:
-    float32, _ = quantize.faithful(model, data.x_test)
+    float32, _ = quantize.convert_checked(model, data.x_test)
     table.add(f"{name} float32", float32, data)
     ranges = recipes.calibrate(float32, data.x_train[:256])
     for precision in precisions:
@@ -227,7 +239,7 @@ def _taught(teacher: Model, data: Data, seed: int, tuning: Tuning, alpha: float)
 
 def _sparse(teacher: Model, data: Data) -> Model:
     with tempfile.TemporaryDirectory() as folder:
-        steps = pipeline.planned(SPARSE_MNIST, "compression bench")
+        steps = pipeline.plan_steps(SPARSE_MNIST, "compression bench")
         return pipeline.run(steps, teacher, data, Path(folder), SEED)[-1].model
 
 
@@ -249,7 +261,7 @@ def _federated(folder: Path, short: bool) -> Model:
     with tempfile.TemporaryDirectory() as scratch:
         result = fedloop.simulate(experiment, out=Path(scratch) / "run", data_dir=folder)
     spec = _spec("cnn", CNN)
-    return Model(spec, rebuilt(spec, dict(result.params)))
+    return Model(spec, rebuild(spec, dict(result.params)))
 
 
 def _trained(spec: ModelSpec, data: Data, seed: int, *tunings: Tuning) -> Model:

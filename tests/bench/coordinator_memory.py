@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from coordinator.local_fleet import LocalFleet, local_fleet
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from edge_client.wire import arrays
 from edge_client.wire.messages import TaskMessage, encode_result
 from strategies.update import Update

@@ -13,7 +13,11 @@ from typing import Any
 
 import psutil
 
-from coordinator.local_fleet import Daemon, LocalFleet, local_fleet
+from coordinator.demos.local_fleet import (
+    Daemon,
+    LocalFleet,
+    local_fleet,
+)
 from models import datasets
 
 DAEMON_BYTES = 90_000_000

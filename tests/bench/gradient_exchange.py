@@ -16,10 +16,10 @@ from tests.support import ranks
 PROCESSES, STEPS = 2, 300
 CODINGS = {
     "fp32": "",
-    "fp16": ",exchange=fp16",
-    "bf16": ",exchange=bf16",
-    "powersgd": ",exchange=powersgd",
-    "onebit": ",exchange=onebit",
+    "fp16": ",grad_compression=fp16",
+    "bf16": ",grad_compression=bf16",
+    "powersgd": ",grad_compression=powersgd",
+    "onebit": ",grad_compression=onebit",
     "local SGD, 8 steps": ",sync_every=8",
     "DiLoCo, 8 steps": ",sync_every=8,outer=nesterov",
 }

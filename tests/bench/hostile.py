@@ -4,6 +4,7 @@
 
 A pool of raw devices plays the fixed corpus and results mutated by seed, round after round; an honest raw device
 closes each round. Prints cases a second, what they were answered with, and the coordinator's memory.
+Then come those who have no certificate (`tests.bench.strangers`), and 500 uploads at once (`tests.bench.upload_storm`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_client.wire import device as wire
+from tests.bench import strangers, upload_storm
 from tests.support.arena import Arena, arena
 from tests.support.device_client import RawDevice
 from tests.support.hostile import Target, request_cases, result_cases, sent
@@ -28,6 +30,12 @@ SEED = 7
 
 
 def run(cases: int = 5000) -> dict[str, Any]:
+    """Figures of all hostile devices and strangers; `failures` has the promises that do not hold."""
+    found, uploads = {"cases": malformed(cases), **strangers.run()}, upload_storm.run()
+    return {**found, "uploads": uploads, "failures": [*found.get("failures", []), *uploads["failures"]]}
+
+
+def malformed(cases: int) -> dict[str, Any]:
     """Prints and returns: cases a second, memory in MB, and the statuses that came, of so many cases.
 
     Raises:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from models.pretrain.data.batches import Arrays, Batches, Share
-from models.pretrain.data.images import Augmentation, augmented
+from models.pretrain.data.images import Augmentation, augment
 from models.pretrain.data.prefetch import Loader
 
 ROWS, SHAPE, BATCH, STEPS, REPEATS = 2048, (3, 64, 64), 128, 12, 5
@@ -35,7 +35,7 @@ def run() -> dict[str, Any]:
         path = Path(folder) / "x.npy"
         np.save(path, np.random.default_rng(0).random((ROWS, *SHAPE), np.float32))
         x = np.load(path, mmap_mode="r")
-        source = augmented(Arrays(x, np.zeros(ROWS, np.int32)), HOW)
+        source = augment(Arrays(x, np.zeros(ROWS, np.int32)), HOW)
         matrix = torch.rand(1024, 1024)
         found: dict[int, list[tuple[float, float]]] = {depth: [] for depth in DEPTHS}
         for turn in range(REPEATS + 1):

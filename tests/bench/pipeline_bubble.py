@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from models.pretrain import passes, world
+from models.pretrain import forward_backward, world
 from models.pretrain.data.batches import Batch
-from models.pretrain.model_parallel import timetable
+from models.pretrain.parallel.model import pipeline_schedule
 from models.pretrain.parallelize import Parallel, Stage, stage_numbers
 from models.pretrain.plan import ParallelPlan, parse
 from tests.support import ranks
@@ -47,10 +47,10 @@ def run() -> dict[str, Any]:
     print(f"pipeline bubble, p={STAGES}, stages sleep {SECONDS * 1000:.0f} ms forward and twice that back")
     print(f"{'m':>4} {'schedule':<12} {'measured':>9} {'law':>7}")
     for plan, found, law in zip(plans, measured, laws, strict=True):
-        print(f"{plan.pieces:>4} {plan.schedule:<12} {found:>9.3f} {law:>7.3f}")
+        print(f"{plan.num_microbatches:>4} {plan.schedule:<12} {found:>9.3f} {law:>7.3f}")
     for pieces in MICROBATCHES:
         pairs = zip(plans, measured, strict=True)
-        _check({plan.schedule: found for plan, found in pairs if plan.pieces == pieces}, pieces)
+        _check({plan.schedule: found for plan, found in pairs if plan.num_microbatches == pieces}, pieces)
     return {
         text: {"measured": found, "law": law} for text, found, law in zip(texts, measured, laws, strict=True)
     }
@@ -67,34 +67,34 @@ def _check(idle: dict[str, float], pieces: int) -> None:
 
 
 def _law(plan: ParallelPlan) -> float:
-    def seconds(one: timetable.Pass) -> float:
+    def seconds(one: pipeline_schedule.Pass) -> float:
         # torch leaves all gradients of the first stage to W
         halves = {"F": 1, "B": 2, "I": 1, "W": 1} if one.stage else {"F": 1, "B": 2, "I": 0, "W": 2}
         return halves[one.kind] * SECONDS / plan.stages_per_rank
 
-    return timetable.simulate(plan, seconds).bubble
+    return pipeline_schedule.simulate(plan, seconds).bubble
 
 
 def bubbles(plans: Sequence[str]) -> list[float]:
     """Idle share of each plan in its least disturbed turn, of turns that they take one after the other. In the ranks."""
     with world.join(parse(plans[0])) as first:
-        ways = [_step(world.arrange(parse(plan), first.device)) for plan in plans]
+        ways = [_step(world.build(parse(plan), first.device)) for plan in plans]
         found: list[list[float]] = [[] for _ in plans]
         for turn in range(REPEATS + 1):
             for way, idle, plan in zip(ways, found, plans, strict=True):
                 seconds = way()
                 if turn:  # in the first, stages ask each other for shapes
-                    idle.append(1 - parse(plan).pieces * 3 * SECONDS / seconds)
+                    idle.append(1 - parse(plan).num_microbatches * 3 * SECONDS / seconds)
     return [min(idle) for idle in found]
 
 
 def _step(here: world.World) -> Any:
     plan = here.plan
-    numbers = stage_numbers(plan, here.place("pp"))
+    numbers = stage_numbers(plan, here.coordinate("pp"))
     whole = nn.ModuleDict({str(n): Sleeping(SECONDS / plan.stages_per_rank) for n in numbers})
     parallel = Parallel([Stage(whole, [str(n)]) for n in numbers], numbers)
-    run = passes.build(parallel, lambda given, wanted: (given - wanted).square().sum(), here)
-    x = torch.randn(plan.pieces, WIDTH)
+    run = forward_backward.build(parallel, lambda given, wanted: (given - wanted).square().sum(), here)
+    x = torch.randn(plan.num_microbatches, WIDTH)
 
     def step() -> float:
         dist.barrier()

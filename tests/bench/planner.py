@@ -18,7 +18,7 @@ from typing import Any
 from models.pretrain import plan as plans
 from models.pretrain import world
 from models.pretrain.planner import __main__ as planner
-from models.pretrain.planner.ranks import Worlds, measured
+from models.pretrain.planner.bench_rank import Worlds, measure_plans
 from models.pretrain.training import Options
 from models.zoo import ModelSpec, gpt
 from tests.models.pretrain.planned_memory import peak
@@ -63,7 +63,9 @@ def _seconds(texts: Sequence[str]) -> dict[str, float]:
 def timed(texts: Sequence[str]) -> dict[str, list[float]]:
     """Seconds of every step of one turn, by plan. Runs in the ranks."""
     with world.join(plans.parse(texts[0])) as here:
-        steps = measured(texts, _spec(), Options(steps=10, batch_size=BATCH), Worlds(here.device), turns=1)
+        steps = measure_plans(
+            texts, _spec(), Options(steps=10, batch_size=BATCH), Worlds(here.device), turns=1
+        )
     return {text: [took for took, _ in of] for text, of in steps.items()}
 
 
@@ -118,7 +120,7 @@ def _planned() -> dict[str, Any]:
             "task": "next_token",
         },
         "options": {"batch_size": BATCH, "steps": 10},
-        "plan": {"recompute": "none"},
+        "plan": {"activation_checkpoint": "none"},
         "planner": {"processes": PROCESSES},
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -19,12 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from edge_client.infer.listening import listening
 from edge_client.infer.runtime import load
-from edge_client.infer.service import Batching, Service
+from edge_client.serving.listening import listening
+from edge_client.serving.service import Batching, Service
 from models import zoo
-from models.compress.quantize import convert
-from models.export.inference import Options, Source, release
+from models.compress.quantization.quantize import write_tflite
+from models.release.inference import (
+    Options,
+    Source,
+    release,
+)
 from tests.bench.interleaved import medians
 
 CLIENTS, REQUESTS, REPEATS, BATCH = 16, 40, 5, 16
@@ -54,7 +58,7 @@ def _released(name: str, options: dict[str, Any], folder: Path) -> Path:
     rng = np.random.default_rng(0)
     spec = zoo.get(name, input_shape=(28, 28), classes=10, **options)
     module = spec.build(0).eval()
-    convert(module, spec, folder / "float32")
+    write_tflite(module, spec, folder / "float32")
     x, y = rng.random((64, 28, 28), np.float32), rng.integers(0, 10, 64).astype(np.int32)
     source = Source(spec, (folder / "float32").read_bytes(), "float32", module)
     report = release(source, x, y, Options(name=name, real_rows=0), folder / "release")

@@ -17,17 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.blobs import Blobs
-from coordinator.fleets.fleet import Answer, Model, Reopened, Terms
 from coordinator.rounds import engine, intake
-from coordinator.rounds.checkpoint import keep_in
-from coordinator.rounds.engine import RoundRecord, RunState, Score
-from coordinator.rounds.plan import LocalWork, RunPlan, Task
+from coordinator.rounds.checkpoint import materialize_in
+from coordinator.rounds.fleet import (
+    Answer,
+    Model,
+    OpenRound,
+    Terms,
+)
+from coordinator.rounds.plan import LocalWork, RunPlan
+from coordinator.rounds.records import RoundRecord, RunState, Score
+from coordinator.rounds.tasks import Task
+from coordinator.storage.blobs import Blobs
 from edge_client.wire import arrays
 from edge_client.wire.arrays import FilePayload
 from strategies import presets
 from strategies.params import Params, Tensors
-from strategies.state import State, joined
+from strategies.state import State, flatten
 
 CLIENTS = 8
 MODEL_BYTES = 100_000_000
@@ -64,18 +70,18 @@ class StoredFleet:
         self._uploads = uploads
         self._asked: tuple[Sequence[Task], Terms] | None = None
 
-    def reopened(self, round_number: int) -> Reopened | None:
+    def find_open_round(self, round_number: int) -> OpenRound | None:
         return None
 
     def clients(self, wanted: int) -> Sequence[str]:
         return list(self._uploads)
 
-    def declared(self, clients: Sequence[str]) -> Mapping[str, int]:
+    def declared_examples(self, clients: Sequence[str]) -> Mapping[str, int]:
         return dict.fromkeys(clients, 10)
 
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
         stored = self._blobs.put_arrays(params)
-        extra = self._blobs.put_arrays(joined(streams)).size_bytes if streams else 0
+        extra = self._blobs.put_arrays(flatten(streams)).size_bytes if streams else 0
         return Model(params, streams, stored.sha256, stored.size_bytes + extra)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
@@ -121,27 +127,31 @@ def _here(case: str, model_bytes: int) -> dict[str, float]:
         Path("/proc/self/clear_refs").write_text("5")
         idle, began = _status("VmRSS"), time.perf_counter()
         last = engine.run(
-            plan, fleet, start, evaluate=lambda number, params: Score(None, None, {}),
-            commit=_Commit(blobs), finished=lambda record: None, emit=lambda event, **values: None,
-            monotonic=time.monotonic, keep=keep_in(blobs),
+            plan, fleet, start, _Store(blobs), evaluate=lambda number, params: Score(None, None, {}),
+            emit=lambda event, **values: None, monotonic=time.monotonic,
         )  # fmt: skip
         assert last.round == 1
         assert arrays.read_header(FilePayload(last.params.payload.path)) is not None  # type: ignore[attr-defined]
         return {"peak": _status("VmHWM") - idle, "seconds": time.perf_counter() - began}
 
 
-class _Commit:
-    """Stores the blobs of the round."""
+class _Store:
+    """A commit store of blobs."""
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
 
-    def __call__(
+    def materialize(self, state: RunState) -> RunState:
+        return materialize_in(self._blobs, state)
+
+    def commit(
         self, state: RunState, record: RoundRecord, clients: Mapping[str, Mapping[str, Params]]
     ) -> None:
         assert record.accepted == CLIENTS, record
         self._blobs.put_arrays(state.params)
         self._blobs.put_arrays(state.strategy.arrays, state.strategy.values)
+
+    def on_committed(self, record: RoundRecord) -> None: ...
 
 
 def _make(case: str, model_bytes: int, folder: Path) -> tuple[str, str]:
@@ -167,7 +177,7 @@ def _make(case: str, model_bytes: int, folder: Path) -> tuple[str, str]:
             "num_steps": -(-(10 + i) // 4),
             "train_loss": 0.5,
         }
-        arrays.write(folder / f"upload-{i}", joined({"delta": tensors(), **streams}), header)
+        arrays.write(folder / f"upload-{i}", flatten({"delta": tensors(), **streams}), header)
     return base, blobs.put_arrays(state.arrays, state.values).sha256
 
 

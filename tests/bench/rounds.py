@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from coordinator.local_fleet import LocalFleet, local_fleet
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from tests.bench import flower_rounds
 from tests.support import noop
 from tests.support.proxies import Line

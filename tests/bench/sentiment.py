@@ -163,7 +163,7 @@ def _union(spans: list[list[float]]) -> float:
 def _from(checkpoint: Path) -> ModelSpec:
     """A classifier whose fresh modules begin with the pretrained params."""
     spec = zoo.get("bert", input_shape=(LENGTH,), classes=CLASSES, **SIZES)
-    return initial.from_file(spec, checkpoint, new_head=True)
+    return initial.with_params(spec, checkpoint, new_head=True)
 
 
 def _data(folder: str) -> tuple[Arrays, Arrays]:

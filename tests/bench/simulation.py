@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 import fedloop
+from edge_client.data.examples import Examples
 from edge_client.train.torch_trainer import TorchRuntime, read
-from edge_client.train.trainer import Examples, Trainer, TrainTask
+from edge_client.train.trainer import Trainer, TrainTask
 from models import datasets, zoo
 from tests.bench.interleaved import medians
 

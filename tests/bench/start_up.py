@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from coordinator.local_fleet import local_fleet
+from coordinator.demos.local_fleet import local_fleet
 from models import datasets
 from tests.support import noop
 

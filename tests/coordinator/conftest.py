@@ -8,7 +8,7 @@ from tests.support.databases import database, database_url
 
 __all__ = ["database", "database_url"]
 
-# As in coordinator.logs: structlog's own default shows the values of all variables, which takes it seconds.
+# As in coordinator.server.logs: structlog's own default shows the values of all variables, which takes it seconds.
 structlog.configure(
     processors=[
         *structlog.get_config()["processors"][:-1],

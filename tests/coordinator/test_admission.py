@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from coordinator import admission
+from coordinator.context.services import Services
 from coordinator.db import runs as rows
 from coordinator.errors import Refusal, UserError
-from coordinator.experiment import resolve
-from coordinator.registry import folders, register
-from coordinator.registry.register import Sent
-from coordinator.runs import RunService
-from coordinator.services import Services
+from coordinator.experiments.experiment import resolve
+from coordinator.operator import version_folders
+from coordinator.registry import registration
+from coordinator.registry.registration import DeclaredFile
+from coordinator.runs import admission
+from coordinator.runs.service import RunService
 from edge_client.files import READ_LIMIT_BYTES
 from tests.coordinator.registry.test_api import client_of, code_of
 from tests.support import model_folders as left
@@ -216,11 +217,11 @@ def test_absent_files_elsewhere_are_told_like_present_ones(services: Services) -
 
 def test_a_version_of_the_registry_is_where_a_model_begins(services: Services, tmp_path: Path) -> None:
     left.pretrained(tmp_path / "run")
-    kind, contents = folders.gather(tmp_path / "run")
+    kind, contents = version_folders.gather(tmp_path / "run")
     for content in contents.values():
         services.incoming_models.write(content.sha256, 0, content.place.read_bytes())
-    sent = {path: Sent(content.sha256, content.size_bytes) for path, content in contents.items()}
-    register.register(services, "digits", kind, sent)
+    sent = {path: DeclaredFile(content.sha256, content.size_bytes) for path, content in contents.items()}
+    registration.register(services, "digits", kind, sent)
     client = client_of(services)
     client.put("/models/digits/aliases/champion", json={"version": 1})
 

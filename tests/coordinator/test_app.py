@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from coordinator.api.deps import read_admin_token
-from coordinator.app import BODY_LIMIT_BYTES, device_app, operator_app
+from coordinator.accounts.admin_token import read_admin_token
+from coordinator.context.services import Services
 from coordinator.db import events
-from coordinator.metrics import Metrics
-from coordinator.runs import RunService
-from coordinator.services import Services
+from coordinator.runs.service import RunService
+from coordinator.server.app import (
+    BODY_LIMIT_BYTES,
+    device_app,
+    operator_app,
+)
+from coordinator.server.metrics import Metrics
 from tests.support.fake_devices import answering
 from tests.support.services import services_in
 
@@ -162,9 +166,9 @@ def test_events_are_replayed_and_go_on_live_until_the_server_ends(tmp_path: Path
         record(services, "round_started", run="other", round=9)
 
         def live() -> None:
-            wait_until(lambda: services.signals.held("events") == 1)
+            wait_until(lambda: services.signals.count_waiting("events") == 1)
             record(services, "run_finished", run="r")
-            wait_until(lambda: services.signals.held("events") == 1)
+            wait_until(lambda: services.signals.count_waiting("events") == 1)
             services.signals.close()
 
         beside = threading.Thread(target=live)

@@ -13,13 +13,21 @@ import httpx
 import pytest
 from sqlalchemy import update
 
+from coordinator.db import events
 from coordinator.db.store import Database
 from coordinator.db.tables import rounds
-from coordinator.fleets.deployments import Selection
 from coordinator.fleets.device import DeviceFleet
-from coordinator.fleets.fleet import Answer, Model, Silence, Stopped, Terms
 from coordinator.rounds import intake, plan
+from coordinator.rounds.fleet import (
+    Answer,
+    Model,
+    Silence,
+    Stopped,
+    Terms,
+)
 from coordinator.rounds.plan import LocalWork, RunPlan
+from coordinator.rounds.tasks import Task
+from coordinator.scheduling.deployments import Selection
 from edge_client.wire.device import EvaluationResult, TaskOffer, to_json
 from strategies import presets
 from tests.coordinator.test_uploads import PARAMS, result_of
@@ -45,12 +53,12 @@ def submit(
     wanted: int = 9,
     population: int = 3,
     weight_limit: int | None = None,
-) -> tuple[Model, tuple[plan.Task, ...]]:
+) -> tuple[Model, tuple[Task, ...]]:
     model = fleet.model(PARAMS, {})
     work = LocalWork(batch_size=4, lr=0.1, epochs=None, steps=1)
     run_plan = RunPlan(7, 3, presets.get("fedavg"), work, ("w",), clients_per_round=9)
-    tasks = plan.tasks_for(cohort, number, model.base, run_plan)
-    expected = intake.expected_of({"w": PARAMS["w"]}, {}, weight_limit=weight_limit)
+    tasks = plan.make_tasks(cohort, number, model.base, run_plan)
+    expected = intake.make_expected({"w": PARAMS["w"]}, {}, weight_limit=weight_limit)
     fleet.submit(tasks, model, Terms(expected, wanted, 3600, population))
     return model, tasks
 
@@ -79,7 +87,7 @@ def test_a_device_of_a_runs_pool_is_held_until_its_task_is_there(world: World) -
     got: list[TaskOffer | None] = []
     poll = threading.Thread(target=lambda: got.append(device.check_in(wait_seconds=50).task))
     poll.start()
-    while not world.services.signals.held("device:"):
+    while not world.services.signals.count_waiting("device:"):
         threading.Event().wait(0.01)
     submit(fleet, ("a",))
     poll.join()
@@ -134,7 +142,7 @@ def test_leases_do_not_run_out_while_the_coordinator_is_away(world: World) -> No
     offer = device.lease()
     world.clock.pass_seconds(1000)
     again = DeviceFleet(world.services, world.services.deployments.active()[0], patience_seconds=0)
-    reopened = again.reopened(1)
+    reopened = again.find_open_round(1)
     assert reopened is not None and reopened.tasks == tasks and reopened.population == 3
     submit(again, ("a",))
     assert device.upload(offer.task, result_of(offer)).accepted
@@ -149,16 +157,16 @@ def test_the_weight_limit_follows_what_devices_declared_and_outlives_a_restart(
             world.enrol(name).check_in(datasets={"digits": rows, "other": 10**6})
         world.enrol("silent")
         fleet = fleet_of(world)
-        declared = fleet.declared(["a", "b", "c", "d", "silent"])
+        declared = fleet.declared_examples(["a", "b", "c", "d", "silent"])
         assert declared == {"a": 30, "b": 2**62, "c": 50}
         submit(fleet, ("a", "b", "c"), weight_limit=plan.weight_limit(declared.values(), 10.0))
 
         again = DeviceFleet(world.services, world.services.deployments.active()[0], patience_seconds=0)
-        reopened = again.reopened(1)
+        reopened = again.find_open_round(1)
         assert reopened is not None and reopened.weight_limit == 500
         earlier = {"shapes": {"delta/w": [60_000]}, "payload_limit_bytes": 10**6}
         database.write(lambda at: at.execute(update(rounds).values(expected=earlier))).result()
-        opened_by_an_earlier_version = again.reopened(1)
+        opened_by_an_earlier_version = again.find_open_round(1)
         assert opened_by_an_earlier_version is not None and opened_by_an_earlier_version.weight_limit is None
 
 
@@ -169,7 +177,7 @@ def test_a_run_that_is_stopped_leaves_its_round_open(world: World) -> None:
     fleet.stop()
     with pytest.raises(Stopped):
         next(fleet.results())
-    assert fleet_of(world, "other").reopened(1) is None
+    assert fleet_of(world, "other").find_open_round(1) is None
 
 
 def test_clients_are_those_that_match_in_order_of_their_ids(world: World) -> None:
@@ -192,6 +200,70 @@ def test_clients_waits_until_there_are_enough(world: World) -> None:
     world.enrol("b").check_in()
     waiting.join()
     assert found == [["a", "b"]]
+
+
+def waits(world: World) -> list[dict[str, Any]]:
+    """What was told of rounds that wait for devices."""
+    told = world.services.database.read(lambda at: events.since(at, 0, 1000))
+    return [row._mapping["values"] for row in told if row.event == "round_waiting"]
+
+
+def test_a_fleet_that_is_too_small_is_told_and_waited_for_once(tmp_path: Path, database: Database) -> None:
+    with serving(tmp_path, database) as world:
+        fleet = DeviceFleet(world.services, world.start_run("r"), patience_seconds=0.05)
+        fleet.find_open_round(3)
+        world.enrol("a").check_in()
+        world.enrol("b").check_in(ineligible=("on battery",))
+        assert fleet.clients(9) == ["a"]
+        expected = {"round": 3, "eligible": 1, "wanted": 9, "least": 1, "enrolled": 2, "seconds": 0}
+        assert waits(world) == [expected]
+        assert fleet.clients(9) == ["a"]
+        assert len(waits(world)) == 1, "the second round waited again"
+        TestDevice(world.url, "b").check_in()
+        assert fleet.clients(9) == ["a", "b"]
+        world.set_device("b", state="revoked")
+        assert fleet.clients(9) == ["a"]
+        world.set_device("a", state="revoked")
+        world.enrol("c").check_in()
+        world.enrol("d").check_in()
+        assert fleet.clients(9) == ["c", "d"]
+        assert len(waits(world)) == 1
+
+
+def test_a_run_without_devices_says_so_and_begins_with_the_first(world: World) -> None:
+    fleet = DeviceFleet(world.services, world.start_run("r", quorum=1), patience_seconds=0)
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(fleet.clients(2)), daemon=True)
+    waiting.start()
+    while not waits(world):
+        threading.Event().wait(0.01)
+    world.enrol("a").check_in()
+    waiting.join()
+    assert found == [["a"]]
+    assert (waits(world)[0]["eligible"], waits(world)[0]["enrolled"]) == (0, 0)
+
+
+def test_a_device_that_left_a_task_unanswered_is_chosen_once_it_checks_in(
+    tmp_path: Path, database: Database
+) -> None:
+    with serving(tmp_path, database, lease_seconds=7200.0) as world:
+        killed, alive, fleet = world.enrol("a"), world.enrol("b"), fleet_of(world)
+        killed.check_in()
+        alive.check_in()
+        submit(fleet, ("a", "b"))
+        killed.lease(wait_seconds=50.0)
+        offer = alive.lease()
+        world.clock.pass_seconds(3599)
+        alive.check_in(working_on=offer.task)
+        assert alive.upload(offer.task, result_of(offer)).accepted
+        world.set_device("a", expected_at=world.clock() + timedelta(seconds=3))  # not overdue
+        world.clock.pass_seconds(2)
+        assert [type(each) for each in fleet.results()] == [Answer, Silence]
+        assert fleet.clients(9) == ["b"]
+        assert codes(world, "a") == ["missed_task", "too_late"]
+        killed.check_in()
+        assert fleet.clients(9) == ["a", "b"]
+        assert codes(world, "a") == ["too_late"]
 
 
 def test_versions_of_the_wire_are_agreed_on_or_refused(world: World) -> None:
@@ -324,7 +396,7 @@ def test_why_tells_what_became_of_a_device_in_a_round(world: World) -> None:
     Listening(fleet)
     while "lease_expired" not in codes(world, "silent"):
         threading.Event().wait(0.01)
-    assert told(world, "idle") == [("not_chosen", "not chosen in round 1: the cohort had 5 of 6 devices")]
+    assert told(world, "idle") == [("not_chosen", "not selected in round 1: the cohort had 5 of 6 devices")]
     assert codes(world, "accepted") == ["accepted"]
     ((code, words),) = told(world, "rejected")
     assert code == "rejected" and "header" in words

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from coordinator.errors import UserError
-from coordinator.rounds.checkpoint import Checkpoints, Committed
+from coordinator.rounds.checkpoint import Checkpoint, CheckpointStore
 from strategies.params import Params
 from strategies.state import State
 
@@ -33,7 +33,7 @@ params = st.dictionaries(
 streams = st.dictionaries(st.sampled_from(["control", "dual"]), params.filter(bool), min_size=1, max_size=2)
 scalars = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text()
 rounds = st.builds(
-    Committed,
+    Checkpoint,
     round=st.integers(0, 10_000),
     params=params,
     state=st.builds(State, params, st.dictionaries(st.text(max_size=5), scalars, max_size=3)),
@@ -44,13 +44,13 @@ rounds = st.builds(
 )
 
 
-def committed(number: int = 1, *, clients: dict[str, float] | None = None) -> Committed:
+def committed(number: int = 1, *, clients: dict[str, float] | None = None) -> Checkpoint:
     """Round `number`, told apart by its numbers; `clients`: a control variate of each, by its value."""
 
     def filled(value: float) -> Params:
         return {"w": np.full(3, value, np.float32)}
 
-    return Committed(
+    return Checkpoint(
         number,
         filled(number),
         State({"optimizer/w": np.full(3, -number, np.float32)}, {"step": number}),
@@ -61,8 +61,8 @@ def committed(number: int = 1, *, clients: dict[str, float] | None = None) -> Co
     )
 
 
-def load(folder: Path) -> Committed:
-    loaded = Checkpoints(folder).load()
+def load(folder: Path) -> Checkpoint:
+    loaded = CheckpointStore(folder).load()
     assert loaded is not None
     return loaded
 
@@ -73,7 +73,7 @@ def frozen(value: Any) -> Any:
         return (value.shape, value.dtype.str, value.tobytes())
     if isinstance(value, dict):
         return {key: frozen(item) for key, item in value.items()}
-    return frozen(vars(value)) if isinstance(value, Committed | State) else value
+    return frozen(vars(value)) if isinstance(value, Checkpoint | State) else value
 
 
 def blobs(folder: Path) -> set[str]:
@@ -81,24 +81,24 @@ def blobs(folder: Path) -> set[str]:
 
 
 def test_before_the_first_commit_there_is_nothing(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path).load() is None
+    assert CheckpointStore(tmp_path).load() is None
 
 
 @given(now=rounds)
 def test_what_is_loaded_is_what_was_committed(
-    tmp_path_factory: pytest.TempPathFactory, now: Committed
+    tmp_path_factory: pytest.TempPathFactory, now: Checkpoint
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoint")
-    Checkpoints(folder).commit(now)
+    CheckpointStore(folder).commit(now)
     assert frozen(load(folder)) == frozen(now)
 
 
 def test_client_states_add_up_over_rounds_and_the_last_one_counts(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     checkpoints.commit(committed(1, clients={"a": 1, "b": 1}))
     checkpoints.commit(committed(2, clients={"b": 2, "c": 2}))
     # Another process goes on from there.
-    after = Checkpoints(tmp_path)
+    after = CheckpointStore(tmp_path)
     assert after.load() is not None
     after.commit(committed(3, clients={"c": 3}))
     controls = {name: s["control"]["w"][0] for name, s in load(tmp_path).client_states.items()}
@@ -106,7 +106,7 @@ def test_client_states_add_up_over_rounds_and_the_last_one_counts(tmp_path: Path
 
 
 def test_only_blobs_of_the_committed_round_stay(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     for number in range(1, 6):
         checkpoints.commit(committed(number, clients={"a": number}))
     assert len(blobs(tmp_path)) == 3  # params, strategy state, client a
@@ -118,14 +118,14 @@ def test_only_blobs_of_the_committed_round_stay(tmp_path: Path) -> None:
 
 def test_a_crash_before_the_pointer_moves_leaves_the_round_before(tmp_path: Path) -> None:
     """The blobs of the new round are there already, and half of another."""
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     checkpoints.commit(committed(1, clients={"a": 1}))
     pointer = (tmp_path / "checkpoint.json").read_bytes()
     checkpoints.commit(committed(2, clients={"a": 2}))
     newer = {path.name: path.read_bytes() for path in (tmp_path / "blobs").iterdir()}
 
     crashed = tmp_path / "crashed"
-    Checkpoints(crashed).commit(committed(1, clients={"a": 1}))
+    CheckpointStore(crashed).commit(committed(1, clients={"a": 1}))
     assert (crashed / "checkpoint.json").read_bytes() == pointer
     for name, payload in newer.items():
         (crashed / "blobs" / name).write_bytes(payload)
@@ -135,7 +135,7 @@ def test_a_crash_before_the_pointer_moves_leaves_the_round_before(tmp_path: Path
     (crashed / "checkpoint.json.99.tmp").write_bytes(b'{"format": 1, "rou')
 
     assert frozen(load(crashed)) == frozen(committed(1, clients={"a": 1}))
-    resumed = Checkpoints(crashed)
+    resumed = CheckpointStore(crashed)
     resumed.load()
     resumed.commit(committed(2, clients={"a": 2}))
     assert blobs(crashed) == set(newer)
@@ -148,9 +148,9 @@ import resource, signal, sys
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
-from coordinator.rounds.checkpoint import Checkpoints
+from coordinator.rounds.checkpoint import CheckpointStore
 
-checkpoints = Checkpoints(Path(sys.argv[1]))
+checkpoints = CheckpointStore(Path(sys.argv[1]))
 before = checkpoints.load()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
@@ -168,7 +168,7 @@ checkpoints.commit(replace(before, round=int(sys.argv[3])))
 
 @pytest.mark.parametrize("part", ["params", "record"])
 def test_a_full_disk_keeps_the_round_before(tmp_path: Path, part: str) -> None:
-    Checkpoints(tmp_path).commit(committed(1, clients={"a": 1}))
+    CheckpointStore(tmp_path).commit(committed(1, clients={"a": 1}))
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, tmp_path, part, "1"],
         capture_output=True, text=True, check=False, timeout=60,
@@ -182,7 +182,7 @@ def test_a_commit_that_failed_does_not_show_in_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pointer could not be replaced; its client states must not count as committed."""
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     checkpoints.commit(committed(1, clients={"a": 1}))
     replacing = Path.replace
 
@@ -206,7 +206,7 @@ def test_a_commit_that_failed_does_not_show_in_the_next(
 
 
 def test_a_damaged_blob_is_named(tmp_path: Path) -> None:
-    Checkpoints(tmp_path).commit(committed(1))
+    CheckpointStore(tmp_path).commit(committed(1))
     digest = json.loads((tmp_path / "checkpoint.json").read_text())["params"]
     path = tmp_path / "blobs" / digest
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
@@ -218,7 +218,7 @@ def test_a_damaged_blob_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["params", "state"])
 def test_a_missing_blob_is_named(tmp_path: Path, part: str) -> None:
-    Checkpoints(tmp_path).commit(committed(1))
+    CheckpointStore(tmp_path).commit(committed(1))
     digest = json.loads((tmp_path / "checkpoint.json").read_text())[part]
     (tmp_path / "blobs" / digest).unlink()
     with pytest.raises(UserError, match=f"{digest} is missing"):
@@ -233,7 +233,7 @@ DAMAGE = [
 
 @pytest.mark.parametrize("content", DAMAGE, ids=lambda content: repr(content[:14]))
 def test_a_damaged_pointer_is_named(tmp_path: Path, content: bytes) -> None:
-    Checkpoints(tmp_path).commit(committed(1))
+    CheckpointStore(tmp_path).commit(committed(1))
     (tmp_path / "checkpoint.json").write_bytes(content)
     with pytest.raises(UserError, match=re.escape(str(tmp_path / "checkpoint.json"))) as caught:
         load(tmp_path)
@@ -245,7 +245,7 @@ def test_no_damage_to_the_pointer_is_a_traceback(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("damaged")
-    Checkpoints(folder).commit(committed(1, clients={"a": 1}))
+    CheckpointStore(folder).commit(committed(1, clients={"a": 1}))
     document = json.loads((folder / "checkpoint.json").read_text())
     key = data.draw(st.sampled_from(list(document)))
     document[key] = data.draw(
@@ -259,7 +259,7 @@ def test_no_damage_to_the_pointer_is_a_traceback(
 
 
 def test_a_checkpoint_of_another_version_says_both(tmp_path: Path) -> None:
-    Checkpoints(tmp_path).commit(committed(1))
+    CheckpointStore(tmp_path).commit(committed(1))
     document = json.loads((tmp_path / "checkpoint.json").read_text())
     (tmp_path / "checkpoint.json").write_text(json.dumps({**document, "format": 2}))
     with pytest.raises(UserError, match="format 2, this version reads 1"):

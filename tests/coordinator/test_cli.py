@@ -1,4 +1,4 @@
-"""The `fedloop` command: what a user gets wrong costs one clear message and exit code 2, never a traceback."""
+"""The `fedloop` command: a user's mistake ends with one clear message and exit code 2, never a traceback."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from typer.testing import CliRunner
 
-from coordinator import cli
+from coordinator.commands import cli
 from coordinator.errors import RunInterrupted
-from coordinator.simulation import run as simulation
+from coordinator.runs import simulation as simulation
+from edge_client.commands import cli as edge
 
 FEDLOOP = Path(sys.executable).with_name("fedloop")
 COMMANDS = ("simulate", "demo", "doctor")
@@ -37,7 +39,7 @@ Fedloop = Callable[..., Ended]
 
 @pytest.fixture
 def fedloop(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fedloop:
-    """Runs the command in this process, in a folder of its own, on a wide terminal that is none."""
+    """Runs the command in this process, in a separate folder, with wide output to a pipe."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.delenv("FEDLOOP_DATA_DIR", raising=False)
@@ -79,13 +81,13 @@ def refused(ended: Ended, *words: str) -> None:
 # What a user gets wrong
 
 
-def test_an_experiment_file_that_is_not_there(fedloop: Fedloop) -> None:
+def test_a_missing_experiment_file(fedloop: Fedloop) -> None:
     ended = fedloop("simulate", "none.toml")
     refused(ended, "none.toml")
     assert ended.err == "error: none.toml: no such experiment file\n"
 
 
-def test_a_setting_that_is_none(fedloop: Fedloop) -> None:
+def test_a_malformed_setting(fedloop: Fedloop) -> None:
     refused(fedloop("simulate", "--set", "local.lr"), "--set 'local.lr' is not of the form key=value")
 
 
@@ -104,7 +106,7 @@ def test_several_mistakes_are_one_message(fedloop: Fedloop, tmp_path: Path) -> N
     assert ended.err.count("error:") == 1
 
 
-def test_what_is_quoted_is_shown_as_it_is(fedloop: Fedloop) -> None:
+def test_quoted_input_is_shown_verbatim(fedloop: Fedloop) -> None:
     """Brackets are markup to the library that prints."""
     refused(fedloop("simulate", "--set", "[red]x"), "--set '[red]x' is not of the form")
 
@@ -124,27 +126,70 @@ def test_a_file_where_the_folder_should_be(fedloop: Fedloop, tmp_path: Path) -> 
     assert (tmp_path / "out").read_text() == "precious"
 
 
-def test_resuming_where_there_is_no_run(fedloop: Fedloop, tmp_path: Path) -> None:
+def test_resuming_without_a_run(fedloop: Fedloop, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder in ("none", "empty"):
         refused(fedloop("simulate", "--resume", folder), f"--resume {folder}: there is no run here")
     assert list((tmp_path / "empty").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_resuming_with_settings(fedloop: Fedloop, finished: Path, tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text("")
     for more in (["--set", "local.lr=1"], ["--out", "x"], ["my.toml"]):
         refused(fedloop("simulate", "--resume", finished, *more), "--resume takes everything from its folder")
 
 
-def test_an_option_that_is_none(fedloop: Fedloop) -> None:
+def test_an_unknown_option(fedloop: Fedloop) -> None:
     refused(fedloop("simulate", "--rounds", "3"), "No such option", "--rounds")
     refused(fedloop("simulate", "--set"), "--set", "requires an argument")
     refused(fedloop("simulat"), "simulat", "simulate")
     refused(fedloop("simulate", "a.toml", "b.toml"), "b.toml")
 
 
-def test_no_command_shows_what_there_is(fedloop: Fedloop) -> None:
+@pytest.mark.parametrize(
+    ("app", "words"),
+    [
+        (cli.app, ["simulat"]),
+        *((cli.app, [group, "lst"]) for group in ("device", "model", "rollout")),
+        (cli.app, ["release", "sig"]),
+        (edge.app, ["rn"]),
+        (edge.app, ["data", "previw"]),
+        (edge.app, ["config", "chek"]),
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, list) else "",
+)
+def test_a_misspelled_command_gets_one_suggestion(app: typer.Typer, words: list[str]) -> None:
+    told = CliRunner().invoke(app, words, env={"COLUMNS": "300"}).output
+    assert told.lower().count("did you mean") == 1, told
+
+
+@pytest.mark.parametrize(
+    ("sets", "note"),
+    [
+        (["data.site=hospital"], "Each site is a client."),
+        ([], "The sites are not the clients: data.partition = 'dirichlet(0.3)' deals the rows of all sites out to 2 clients"),
+    ],
+)  # fmt: skip
+@pytest.mark.slow
+def test_data_with_sites_names_the_clients(
+    fedloop: Fedloop, tmp_path: Path, sets: list[str], note: str
+) -> None:
+    column = "hospital" if sets else "site"
+    lines = [f"{index % 7},{'north' if index % 2 else 'south'},{index % 2}" for index in range(40)]
+    (tmp_path / "t.csv").write_text("\n".join([f"age,{column},label", *lines]) + "\n")
+    data = ["data.dataset=csv", "data.path=t.csv", *sets, *([] if sets else ["federation.clients=2"])]
+    ended = fedloop(
+        "simulate", *(part for each in (*data, *TINY[1:2], *TINY[3:]) for part in ("--set", each))
+    )
+    assert ended.code == 0, ended.err
+    assert note in ended.out + ended.err
+    report = json.loads(next(tmp_path.glob("runs/*/report.json")).read_text())
+    assert report["clients"] == 2
+    assert report["experiment"]["data"]["partition"] == ("natural" if sets else "dirichlet(0.3)")
+
+
+def test_without_a_command_the_commands_are_listed(fedloop: Fedloop) -> None:
     ended = fedloop()
     assert ended.code == 2
     assert all(command in ended.out + ended.err for command in COMMANDS)
@@ -193,7 +238,7 @@ def test_a_finished_run_says_so_and_is_not_run_again(fedloop: Fedloop, finished:
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
-def test_json_is_all_there_is_on_standard_output(fedloop: Fedloop, finished: Path) -> None:
+def test_standard_output_holds_only_json(fedloop: Fedloop, finished: Path) -> None:
     ended = fedloop("simulate", "--resume", finished, "--json")
     assert ended.code == 0
     document = json.loads(ended.out)
@@ -201,7 +246,7 @@ def test_json_is_all_there_is_on_standard_output(fedloop: Fedloop, finished: Pat
     assert document == json.loads((finished / "report.json").read_text())
 
 
-def test_what_interrupts_a_run_ends_in_words_and_exit_code_1(
+def test_an_interrupted_run_ends_with_a_message_and_exit_code_1(
     fedloop: Fedloop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*args: object) -> None:

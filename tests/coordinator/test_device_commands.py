@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,17 @@ from fastapi import FastAPI
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from coordinator.api.deps import TOKEN_FILE, ensure_admin_token
-from coordinator.app import operator_app
+from coordinator.accounts.admin_token import TOKEN_FILE, ensure_admin_token
+from coordinator.commands import cli
+from coordinator.commands.device import app
+from coordinator.db import runs
 from coordinator.db.migrations import migrate
 from coordinator.db.store import Database
-from coordinator.device_commands import app
 from coordinator.errors import UserError
-from coordinator.metrics import Metrics
+from coordinator.experiments.experiment import resolve
+from coordinator.server.app import operator_app
+from coordinator.server.metrics import Metrics
+from tests.support.device_world import START
 from tests.support.doorway import Device, Door, listening, open_door
 
 
@@ -43,7 +49,7 @@ def operator(coordinator: Door) -> FastAPI:
 
 @pytest.fixture
 def fedloop(coordinator: Door, operator: FastAPI, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Runs `fedloop device …`; a user's mistake is raised as it is."""
+    """Runs `fedloop device …`; a user's mistake is raised as an exception."""
     with capture_logs(), listening(operator) as port:  # the server's log lines are not the command's output
         monkeypatch.setenv("FEDLOOP_COORDINATOR", f"http://127.0.0.1:{port}")
         token = (coordinator.services.settings.home / TOKEN_FILE).read_text().strip()
@@ -90,7 +96,7 @@ def test_a_token_for_many_or_for_approval(fedloop: Any, coordinator: Door, tmp_p
     assert coordinator.enrol(device, made["token"]).json()["certificate"] != ""
 
 
-def test_a_token_is_listed_until_it_is_withdrawn_and_then_admits_nobody(
+def test_a_withdrawn_token_is_not_listed_and_admits_no_device(
     fedloop: Any, coordinator: Door, tmp_path: Path
 ) -> None:
     made = json.loads(fedloop("token", "--uses", "3", "--group", "ward", "--json").stdout)
@@ -99,7 +105,7 @@ def test_a_token_is_listed_until_it_is_withdrawn_and_then_admits_nobody(
     (line,) = [each for each in fedloop("tokens").stdout.splitlines() if made["id"] in each]
     assert line == f"{made['id']}  group ward, 2 more devices, until 2026-11-20 12:15 UTC"
     assert made["token"].rpartition(".")[2] not in fedloop("tokens", "--json").stdout
-    assert "admits nobody any more" in fedloop("withdraw", made["id"]).stdout
+    assert "admits no more devices" in fedloop("withdraw", made["id"]).stdout
     fedloop("withdraw", made["id"])
     refused = coordinator.enrol(Device(tmp_path, "after"), made["token"])
     assert refused.json()["error"]["code"] == "token_expired"
@@ -110,7 +116,7 @@ def test_a_token_is_listed_until_it_is_withdrawn_and_then_admits_nobody(
 
 
 @pytest.mark.parametrize("ttl", ["", "15", "m", "-1m", "15 parsecs", "1e9d"])
-def test_a_time_that_is_none_is_told(fedloop: Any, ttl: str) -> None:
+def test_an_invalid_duration_is_refused(fedloop: Any, ttl: str) -> None:
     with pytest.raises(UserError, match="--ttl"):
         fedloop("token", f"--ttl={ttl}")
 
@@ -136,7 +142,7 @@ def test_machines_of_a_list_enrol_with_one_token(fedloop: Any, coordinator: Door
     ("content", "words"),
     [(None, "No such file"), (b"", "no serial number"), (b"\xff\xfe", "UTF-8"), (b"x" * 300, "at most 200")],
 )
-def test_a_list_that_will_not_do_is_told_with_its_file(
+def test_an_invalid_list_of_serials_is_refused_with_its_file(
     fedloop: Any, tmp_path: Path, content: bytes | None, words: str
 ) -> None:
     file = tmp_path / "serials.txt"
@@ -146,7 +152,7 @@ def test_a_list_that_will_not_do_is_told_with_its_file(
         fedloop("import", file)
 
 
-def test_devices_are_listed_for_people(fedloop: Any, enrolled: Device) -> None:
+def test_devices_are_listed_as_a_table(fedloop: Any, enrolled: Device) -> None:
     lines = fedloop("list").stdout.splitlines()
     assert lines[0].split() == ["id", "name", "group", "state", "last", "seen", "runtimes"]
     (line,) = [each for each in lines if each.startswith(enrolled.id[:8])]
@@ -157,38 +163,36 @@ def test_an_empty_list_says_what_to_do(fedloop: Any) -> None:
     assert "fedloop device token" in fedloop("list", "--group", "nobody is here").stdout
 
 
-def test_a_device_is_named_by_id_by_its_beginning_or_by_its_name(fedloop: Any, enrolled: Device) -> None:
+def test_a_device_is_found_by_id_by_prefix_or_by_name(fedloop: Any, enrolled: Device) -> None:
     for called in (enrolled.id, enrolled.id[:13], enrolled.name):
         assert json.loads(fedloop("show", called, "--json").stdout)["id"] == enrolled.id
 
 
-def test_a_name_that_several_have_is_not_guessed_at(fedloop: Any, coordinator: Door, tmp_path: Path) -> None:
+def test_an_ambiguous_name_is_refused(fedloop: Any, coordinator: Door, tmp_path: Path) -> None:
     for _ in range(2):
         coordinator.enrol(Device(tmp_path, "twin"))
-    with pytest.raises(UserError, match=r"any of 2 devices.*more of the id"):
+    with pytest.raises(UserError, match=r"matches 2 devices.*more of the id"):
         fedloop("revoke", "twin")
-    with pytest.raises(UserError, match="no device is called 'nobody'"):
+    with pytest.raises(UserError, match="no device matches 'nobody'"):
         fedloop("show", "nobody")
 
 
-def test_revocation_is_told_and_acts(fedloop: Any, coordinator: Door, enrolled: Device) -> None:
-    assert "is shut out" in fedloop("revoke", enrolled.name).stdout
+def test_a_revoked_device_is_refused(fedloop: Any, coordinator: Door, enrolled: Device) -> None:
+    assert "is revoked" in fedloop("revoke", enrolled.name).stdout
     assert coordinator.call("POST", "/checkin", {}, device=enrolled).status_code == 403
     assert "revoked" in fedloop("show", enrolled.id).stdout
-    with pytest.raises(UserError, match="must enrol anew"):
+    with pytest.raises(UserError, match="must enrol again"):
         fedloop("approve", enrolled.id)
 
 
-def test_why_speaks_in_words(fedloop: Any, enrolled: Device) -> None:
+def test_why_explains_in_sentences(fedloop: Any, enrolled: Device) -> None:
     lines = fedloop("why", enrolled.name).stdout.splitlines()
     assert lines[0] == f"{enrolled.name} ({enrolled.id}) is active"
     assert lines[-1] == "no runs to take part in"
     assert json.loads(fedloop("why", enrolled.name, "--json").stdout)["device"] == enrolled.id
 
 
-def test_what_a_device_says_of_itself_cannot_command_a_terminal(
-    fedloop: Any, coordinator: Door, enrolled: Device
-) -> None:
+def test_a_device_name_cannot_control_a_terminal(fedloop: Any, coordinator: Door, enrolled: Device) -> None:
     report = {
         "wire": "1.3",
         "software": "1\x1b[2J",
@@ -215,3 +219,49 @@ def test_the_operator_api_describes_devices_and_tokens(operator: FastAPI) -> Non
     assert named[("/devices/{device}/revoke", "post")] == "revokeDevice"
     made = document["components"]["schemas"]["MadeToken"]
     assert set(made["required"]) == {"id", "token", "url", "group", "uses", "expires_at"}
+
+
+class Cancelled:
+    """A fake run service that records the cancelled runs."""
+
+    def __init__(self) -> None:
+        self.runs: list[str] = []
+
+    def cancel(self, run: str) -> None:
+        self.runs.append(run)
+
+
+def test_a_run_is_found_by_id_by_prefix_or_by_name(
+    fedloop: Any,
+    operator: FastAPI,
+    coordinator: Door,
+    enrolled: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ids = {"0aa11111-x": "digits", "0aa22222-x": "digits", "0bb33333-x": "pumps"}
+    experiment = resolve({}, "test", "devices").model_dump(mode="json", exclude_none=True)
+    for run, name in ids.items():
+        coordinator.services.database.write(
+            partial(runs.create, run=run, name=name, experiment=experiment, notices=(), now=START)
+        ).result()
+    monkeypatch.setattr(operator.state, "runs", Cancelled(), raising=False)
+
+    def cancel(called: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["fedloop", "run", "--cancel", called])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0, capsys.readouterr().err
+
+    (line,) = [each for each in fedloop("why", enrolled.id).stdout.splitlines() if "pumps" in each]
+    assert line == "run pumps (0bb33333-x, queued)"
+    for called in ("0bb33333-x", "0bb33", "pumps"):
+        cancel(called)
+        assert "0bb33333-x, queued" in fedloop("why", enrolled.id, "--run", called).stdout
+    cancel("0AA2")
+    assert operator.state.runs.runs == ["0bb33333-x"] * 3 + ["0aa22222-x"]
+    for called in ("0aa", "digits"):
+        with pytest.raises(UserError, match=r"matches 2 runs: digits \(0aa.*give more of the id"):
+            fedloop("why", enrolled.id, "--run", called)
+    with pytest.raises(UserError, match=r"no run matches 'nobody'; the newest: .*pumps \(0bb33333…\)"):
+        fedloop("why", enrolled.id, "--run", "nobody")

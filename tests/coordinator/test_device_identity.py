@@ -14,7 +14,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from fastapi import Depends, FastAPI
 
-from coordinator import enrolment, pki
+from coordinator import certificates
+from coordinator.accounts import certificate_authority, enrolment
 from coordinator.db.migrations import migrate
 from coordinator.db.store import Database
 from coordinator.device_api import identity
@@ -87,8 +88,10 @@ def test_a_foreign_certificate_ends_the_handshake(
     coordinator: Door, device: Device, tmp_path: Path, database: Database
 ) -> None:
     other = door(tmp_path / "other", database)
-    forged = other.services.authority.issue_device(pki.read_request(device.csr()), device.id, START)
-    device.certificate = pki.pem_of(forged)
+    forged = other.services.authority.issue_device(
+        certificate_authority.read_request(device.csr()), device.id, START
+    )
+    device.certificate = certificates.pem_of(forged)
     with pytest.raises((httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError)):
         hello(coordinator, device)
 
@@ -154,8 +157,10 @@ def test_a_device_that_left_is_a_stranger(coordinator: Door, device: Device) -> 
 def test_a_certificate_of_ours_for_a_device_that_no_row_knows_is_refused(
     coordinator: Door, device: Device
 ) -> None:
-    request = pki.read_request(device.csr())
-    device.certificate = pki.pem_of(coordinator.services.authority.issue_device(request, "nobody", START))
+    request = certificate_authority.read_request(device.csr())
+    device.certificate = certificates.pem_of(
+        coordinator.services.authority.issue_device(request, "nobody", START)
+    )
     assert error_of(hello(coordinator, device)) == (403, "unknown_device")
 
 
@@ -218,8 +223,10 @@ def test_what_a_trusted_proxy_forwards_is_verified_here(
         answer = hello(behind_proxy, None, **{identity.FORWARDED: wrong})
         assert error_of(answer) == (401, "foreign_certificate")
     other = door(tmp_path / "other", database)
-    forged = other.services.authority.issue_device(pki.read_request(device.csr()), device.id, START)
-    answer = hello(behind_proxy, None, **{identity.FORWARDED: quote(pki.pem_of(forged), safe="")})
+    forged = other.services.authority.issue_device(
+        certificate_authority.read_request(device.csr()), device.id, START
+    )
+    answer = hello(behind_proxy, None, **{identity.FORWARDED: quote(certificates.pem_of(forged), safe="")})
     assert error_of(answer) == (401, "foreign_certificate")
     behind_proxy.clock.pass_days(31)
     assert error_of(hello(behind_proxy, None, **good)) == (401, "expired")

@@ -1,4 +1,4 @@
-"""`fedloop doctor` looks at everything and says what to do about what it does not like."""
+"""`fedloop doctor` checks every part and says how to fix problems."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from coordinator import doctor, parts
-from coordinator.doctor import Finding
+from coordinator import extras
+from coordinator.commands import doctor
+from coordinator.commands.doctor import Finding
 from coordinator.sandbox import enter
 
 
@@ -20,7 +21,7 @@ def found(findings: list[Finding], subject: str) -> Finding:
     return finding
 
 
-def test_every_part_of_the_installation_is_looked_at(tmp_path: Path) -> None:
+def test_every_part_of_the_installation_is_checked(tmp_path: Path) -> None:
     findings = doctor.examine(tmp_path)
     assert [each.subject for each in findings] == [
         "top-level names", "Python", "LiteRT clients", "PyTorch clients", "TensorFlow clients", "export to LiteRT",
@@ -30,30 +31,30 @@ def test_every_part_of_the_installation_is_looked_at(tmp_path: Path) -> None:
     assert found(findings, "data files") == Finding("data files", "ok", f"looked for in {tmp_path}")
 
 
-def test_a_data_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_data_folder_is_an_error(tmp_path: Path) -> None:
     finding = found(doctor.examine(tmp_path / "none"), "data files")
     assert finding.level == "error"
-    assert str(tmp_path / "none") in finding.words
-    assert "FEDLOOP_DATA_DIR" in finding.words
+    assert str(tmp_path / "none") in finding.message
+    assert "FEDLOOP_DATA_DIR" in finding.message
 
 
-def test_no_data_folder_is_worth_a_note() -> None:
+def test_no_data_folder_is_a_note() -> None:
     assert found(doctor.examine(None), "data files").level == "note"
 
 
-def test_a_part_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(parts.PARTS, "TensorFlow clients", (("no-such-distribution",), "tensorflow"))
+def test_a_missing_part_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(extras.PARTS, "TensorFlow clients", (("no-such-distribution",), "tensorflow"))
     finding = found(doctor.examine(None), "TensorFlow clients")
     assert finding == Finding(
         "TensorFlow clients", "note", "no-such-distribution not installed; pip install 'fedloop[tensorflow]'"
     )
 
 
-def test_a_machine_without_a_sandbox_is_told_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_sandbox_gets_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enter, "landlock_version", lambda: 0)
     finding = found(doctor.examine(None), "sandbox")
     assert finding.level == "note"
-    assert "no Landlock" in finding.words and "--no-sandbox" in finding.words
+    assert "no Landlock" in finding.message and "--no-sandbox" in finding.message
 
 
 def test_a_contested_name_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -64,11 +65,11 @@ def test_a_contested_name_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.syspath_prepend(tmp_path)
     finding = found(doctor.examine(None), "top-level names")
     assert finding.level == "error"
-    assert "pip uninstall zoo" in finding.words
+    assert "pip uninstall zoo" in finding.message
 
 
-def test_words_in_brackets_are_shown_as_they_are() -> None:
-    """`fedloop[edge]` is no markup."""
+def test_text_in_brackets_is_shown_verbatim() -> None:
+    """`fedloop[edge]` is not markup."""
     text = io.StringIO()
     doctor.show(
         [Finding("LiteRT clients", "note", "pip install 'fedloop[edge]'")], Console(file=text, width=200)
@@ -76,9 +77,9 @@ def test_words_in_brackets_are_shown_as_they_are() -> None:
     assert "pip install 'fedloop[edge]'" in text.getvalue()
 
 
-def test_looking_imports_no_framework() -> None:
+def test_the_checks_import_no_framework() -> None:
     script = (
-        "import sys; from coordinator import doctor; doctor.examine(None); "
+        "import sys; from coordinator.commands import doctor; doctor.examine(None); "
         "print({'torch', 'tensorflow', 'ai_edge_litert', 'litert_torch', 'jax'} & sys.modules.keys())"
     )
     done = subprocess.run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.blobs import Blobs
-from coordinator.fleets.fleet import Model, Reopened, Terms, model_of
 from coordinator.rounds import engine, plan
-from coordinator.rounds.checkpoint import Checkpoints, Committed, keep_in
-from coordinator.rounds.engine import RoundRecord, RunState, Score, as_row
-from coordinator.rounds.plan import RunPlan, Task
-from coordinator.simulation import faults
+from coordinator.rounds.checkpoint import Checkpoint, CheckpointStore, materialize_in
+from coordinator.rounds.fleet import (
+    Model,
+    OpenRound,
+    Terms,
+    encode_model,
+)
+from coordinator.rounds.plan import RunPlan
+from coordinator.rounds.records import RoundRecord, RunState, Score, as_row
+from coordinator.rounds.tasks import Task
+from coordinator.storage.blobs import Blobs
+from coordinator.workers import faults
 from edge_client.wire import arrays
 from edge_client.wire.arrays import StoredArrays
 from edge_client.wire.messages import TaskMessage, encode_result
@@ -36,7 +43,7 @@ def silent(task: TaskMessage, update: Update) -> list[tuple[float, bytes]]:
 
 
 def faulty(kind: str, seconds: float = 1.0) -> Script:
-    return lambda task, update: [(seconds, payload) for payload in faults.payloads(kind, task, update)]
+    return lambda task, update: [(seconds, payload) for payload in faults.encode_uploads(kind, task, update)]
 
 
 def fleet_of(*scripts: Script) -> MemoryFleet:
@@ -217,12 +224,12 @@ def test_streams_are_counted_as_part_of_the_download() -> None:
 class Reopening(MemoryFleet):
     """A fleet that finds the second round as it was submitted before: another cohort of another population."""
 
-    def __init__(self, clients: Mapping[str, MemoryClient], open_round: Reopened) -> None:
+    def __init__(self, clients: Mapping[str, MemoryClient], open_round: OpenRound) -> None:
         super().__init__(clients)
         self._open_round = open_round
         self.submitted: list[tuple[list[str], Terms]] = []
 
-    def reopened(self, round_number: int) -> Reopened | None:
+    def find_open_round(self, round_number: int) -> OpenRound | None:
         return self._open_round if round_number == 2 else None
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
@@ -234,19 +241,19 @@ def test_a_reopened_round_goes_on_with_its_own_tasks_and_population() -> None:
     run_plan_ = run_plan("scaffold", rounds=2, clients_per_round=2)
     clients = {name: MemoryClient(c=i - 1.0) for i, name in enumerate("abcdef")}
     base = runs.run(replace(run_plan_, rounds=1), MemoryFleet(clients))[0]
-    tasks = plan.tasks_for(("e", "f"), 2, model_of(base.params, {}).base, run_plan_)
-    fleet = Reopening(clients, Reopened(tasks, population=100))
+    tasks = plan.make_tasks(("e", "f"), 2, encode_model(base.params, {}).base, run_plan_)
+    fleet = Reopening(clients, OpenRound(tasks, population=100))
     last, seen = runs.run(run_plan_, fleet)
     assert fleet.submitted[1][0] == ["e", "f"]
     assert [terms.population for _, terms in fleet.submitted] == [6, 100]
     assert [event["round"] for event in seen.of("round_started")] == [1]  # the other was told when it started
     assert [event["client"] for event in seen.of("update_accepted") if event["round"] == 2] == ["e", "f"]
-    few = Reopening(clients, Reopened(tasks, population=6))
+    few = Reopening(clients, OpenRound(tasks, population=6))
     assert runs.bits(runs.run(run_plan_, few)[0]) != runs.bits(last)  # SCAFFOLD's share is of the population
 
 
 def test_the_fleet_is_told_what_the_round_expects() -> None:
-    fleet = Reopening({name: MemoryClient() for name in "abcd"}, Reopened((), 0))
+    fleet = Reopening({name: MemoryClient() for name in "abcd"}, OpenRound((), 0))
     runs.run(run_plan(rounds=1, clients_per_round=3, deadline_seconds=9.0), fleet)
     ((_, terms),) = fleet.submitted
     assert (terms.wanted, terms.deadline_seconds, terms.population) == (3, 9.0, 4)
@@ -271,7 +278,11 @@ def test_a_run_over_updates_on_disk_gives_the_same_bits(strategy: str, kept: str
 
     clients = {name: MemoryClient(c=i - 3.7, num_examples=5 + i) for i, name in enumerate(NAMES)}
     fleet = StoringFleet(clients, tmp_path)
-    last, _ = runs.run(plan, fleet, keep=keep_in(blobs) if kept == "on disk" else engine.keep_in_memory)
+    last, _ = runs.run(
+        plan,
+        fleet,
+        materialize=partial(materialize_in, blobs) if kept == "on disk" else engine.materialize_in_memory,
+    )
     assert isinstance(last.params, StoredArrays if kept == "on disk" else dict)
     assert runs.bits(last) == runs.bits(runs.run(plan, MemoryFleet(clients))[0])
 
@@ -314,11 +325,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
 
     def commit(state: RunState, record: RoundRecord, clients: Mapping[str, Mapping[str, Params]]) -> None:
         row = as_row(record)
-        checkpoints.commit(Committed(state.round, state.params, state.strategy, row, {}, {}, clients))
+        checkpoints.commit(Checkpoint(state.round, state.params, state.strategy, row, {}, {}, clients))
 
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     _, first = runs.run(plan(stop), everyone(9), commit=commit)
-    checkpoints = Checkpoints(tmp_path)  # as another process would
+    checkpoints = CheckpointStore(tmp_path)  # as another process would
     saved = checkpoints.load()
     assert saved is not None
     fleet = everyone(9)
@@ -377,9 +388,11 @@ def test_a_round_is_committed_before_it_is_reported() -> None:
         plan,
         everyone(3),
         runs.first_state(plan),
+        runs.Store(
+            lambda state, record, clients: order.append(f"commit {record.round}"),
+            lambda record: order.append(f"finished {record.round}"),
+        ),
         evaluate=runs.distance,
-        commit=lambda state, record, clients: order.append(f"commit {record.round}"),
-        finished=lambda record: order.append(f"finished {record.round}"),
         emit=lambda event, **values: None,
         monotonic=lambda: 0.0,
     )
@@ -407,9 +420,9 @@ def test_seconds_hold_evaluation_and_commit() -> None:
 
     plan = run_plan(rounds=2)
     engine.run(
-        plan, everyone(3), runs.first_state(plan), evaluate=evaluate, commit=commit,
-        finished=lambda record: reported.append(record.seconds), emit=lambda event, **values: None,
-        monotonic=lambda: now,
+        plan, everyone(3), runs.first_state(plan),
+        runs.Store(commit, lambda record: reported.append(record.seconds)),
+        evaluate=evaluate, emit=lambda event, **values: None, monotonic=lambda: now,
     )  # fmt: skip
     assert (committed, reported) == ([1.0, 1.0], [11.0, 11.0])
 
@@ -417,14 +430,14 @@ def test_seconds_hold_evaluation_and_commit() -> None:
 @pytest.mark.parametrize(
     ("accuracies", "expected"),
     [
-        ({}, (0.5, 0.5, 0.5)),
+        ({}, (None, None, None)),
         ({"a": 0.25}, (0.25, 0.25, 0.25)),
         ({"a": 1.0, "b": 0.0, "c": 0.25, "d": 0.75}, (0.0, 0.5, 1.0)),
         ({"a": 1.0, "b": 0.0, "c": 0.25}, (0.0, 0.25, 1.0)),
     ],
 )
 def test_the_record_holds_the_spread_of_accuracy_over_clients(
-    accuracies: dict[str, float], expected: tuple[float, float, float]
+    accuracies: dict[str, float], expected: tuple[float | None, ...]
 ) -> None:
     _, seen = runs.run(
         run_plan(rounds=1), everyone(3), evaluate=lambda number, params: Score(0.0, 0.5, accuracies)

@@ -14,7 +14,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from sqlalchemy import func, select
 
-from coordinator import enrolment
+from coordinator.accounts import enrolment
 from coordinator.db import devices, tables, tokens
 from coordinator.db.events import since
 from coordinator.db.store import Database
@@ -71,7 +71,7 @@ def approve(at: Door, device: str) -> devices.DeviceRow:
 
 
 def row_of(at: Door, device: str) -> devices.DeviceRow:
-    return at.services.database.read(lambda connection: enrolment.known_device(connection, device))
+    return at.services.database.read(lambda connection: enrolment.require_device(connection, device))
 
 
 def events(at: Door) -> list[str]:
@@ -258,11 +258,11 @@ def test_renewal_gives_a_certificate_for_the_next_key(coordinator: Door, device:
 
 def test_a_device_gets_so_many_certificates_in_a_day(coordinator: Door, device: Device) -> None:
     enrol(coordinator, coordinator.token(), device)
-    with pytest.raises(Refusal, match="in a day are enough") as refused:
-        for _ in range(enrolment.RENEWALS_A_DAY):
+    with pytest.raises(Refusal, match="certificates per day") as refused:
+        for _ in range(enrolment.RENEWALS_PER_DAY):
             renew(coordinator, device, ec.generate_private_key(ec.SECP256R1()))
     assert (refused.value.status, refused.value.code) == (429, "too_many_requests")
-    assert count(coordinator, tables.certificates) == enrolment.RENEWALS_A_DAY
+    assert count(coordinator, tables.certificates) == enrolment.RENEWALS_PER_DAY
     coordinator.clock.pass_days(2)
     renew(coordinator, device, ec.generate_private_key(ec.SECP256R1()))
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator import experiment
 from coordinator.errors import UserError
-from coordinator.experiment import Experiment
+from coordinator.experiments import experiment
+from coordinator.experiments.schema import Experiment
 
 DEFAULTS = """\
 name = "digits"
@@ -24,6 +24,7 @@ dataset = "digits"
 label = "label"
 partition = "dirichlet(0.3)"
 public_samples = 0
+public = false
 
 [model]
 name = "cnn"
@@ -112,6 +113,9 @@ def test_the_resolved_experiment_is_written_down_with_all_its_keys(tmp_path: Pat
         (["data.dataset=shakespeare"], "charlm", "natural", None),
         (["data.dataset=phrasebank"], "textcls", "dirichlet(0.3)", 20),
         (["data.dataset=csv", "data.path=table.csv"], "mlp", "dirichlet(0.3)", 20),
+        (["data.dataset=csv", "data.path=t.csv", "data.site=s"], "mlp", "natural", None),
+        (["data.dataset=csv", "data.path=t.csv", "data.site=s", "data.partition=iid"], "mlp", "iid", 20),
+        (["data.dataset=csv", "data.path=t.csv", 'data.site=""'], "mlp", "dirichlet(0.3)", 20),
         (["data.dataset=synthetic"], "mlp", "dirichlet(0.3)", 20),
         (["data.dataset=mine:load"], "mlp", "dirichlet(0.3)", 20),
         (["data.dataset=csv", "data.path=t.csv", "data.site=s", "data.partition=natural"], "mlp", "natural", None),
@@ -375,6 +379,35 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     lines = refused(path=path).splitlines()
     assert lines[0] == f"{path}: 4 problems"
     assert {line.split()[1] for line in lines[1:]} == {"local.lr", "local.epoch", "federation.rounds", "foo"}
+
+
+def test_contradictions_are_told_beside_keys_that_are_wrong() -> None:
+    message = refused(
+        "local.lr=fast", "local.epochs=2", "local.steps=3", "model.name=cn", "federation.min_updates=11"
+    )
+    assert message.startswith("experiment: 4 problems\n  - local.lr = 'fast'")
+    for words in (
+        "local.epochs = 2 and local.steps = 3",
+        "did you mean 'cnn'?",
+        "federation.min_updates = 11",
+    ):
+        assert words in message
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["federation.client=50", "federation.clients_per_round=30"],
+        ["federation.clients=many", "federation.clients_per_round=30"],
+        ["data.datset=csv", "data.path=t.csv", "data.site=s", "model.norm=group"],
+        ["data.dataset=5", "model.width=3"],
+        ["data.partiton=natural", "federation.clients_per_round=30"],
+        ["model.name=5", "model.width=3", "federation.runtimes={tensorflow=1}"],
+        ["strategy.name=5", "strategy.beta1=0.5"],
+    ],
+)
+def test_nothing_is_said_of_defaults_that_stand_in_for_a_wrong_key(sets: list[str]) -> None:
+    assert "problems" not in refused(*sets)
 
 
 def test_all_contradictions_are_told_at_once() -> None:

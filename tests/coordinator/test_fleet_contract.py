@@ -13,16 +13,23 @@ import numpy as np
 import pytest
 
 from coordinator.fleets.device import DeviceFleet
-from coordinator.fleets.fleet import Answer, Fleet, Model, Silence, Terms
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet
+from coordinator.fleets.virtual_time import VirtualTime
 from coordinator.rounds import intake, plan
-from coordinator.rounds.plan import LocalWork, RunPlan, Task
-from coordinator.simulation.pool import WorkerPool
-from coordinator.simulation.virtual_time import VirtualTime
+from coordinator.rounds.fleet import (
+    Answer,
+    Fleet,
+    Model,
+    Silence,
+    Terms,
+)
+from coordinator.rounds.plan import LocalWork, RunPlan
+from coordinator.rounds.tasks import Task
+from coordinator.workers.pool import WorkerPool
 from edge_client.wire import arrays
 from strategies import presets
 from strategies.params import Params, zeros_like
-from strategies.state import joined
+from strategies.state import flatten
 from strategies.update import Update
 from tests.support.device_cohort import Cohort, ScriptedDevice
 from tests.support.device_world import serving, sqlite
@@ -55,11 +62,11 @@ class Kind:
         strategy = presets.get("scaffold" if model.streams else "fedavg")
         work = LocalWork(batch_size=4, lr=0.1, epochs=None, steps=1)
         run_plan = RunPlan(7, 3, strategy, work, self.trainable, clients_per_round=4)
-        return plan.tasks_for(clients, number, model.base, run_plan)
+        return plan.make_tasks(clients, number, model.base, run_plan)
 
     def terms(self, model: Model, *, until: float = 100.0, wanted: int = 99) -> Terms:
         trained = {name: self.params[name] for name in self.trainable}
-        return Terms(intake.expected_of(trained, model.streams), wanted, until, population=len(ARRIVALS))
+        return Terms(intake.make_expected(trained, model.streams), wanted, until, population=len(ARRIVALS))
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +79,11 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kind]:
     }  # fmt: skip
     request = {"folder": str(folder / "work"), "seed": 7, "data": data, "clients": 4, "data_dir": None}
     with WorkerPool(1, folder / "workers.log") as pool:
-        found = pool.one({"kind": "prepare", **request}).values
+        found = pool.run_one({"kind": "prepare", **request}).values
         described = {key: found[key] for key in ("input_shape", "classes", "input_dtype", "task")}
         model = {"name": "logreg", "options": {}, **described}
-        made = pool.one({"kind": "initial", "model": model, "seed": 7})
-        pool.tell({"kind": "open", "folder": str(folder / "work"), "model": model})
+        made = pool.run_one({"kind": "initial", "model": model, "seed": 7})
+        pool.broadcast({"kind": "open", "folder": str(folder / "work"), "model": model})
 
         def make() -> Fleet:
             clients = [
@@ -144,7 +151,7 @@ def bits(answer: Answer) -> dict[str, Any]:
     """All that an accepted update says."""
     update = answer.verdict
     assert isinstance(update, Update), update
-    tensors = joined({"delta": update.delta, **update.extras})
+    tensors = flatten({"delta": update.delta, **update.extras})
     said = (update.num_examples, update.num_steps, update.train_loss)
     return {"said": said} | {name: (value.shape, value.tobytes()) for name, value in tensors.items()}
 
@@ -171,7 +178,7 @@ def test_a_model_is_named_by_its_params(kind: Kind) -> None:
 
 
 def test_a_round_that_was_never_submitted_is_not_reopened(kind: Kind) -> None:
-    assert kind.make().reopened(1) is None
+    assert kind.make().find_open_round(1) is None
 
 
 def test_each_client_asked_answers_once_with_an_update_that_is_accepted(kind: Kind) -> None:
@@ -259,7 +266,7 @@ def same_states(left: Mapping[str, Mapping[str, Params]], right: Mapping[str, Ma
 
     def of(states: Mapping[str, Mapping[str, Params]]) -> dict[str, dict[str, bytes]]:
         return {
-            client: {name: value.tobytes() for name, value in joined(streams).items()}
+            client: {name: value.tobytes() for name, value in flatten(streams).items()}
             for client, streams in states.items()
         }
 

@@ -1,4 +1,4 @@
-"""Following a run: each event once, across a coordinator that goes away and comes back."""
+"""Following a run: each event once, across restarts of the coordinator."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from coordinator import following
 from coordinator.errors import RunInterrupted
-from coordinator.experiment import resolve
-from coordinator.operator_client import OperatorClient, Unreachable
-from coordinator.progress import Quiet
-from coordinator.rounds.engine import RoundRecord
+from coordinator.experiments.experiment import resolve
+from coordinator.operator import run_follower
+from coordinator.operator.client import OperatorClient, Unreachable
+from coordinator.reports.progress import Quiet
+from coordinator.rounds.records import RoundRecord
 from edge_client.wire import arrays
 
 EXPERIMENT = resolve({"federation": {"rounds": 2}}, "test", "devices")
@@ -37,10 +37,11 @@ FINISHED = {"id": 11, "event": "run_finished"}
 
 
 class Coordinator(OperatorClient):
-    """Answers from a script of events; goes away after every `patience` of them, and `away` times for good measure."""
+    """Answers from a script of events; disconnects after every `patience` of them, and fails `away` connections."""
 
     def __init__(self, events: list[dict[str, Any]], patience: int = 2, away: int = 3) -> None:
         super().__init__("http://127.0.0.1:1", "token")
+        self.asked = 0
         self._script = events
         self._patience = patience
         self._away = away
@@ -50,7 +51,9 @@ class Coordinator(OperatorClient):
         if path.endswith("/report"):
             final = {"model_sha256": arrays.sha256(MODEL)}
             return {"start": {"test_loss": 2.3, "test_accuracy": 0.1}, "rounds": rounds, "final": final}
-        return {"experiment": EXPERIMENT.model_dump(mode="json", exclude_none=True), "notices": []}
+        self.asked += 1
+        notices = ["as it was asked", *(["as it is prepared"] if self.asked > 1 else [])]
+        return {"experiment": EXPERIMENT.model_dump(mode="json", exclude_none=True), "notices": notices}
 
     def download(self, path: str) -> bytes:
         return MODEL
@@ -64,81 +67,108 @@ class Coordinator(OperatorClient):
         yield from left
 
 
-class Told(Quiet):
+class Recorder(Quiet):
     def __init__(self) -> None:
         self.rounds: list[int] = []
         self.notes: list[str] = []
 
-    def note(self, words: str) -> None:
-        self.notes.append(words)
+    def note(self, message: str) -> None:
+        self.notes.append(message)
 
     def round(self, record: RoundRecord) -> None:
         self.rounds.append(record.round)
 
 
-def test_every_event_is_told_once_across_restarts(tmp_path: Path) -> None:
-    told = Told()
+def test_every_event_is_reported_once_across_restarts(tmp_path: Path) -> None:
+    recorder = Recorder()
     client = Coordinator([*EVENTS, FINISHED])
-    following.follow(client, "r", tmp_path / "out", told, wait=lambda seconds: None)
-    assert told.rounds == [1, 2]
+    run_follower.follow(client, "r", tmp_path / "out", recorder, wait=lambda seconds: None)
+    assert recorder.rounds == [1, 2]
     lines = (tmp_path / "out" / "events.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in lines] == [1, 4, 5, 9, 10, 11]
     assert len((tmp_path / "out" / "rounds.csv").read_text().splitlines()) == 3
 
 
-def test_what_is_left_is_what_a_simulation_leaves(tmp_path: Path) -> None:
+def test_the_files_of_a_run_are_those_of_a_simulation(tmp_path: Path) -> None:
     client = Coordinator([*EVENTS, FINISHED])
-    following.follow(client, "r", tmp_path / "out", Quiet(), wait=lambda seconds: None)
+    run_follower.follow(client, "r", tmp_path / "out", Quiet(), wait=lambda seconds: None)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *("experiment.toml", "rounds.csv", "events.jsonl"),
         *("report.json", "curves.png", "model.safetensors"),
     }
 
 
-def test_a_model_that_is_not_what_the_report_says_is_not_kept(tmp_path: Path) -> None:
+def test_a_model_with_another_hash_than_in_the_report_is_not_kept(tmp_path: Path) -> None:
     class Damaged(Coordinator):
         def download(self, path: str) -> bytes:
             return MODEL[:-1] + b"?"
 
     client = Damaged([*EVENTS, FINISHED])
-    with pytest.raises(RunInterrupted, match="another hash than its report says"):
-        following.follow(client, "r", tmp_path / "out", Quiet(), wait=lambda seconds: None)
+    with pytest.raises(RunInterrupted, match="does not have the hash in its report"):
+        run_follower.follow(client, "r", tmp_path / "out", Quiet(), wait=lambda seconds: None)
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "message"),
     [
         ({"registered": "digits:3"}, "registered as digits:3"),
         ({"not_registered": "why"}, "not registered: why"),
     ],
 )
-def test_what_became_of_the_model_in_the_registry_is_told(
-    tmp_path: Path, more: dict[str, str], words: str
+def test_the_registration_of_the_model_is_reported(
+    tmp_path: Path, more: dict[str, str], message: str
 ) -> None:
-    told = Told()
+    recorder = Recorder()
     client = Coordinator([*EVENTS, {**FINISHED, **more}])
-    following.follow(client, "r", tmp_path / "out", told, wait=lambda seconds: None)
-    assert told.notes[-1].endswith(words)
+    run_follower.follow(client, "r", tmp_path / "out", recorder, wait=lambda seconds: None)
+    assert recorder.notes[-1].endswith(message)
+
+
+def test_notices_are_shown_as_they_arrive(tmp_path: Path) -> None:
+    recorder = Recorder()
+    run_follower.follow(
+        Coordinator([*EVENTS, FINISHED]), "r", tmp_path / "out", recorder, wait=lambda seconds: None
+    )
+    assert recorder.notes[:2] == ["as it was asked", "as it is prepared"]
+
+
+WAITING = {"id": 2, "event": "round_waiting", "round": 1, "eligible": 1, "wanted": 10, "least": 1, "enrolled": 3, "seconds": 60}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("last", "words"),
+    ("more", "message"),
+    [
+        ({}, "1 of 3 enrolled devices can take part, 10 are wanted; it begins with the eligible ones in 60 s"),
+        ({"least": 2}, "1 of 3 enrolled devices can take part, 10 are wanted; it begins when 2 can"),
+        ({"eligible": 0, "seconds": 0}, "0 of 3 enrolled devices can take part, 10 are wanted; it begins when 1 can"),
+        ({"eligible": 0, "enrolled": 0}, "no device is enrolled; admit one"),
+    ],
+)  # fmt: skip
+def test_a_waiting_round_is_reported(tmp_path: Path, more: dict[str, int], message: str) -> None:
+    recorder = Recorder()
+    client = Coordinator([EVENTS[0], {**WAITING, **more}, *EVENTS[1:], FINISHED])
+    run_follower.follow(client, "r", tmp_path / "out", recorder, wait=lambda seconds: None)
+    assert f"round 1 waits: {message}" in recorder.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
     [
         ({"id": 11, "event": "run_failed", "error": "no such data"}, "failed: no such data"),
         ({"id": 11, "event": "run_cancelled"}, "was cancelled"),
     ],
 )
-def test_a_run_that_did_not_finish_is_told_as_such(tmp_path: Path, last: dict[str, Any], words: str) -> None:
-    with pytest.raises(RunInterrupted, match=words):
-        following.follow(
+def test_an_unfinished_run_is_reported(tmp_path: Path, last: dict[str, Any], message: str) -> None:
+    with pytest.raises(RunInterrupted, match=message):
+        run_follower.follow(
             Coordinator([*EVENTS, last]), "r", tmp_path / "out", Quiet(), wait=lambda seconds: None
         )
 
 
-def test_a_coordinator_that_stays_away_is_given_up(tmp_path: Path) -> None:
+def test_following_ends_when_the_coordinator_stays_unreachable(tmp_path: Path) -> None:
     waited: list[float] = []
     client = Coordinator(EVENTS, patience=0, away=10**6)
     with pytest.raises(RunInterrupted, match="fedloop run --follow r"):
-        following.follow(client, "r", tmp_path / "out", Quiet(), wait=waited.append)
+        run_follower.follow(client, "r", tmp_path / "out", Quiet(), wait=waited.append)
     assert sum(waited) == pytest.approx(600)

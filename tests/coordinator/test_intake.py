@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as npst
 
 from coordinator.rounds import intake
 from coordinator.rounds.intake import Expected, Reason, Rejection
-from coordinator.simulation import faults
+from coordinator.workers import faults
 from edge_client.wire import arrays
 from edge_client.wire.arrays import BytesPayload, FilePayload
 from edge_client.wire.messages import encode_result
@@ -27,7 +27,7 @@ from tests.support.payloads import entry, parsed, raw
 MODEL: Params = {"fc.bias": np.zeros(2, np.float32), "fc.weight": np.zeros((2, 3), np.float32)}
 TASK = task()
 HONEST = update(MODEL)
-EXPECTED = intake.expected_of(MODEL, {}, max_examples=1000)
+EXPECTED = intake.make_expected(MODEL, {}, max_examples=1000)
 
 
 def check(payload: bytes, *, expected: Expected = EXPECTED) -> Any:
@@ -41,8 +41,8 @@ def refused(payload: bytes) -> tuple[str, str]:
 def told(verdict: Update | Rejection) -> tuple[str, str]:
     assert isinstance(verdict, Rejection)
     assert verdict.client == "site-a"
-    assert verdict.words.startswith("update from site-a, round 3: ")
-    return verdict.reason, verdict.words.removeprefix("update from site-a, round 3: ")
+    assert verdict.message.startswith("update from site-a, round 3: ")
+    return verdict.reason, verdict.message.removeprefix("update from site-a, round 3: ")
 
 
 def sent(
@@ -94,47 +94,47 @@ CASES: dict[str, tuple[bytes, Reason, str]] = {
     "no examples": (
         sent(num_examples=0),
         "no_examples",
-        "it says 0 examples and 3 steps, at least 1 is expected",
+        "it claims 0 examples and 3 steps, at least 1 is expected",
     ),
     "less than no examples": (
         sent(num_examples=-4),
         "no_examples",
-        "it says -4 examples and 3 steps, at least 1 is expected",
+        "it claims -4 examples and 3 steps, at least 1 is expected",
     ),
     "no steps": (
         sent(num_steps=0),
         "no_examples",
-        "it says 10 examples and 0 steps, at least 1 is expected",
+        "it claims 10 examples and 0 steps, at least 1 is expected",
     ),
     "more examples than the run lets anybody claim": (
         sent(num_examples=1001),
         "too_many_examples",
-        "it says 1001 examples, this run takes at most 1000 of a client",
+        "it claims 1001 examples, this run takes at most 1000 per client",
     ),
     "more steps than its examples make": (
         sent(num_steps=2**40),
         "wrong_steps",
-        f"it says {2**40} steps; 10 examples make 3 here",
+        f"it claims {2**40} steps; 10 examples give 3 steps",
     ),
     "a tensor short": (
         sent(tensors={"fc.bias": HONEST.delta["fc.bias"]}),
         "missing_tensor",
-        "'delta/fc.weight' is missing, 1 of 2 tensors came",
+        "'delta/fc.weight' is missing, 1 of 2 tensors arrived",
     ),
     "nothing at all": (
         sent(tensors={}),
         "missing_tensor",
-        "'delta/fc.bias' is missing, 0 of 2 tensors came",
+        "'delta/fc.bias' is missing, 0 of 2 tensors arrived",
     ),
     "a tensor too many": (
         sent(tensors=honest_delta(backdoor=np.zeros(1, np.float32))),
         "extra_tensor",
-        "'delta/backdoor' is no tensor of this model",
+        "'delta/backdoor' is not a tensor of this model",
     ),
     "a stream nobody asked for": (
         encode_result(TASK.message, replace(HONEST, extras={"control": HONEST.delta})),
         "extra_tensor",
-        "'control/fc.bias' is no tensor of this model",
+        "'control/fc.bias' is not a tensor of this model",
     ),
     "another name": (
         sent(tensors={"fc.bias": HONEST.delta["fc.bias"], "head.weight": HONEST.delta["fc.weight"]}),
@@ -176,7 +176,7 @@ def test_a_wrong_update_is_refused_with_its_reason_in_words(case: str) -> None:
 
 
 def test_a_second_update_is_a_duplicate() -> None:
-    assert told(intake.duplicate(TASK)) == (
+    assert told(intake.reject_duplicate(TASK)) == (
         "duplicate",
         "this client's update of this round was already accepted",
     )
@@ -225,12 +225,12 @@ def test_a_header_that_only_the_loader_refuses_is_malformed() -> None:
 
 
 def test_words_stay_short_however_much_was_sent() -> None:
-    many = intake.expected_of({"w": np.zeros(1_000_000, np.float32)}, {})
+    many = intake.make_expected({"w": np.zeros(1_000_000, np.float32)}, {})
     shouted = sent(tensors=honest_delta(**{"x" * 1_000_000: np.zeros(1, np.float32)}))
     verdict = check(shouted, expected=many)
     assert isinstance(verdict, Rejection)
     assert verdict.reason == "misnamed_tensor"
-    assert len(verdict.words) < 600
+    assert len(verdict.message) < 600
 
 
 @pytest.mark.parametrize("count", [2**53 + 1, 10**400])
@@ -243,12 +243,12 @@ def test_a_count_that_arithmetic_does_not_hold_is_malformed(count: int) -> None:
     ["nan", "wrong_shape", "wrong_dtype", "missing_tensor", "extra_tensor", "stale_base", "no_examples"],
 )
 def test_each_simulated_fault_is_refused_for_its_own_reason(kind: str) -> None:
-    (payload,) = faults.payloads(kind, TASK.message, HONEST)
+    (payload,) = faults.encode_uploads(kind, TASK.message, HONEST)
     assert refused(payload)[0] == {"nan": "non_finite"}.get(kind, kind)
 
 
 def test_the_duplicate_fault_sends_the_same_update_twice() -> None:
-    first, second = faults.payloads("duplicate", TASK.message, HONEST)
+    first, second = faults.encode_uploads("duplicate", TASK.message, HONEST)
     assert first == second
     assert isinstance(check(first), Update)
 
@@ -257,7 +257,7 @@ def test_the_limit_leaves_room_for_any_honest_header() -> None:
     """Three thousand tensors of long names and one element each: nearly all header."""
     many: Params = {f"{'block.' * 20}{i}.weight": np.zeros((1, 1, 1, 1), np.float32) for i in range(3000)}
     payload = encode_result(TASK.message, update(many, num_examples=2**53))
-    assert isinstance(check(payload, expected=intake.expected_of(many, {})), Update)
+    assert isinstance(check(payload, expected=intake.make_expected(many, {})), Update)
 
 
 # On disk
@@ -276,9 +276,9 @@ def test_a_payload_on_disk_is_refused_for_what_it_would_be_refused_for_in_memory
 def test_an_update_on_disk_stays_there_and_says_the_same(tmp_path: Path) -> None:
     streams = {"control": HONEST.delta}
     payload = on_disk(encode_result(TASK.message, replace(HONEST, extras=streams)), tmp_path)
-    checked = intake.check(payload, TASK, intake.expected_of(MODEL, streams))
+    checked = intake.check(payload, TASK, intake.make_expected(MODEL, streams))
     assert isinstance(checked, Update)
-    for got in (checked, intake.stored(payload)):
+    for got in (checked, intake.read_accepted(payload)):
         assert isinstance(got.delta, LazyTensors)
         assert (got.num_examples, got.num_steps, got.train_loss) == (10, 3, HONEST.train_loss)
         for tensors in (got.delta, got.extras["control"]):
@@ -289,17 +289,17 @@ def test_an_update_on_disk_stays_there_and_says_the_same(tmp_path: Path) -> None
 
 def test_a_bad_number_in_the_last_piece_of_a_large_tensor_is_found(tmp_path: Path) -> None:
     large: Params = {"w": np.zeros(2 * PIECE + 1, np.float32)}
-    expected = intake.expected_of(large, {})
+    expected = intake.make_expected(large, {})
     assert isinstance(intake.check(on_disk(sent(tensors=large), tmp_path), TASK, expected), Update)
     large["w"][-1] = np.inf
     assert told(intake.check(on_disk(sent(tensors=large), tmp_path), TASK, expected))[0] == "non_finite"
 
 
 def test_a_reason_is_found_by_its_code() -> None:
-    assert [intake.reason_of(code) for code in get_args(Reason)] == list(get_args(Reason))
+    assert [intake.parse_reason(code) for code in get_args(Reason)] == list(get_args(Reason))
     for unknown in ("because", "", None):
         with pytest.raises(ValueError, match="is no reason"):
-            intake.reason_of(unknown)
+            intake.parse_reason(unknown)
 
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -325,7 +325,7 @@ def test_an_honest_update_is_accepted_as_it_was_sent(
     num_steps = -(-num_examples // TASK.message.batch_size)
     streams = {"control": delta} if with_stream else {}
     payload = encode_result(TASK.message, Update(delta, num_examples, num_steps, train_loss, streams))
-    got = check(payload, expected=intake.expected_of(delta, streams))
+    got = check(payload, expected=intake.make_expected(delta, streams))
     assert isinstance(got, Update)
     assert (got.num_examples, got.num_steps, got.train_loss) == (num_examples, num_steps, train_loss)
     assert got.extras.keys() == streams.keys()

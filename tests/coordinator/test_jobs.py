@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,7 +18,9 @@ import psutil
 import pytest
 import safetensors.numpy
 
-from coordinator import jobs
+from coordinator.datacenter import job_worker, jobs
+from coordinator.datacenter.job_worker import JobFailed
+from coordinator.storage.private_folders import PREFIX
 
 MODEL = {"name": "logreg", "input_shape": [4], "classes": 3}
 
@@ -121,7 +124,7 @@ def test_a_teacher_and_its_student_leave_their_params_and_figures(job: jobs.Job,
 def test_a_failed_job_says_why_and_where_its_log_is(
     job: jobs.Job, tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(jobs.JobFailed, match=reason) as failure:
+    with pytest.raises(JobFailed, match=reason) as failure:
         jobs.run(replace(job, **change), tmp_path)
     assert failure.value.log == tmp_path / "log.txt"
     assert failure.value.log.exists()
@@ -130,7 +133,7 @@ def test_a_failed_job_says_why_and_where_its_log_is(
 
 @pytest.mark.slow
 def test_a_killed_worker_is_a_failed_job(job: jobs.Job, tmp_path: Path) -> None:
-    with pytest.raises(jobs.JobFailed, match="ended by SIGKILL"):
+    with pytest.raises(JobFailed, match="ended by SIGKILL"):
         jobs.run(endless(job), tmp_path, lambda line: children()[0].kill())
 
 
@@ -172,7 +175,7 @@ def test_nothing_of_a_job_outlives_a_killed_parent(job: jobs.Job, tmp_path: Path
     script.write_text(
         "import json, sys, numpy as np\n"
         "from pathlib import Path\n"
-        "from coordinator import jobs\n"
+        "from coordinator.datacenter import jobs\n"
         "model, options, processes, folder = json.loads(sys.argv[1])\n"
         "arrays = dict(np.load(folder + '/arrays.npz'))\n"
         "job = jobs.Job('pretrain', model, arrays, options, processes=processes)\n"
@@ -199,11 +202,11 @@ def test_what_an_earlier_job_left_is_not_taken_for_this_ones(
     (tmp_path / "arrays").mkdir()
     (tmp_path / "arrays" / "x_extra.npy").touch()
     monkeypatch.setattr(
-        jobs,
+        job_worker,
         "_command",
         lambda stage, processes, path: [sys.executable, "-c", "print('[1]'); print('no JSON')"],
     )
-    with pytest.raises(jobs.JobFailed, match="left no result"):
+    with pytest.raises(JobFailed, match="left no result"):
         jobs.run(job, tmp_path)
     assert {path.stem for path in (tmp_path / "arrays").iterdir()} == set(job.arrays)
 
@@ -212,6 +215,25 @@ def test_a_worker_without_a_reason_is_quoted_from_its_log(
     job: jobs.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = "import sys; print('no room left', file=sys.stderr); print(file=sys.stderr); sys.exit(3)"
-    monkeypatch.setattr(jobs, "_command", lambda stage, processes, path: [sys.executable, "-c", program])
-    with pytest.raises(jobs.JobFailed, match=r"exited with status 3: no room left"):
+    monkeypatch.setattr(
+        job_worker, "_command", lambda stage, processes, path: [sys.executable, "-c", program]
+    )
+    with pytest.raises(JobFailed, match=r"exited with status 3: no room left"):
         jobs.run(job, tmp_path)
+
+
+@pytest.mark.slow
+def test_temporary_files_of_a_worker_lie_in_a_private_folder(job: jobs.Job, tmp_path: Path) -> None:
+    found: list[Path] = []
+
+    def heard(line: Mapping[str, Any]) -> None:
+        (worker,) = children()
+        place = Path(worker.environ()["TMPDIR"])
+        assert place.name.startswith(PREFIX) and stat.S_IMODE(place.stat().st_mode) == 0o700
+        found.append(place)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        jobs.run(endless(job), tmp_path, heard)
+
+    assert found and not found[0].exists()

@@ -13,13 +13,14 @@ import numpy as np
 import psutil
 import pytest
 
-from coordinator import jobs
+from coordinator.datacenter import job_worker, jobs
+from coordinator.datacenter.job_worker import JobFailed, JobPreempted
 
 CLOCK = datetime(2030, 1, 1, tzinfo=UTC)
 STARTER = """
 import json, sys, numpy as np
 from pathlib import Path
-from coordinator import jobs
+from coordinator.datacenter import jobs
 folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
 arrays = dict(np.load(folder / "arrays.npz"))
 jobs.run(jobs.Job("pretrain", arrays=arrays, **settings), folder / "job", lambda line: print(line["step"], flush=True))
@@ -94,7 +95,7 @@ def test_a_finished_job_gives_its_result_again_without_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = script(tmp_path, f"open({str(tmp_path / 'job' / 'result.json')!r}, 'w').write('{{\"a\": 1}}')")
-    monkeypatch.setattr(jobs, "_command", lambda stage, processes, path: [sys.executable, str(program)])
+    monkeypatch.setattr(job_worker, "_command", lambda stage, processes, path: [sys.executable, str(program)])
     assert jobs.run(plain(tmp_path), tmp_path / "job", clock=lambda: CLOCK) == {"a": 1}
     program.unlink()
     assert jobs.resume(tmp_path / "job") == {"a": 1}
@@ -106,8 +107,8 @@ def test_a_failed_job_is_kept_with_its_reason_and_is_not_taken_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = script(tmp_path, 'print(\'{"error": "no such model"}\')')
-    monkeypatch.setattr(jobs, "_command", lambda stage, processes, path: [sys.executable, str(program)])
-    with pytest.raises(jobs.JobFailed):
+    monkeypatch.setattr(job_worker, "_command", lambda stage, processes, path: [sys.executable, str(program)])
+    with pytest.raises(JobFailed):
         jobs.run(plain(tmp_path), tmp_path / "job")
     record = jobs.read(tmp_path / "job")
     assert record is not None and (record.state, record.reason) == ("failed", "no such model")
@@ -118,8 +119,8 @@ def test_a_job_that_made_room_is_preempted_and_can_be_taken_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = script(tmp_path, 'import sys; print(\'{"status": "preempted"}\'); sys.exit(75)')
-    monkeypatch.setattr(jobs, "_command", lambda stage, processes, path: [sys.executable, str(program)])
-    with pytest.raises(jobs.JobPreempted, match="saved its work"):
+    monkeypatch.setattr(job_worker, "_command", lambda stage, processes, path: [sys.executable, str(program)])
+    with pytest.raises(JobPreempted, match="saved its work"):
         jobs.run(plain(tmp_path), tmp_path / "job")
     record = jobs.read(tmp_path / "job")
     assert record is not None and record.state == "preempted"
@@ -128,15 +129,15 @@ def test_a_job_that_made_room_is_preempted_and_can_be_taken_up(
 
 def test_two_cannot_run_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = script(tmp_path, "import time; print('{}', flush=True); time.sleep(600)")
-    monkeypatch.setattr(jobs, "_command", lambda stage, processes, path: [sys.executable, str(program)])
+    monkeypatch.setattr(job_worker, "_command", lambda stage, processes, path: [sys.executable, str(program)])
 
     def again(line: object) -> None:
         jobs.resume(tmp_path / "job")
 
-    with pytest.raises(jobs.JobFailed, match="another process is running the job"):
+    with pytest.raises(JobFailed, match="another process is running the job"):
         jobs.run(plain(tmp_path), tmp_path / "job", again)
 
 
 def test_there_is_nothing_to_resume_where_no_job_was(tmp_path: Path) -> None:
-    with pytest.raises(jobs.JobFailed, match="there is no job in"):
+    with pytest.raises(JobFailed, match="there is no job in"):
         jobs.resume(tmp_path)

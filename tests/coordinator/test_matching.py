@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.fleets import matching
-from coordinator.fleets.deployments import Deployment, Selection
-from coordinator.fleets.matching import Candidate
+from coordinator.scheduling import matching
+from coordinator.scheduling.deployments import Deployment, Selection
+from coordinator.scheduling.matching import Candidate
 from edge_client.wire.device import BlobRef, TaskKind
 from tests.support.device_world import MODEL, REPORT, START
 
@@ -43,7 +43,7 @@ def reported(**changed: Any) -> Candidate:
 
 
 def test_a_device_that_has_all_that_a_run_wants_matches() -> None:
-    assert matching.why_not(GOOD, RUN, START) == ()
+    assert matching.blocking_reasons(GOOD, RUN, START) == ()
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,11 @@ def test_a_device_that_has_all_that_a_run_wants_matches() -> None:
         (replace(GOOD, certificate_until=START), "certificate_expired", "expired on 2026-01-05 12:00 UTC"),
         (replace(GOOD, last_seen_at=None, report=None), "never_seen", "never checked in"),
         (replace(GOOD, expected_at=START - timedelta(hours=2)), "not_seen", "overdue"),
+        (
+            replace(GOOD, missed_at=START),
+            "missed_task",
+            "given up at 2026-01-05 12:00:00 UTC and it has not checked in",
+        ),
         (reported(ineligible=("on battery", "too hot")), "ineligible", "on battery; too hot"),
         (reported(opted_out=("r",)), "opted_out", "opted out"),
         (reported(opted_out=("run r",)), "opted_out", "opted out"),
@@ -71,22 +76,23 @@ def test_a_device_that_has_all_that_a_run_wants_matches() -> None:
     ],
 )
 def test_what_keeps_a_device_out_is_told_in_words(device: Candidate, code: str, words: str) -> None:
-    (reason,) = matching.why_not(device, RUN, START)
+    (reason,) = matching.blocking_reasons(device, RUN, START)
     assert reason.code == code
-    assert words in reason.words
+    assert words in reason.message
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
 def test_a_device_with_a_wire_no_more_served_does_nothing(kind: TaskKind) -> None:
-    assert matching.why_not(reported(wire="1.1"), RUN, START, kind) == ()
-    (reason,) = matching.why_not(reported(wire="1.0"), RUN, START, kind)
+    assert matching.blocking_reasons(reported(wire="1.1"), RUN, START, kind) == ()
+    (reason,) = matching.blocking_reasons(reported(wire="1.0"), RUN, START, kind)
     assert reason.code == "wire_version"
-    assert f"{kind} tasks need 1.1 up to" in reason.words
+    assert f"{kind} tasks need 1.1 up to" in reason.message
 
 
 def test_all_reasons_are_told_at_once() -> None:
     codes = [
-        reason.code for reason in matching.why_not(reported(ineligible=("busy",), datasets={}), RUN, START)
+        reason.code
+        for reason in matching.blocking_reasons(reported(ineligible=("busy",), datasets={}), RUN, START)
     ]
     assert codes == ["ineligible", "no_dataset"]
 

@@ -53,7 +53,7 @@ def test_a_database_of_a_newer_version_is_refused_untouched(database_url: str) -
     ("url", "words"),
     [
         ("mysql://root:secret@host/db", "not supported"),
-        ("no url: secret", "the database URL is none"),
+        ("no url: secret", "invalid database URL"),
         ("sqlite://", "in memory"),
         ("postgresql://tester:secret@127.0.0.1:1/db", r"cannot open the database postgresql.*\*\*\*"),
     ],

@@ -10,45 +10,45 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import ownership
-from coordinator.ownership import NAMES
+from coordinator import import_guard
+from coordinator.import_guard import NAMES
 
-HOME = Path(ownership.__file__).resolve().parent.parent
+HOME = Path(import_guard.__file__).resolve().parent.parent
 FEDLOOP = Path(sys.executable).with_name("fedloop")
 
 
 def test_in_this_checkout_all_names_are_ours() -> None:
-    assert ownership.problems() == []
+    assert import_guard.problems() == []
 
 
 def test_names_found_at_home_are_not_shadowed() -> None:
     home = Path("/opt/fedloop")
-    assert ownership.shadowed({name: home / name for name in NAMES}, home) == []
+    assert import_guard.shadowed({name: home / name for name in NAMES}, home) == []
 
 
 def test_a_shadowed_name_says_where_it_leads_and_what_to_do() -> None:
     home = Path("/opt/fedloop")
     found = {name: home / name for name in NAMES} | {"models": Path("/home/me/models")}
-    assert ownership.shadowed(found, home) == [
+    assert import_guard.shadowed(found, home) == [
         "the name 'models' leads to /home/me/models, not to /opt/fedloop/models; rename or move that, or take "
         "its folder off PYTHONPATH"
     ]
 
 
 def test_a_missing_package_says_how_to_install_it() -> None:
-    (words,) = ownership.shadowed({"strategies": None}, Path("/opt/fedloop"))
+    (words,) = import_guard.shadowed({"strategies": None}, Path("/opt/fedloop"))
     assert "'strategies' is missing from /opt/fedloop" in words
     assert "pip install --force-reinstall fedloop" in words
 
 
 def test_names_of_our_distribution_alone_are_not_contested() -> None:
-    assert ownership.contested({name: ["fedloop"] for name in NAMES} | {"numpy": ["numpy"]}) == []
-    assert ownership.contested({}) == []
+    assert import_guard.contested({name: ["fedloop"] for name in NAMES} | {"numpy": ["numpy"]}) == []
+    assert import_guard.contested({}) == []
 
 
 def test_each_other_distribution_with_one_of_our_names_is_named() -> None:
     owners = {"models": ["fedloop", "zoo", "zoo", "nets"], "strategies": ["fedloop"], "utils": ["zoo"]}
-    words = ownership.contested(owners)
+    words = import_guard.contested(owners)
     assert len(words) == 2
     assert "the distribution 'nets' also installs a top-level package 'models'" in words[0]
     assert "pip uninstall zoo" in words[1]

@@ -13,12 +13,12 @@ import pytest
 import structlog
 from sqlalchemy import event
 
-from coordinator.device_api import limits
-from coordinator.device_api.limits import Limits
-from coordinator.device_api.ticks import Ticks
+from coordinator.context.device_log import DeviceLog
 from coordinator.errors import Refusal
-from coordinator.fleets import pacing
-from coordinator.fleets.pacing import Pacing
+from coordinator.limits import device_requests
+from coordinator.limits.device_requests import DeviceRequests
+from coordinator.scheduling import pacing
+from coordinator.scheduling.pacing import Pacing
 from tests.support.device_world import World, serving, sqlite
 
 FLEET = 10_000
@@ -73,25 +73,30 @@ def test_a_device_that_comes_all_the_time_does_not_keep_the_others_away() -> Non
 
 
 def test_nobody_comes_within_seconds_or_later_than_in_an_hour() -> None:
-    assert Timetable(fleet=3).told() >= pacing.LEAST_SECONDS
-    assert Timetable(fleet=10**8).told() == pacing.MOST_SECONDS
+    assert Timetable(fleet=3).told() >= pacing.MIN_SECONDS
+    assert Timetable(fleet=10**8).told() == pacing.MAX_SECONDS
 
 
 def test_there_is_room_for_so_many_long_polls_and_two_of_a_device() -> None:
-    held = Pacing()
-    with held.room(3, "a") as first, held.room(3, "a") as second, held.room(3, "a") as third:
-        assert (first, second, third, held.held) == (True, True, False, 2)
-        with held.room(3, "b") as other, held.room(3, "c") as too_many:
+    polls = Pacing()
+    with (
+        polls.poll_slot(3, "a") as first,
+        polls.poll_slot(3, "a") as second,
+        polls.poll_slot(3, "a") as third,
+    ):
+        assert (first, second, third) == (True, True, False)
+        with polls.poll_slot(3, "b") as other, polls.poll_slot(3, "c") as too_many:
             assert (other, too_many) == (True, False)
-    assert held.held == 0
+    with polls.poll_slot(1, "c") as freed:
+        assert freed
 
 
 def test_a_device_has_so_many_requests_at_a_time() -> None:
-    of_process = Limits()
-    held = [of_process.request("a") for _ in range(limits.AT_A_TIME)]
+    of_process = DeviceRequests()
+    held = [of_process.request("a") for _ in range(device_requests.CONCURRENT_REQUESTS)]
     for each in held:
         each.__enter__()
-    with pytest.raises(Refusal, match="answered already"), of_process.request("a"):
+    with pytest.raises(Refusal, match="in progress"), of_process.request("a"):
         pass
     with of_process.request("b"):
         pass
@@ -102,7 +107,7 @@ def test_a_device_has_so_many_requests_at_a_time() -> None:
 
 def test_a_device_has_so_many_requests_a_second_in_the_long_run() -> None:
     now = 0.0
-    of_process = Limits(lambda: now)
+    of_process = DeviceRequests(lambda: now)
     answered = 0
     for _ in range(10_000):
         now += 0.001
@@ -111,16 +116,18 @@ def test_a_device_has_so_many_requests_a_second_in_the_long_run() -> None:
                 answered += 1
         except Refusal as refusal:
             assert (refusal.status, refusal.code) == (429, "too_many_requests")
-    assert answered == pytest.approx(limits.AT_ONCE + 10 * limits.PER_SECOND, abs=2)
+    assert answered == pytest.approx(
+        device_requests.BURST_REQUESTS + 10 * device_requests.REQUESTS_PER_SECOND, abs=2
+    )
 
 
 def test_a_device_is_logged_when_it_stands_otherwise_and_not_at_every_poll() -> None:
-    ticks = Ticks()
+    log = DeviceLog()
     with structlog.testing.capture_logs() as lines:
         for state in ("idle", "idle", "held", "held"):
-            ticks.tell("a", state, task=None)
+            log.log("a", state, task=None)
         for reasons in (["on battery"], ["on battery"], ["on battery", "quiet hours"]):
-            ticks.tell("a", "ineligible", ineligible=reasons)
+            log.log("a", "ineligible", ineligible=reasons)
     assert [(line["device"], line["state"], line.get("ineligible")) for line in lines] == [
         ("a", "idle", None),
         ("a", "held", None),

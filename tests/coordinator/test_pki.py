@@ -16,9 +16,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from coordinator import pki
+from coordinator import certificates
+from coordinator.accounts import certificate_authority
+from coordinator.accounts.certificate_authority import Authority
 from coordinator.errors import Refusal, UserError
-from coordinator.pki import Authority
 from coordinator.settings import Settings
 from tests.support.doorway import START, key_pem, request_for
 
@@ -81,11 +82,11 @@ def test_a_first_start_that_was_cut_short_is_begun_again(tmp_path: Path) -> None
 
 def test_a_certificate_names_the_device_and_nothing_of_the_request(tmp_path: Path) -> None:
     own = authority(tmp_path)
-    forged = x509.UniformResourceIdentifier(pki.DEVICE_URI + "another")
+    forged = x509.UniformResourceIdentifier(certificate_authority.DEVICE_URI + "another")
     request = request_for(
         ec.generate_private_key(ec.SECP256R1()), names=(forged, x509.DNSName("localhost")), subject="admin"
     )
-    issued = own.issue_device(pki.read_request(request), DEVICE, START)
+    issued = own.issue_device(certificate_authority.read_request(request), DEVICE, START)
     names = issued.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     usage = issued.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     assert list(names) == [x509.UniformResourceIdentifier(f"spiffe://fedloop/device/{DEVICE}")]
@@ -99,9 +100,11 @@ def test_a_certificate_names_the_device_and_nothing_of_the_request(tmp_path: Pat
 def test_openssl_agrees_with_what_is_signed(tmp_path: Path) -> None:
     own = authority(tmp_path)
     issued = own.issue_device(
-        pki.read_request(request_for(ec.generate_private_key(ec.SECP256R1()))), DEVICE, START
+        certificate_authority.read_request(request_for(ec.generate_private_key(ec.SECP256R1()))),
+        DEVICE,
+        START,
     )
-    (tmp_path / "device.pem").write_text(pki.pem_of(issued))
+    (tmp_path / "device.pem").write_text(certificates.pem_of(issued))
     at, authority_file = ("-attime", str(int(START.timestamp()))), tmp_path / "pki" / "ca.pem"
     for purpose, file in (
         ("sslclient", tmp_path / "device.pem"),
@@ -119,7 +122,9 @@ def test_openssl_agrees_with_what_is_signed(tmp_path: Path) -> None:
 def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
     own = authority(tmp_path, **own_ca(tmp_path, ec.generate_private_key(ec.SECP256R1()), days=10))
     issued = own.issue_device(
-        pki.read_request(request_for(ec.generate_private_key(ec.SECP256R1()))), DEVICE, START
+        certificate_authority.read_request(request_for(ec.generate_private_key(ec.SECP256R1()))),
+        DEVICE,
+        START,
     )
     assert issued.not_valid_after_utc == START + timedelta(days=10)
 
@@ -136,7 +141,7 @@ def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
 )
 def test_a_request_that_will_not_do_is_refused(request_pem: str, words: str) -> None:
     with pytest.raises(Refusal, match=words) as told:
-        pki.read_request(request_pem)
+        certificate_authority.read_request(request_pem)
     assert (told.value.status, told.value.code) == (422, "bad_csr")
 
 
@@ -150,7 +155,7 @@ def test_a_request_for_a_key_that_its_sender_does_not_hold_is_refused() -> None:
     der[at : at + 8] = b"anybodys"
     changed = x509.load_der_x509_csr(bytes(der)).public_bytes(serialization.Encoding.PEM).decode()
     with pytest.raises(Refusal, match="own key"):
-        pki.read_request(changed)
+        certificate_authority.read_request(changed)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,9 @@ def test_a_request_for_a_key_that_its_sender_does_not_hold_is_refused() -> None:
 def test_an_authority_of_ones_own_signs(tmp_path: Path, key: Any) -> None:
     own = authority(tmp_path, **own_ca(tmp_path, key))
     issued = own.issue_device(
-        pki.read_request(request_for(ec.generate_private_key(ec.SECP256R1()))), DEVICE, START
+        certificate_authority.read_request(request_for(ec.generate_private_key(ec.SECP256R1()))),
+        DEVICE,
+        START,
     )
     assert own.verify(issued, START) == DEVICE
     assert not (tmp_path / "pki" / "ca.key").exists()
@@ -199,7 +206,7 @@ def test_files_that_are_no_authority_are_told(tmp_path: Path) -> None:
 
 def test_only_certificates_of_this_authority_for_devices_are_verified(tmp_path: Path) -> None:
     own, foreign = authority(tmp_path / "own"), authority(tmp_path / "foreign")
-    request = pki.read_request(request_for(ec.generate_private_key(ec.SECP256R1())))
+    request = certificate_authority.read_request(request_for(ec.generate_private_key(ec.SECP256R1())))
     server = x509.load_pem_x509_certificate((tmp_path / "own" / "pki" / "server.pem").read_bytes())
     for certificate in (foreign.issue_device(request, DEVICE, START), server, own.certificate):
         with pytest.raises(Refusal) as told:
@@ -210,7 +217,9 @@ def test_only_certificates_of_this_authority_for_devices_are_verified(tmp_path: 
 def test_dates_are_checked_against_the_given_clock(tmp_path: Path) -> None:
     own = authority(tmp_path)
     issued = own.issue_device(
-        pki.read_request(request_for(ec.generate_private_key(ec.SECP256R1()))), DEVICE, START
+        certificate_authority.read_request(request_for(ec.generate_private_key(ec.SECP256R1()))),
+        DEVICE,
+        START,
     )
     late, early = START + timedelta(days=31), START - timedelta(days=1)
     for moment, code in ((late, "expired"), (early, "not_yet_valid")):
@@ -258,6 +267,8 @@ def test_tls_is_1_3_with_an_optional_client_certificate(tmp_path: Path) -> None:
 def test_settings_of_a_device_certificates_life_are_kept(tmp_path: Path) -> None:
     own = Authority.open(replace(settings(tmp_path), certificate_days=2), lambda: START)
     issued = own.issue_device(
-        pki.read_request(request_for(ec.generate_private_key(ec.SECP256R1()))), DEVICE, START
+        certificate_authority.read_request(request_for(ec.generate_private_key(ec.SECP256R1()))),
+        DEVICE,
+        START,
     )
     assert issued.not_valid_after_utc == START + timedelta(days=2)

@@ -72,7 +72,7 @@ def test_generators_of_different_purposes_and_numbers_differ() -> None:
 
 def test_a_task_says_what_the_plan_says() -> None:
     chosen = run_plan("fedprox", local=LocalWork(batch_size=8, lr=0.2, epochs=None, steps=30))
-    tasks = plan.tasks_for(("x", "y"), 4, BASE, chosen)
+    tasks = plan.make_tasks(("x", "y"), 4, BASE, chosen)
     assert [task.position for task in tasks] == [0, 1]
     message = tasks[1].message
     assert (message.round, message.client, message.base) == (4, "y", BASE)
@@ -86,7 +86,7 @@ def test_seeds_of_tasks_differ_by_client_and_round_and_recur_across_runs() -> No
         return {
             (task.message.client, number): task.message.seed
             for number in range(1, 5)
-            for task in plan.tasks_for(CLIENTS, number, BASE, chosen)
+            for task in plan.make_tasks(CLIENTS, number, BASE, chosen)
         }
 
     assert len(set(seeds(7).values())) == 4 * len(CLIENTS)
@@ -96,6 +96,6 @@ def test_seeds_of_tasks_differ_by_client_and_round_and_recur_across_runs() -> No
 
 
 def test_the_seed_of_a_task_does_not_depend_on_who_else_is_asked() -> None:
-    (alone,) = plan.tasks_for(("client-9",), 2, BASE, run_plan())
-    crowd = plan.tasks_for(CLIENTS, 2, BASE, run_plan())
+    (alone,) = plan.make_tasks(("client-9",), 2, BASE, run_plan())
+    crowd = plan.make_tasks(CLIENTS, 2, BASE, run_plan())
     assert crowd[9].message.seed == alone.message.seed

@@ -19,9 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.errors import UserError
-from coordinator.simulation import frames
-from coordinator.simulation.frames import Closed
-from coordinator.simulation.pool import WAITING, Job, WorkerDied, WorkerPool
+from coordinator.workers import frames
+from coordinator.workers.frames import Closed
+from coordinator.workers.pool import (
+    JOBS_PER_WORKER,
+    Job,
+    WorkerDied,
+    WorkerPool,
+)
 
 HANGS_SECONDS = 60
 """A process that has not ended by then never will."""
@@ -100,7 +105,7 @@ def test_jobs_are_drawn_only_when_a_worker_is_free_for_one(pool: WorkerPool, tmp
     replies = pool.run(source())
     next(replies)
     replies.close()  # type: ignore[attr-defined]
-    assert len(drawn) <= len(pool) * WAITING + 1
+    assert len(drawn) <= 2 * JOBS_PER_WORKER + 1
 
 
 def test_replies_of_an_abandoned_batch_do_not_leak_into_the_next(pool: WorkerPool, tmp_path: Path) -> None:
@@ -123,12 +128,12 @@ def test_an_error_of_an_abandoned_batch_does_not_leak_either(pool: WorkerPool, t
     replies = pool.run(jobs)
     with pytest.raises(UserError):
         list(replies)
-    assert pool.one(preparing(tmp_path / "next", samples=4)).values["examples"] == [4, 4]
+    assert pool.run_one(preparing(tmp_path / "next", samples=4)).values["examples"] == [4, 4]
 
 
 def test_a_mistake_in_the_data_arrives_as_the_users_error(pool: WorkerPool, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
-        pool.one(preparing(tmp_path, dataset="csv", path=str(tmp_path / "none.csv")))
+        pool.run_one(preparing(tmp_path, dataset="csv", path=str(tmp_path / "none.csv")))
     assert str(tmp_path / "none.csv") in str(caught.value)
     assert "failed: " not in str(caught.value)  # as our own failures say
 
@@ -145,7 +150,7 @@ def test_our_own_failure_is_told_in_a_line_and_logged_in_full(
 ) -> None:
     running, _ = lone
     with pytest.raises(UserError, match="prepare failed: KeyError: 'folder'"):
-        running.one({"kind": "prepare"})
+        running.run_one({"kind": "prepare"})
     assert "Traceback" in (tmp_path / "workers.log").read_text()
 
 
@@ -153,10 +158,10 @@ def test_a_worker_that_cannot_take_what_it_was_told_says_so_to_each_job(
     lone: tuple[WorkerPool, psutil.Process], tmp_path: Path
 ) -> None:
     running, _ = lone
-    running.tell({"kind": "open", "folder": str(tmp_path / "nowhere"), "model": {}})
+    running.broadcast({"kind": "open", "folder": str(tmp_path / "nowhere"), "model": {}})
     for _ in range(2):
         with pytest.raises(UserError, match="open failed: FileNotFoundError"):
-            running.one(preparing(tmp_path / "work"))
+            running.run_one(preparing(tmp_path / "work"))
 
 
 def test_a_worker_killed_at_work_is_told_with_the_end_of_its_log(
@@ -164,7 +169,7 @@ def test_a_worker_killed_at_work_is_told_with_the_end_of_its_log(
 ) -> None:
     running, worker = lone
     with pytest.raises(UserError):
-        running.one({"kind": "prepare"})  # leaves a traceback in the log
+        running.run_one({"kind": "prepare"})  # leaves a traceback in the log
 
     def source() -> Iterator[Job]:
         worker.send_signal(signal.SIGSTOP)  # so that it does not answer before it is killed
@@ -183,11 +188,11 @@ def test_a_worker_killed_at_rest_is_told_with_the_next_job(
     lone: tuple[WorkerPool, psutil.Process], tmp_path: Path
 ) -> None:
     running, worker = lone
-    running.one(preparing(tmp_path / "work"))
+    running.run_one(preparing(tmp_path / "work"))
     worker.kill()
     assert ended([worker.pid]) == [True]
     with pytest.raises(WorkerDied, match="signal 9"):
-        running.one(preparing(tmp_path / "more"))
+        running.run_one(preparing(tmp_path / "more"))
 
 
 # What is left behind
@@ -214,15 +219,15 @@ def test_what_cannot_be_imported_is_told_with_the_first_job(tmp_path: Path) -> N
         WorkerPool(2, tmp_path / "workers.log", ["no_such_module"]) as running,
         pytest.raises(WorkerDied, match=r"exit code 1(.|\n)*No module named 'no_such_module'"),
     ):
-        running.one(preparing(tmp_path / "work"))
+        running.run_one(preparing(tmp_path / "work"))
 
 
 def test_one_of_several_killed_at_work_is_told_by_its_own_signal(tmp_path: Path) -> None:
     before = below()
     with WorkerPool(2, tmp_path / "workers.log") as running:
         list(running.run(Job(i, preparing(tmp_path / str(i))) for i in range(4)))
-        nursery = min(below() - before, key=lambda process: process.create_time())
-        first, second = nursery.children()
+        server = min(below() - before, key=lambda process: process.create_time())
+        first, second = server.children()
         second.send_signal(signal.SIGTERM)
         assert ended([second.pid]) == [True]
         with pytest.raises(WorkerDied, match="signal 15"):
@@ -234,7 +239,7 @@ def test_one_of_several_killed_at_work_is_told_by_its_own_signal(tmp_path: Path)
 PARENT = """
 import sys, psutil
 from pathlib import Path
-from coordinator.simulation.pool import Job, WorkerPool
+from coordinator.workers.pool import Job, WorkerPool
 from tests.coordinator.test_pool import preparing
 
 folder, how = Path(sys.argv[1]), sys.argv[2]

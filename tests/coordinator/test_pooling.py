@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.federated_evaluation import summed
-from coordinator.pooling import MOST_LOSS, bounded_loss, label_cap
+from coordinator.rounds.pooling import (
+    MAX_LOSS,
+    bounded_loss,
+    label_cap,
+)
+from coordinator.runs.federated_evaluation import pool_results
 from edge_client.wire.device import EvaluationResult
 
 HONEST = EvaluationResult("ab" * 32, rows=10, labels=10, correct=9, loss_sum=5.0, site="north")
@@ -24,7 +28,7 @@ def test_the_cap_is_the_median_devices_labels_the_lower_of_two() -> None:
 
 
 def test_no_device_counts_for_more_labels_than_the_median_one() -> None:
-    found = summed({"a": HONEST, "b": HONEST, "c": HONEST, "liar": LIAR})
+    found = pool_results({"a": HONEST, "b": HONEST, "c": HONEST, "liar": LIAR})
     assert found is not None
     assert found.accuracy == pytest.approx(27 / 40)  # a quarter of it is the liar's, not all
     assert found.label_cap == 10
@@ -33,23 +37,23 @@ def test_no_device_counts_for_more_labels_than_the_median_one() -> None:
 
 
 def test_a_device_that_names_the_site_of_others_owns_its_figure_no_more_than_they_do() -> None:
-    found = summed({"a": HONEST, "b": HONEST, "liar": replace(LIAR, site="north")})
+    found = pool_results({"a": HONEST, "b": HONEST, "liar": replace(LIAR, site="north")})
     assert found is not None
     assert found.per_site["north"]["test_accuracy"] == pytest.approx(18 / 30)
 
 
 def test_losses_beyond_all_bounds_give_a_finite_figure() -> None:
     """Two sums that are finite each add up to infinity, which JSON has no word for."""
-    found = summed({"a": replace(HONEST, loss_sum=1.7e308), "b": replace(HONEST, loss_sum=1.7e308)})
+    found = pool_results({"a": replace(HONEST, loss_sum=1.7e308), "b": replace(HONEST, loss_sum=1.7e308)})
     assert found is not None
-    assert found.loss == MOST_LOSS
+    assert found.loss == MAX_LOSS
     assert bounded_loss(5.0, 10) == 5.0
 
 
 def test_honest_figures_are_those_of_all_labels_together() -> None:
     results = {"a": HONEST, "b": replace(HONEST, labels=8, correct=4, loss_sum=8.0)}
     results |= {"c": replace(HONEST, labels=10, correct=2, loss_sum=1.0)}
-    found = summed(results)
+    found = pool_results(results)
     assert found is not None
     assert (found.accuracy, found.loss, found.rows) == (15 / 28, 14 / 28, 30)
 
@@ -69,7 +73,7 @@ def test_honest_figures_are_those_of_all_labels_together() -> None:
     )
 )
 def test_no_figures_of_devices_overflow(results: list[EvaluationResult]) -> None:
-    found = summed({str(at): result for at, result in enumerate(results)})
+    found = pool_results({str(at): result for at, result in enumerate(results)})
     assert found is not None
-    assert 0 <= found.loss <= MOST_LOSS * (1 + 1e-9) and math.isfinite(found.loss)
+    assert 0 <= found.loss <= MAX_LOSS * (1 + 1e-9) and math.isfinite(found.loss)
     assert 0 <= found.accuracy <= 1

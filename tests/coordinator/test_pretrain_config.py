@@ -1,4 +1,4 @@
-"""The configuration of a pretraining: what goes without saying, and every mistake named at once."""
+"""The configuration of a pretraining: defaults, and every mistake reported at once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from coordinator.datacenter.pretrain_config import load, resolve
 from coordinator.errors import UserError
-from coordinator.pretrain_config import load, resolve
 
 
 def problems_of(document: dict[str, Any], plan: str = "") -> str:
@@ -72,6 +72,13 @@ def test_every_problem_is_told_at_once_with_the_nearest_known_key() -> None:
         assert words in told
 
 
+def test_problems_of_several_keys_are_told_beside_those_of_one() -> None:
+    told = problems_of({"seed": -1, "data": {"length": 8}, "model": {"head": "new"}})
+    assert told.startswith("my.toml: 3 problems")
+    for words in ("seed = -1", "data.length = 8 is for", "model.head selects what to use of model.init"):
+        assert words in told
+
+
 @pytest.mark.parametrize(
     ("document", "words"),
     [
@@ -80,7 +87,7 @@ def test_every_problem_is_told_at_once_with_the_nearest_known_key() -> None:
         ({"checkpoint": {"every": "often"}}, "checkpoint.every = 'often'"),
         ({"model": {"name": "gpt", "width": "wide"}}, "model.width = 'wide'"),
         ({"model": {"name": "gpt", "with": 3}}, "model.with is not an option of gpt, did you mean 'width'"),
-        ({"model": {"head": "new"}}, "model.head says what to take of model.init, which is not given"),
+        ({"model": {"head": "new"}}, "model.head selects what to use of model.init, which is missing"),
         ({"data": {"dataset": "csv"}}, "needs data.path"),
         ({"data": {"dataset": "text"}}, "data.dataset = 'text' needs data.path"),
         ({"data": {"dataset": "shakespeare", "encoding": "bpe"}}, "data.encoding = 'bpe'"),

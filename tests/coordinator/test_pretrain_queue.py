@@ -1,4 +1,4 @@
-"""Who runs, who waits and who makes room, and that a killed owner's slots are free."""
+"""Which claims run, wait or are preempted, and that a killed owner's slots are free."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator import jobs, pretrain_queue
+from coordinator.datacenter import job_worker, jobs, pretrain_queue
+from coordinator.datacenter.job_worker import JobFailed, JobPreempted, Supervisor
+from coordinator.datacenter.pretrain_queue import (
+    Claim,
+    Queue,
+    allocate,
+    may_start,
+    waiting_reason,
+)
 from coordinator.errors import UserError
-from coordinator.jobs import JobFailed, JobPreempted
-from coordinator.pretrain_queue import Claim, Queue, allocate, may_start, why_waiting
 from tests.support.processes import HANGS_SECONDS
 
 SLOTS = st.integers(1, 8)
@@ -30,8 +36,8 @@ CLAIMS = st.lists(
 OWNER = """
 import sys, time
 from pathlib import Path
-from coordinator.pretrain_queue import Queue
-def attempt(beside):
+from coordinator.datacenter.pretrain_queue import Queue
+def attempt(supervisor):
     print("runs", flush=True)
     time.sleep(600)
 Queue(Path(sys.argv[1]), int(sys.argv[2])).run("owner", int(sys.argv[3]), attempt, lambda words: print(words, flush=True))
@@ -39,13 +45,13 @@ Queue(Path(sys.argv[1]), int(sys.argv[2])).run("owner", int(sys.argv[3]), attemp
 
 
 @given(CLAIMS, SLOTS)
-def test_never_more_is_given_than_there_is(claims: list[Claim], slots: int) -> None:
+def test_allocations_fit_the_slots(claims: list[Claim], slots: int) -> None:
     chosen = allocate(claims, slots)
     assert sum(claim.processes for claim in claims if claim.number in chosen) <= slots
 
 
 @given(CLAIMS, SLOTS)
-def test_whoever_waits_lost_to_those_before(claims: list[Claim], slots: int) -> None:
+def test_a_claim_waits_only_for_those_before_it(claims: list[Claim], slots: int) -> None:
     """A claim runs just when it fits beside those of higher priority and those of the same that came earlier."""
     chosen = allocate(claims, slots)
     for claim in claims:
@@ -108,20 +114,20 @@ def test_whatever_the_order_of_events_slots_suffice_and_everybody_ends(
         raise AssertionError(f"{claim} waits for ever")
 
 
-def test_words_name_who_is_in_the_way_and_who_will_leave() -> None:
+def test_the_message_names_who_holds_the_slots_and_who_is_preempted() -> None:
     running = Claim(1, 2, name="runs/a", pid=11, running=True)
     mine = Claim(2, 2, priority=5)
-    assert why_waiting(mine, [running, mine], 3) == (
+    assert waiting_reason(mine, [running, mine], 3) == (
         "waiting: 2 of 3 processes are used by runs/a (priority 0, process 11); runs/a will make room"
     )
     later = replace(mine, priority=0)
-    assert "make room" not in why_waiting(later, [running, later], 3)
-    assert why_waiting(running, [replace(running, running=False), mine], 3).startswith(
+    assert "make room" not in waiting_reason(later, [running, later], 3)
+    assert waiting_reason(running, [replace(running, running=False), mine], 3).startswith(
         "waiting: 2 of 3 processes are about to be used by"
     )
 
 
-def test_what_could_wait_for_ever_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_claim_that_could_never_run_is_refused(tmp_path: Path) -> None:
     queue = Queue(tmp_path, 2)
     queue.check(2, saves=True)
     with pytest.raises(UserError, match="needs 4 processes at once, but --slots is 2"):
@@ -133,38 +139,38 @@ def test_what_could_wait_for_ever_is_refused_at_once(tmp_path: Path) -> None:
         Queue(tmp_path / "file" / "queue", 2).check(1, saves=True)
 
 
-def test_a_higher_one_has_the_lower_stop_and_both_have_their_results(tmp_path: Path) -> None:
+def test_a_higher_priority_preempts_and_both_return_results(tmp_path: Path) -> None:
     """In two threads of this process: the files and locks are the same as between processes."""
-    begun, told = threading.Event(), list[str]()
+    begun, messages = threading.Event(), list[str]()
     order: list[str] = []
 
-    def low(beside: jobs.Beside) -> str:
+    def low(supervisor: Supervisor) -> str:
         order.append("low starts")
         if begun.is_set():
             return "low"
         stop = threading.Event()
-        with beside(stop.set):
+        with supervisor(stop.set):
             begun.set()
             assert stop.wait(HANGS_SECONDS)
         order.append("low stops")
         raise JobPreempted("pretrain", "", tmp_path)
 
-    def high(beside: jobs.Beside) -> str:
+    def high(supervisor: Supervisor) -> str:
         order.append("high")
         return "high"
 
-    with running(lambda: Queue(tmp_path, 2).run("low", 2, low, told.append)) as results:
+    with running(lambda: Queue(tmp_path, 2).run("low", 2, low, messages.append)) as results:
         assert begun.wait(HANGS_SECONDS)
         assert Queue(tmp_path, 2, priority=1).run("high", 1, high) == "high"
     assert results == ["low"]
     assert order == ["low starts", "low stops", "high", "low starts"]
-    assert told[0].startswith("making room for high (priority 1")
-    assert told[-1] == "its turn: 2 of 2 processes"
+    assert messages[0].startswith("making room for high (priority 1")
+    assert messages[-1] == "its turn: 2 of 2 processes"
     assert files(tmp_path) == []
 
 
-def test_one_that_was_stopped_by_others_is_not_taken_up(tmp_path: Path) -> None:
-    def attempt(beside: jobs.Beside) -> None:
+def test_an_attempt_stopped_by_someone_else_is_not_repeated(tmp_path: Path) -> None:
+    def attempt(supervisor: Supervisor) -> None:
         raise JobPreempted("pretrain", "by an operator", tmp_path)
 
     with pytest.raises(JobFailed, match="by an operator"):
@@ -182,8 +188,8 @@ def test_the_slots_of_a_killed_owner_are_free_at_once(tmp_path: Path) -> None:
             assert waiting().startswith("its turn")
             assert waiting() == "runs"
             assert files(tmp_path) == ["00000002.running"]
-            with owner(tmp_path, slots=2, processes=1) as beside:
-                assert beside() == "runs"  # without waiting
+            with owner(tmp_path, slots=2, processes=1) as small:
+                assert small() == "runs"  # without waiting
 
 
 def test_ctrl_c_while_waiting_leaves_the_queue(tmp_path: Path) -> None:
@@ -196,13 +202,13 @@ def test_ctrl_c_while_waiting_leaves_the_queue(tmp_path: Path) -> None:
             assert files(tmp_path) == ["00000001.running"]
 
 
-def test_all_in_a_queue_are_told_the_same_number_of_slots(tmp_path: Path) -> None:
+def test_all_in_a_queue_have_the_same_number_of_slots(tmp_path: Path) -> None:
     with owner(tmp_path, slots=2, processes=2) as first:
         assert first() == "runs"
         with pytest.raises(UserError, match=r"--slots is 4, but owner .* shares 2 with others"):
             Queue(tmp_path, 4).check(2, saves=True)
         with pytest.raises(UserError, match="give the same number"):
-            Queue(tmp_path, 4).run("other", 2, lambda beside: None)
+            Queue(tmp_path, 4).run("other", 2, lambda supervisor: None)
         first.send(signal.SIGKILL)
         first.ended()
     Queue(tmp_path, 4).check(2, saves=True)
@@ -224,7 +230,7 @@ def test_the_queue_is_among_the_users_state(monkeypatch: pytest.MonkeyPatch, tmp
         ),  # others died first: it is tried again, and fails alone or not at all
     ],
 )
-def test_a_worker_that_was_asked_to_stop_has_made_room_or_is_done(
+def test_a_stopped_worker_is_preempted_or_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: str, outcome: object
 ) -> None:
     result = tmp_path / "job" / "result.json"
@@ -233,12 +239,14 @@ def test_a_worker_that_was_asked_to_stop_has_made_room_or_is_done(
         "say = lambda: print('{}', flush=True)\n"
         f"open({str(result)!r}, 'w').write('{{\"a\": 1}}')\n" + worker.replace("; ", "\n")
     )
-    # its starter asks it at its first line, or, where it says none, at once
-    monkeypatch.setattr(jobs, "_command", lambda stage, processes, path: [sys.executable, "-c", program])
+    # stopped at its first line, or at once if it prints none
+    monkeypatch.setattr(
+        job_worker, "_command", lambda stage, processes, path: [sys.executable, "-c", program]
+    )
     stops: list[Callable[[], None]] = []
 
     @contextmanager
-    def beside(stop: Callable[[], None]) -> Iterator[None]:
+    def supervisor(stop: Callable[[], None]) -> Iterator[None]:
         stops.append(stop)
         if "say" not in worker:
             stop()
@@ -246,10 +254,10 @@ def test_a_worker_that_was_asked_to_stop_has_made_room_or_is_done(
 
     job = jobs.Job("check", {}, {})
     if isinstance(outcome, dict):
-        assert jobs.run(job, tmp_path / "job", lambda line: stops[0](), beside=beside) == outcome
+        assert jobs.run(job, tmp_path / "job", lambda line: stops[0](), supervisor=supervisor) == outcome
     else:
         with pytest.raises(JobPreempted):
-            jobs.run(job, tmp_path / "job", beside=beside)
+            jobs.run(job, tmp_path / "job", supervisor=supervisor)
         record = jobs.read(tmp_path / "job")
         assert record is not None and record.state == "preempted"
 

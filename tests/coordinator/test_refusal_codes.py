@@ -20,6 +20,7 @@ OF_OPERATORS = {
     (409, "not_prepared"),
     (409, "run_ended"),
     (421, "wrong_host"),
+    (503, "no_admin_token"),
 }
 OF_RELEASES = {
     (409, "unknown_release"),
@@ -62,10 +63,12 @@ OF_REGISTRY = {
 }
 OF_OPERATORS |= OF_RELEASES | OF_ROLLOUTS | OF_REGISTRY
 BY_STARLETTE = {(405, "method_not_allowed")}
+BY_PROTOCOL = {(414, "url_too_long"), (431, "headers_too_large")}
+"""Answered before there is a request for the applications."""
 
 
 def test_the_table_of_the_wire_names_every_code_and_no_other() -> None:
-    answered = set(literal()) | by_state() | by_intake() | BY_STARLETTE
+    answered = set(literal()) | by_state() | by_intake() | BY_STARLETTE | BY_PROTOCOL
     assert answered >= OF_OPERATORS
     assert documented() == answered - OF_OPERATORS
 
@@ -92,7 +95,7 @@ def literal() -> Iterator[tuple[int, str]]:
 
 
 def by_state() -> set[tuple[int, str]]:
-    return {(409, code) for code, _ in (*tasks._UNWANTED.values(), tasks._CLOSED)}
+    return {(409, code) for code, _ in (*tasks._REFUSALS.values(), tasks._CLOSED)}
 
 
 def by_intake() -> set[tuple[int, str]]:

@@ -27,7 +27,7 @@ from tuf.api.exceptions import (
 )
 from tuf.api.metadata import Metadata, MetaFile, Snapshot, TargetFile, Targets, Timestamp
 
-from coordinator.releases import documents
+from coordinator.operator import signed_documents
 from tests.support import device_world
 from tests.support.signed_releases import SignedReleases, release_folder
 from tests.support.tuf_client import DeviceFetcher, client
@@ -138,8 +138,8 @@ def test_endless_data_is_cut_off(world: World) -> None:
 
 
 def test_a_release_signed_with_a_wrong_key_is_refused(world: World) -> None:
-    targets = documents.next_targets(world.releases.targets, datetime.now(UTC))
-    documents.add_release(targets, release_folder(world.folder / "evil", version=2, content=b"evil"))
+    targets = signed_documents.next_targets(world.releases.targets, datetime.now(UTC))
+    signed_documents.add_release(targets, release_folder(world.folder / "evil", version=2, content=b"evil"))
     signed = Metadata(targets)
     signed.sign(CryptoSigner.generate_ed25519())
     world.forge(targets=signed)
@@ -158,8 +158,8 @@ def test_mix_and_match_of_two_states_is_refused(world: World) -> None:
 @pytest.mark.parametrize("role", ["targets", "rollouts", "snapshot", "timestamp"])
 def test_no_stolen_online_key_makes_a_release_exist(world: World, role: str) -> None:
     """Not by signing targets itself, whichever of the online keys it is."""
-    targets = documents.next_targets(world.releases.targets, datetime.now(UTC))
-    documents.add_release(targets, release_folder(world.folder / "evil", version=2, content=b"evil"))
+    targets = signed_documents.next_targets(world.releases.targets, datetime.now(UTC))
+    signed_documents.add_release(targets, release_folder(world.folder / "evil", version=2, content=b"evil"))
     signed = Metadata(targets)
     signed.sign(CryptoSigner.generate_ed25519() if role == "targets" else world.online(role))
     world.forge(targets=signed)
@@ -214,7 +214,7 @@ def test_old_keys_sign_nothing_after_a_rotation(world: World) -> None:
     old = dict(world.releases.signers)
     world.releases.rotate()
     assert world.fetched(MODEL) == b"first"
-    targets = documents.next_targets(world.releases.targets, datetime.now(UTC))
+    targets = signed_documents.next_targets(world.releases.targets, datetime.now(UTC))
     signed = Metadata(targets)
     signed.sign(old["targets"])
     world.forge(targets=signed)

@@ -1,4 +1,4 @@
-"""`fedloop release` as people use it: keys, signing without a network, publishing to a coordinator, and what is refused."""
+"""`fedloop release` from the command line: keys, offline signing, publishing to a coordinator, and refusals."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from tuf.api.metadata import Metadata
 from typer.testing import CliRunner, Result
 
+from coordinator.commands.release import app
 from coordinator.errors import UserError
-from coordinator.release_commands import app
-from coordinator.releases.staging import Staging
+from coordinator.operator.staging import Staging
+from edge_client.wire import inference
 from tests.support.cli import FEDLOOP, started
 from tests.support.require import require
 from tests.support.signed_releases import SignedReleases, release_folder
@@ -30,14 +32,14 @@ PASSPHRASE = "correct horse"
 
 
 def release(*arguments: str | Path, passphrase: str | None = PASSPHRASE) -> Result:
-    """A command that must end well."""
+    """Runs a command that must succeed."""
     done = invoke(*arguments, passphrase=passphrase)
     assert done.exception is None, (done.output, done.exception)
     return done
 
 
 def refused(*arguments: str | Path, passphrase: str | None = PASSPHRASE) -> str:
-    """What a command says that is refused."""
+    """The message of a refused command."""
     done = invoke(*arguments, passphrase=passphrase)
     assert isinstance(done.exception, UserError), (done.output, done.exception)
     return str(done.exception)
@@ -85,7 +87,7 @@ def test_keys_are_encrypted_closed_and_never_overwritten(tmp_path: Path) -> None
     assert (theirs / "root-1.pub").read_bytes() == (tmp_path / "keys/root-1.pub").read_bytes()
 
 
-def test_an_empty_passphrase_must_be_meant(tmp_path: Path) -> None:
+def test_an_empty_passphrase_is_refused(tmp_path: Path) -> None:
     assert "--no-passphrase" in refused("keygen", tmp_path / "keys", passphrase="")
     assert "FEDLOOP_RELEASE_PASSPHRASE" in refused("keygen", tmp_path / "keys", passphrase=None)
     assert not (tmp_path / "keys").exists()
@@ -93,6 +95,7 @@ def test_an_empty_passphrase_must_be_meant(tmp_path: Path) -> None:
     assert [path.name for path in sorted((tmp_path / "keys").iterdir())] == ["root-2.pem", "root-2.pub"]
 
 
+@pytest.mark.slow
 def test_signing_needs_no_network(staged: Path) -> None:
     unshare = shutil.which("unshare")
     command = ["unshare", "--map-root-user", "--net"]
@@ -113,10 +116,34 @@ def test_signing_needs_no_network(staged: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
     assert "adds cnn:2" in done.stdout
-    assert "signed by all" in done.stdout
+    assert "all signatures are there" in done.stdout
 
 
-def test_each_key_signs_what_asks_for_it_and_the_rest_is_named(staged: Path) -> None:
+def test_signers_see_how_many_real_rows_a_manifest_carries(staged: Path) -> None:
+    folder = release_folder(staged / "two", version=2)
+    manifest = inference.from_json((folder / "manifest.json").read_bytes())
+    golden = replace(manifest.golden, real_x=((0.5,) * 64,) * 3, real_y=(1, 2, 3))
+    (folder / "manifest.json").write_text(replace(manifest, golden=golden).to_json())
+    release("add", folder, "--staging", staged / "stick")
+
+    said = release("sign", "--keys", staged / "keys", "--staging", staged / "stick").output
+
+    of_one, of_two = said.partition("adds cnn:1")[2].split("adds cnn:2")
+    assert "no rows of real data" in of_one
+    assert "PUBLISHES 3 rows of real data" in of_two
+
+
+@pytest.mark.parametrize("name", ["arrays", "export", "rows.npy"])
+def test_a_release_folder_with_other_files_is_not_staged(staged: Path, name: str) -> None:
+    folder = release_folder(staged / "two", version=2)
+    (folder / name).mkdir()
+
+    said = refused("add", folder, "--staging", staged / "stick")
+
+    assert f"holds {name}, not a file of a release" in said and "export again" in said
+
+
+def test_each_key_signs_its_documents_and_missing_signatures_are_listed(staged: Path) -> None:
     one = staged / "first"
     one.mkdir()
     for kind in ("pem", "pub"):
@@ -127,7 +154,10 @@ def test_each_key_signs_what_asks_for_it_and_the_rest_is_named(staged: Path) -> 
     assert "still to be signed: root 1 by root-2" in said
     assert "still to be signed: targets 1 by targets" in said
     assert "root-1" not in said.split("1 signature made")[1]
-    assert "signed by all" in release("sign", "--keys", staged / "keys", "--staging", staged / "stick").output
+    assert (
+        "all signatures are there"
+        in release("sign", "--keys", staged / "keys", "--staging", staged / "stick").output
+    )
 
 
 def test_a_change_after_signing_needs_new_signatures(staged: Path) -> None:
@@ -147,7 +177,7 @@ def test_a_file_changed_on_the_stick_is_not_signed(staged: Path) -> None:
 
 
 def test_keys_sign_for_one_repository(staged: Path) -> None:
-    """Whoever had the stick puts a root of their own on it, which trusts our targets key and theirs."""
+    """A carrier of the stick replaces the root by one that trusts our targets key and theirs."""
     release("sign", "--keys", staged / "keys", "--staging", staged / "stick")
     release("keygen", staged / "theirs", "--key", "root-1", "--key", "root-2")
     for name in ("root-1.pub", "root-2.pub"):
@@ -190,10 +220,10 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize(
     "forge", [other_bytes_under_a_name, a_delegation_of_theirs, no_delegation, one_signature_for_root]
 )
-def test_what_whoever_carried_the_folder_wrote_is_not_signed(
+def test_documents_that_a_carrier_changed_are_not_signed(
     tmp_path: Path, forge: Callable[[Path], None]
 ) -> None:
-    """Each of these changes nothing that is listed, and devices would believe the signatures under it."""
+    """None of these changes is listed, and devices would trust the signatures."""
     releases, keys, stick = *signed_with_key_files(tmp_path), tmp_path / "stick"
     release("extend", "--root", "--staging", stick)
     forge(stick)
@@ -218,12 +248,12 @@ def test_another_key_under_an_old_id_is_shown(tmp_path: Path) -> None:
     edit(stick / "root.json", exchange)
     edit(stick / "targets.json", exchange_rollouts)
     said = release("staged", "--staging", stick).output
-    assert "targets is signed by" in said and "targets is signed no more by" in said
+    assert "targets is signed by" in said and "targets is no longer signed by" in said
     assert "rollouts are signed by" in said
 
 
-def test_what_a_publish_that_was_cut_short_left_is_not_staged_again(tmp_path: Path) -> None:
-    """It was published, and the folder half remembers so."""
+def test_documents_of_an_interrupted_publish_are_not_staged_again(tmp_path: Path) -> None:
+    """The documents were published, and the folder records only a part of that."""
     signed_with_key_files(tmp_path)
     stick = tmp_path / "stick"
     release("extend", "--root", "--staging", stick)
@@ -235,7 +265,7 @@ def test_what_a_publish_that_was_cut_short_left_is_not_staged_again(tmp_path: Pa
 
 
 def signed_with_key_files(folder: Path) -> tuple[SignedReleases, Path]:
-    """A published repository with a release, its keys as files, and what was published fetched into `stick`."""
+    """A published repository with a release, its keys as files, and its metadata fetched into `stick`."""
     releases, keys = SignedReleases(folder / "coordinator"), folder / "keys"
     releases.publish(release_folder(folder / "one"))
     keys.mkdir()
@@ -245,9 +275,9 @@ def signed_with_key_files(folder: Path) -> tuple[SignedReleases, Path]:
     return releases, keys
 
 
-def test_keys_that_are_named_already_change_nothing(staged: Path) -> None:
+def test_keys_in_use_change_nothing(staged: Path) -> None:
     words = "rotate-root", "--keys", staged / "keys", "--staging", staged / "stick"
-    assert "named there already" in refused(*words)
+    assert "in use there already" in refused(*words)
 
 
 def test_a_damaged_document_says_what_to_do(staged: Path) -> None:
@@ -255,14 +285,14 @@ def test_a_damaged_document_says_what_to_do(staged: Path) -> None:
     assert "remove it, and stage the change again" in refused("staged", "--staging", staged / "stick")
 
 
-def test_one_key_under_two_names_is_no_second_signature(staged: Path) -> None:
+def test_one_key_under_two_names_is_one_signature(staged: Path) -> None:
     shutil.copy(staged / "keys/root-1.pub", staged / "keys/root-2.pub")
     words = "init", "--keys", staged / "keys", "--online", staged / "online.json", "--staging", staged / "new"
     assert "two names" in refused(*words)
 
 
-def test_forged_metadata_of_a_coordinator_is_not_taken_over(tmp_path: Path) -> None:
-    """Neither other roots than those known, nor targets that the root's key has not signed, nor older ones."""
+def test_forged_metadata_of_a_coordinator_is_not_copied(tmp_path: Path) -> None:
+    """Other roots than the known ones, targets without the root's signatures, and older targets are refused."""
     ours, theirs = SignedReleases(tmp_path / "ours"), SignedReleases(tmp_path / "theirs")
     staging, repository = Staging(tmp_path / "stick"), ours.repository
     old = repository.targets()
@@ -270,9 +300,9 @@ def test_forged_metadata_of_a_coordinator_is_not_taken_over(tmp_path: Path) -> N
     assert staging.update(repository.roots(), repository.targets()) == []
     for roots, targets, words in (
         (theirs.repository.roots(), theirs.repository.targets(), "does not follow"),
-        (repository.roots(), theirs.signed_targets(ours.targets), "not signed as its root asks"),
+        (repository.roots(), theirs.signed_targets(ours.targets), "lack the signatures"),
         (repository.roots(), old, "older targets"),
-        ([b"{}"], old, "nothing was taken over"),
+        ([b"{}"], old, "nothing was copied"),
     ):
         with pytest.raises(UserError, match=words):
             staging.update(roots, targets)
@@ -281,7 +311,7 @@ def test_forged_metadata_of_a_coordinator_is_not_taken_over(tmp_path: Path) -> N
     assert published.to_bytes() == repository.targets()
 
 
-def test_releases_that_are_none_are_refused(staged: Path) -> None:
+def test_invalid_releases_are_refused(staged: Path) -> None:
     stick = staged / "stick"
     assert "model.tflite" in refused("add", staged / "nowhere", "--staging", stick)
     spoilt = release_folder(staged / "spoilt", version=2)
@@ -290,7 +320,7 @@ def test_releases_that_are_none_are_refused(staged: Path) -> None:
     again = release_folder(staged / "again", content=b"other")
     assert "new version" in refused("add", again, "--staging", stick)
     named = release_folder(staged / "named", model="../x", version=1)
-    assert "no name of a release" in refused("add", named, "--staging", stick)
+    assert "not the name of a release" in refused("add", named, "--staging", stick)
     assert "such as cnn:3" in refused("withdraw", "cnn", "--staging", stick)
     assert "no such release" in refused("withdraw", "cnn:7", "--staging", stick)
     assert "fedloop release init" in refused(
@@ -300,7 +330,7 @@ def test_releases_that_are_none_are_refused(staged: Path) -> None:
 
 @contextmanager
 def serving(home: Path) -> Iterator[dict[str, Any]]:
-    """A coordinator; where it is to be found."""
+    """A coordinator; its addresses."""
     with started("serve", "--home", home, "--operator", "127.0.0.1:0", "--device", "127.0.0.1:0") as process:
         place = home / "serve.json"
         assert process.reaches(place.exists), process.errors()
@@ -314,7 +344,7 @@ def coordinator(tmp_path: Path) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_guide_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guide_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs/releases.md").read_text("utf-8")
     lines = "".join(re.findall(r"```sh\n(.*?)```", page, re.DOTALL)).splitlines()
     assert len(lines) > 15
@@ -349,7 +379,7 @@ def test_the_ceremony_from_keys_to_a_rotation(
     release("keygen", keys)
     online.write_text(release("online-keys").stdout)
     release("init", "--keys", keys, "--online", online, *on_stick)
-    assert "not all have signed" in refused("publish", *on_stick)
+    assert "signatures are missing" in refused("publish", *on_stick)
     release("sign", "--keys", keys, *on_stick)
     assert "published targets 1" in release("publish", *on_stick).output
     assert "nothing is staged" in refused("publish", *on_stick)
@@ -368,7 +398,7 @@ def test_the_ceremony_from_keys_to_a_rotation(
     assert [each["version"] for each in json.loads(release("list", "--json").stdout)] == [2]
     release("extend", *on_stick)  # the first stick does not know of it
     release("sign", "--keys", keys, *on_stick)
-    assert "fetch first" in refused("publish", *on_stick)
+    assert "first run `fedloop release fetch`" in refused("publish", *on_stick)
     assert "dropped" in release("fetch", *on_stick).output
     assert "nothing is staged" in refused("publish", *on_stick)
 

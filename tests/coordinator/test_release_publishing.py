@@ -15,13 +15,14 @@ from fastapi.testclient import TestClient
 from securesystemslib.signer import CryptoSigner, Signature, SSlibKey
 from tuf.api.metadata import Metadata, Root, TargetFile, Targets
 
-from coordinator.api.deps import read_admin_token
-from coordinator.app import operator_app
+from coordinator.accounts.admin_token import read_admin_token
 from coordinator.errors import Refusal
-from coordinator.metrics import Metrics
-from coordinator.releases import documents, roles
+from coordinator.operator import signed_documents
+from coordinator.releases import roles
 from coordinator.releases.roles import ReleaseName
-from coordinator.runs import RunService
+from coordinator.runs.service import RunService
+from coordinator.server.app import operator_app
+from coordinator.server.metrics import Metrics
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
 from tests.support.fake_devices import answering
 from tests.support.services import services_in
@@ -39,8 +40,8 @@ class World:
         self.releases = SignedReleases(folder / "releases")
         self.releases.publish(release_folder(folder / "one"))
         self.new = release_folder(folder / "two", version=2, content=b"second")
-        self.targets = documents.next_targets(self.releases.targets, datetime.now(UTC))
-        documents.add_release(self.targets, self.new)
+        self.targets = signed_documents.next_targets(self.releases.targets, datetime.now(UTC))
+        signed_documents.add_release(self.targets, self.new)
         self.files = {NEW.manifest: self.new / MANIFEST_NAME, NEW.file: self.new / MODEL_NAME}
         self.roots: list[bytes] = []
 
@@ -165,7 +166,7 @@ def delegates_more(world: World) -> None:
 
 
 def delegates_to_a_stranger(world: World) -> None:
-    documents.delegate_rollouts(world.targets, CryptoSigner.generate_ed25519().public_key)
+    signed_documents.delegate_rollouts(world.targets, CryptoSigner.generate_ed25519().public_key)
 
 
 def root_with_other_online_keys(world: World) -> None:
@@ -307,6 +308,7 @@ def test_a_lost_targets_key_is_replaced_by_the_root_keys(world: World) -> None:
     assert world.seen("cnn/1/model.tflite") == b"weights"
 
 
+@pytest.mark.slow
 def test_rollouts_name_releases_that_exist(world: World) -> None:
     entry = {
         "rollout": "r",
@@ -365,13 +367,15 @@ def test_a_repository_begins_and_grows_over_the_api(api: TestClient, tmp_path: P
         for role, key in online.items()
     }
     root = Metadata(
-        documents.root_naming(keys | {r: found[r] for r in ("snapshot", "timestamp")}, 1, datetime.now(UTC))
+        signed_documents.make_root(
+            keys | {r: found[r] for r in ("snapshot", "timestamp")}, 1, datetime.now(UTC)
+        )
     )
     for name in ("root-1", "root-2"):
         root.sign(elsewhere.signers[name], append=True)
-    targets = documents.first_targets(found["rollouts"], datetime.now(UTC))
+    targets = signed_documents.first_targets(found["rollouts"], datetime.now(UTC))
     folder = release_folder(tmp_path / "one", content=b"x" * 5000)
-    documents.add_release(targets, folder)
+    signed_documents.add_release(targets, folder)
     body = {
         "targets": upload(api, elsewhere.signed_targets(targets)),
         "roots": [upload(api, root.to_bytes())],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -113,7 +114,7 @@ def test_people_are_told_before_their_signatures_expire(releases: SignedReleases
     releases.repository.renew(now)
     (told,) = warnings(releases.repository.state(), now)
     assert "targets" in told
-    assert "sign it anew before" in told
+    assert "sign it again before" in told
     now = clock.pass_days(25)
     releases.repository.renew(now)
     (told,) = warnings(releases.repository.state(), now)
@@ -159,6 +160,18 @@ def test_the_files_of_a_withdrawn_release_go_when_no_device_may_be_reading_them(
     updater = client(tmp_path / "device", tmp_path / "releases", releases.repository.root(1))
     info = updater.get_targetinfo("cnn/2/model.tflite")
     assert info is not None and Path(updater.download_target(info)).read_bytes() == b"second"
+
+
+def test_devices_are_still_told_to_run_nothing_once_the_only_release_is_withdrawn(
+    releases: SignedReleases, tmp_path: Path
+) -> None:
+    nothing = {"rollout": "r", "version": 0, "action": "roll_back", "force": False, "devices": ["ada"], "salt": "", "permille": 0}  # fmt: skip
+    releases.repository.set_rollouts("cnn", {"model": "cnn", "rollouts": [nothing]})
+    releases.withdraw("cnn", 1)
+    updater = client(tmp_path / "device", tmp_path / "releases", releases.repository.root(1))
+    info = updater.get_targetinfo("rollouts/cnn.json")
+    assert info is not None
+    assert json.loads(Path(updater.download_target(info)).read_bytes())["rollouts"] == [nothing]
 
 
 def test_online_keys_are_closed_to_others_and_waiting_ones_are_dropped_by_the_next_rotation(

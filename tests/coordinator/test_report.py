@@ -13,11 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator import display, experiment, report
+from coordinator.commands import summaries
+from coordinator.experiments import experiment
 from coordinator.fleets.simulated import SimulatedClient
-from coordinator.rounds.checkpoint import Committed
-from coordinator.rounds.engine import RoundRecord, as_row
+from coordinator.reports import report, run_files
+from coordinator.rounds.checkpoint import Checkpoint
 from coordinator.rounds.events import LineFile
+from coordinator.rounds.records import RoundRecord, as_row
 from edge_client.train.trainer import Evaluation
 from edge_client.wire import arrays
 from strategies.state import State
@@ -30,9 +32,9 @@ RECORD = RoundRecord(
 )  # fmt: skip
 
 
-def committed(number: int, offsets: dict[str, int]) -> Committed:
+def committed(number: int, offsets: dict[str, int]) -> Checkpoint:
     row = as_row(replace(RECORD, round=number))
-    return Committed(number, {}, State(), row, offsets, {})
+    return Checkpoint(number, {}, State(), row, offsets, {})
 
 
 def records(count: int) -> list[RoundRecord]:
@@ -50,12 +52,12 @@ def sizes(lines: dict[str, LineFile]) -> dict[str, int]:
 
 def written(out: Path, count: int) -> dict[str, int]:
     """A run of `count` rounds, with one event each; the sizes when the last was committed."""
-    lines = report.open_lines(out, None)
+    lines = run_files.open_lines(out, None)
     offsets = sizes(lines)
     for record in records(count):
         lines["events.jsonl"].append(json.dumps({"event": "round_started", "round": record.round}))
         offsets = sizes(lines)
-        report.append_round(lines["rounds.csv"], record)
+        run_files.append_round(lines["rounds.csv"], record)
         lines["events.jsonl"].append(json.dumps({"event": "round_committed", "round": record.round}))
     close(lines)
     return offsets
@@ -85,26 +87,26 @@ def test_a_line_of_the_table_reads_back_as_the_row(
     tmp_path_factory: pytest.TempPathFactory, record: RoundRecord
 ) -> None:
     out = tmp_path_factory.mktemp("run")
-    lines = report.open_lines(out, None)
-    report.append_round(lines["rounds.csv"], record)
+    lines = run_files.open_lines(out, None)
+    run_files.append_round(lines["rounds.csv"], record)
     close(lines)
-    assert report.read_rounds(out / "rounds.csv") == [as_row(record)]
+    assert run_files.read_rounds(out / "rounds.csv") == [as_row(record)]
 
 
 def test_the_table_is_on_disk_as_each_round_ends(tmp_path: Path) -> None:
-    lines = report.open_lines(tmp_path, None)
+    lines = run_files.open_lines(tmp_path, None)
     for number, record in enumerate(records(3), start=1):
-        report.append_round(lines["rounds.csv"], record)
-        assert len(report.read_rounds(tmp_path / "rounds.csv")) == number
+        run_files.append_round(lines["rounds.csv"], record)
+        assert len(run_files.read_rounds(tmp_path / "rounds.csv")) == number
     close(lines)
 
 
 def test_losses_that_are_not_finite_become_null(tmp_path: Path) -> None:
-    lines = report.open_lines(tmp_path, None)
+    lines = run_files.open_lines(tmp_path, None)
     for loss in (float("nan"), float("inf"), float("-inf")):
-        report.append_round(lines["rounds.csv"], replace(RECORD, test_loss=loss, train_loss=loss))
+        run_files.append_round(lines["rounds.csv"], replace(RECORD, test_loss=loss, train_loss=loss))
     close(lines)
-    rows = report.read_rounds(tmp_path / "rounds.csv")
+    rows = run_files.read_rounds(tmp_path / "rounds.csv")
     assert [(row["train_loss"], row["test_loss"]) for row in rows] == [(None, None)] * 3
 
 
@@ -116,8 +118,8 @@ def test_lines_after_the_committed_round_are_cut_off(tmp_path: Path) -> None:
     offsets = written(tmp_path, 3)
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"event": "round_started", "round": 4}\n{"event": "upd')
-    close(report.open_lines(tmp_path, committed(3, offsets)))
-    assert [row["seconds"] for row in report.read_rounds(tmp_path / "rounds.csv")] == [1 / 8, 2 / 8, 3 / 8]
+    close(run_files.open_lines(tmp_path, committed(3, offsets)))
+    assert [row["seconds"] for row in run_files.read_rounds(tmp_path / "rounds.csv")] == [1 / 8, 2 / 8, 3 / 8]
     assert events(tmp_path) == [
         (name, number) for number in (1, 2, 3) for name in ("round_started", "round_committed")
     ]
@@ -131,8 +133,8 @@ def test_a_run_killed_before_the_line_of_its_round_gets_it_from_the_checkpoint(
     table = tmp_path / "rounds.csv"
     table.write_bytes(table.read_bytes()[: offsets["rounds.csv"]] + (torn or "").encode())
     saved = committed(3, offsets)
-    close(report.open_lines(tmp_path, saved))
-    rows = report.read_rounds(table)
+    close(run_files.open_lines(tmp_path, saved))
+    rows = run_files.read_rounds(table)
     assert rows[:2] == [as_row(record) for record in records(2)]
     assert rows[2] == saved.record
 
@@ -140,23 +142,23 @@ def test_a_run_killed_before_the_line_of_its_round_gets_it_from_the_checkpoint(
 def test_a_line_written_after_its_commit_is_kept_with_its_own_seconds(tmp_path: Path) -> None:
     offsets = written(tmp_path, 2)
     before = (tmp_path / "rounds.csv").read_bytes()
-    close(report.open_lines(tmp_path, committed(2, offsets)))
+    close(run_files.open_lines(tmp_path, committed(2, offsets)))
     assert (tmp_path / "rounds.csv").read_bytes() == before
 
 
 def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path) -> None:
     offsets = written(tmp_path, 2)
-    lines = report.open_lines(tmp_path, committed(2, offsets))
-    report.append_round(lines["rounds.csv"], replace(RECORD, round=3))
+    lines = run_files.open_lines(tmp_path, committed(2, offsets))
+    run_files.append_round(lines["rounds.csv"], replace(RECORD, round=3))
     close(lines)
-    assert [row["round"] for row in report.read_rounds(tmp_path / "rounds.csv")] == [1, 2, 3]
+    assert [row["round"] for row in run_files.read_rounds(tmp_path / "rounds.csv")] == [1, 2, 3]
 
 
 def test_a_new_run_starts_with_empty_files(tmp_path: Path) -> None:
     """Killed before its first commit, it begins again."""
     written(tmp_path, 2)
-    close(report.open_lines(tmp_path, None))
-    assert report.read_rounds(tmp_path / "rounds.csv") == []
+    close(run_files.open_lines(tmp_path, None))
+    assert run_files.read_rounds(tmp_path / "rounds.csv") == []
     assert (tmp_path / "events.jsonl").read_bytes() == b""
 
 
@@ -181,10 +183,10 @@ CLIENTS = [
 def write(
     out: Path, final: Evaluation, *, sites: Any = None, count: int = 3, **changed: Any
 ) -> dict[str, Any]:
-    lines = report.open_lines(out, None)
+    lines = run_files.open_lines(out, None)
     lines["events.jsonl"].append('{"event": "run_started", "test_loss": 2.3, "test_accuracy": 0.1}')
     for record in records(count):
-        report.append_round(lines["rounds.csv"], replace(record, **changed))
+        run_files.append_round(lines["rounds.csv"], replace(record, **changed))
     close(lines)
     resolved = experiment.resolve({"name": "trial"}, "test")
     return report.write(out, resolved, FOUND, CLIENTS, PARAMS, final, sites)
@@ -209,7 +211,7 @@ def test_the_report_sums_up_the_run(tmp_path: Path) -> None:
         "test_rows": 4,
         "model_sha256": arrays.sha256((tmp_path / "model.safetensors").read_bytes()),
     }
-    assert document["rounds"] == report.read_rounds(tmp_path / "rounds.csv")
+    assert document["rounds"] == run_files.read_rounds(tmp_path / "rounds.csv")
     assert (document["clients"], document["runtimes"]) == (3, {"litert": 1, "torch": 2})
     assert (document["bytes_up"], document["bytes_down"]) == (3000, 6000)
     assert document["rejections"] == {"non_finite": 3}
@@ -242,7 +244,7 @@ def test_a_model_that_diverged_has_a_report_too(tmp_path: Path, loss: float) -> 
     document = write(tmp_path, final, test_loss=loss, train_loss=loss)
     assert strictly((tmp_path / "report.json").read_text()) == document
     assert document["final"]["test_loss"] is None
-    assert "test loss not finite" in display.closing_lines(document, tmp_path)
+    assert "test loss not finite" in summaries.run_summary(document, tmp_path)
 
 
 UNTESTED = dict.fromkeys(
@@ -283,4 +285,4 @@ def test_equal_runs_draw_equal_pictures(tmp_path: Path) -> None:
 
 def test_rounds_that_changed_nothing_are_told(tmp_path: Path) -> None:
     document = write(tmp_path, evaluation([1], [1]), count=2, accepted=0)
-    assert "2 of 2 rounds changed nothing" in display.closing_lines(document, tmp_path)
+    assert "2 of 2 rounds changed nothing" in summaries.run_summary(document, tmp_path)

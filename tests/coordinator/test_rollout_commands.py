@@ -14,13 +14,13 @@ import pytest
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from coordinator.api.deps import TOKEN_FILE, ensure_admin_token
-from coordinator.app import operator_app
+from coordinator.accounts.admin_token import TOKEN_FILE, ensure_admin_token
+from coordinator.commands.rollout import app
 from coordinator.errors import UserError
-from coordinator.metrics import Metrics
-from coordinator.rollout_commands import app
-from coordinator.rollouts import service
+from coordinator.rollouts import controller
 from coordinator.rollouts.gates import Gates
+from coordinator.server.app import operator_app
+from coordinator.server.metrics import Metrics
 from tests.support.device_world import World, serving, sqlite
 from tests.support.doorway import listening
 from tests.support.rollout_devices import MemoryReleases, RolloutDevice
@@ -42,7 +42,7 @@ class Console:
             device.check_in()
 
     def __call__(self, *args: str) -> str:
-        """What the command prints; a user's mistake is raised as it is."""
+        """The output of the command; a user's mistake is raised as an exception."""
         done = CliRunner().invoke(app, list(args))
         if isinstance(done.exception, UserError):
             raise done.exception
@@ -57,7 +57,7 @@ class Console:
         self.turn()
 
     def turn(self) -> None:
-        service.turn(self.world.services, self.releases)
+        controller.reconcile(self.world.services, self.releases)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def fedloop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Console
 def test_a_rollout_is_started_shown_and_listed(fedloop: Console) -> None:
     assert "no rollouts" in fedloop("list")
     assert "digits:2" in fedloop("start", "digits:2", "--phases", "50,100", "--gate", "install=0.9")
-    assert "nobody is told anything yet" in fedloop("show", "digits")
+    assert "no device is told yet" in fedloop("show", "digits")
     fedloop.turn()
     assert "waits: 0 of 1 devices have answered" in fedloop("show", "digits")
     fedloop.rounds(4)
@@ -97,24 +97,24 @@ def test_a_halted_rollout_says_why(fedloop: Console) -> None:
     assert "phase 1, 50 %, open: 1 rolled back" in shown and "phase 2, 100 %, to come: 1 waiting" in shown
 
 
-def test_a_failed_device_is_named_with_its_words_and_forced(fedloop: Console) -> None:
+def test_a_failed_device_is_shown_with_its_message_and_forced(fedloop: Console) -> None:
     ada = fedloop.devices[0]
     ada.broken = frozenset({2})
     fedloop("start", "digits:2", "--phases", "100", "--gate", "install=0.5")
     fedloop.rounds(3)
     assert "self_test: 1 device, such as ada: golden answers differ" in fedloop("show", "digits")
     ada.broken = frozenset()
-    assert "tries once more" in fedloop("force", "the ada")
+    assert "tries again" in fedloop("force", "the ada")
     fedloop.rounds(2)
     assert ada.version == 2
-    with pytest.raises(UserError, match="not failed"):
+    with pytest.raises(UserError, match="did not fail"):
         fedloop("force", "ada", "--rollout", "digits")
 
 
 def test_a_rollout_is_paused_resumed_and_aborted(fedloop: Console) -> None:
     fedloop("start", "digits:2", "--filter", "group=default", "--filter", "runtime=litert")
     assert "is paused" in fedloop("pause", "digits")
-    assert "goes on" in fedloop("resume", "digits")
+    assert "is resumed" in fedloop("resume", "digits")
     fedloop.rounds(2)
     assert "is aborted" in fedloop("abort", "digits")
     fedloop.rounds(2)
@@ -129,24 +129,24 @@ def test_a_rollout_is_paused_resumed_and_aborted(fedloop: Console) -> None:
         (["digits"], "expected a model and a version"),
         (["digits:0"], "expected a model and a version"),
         (["digits:9"], "digits:9 is not published"),
-        (["digits:2", "--phases", "10,5"], "growing percentages"),
+        (["digits:2", "--phases", "10,5"], "increasing percentages"),
         (["digits:2", "--phases", "10,x"], "expected percentages"),
         (["digits:2", "--phases", "10,nan"], "expected percentages"),
         (["digits:2", "--gate", "confidence=inf"], "expected a number"),
         (["digits:2", "--filter", "color=red"], "one of group, class, runtime, id or label.KEY"),
-        (["digits:2", "--filter", "group=nobody"], "no device fits"),
-        (["digits:2", "--gate", "instal=1"], "do you mean install"),
+        (["digits:2", "--filter", "group=nobody"], "no device matches"),
+        (["digits:2", "--gate", "instal=1"], "did you mean install"),
         (["digits:2", "--gate", "install=most"], "expected a number"),
-        (["digits:2", "--gate", "min_answers=1.5"], "expected a whole number"),
+        (["digits:2", "--gate", "min_answers=1.5"], "expected an integer"),
         (["digits:2", "--gate", "install=2"], "gate install = 2: expected 0 to 1"),
     ],
 )
-def test_what_cannot_be_started_is_told(fedloop: Console, args: list[str], words: str) -> None:
+def test_an_invalid_rollout_is_refused(fedloop: Console, args: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         fedloop("start", *args)
 
 
-def test_the_guide_runs_as_it_is_written(fedloop: Console) -> None:
+def test_the_guide_runs_as_written(fedloop: Console) -> None:
     """Its commands, one after the other, in a clinic with two devices of which one failed with the release before."""
     fedloop.releases.released.append(("digits", 4))
     for name in ("gateway-6", "gateway-7"):
@@ -174,7 +174,7 @@ def test_the_guide_shows_every_gate_with_its_default() -> None:
     assert shown == expected
 
 
-def test_rollouts_nobody_knows_are_told(fedloop: Console) -> None:
+def test_an_unknown_rollout_is_refused(fedloop: Console) -> None:
     for verb in ("show", "pause", "resume", "abort"):
-        with pytest.raises(UserError, match="no rollout is called 'cats'"):
+        with pytest.raises(UserError, match="no rollout matches 'cats'"):
             fedloop(verb, "cats")

@@ -6,20 +6,21 @@ from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.errors import UserError
-from coordinator.fleets.matching import Candidate
 from coordinator.rollouts import plan
-from coordinator.rollouts.gates import Gates, Tally, judge, require_gates
+from coordinator.rollouts.gates import Gates, Tally, judge, require_gates, undecided_comparison
 from coordinator.rollouts.plan import Filter
+from coordinator.scheduling.matching import Candidate
 from edge_client.wire.device import CheckIn
 
 DEVICES = st.sets(st.uuids().map(str), min_size=1, max_size=120)
 PERCENTS = st.sets(st.floats(0.1, 100), min_size=1, max_size=6).map(sorted)
-GATES = Gates(max_accuracy_drop=0.02)
+GATES = Gates(max_accuracy_drop=0.02, confidence=None)
 
 
 @given(DEVICES, PERCENTS, st.text(max_size=8))
@@ -53,7 +54,7 @@ def test_other_salts_have_other_devices_go_first() -> None:
 
 @pytest.mark.parametrize("percents", [(), (0, 100), (10, 10), (50, 10), (10, 101), (float("nan"),)])
 def test_phases_that_are_none_are_refused(percents: tuple[float, ...]) -> None:
-    with pytest.raises(UserError, match="growing percentages"):
+    with pytest.raises(UserError, match="increasing percentages"):
         plan.require_phases(percents)
 
 
@@ -81,9 +82,30 @@ def test_a_filter_admits_by_what_the_device_is(wanted: Filter, fits: bool) -> No
     assert not plan.admits(wanted, Candidate("d", "d", "active", "clinic", None, None, None, None))
 
 
+@pytest.mark.parametrize(
+    ("has", "runs", "wanted", "fits"),
+    [
+        ({"litert": "2.1"}, "litert", "litert", True),
+        ({"litert": "2.14"}, "tflite-runtime", "litert", False),
+        ({"litert": "2.14"}, "tflite-runtime", "tflite-runtime", True),
+        ({"litert": "2.1", "torch": "2.13"}, "litert", "torch", True),
+        ({"torch": "2.13"}, "", "litert", False),
+        ({"litert": "2.1"}, "", "litert", True),  # a daemon that does not say
+        ({"litert": "2.1"}, "", "tflite-runtime", False),
+    ],
+)
+def test_a_filter_tells_the_runtimes_of_released_models_apart(
+    has: dict[str, str], runs: str, wanted: str, fits: bool
+) -> None:
+    report = CheckIn("1.3", "1.0", has, 2**30, release_runtime=runs)
+    now = datetime(2026, 1, 5, tzinfo=UTC)
+    device = Candidate("d", "d", "active", "", None, now, now, report)
+    assert plan.admits(Filter(runtimes=(wanted,)), device) == fits
+
+
 @pytest.mark.parametrize(("wire", "knows"), [("1.2", False), ("1.3", True), ("1.9", True), ("2.0", False)])
 def test_only_devices_that_hear_of_releases_are_members(wire: str, knows: bool) -> None:
-    assert plan.knows_releases(wire) == knows
+    assert plan.supports_releases(wire) == knows
 
 
 def tallies(active: int, failed: int, silent: int, **more: float) -> list[Tally]:
@@ -148,6 +170,40 @@ def test_with_a_confidence_a_few_rows_decide_nothing() -> None:
     assert judge(sure, compared(0.2, 0.9, labels=20), 0).outcome == "fail"
 
 
+def test_equally_good_models_are_not_halted_and_what_cannot_be_told_is_said() -> None:
+    """200 rollouts of three phases over 40, 120 and 400 labels; without a confidence a third of them are halted."""
+    rng = np.random.default_rng(0)
+
+    def halted(gates: Gates, accuracy: float) -> int:
+        found = 0
+        for _ in range(200):
+            phases = [
+                Tally(
+                    devices=1,
+                    active=1,
+                    labels=labels,
+                    correct=rng.binomial(labels, accuracy),
+                    champion_correct=rng.binomial(labels, 0.9),
+                )
+                for labels in (40, 120, 400)
+            ]
+            found += any(judge(gates, phases[: count + 1], 0).outcome == "fail" for count in range(3))
+        return found
+
+    assert halted(Gates(confidence=None), 0.9) > 60
+    assert halted(Gates(), 0.9) <= 10
+    assert halted(Gates(), 0.8) > 150
+
+    first = compared(0.85, 0.9, labels=40)
+    assert judge(Gates(), first, 0).outcome == "pass"
+    said = undecided_comparison(Gates(), first)
+    assert said is not None and "40 labels" in said and "+0.0500" in said and "95%" in said
+    assert undecided_comparison(Gates(), compared(0.9, 0.9, labels=10_000)) is None
+    assert undecided_comparison(Gates(), compared(0.7, 0.9, labels=10_000)) is None
+    assert undecided_comparison(Gates(min_labels=100), first) == "40 labels were compared, 100 are needed"
+    assert undecided_comparison(Gates(), tallies(4, 0, 0)) is None
+
+
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 10**6), st.floats(0.5, 0.99), st.floats(0.5, 0.99))
 def test_more_confidence_never_fails_what_less_lets_pass(
     correct: float, champion: float, labels: int, one: float, other: float
@@ -169,7 +225,7 @@ def test_golden_accuracy_and_loss_are_asked_for_where_wanted() -> None:
     assert judge(Gates(golden_accuracy=0.8), golden, 0).outcome == "pass"
     assert judge(Gates(golden_accuracy=0.81), golden, 0).outcome == "fail"
     untold = judge(Gates(golden_accuracy=0.8), tallies(4, 0, 0), 0)
-    assert untold.outcome == "fail" and "no device told" in untold.reasons[0]
+    assert untold.outcome == "fail" and "no device reported" in untold.reasons[0]
     losses = tallies(4, 0, 0, labels=10, correct=9, champion_correct=9, loss_sum=6.0, champion_loss_sum=4.0)
     assert judge(Gates(max_loss_increase=0.3), losses, 0).outcome == "pass"
     assert judge(Gates(max_loss_increase=0.1), losses, 0).outcome == "fail"

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.db import rollouts as rows
 from coordinator.db.events import since
-from coordinator.db.rollouts import RolloutRow
 from coordinator.db.store import Database
 from coordinator.errors import Refusal
-from coordinator.pooling import MOST_LOSS
-from coordinator.rollouts import plan, reports, service
+from coordinator.rollouts import controller, plan, queries, reports, service
+from coordinator.rollouts import members as member_rows
 from coordinator.rollouts.gates import Gates
 from coordinator.rollouts.plan import Filter
+from coordinator.rollouts.tables import MemberRow, RolloutRow
+from coordinator.rounds.pooling import MAX_LOSS
 from edge_client.wire.device import ReleaseEvaluation, ReleaseReport
 from edge_client.wire.rollouts import NO_MODEL
 from tests.support.device_world import Refused, World, serving, sqlite
@@ -30,7 +30,7 @@ GOOD, BAD = 2, 3
 
 
 class Fleet:
-    """20 devices that run version 1, and a coordinator that takes turns when told to."""
+    """20 devices that run version 1, and a coordinator that reconciles on demand."""
 
     def __init__(self, world: World, count: int = 20) -> None:
         self.world = world
@@ -48,13 +48,13 @@ class Fleet:
         return device
 
     def start(self, version: int, **terms: Any) -> RolloutRow:
-        return service.start(self.world.services, self.releases, "digits", version, **terms)
+        return service.start(self.world.services, self.releases.releases(), "digits", version, **terms)
 
     def turn(self) -> bool:
-        return service.turn(self.world.services, self.releases)
+        return controller.reconcile(self.world.services, self.releases)
 
     def round(self) -> int:
-        """All check in, then the coordinator takes its turn; how many devices heard something."""
+        """All check in, then the coordinator reconciles; how many devices received something."""
         heard = sum(bool(device.check_in()) for device in self.devices)
         self.turn()
         return heard
@@ -70,16 +70,16 @@ class Fleet:
         return found
 
     def now(self, rollout: RolloutRow) -> RolloutRow:
-        found = self.world.services.database.read(partial(rows.find, rollout=rollout.id))
+        found = self.world.services.database.read(partial(queries.find, rollout=rollout.id))
         assert found is not None
         return found
 
     def standings(self, rollout: RolloutRow) -> dict[str, str]:
-        members = self.world.services.database.read(partial(rows.members_of, rollout=rollout.id))
+        members = self.world.services.database.read(partial(member_rows.members_of, rollout=rollout.id))
         return {member.device: member.standing for member in members}
 
     def phases(self, rollout: RolloutRow) -> list[list[str]]:
-        members = self.world.services.database.read(partial(rows.members_of, rollout=rollout.id))
+        members = self.world.services.database.read(partial(member_rows.members_of, rollout=rollout.id))
         last = max(member.phase for member in members)
         return [[each.device for each in members if each.phase == at] for at in range(last + 1)]
 
@@ -106,6 +106,7 @@ def small(tmp_path: Path) -> Iterator[Fleet]:
         yield Fleet(world, 4)
 
 
+@pytest.mark.slow
 def test_a_good_release_goes_through_all_phases(fleet: Fleet) -> None:
     made = fleet.start(GOOD)
     fleet.turn()
@@ -155,6 +156,19 @@ def test_a_release_that_fails_its_self_test_is_halted_and_not_tried_again(small:
     small.until(again, "finished")
     assert [len(device.offers) for device in failed] == [1, 1]
     assert [device.version for device in failed] == [1, 1] and small.versions().count(GOOD) == 2
+
+
+def test_a_closed_rollout_is_not_changed_by_a_later_one_of_the_same_version(small: Fleet) -> None:
+    halted = small.start(BAD, percents=(50, 100))
+    small.until(halted, "rolled_back")
+    before = small.standings(halted)
+    assert sorted(before.values()) == ["rolled_back", "rolled_back", "waiting", "waiting"]
+    again = small.start(BAD, percents=(100,), gates=Gates(max_accuracy_drop=None))
+    small.until(again, "finished")
+    small.round()
+    assert set(small.versions()) == {BAD}
+    assert small.standings(halted) == before
+    assert small.now(halted).state == "rolled_back"
 
 
 def test_a_device_that_failed_is_let_try_once_more(small: Fleet) -> None:
@@ -234,7 +248,7 @@ def test_several_rollouts_are_taken_back_one_after_the_other(small: Fleet) -> No
     """Of one version for devices that came later, and of the version before that too."""
     first, *others = small.devices
     made = [
-        small.start(GOOD, percents=(100,), wanted=Filter(ids=tuple(device.id for device in others))),
+        small.start(GOOD, percents=(100,), device_filter=Filter(ids=tuple(device.id for device in others))),
     ]
     small.until(made[0], "finished")
     for version in (GOOD, 4):
@@ -254,11 +268,12 @@ def test_several_rollouts_are_taken_back_one_after_the_other(small: Fleet) -> No
     assert small.round() == 0
 
 
+@pytest.mark.slow
 def test_two_rollouts_are_taken_back_at_once(small: Fleet) -> None:
     """Each device goes back twice, by what is signed each time; going back once signs nothing anew."""
     for version in (GOOD, 4):
         small.until(small.start(version, percents=(100,)), "finished")
-    newer, older = small.world.services.database.read(partial(rows.newest, limit=2))
+    newer, older = small.world.services.database.read(partial(queries.newest, limit=2))
     service.abort(small.world.services, newer.id)
     service.abort(small.world.services, older.id)
     small.turn()
@@ -278,7 +293,7 @@ def test_devices_that_go_back_do_not_keep_the_others_waiting_for_a_signature(sma
     for device in small.devices:
         assert [offer.action for offer in device.check_in()] == ["roll_back"]
         device.check_in()
-    assert not small.world.services.database.read(rows.unsigned)
+    assert not small.world.services.database.read(queries.unsigned_revisions)
 
 
 def test_silent_devices_are_left_behind_after_the_deadline_and_caught_up_with(small: Fleet) -> None:
@@ -326,8 +341,8 @@ def test_who_was_told_and_never_took_it_does_not_hold_up_a_rollback(small: Fleet
     small.until(made, "rolled_back")
 
 
-def test_a_bad_first_release_leaves_devices_without_a_model(small: Fleet) -> None:
-    """There is no version to go back to, and what proved bad is not to answer on."""
+def test_a_bad_first_release_leaves_devices_without_a_model_once_it_is_withdrawn(small: Fleet) -> None:
+    """There is no version to go back to; until those who release say so, a device keeps what it has, and says why."""
     for device in small.devices:
         device.active, device.broken = None, frozenset({GOOD})
     first, second, *_ = small.devices
@@ -336,12 +351,24 @@ def test_a_bad_first_release_leaves_devices_without_a_model(small: Fleet) -> Non
     small.turn()
     assert [offer.version for offer in first.check_in()] == [GOOD] and first.version == GOOD
     first.check_in()
+    small.until(made, "halted")
+    for _ in range(3):
+        small.round()
+    assert (small.now(made).state, first.version) == ("halted", GOOD)
+    members = small.world.services.database.read(partial(member_rows.members_of, rollout=made.id))
+    assert [(each.standing, each.code) for each in members if each.device == first.id] == [
+        ("active", "not_withdrawn")
+    ]
+    stays = small.world.services.database.read(partial(member_rows.rollback_failures, rollout=made.id))
+    assert [(each.code, each.devices, each.device) for each in stays] == [("not_withdrawn", 1, first.id)]
+    small.releases.released.remove(("digits", GOOD))
     small.until(made, "rolled_back")
     assert small.versions() == [None] * 4
-    assert [(offer.action, offer.version) for offer in first.offers] == [
+    assert {(offer.action, offer.version) for offer in first.offers} == {
         ("install", GOOD),
         ("roll_back", NO_MODEL),
-    ]
+    }
+    assert not small.world.services.database.read(partial(member_rows.rollback_failures, rollout=made.id))
     assert small.standings(made)[first.id] == "rolled_back" and small.standings(made)[second.id] == "failed"
     assert small.round() == 0
     small.until(small.start(4, percents=(100,)), "finished")
@@ -382,7 +409,7 @@ def test_what_was_decided_and_not_signed_before_a_crash_is_signed_after_it(tmp_p
     with sqlite(tmp_path) as database, serving(tmp_path, database) as world:
         fleet = Fleet(world, 4)
         made = fleet.start(GOOD, percents=(50, 100))
-        world.services.database.write(lambda at: service._decide(at, made.id, world.clock())).result()
+        world.services.database.write(lambda at: controller._decide(at, made.id, world.clock())).result()
         assert not fleet.releases.documents
     with sqlite(tmp_path) as database, serving(tmp_path, database) as world:
         for device in fleet.devices:
@@ -445,8 +472,8 @@ def test_a_halted_rollout_whose_silent_device_goes_on_to_the_next_one_is_over(sm
 
 def test_what_is_offered_is_signed_however_many_rollouts_there_were(small: Fleet) -> None:
     deaf, other = small.devices[0].client, small.devices[1].id
-    gates, wanted = Gates(answered=0, deadline_seconds=1), Filter(ids=(deaf.id, other))
-    first = small.start(GOOD, percents=(100,), wanted=wanted, gates=gates)
+    gates, device_filter = Gates(answered=0, deadline_seconds=1), Filter(ids=(deaf.id, other))
+    first = small.start(GOOD, percents=(100,), device_filter=device_filter, gates=gates)
     small.turn()
     for _ in range(2):
         small.devices[1].check_in()
@@ -456,7 +483,7 @@ def test_what_is_offered_is_signed_however_many_rollouts_there_were(small: Fleet
     offers = []
     for _ in range(9):
         offers += deaf.check_in(wire="1.3").releases
-        made = small.start(4, wanted=Filter(ids=(other,)))
+        made = small.start(4, device_filter=Filter(ids=(other,)))
         service.abort(small.world.services, made.id, keep=True)
         small.turn()
         named = {
@@ -469,10 +496,10 @@ def test_what_is_offered_is_signed_however_many_rollouts_there_were(small: Fleet
 def test_a_device_that_failed_alone_can_be_let_try_again(small: Fleet) -> None:
     alone = small.devices[0]
     alone.broken = frozenset({GOOD})
-    wanted = Filter(ids=(alone.id,))
-    small.until(small.start(GOOD, wanted=wanted), "rolled_back")
+    device_filter = Filter(ids=(alone.id,))
+    small.until(small.start(GOOD, device_filter=device_filter), "rolled_back")
     alone.broken = frozenset()
-    again = small.start(GOOD, wanted=wanted)
+    again = small.start(GOOD, device_filter=device_filter)
     small.turn()
     assert small.round() == 0 and small.now(again).state == "running"
     service.force(small.world.services, again.id, alone.id)
@@ -488,7 +515,7 @@ def test_one_rollout_of_a_model_at_a_time(small: Fleet) -> None:
 
 @pytest.mark.parametrize(
     ("version", "terms", "code"),
-    [(9, {}, "unknown_release"), (GOOD, {"wanted": Filter(groups=("none",))}, "no_devices")],
+    [(9, {}, "unknown_release"), (GOOD, {"device_filter": Filter(groups=("none",))}, "no_devices")],
 )
 def test_what_cannot_be_rolled_out_is_refused(
     small: Fleet, version: int, terms: dict[str, Any], code: str
@@ -547,7 +574,7 @@ def test_figures_that_cannot_be_are_refused(small: Fleet, bad: dict[str, Any]) -
 def test_one_device_that_praises_a_bad_release_does_not_outweigh_the_others(
     small: Fleet, labels: int
 ) -> None:
-    made = small.start(BAD, percents=(100,))
+    made = small.start(BAD, percents=(100,), gates=Gates(confidence=None))
     small.turn()
     liar = small.devices.pop().client
     liar.check_in(wire="1.3")
@@ -568,15 +595,15 @@ def test_a_loss_without_bounds_leaves_the_figures_numbers(small: Fleet) -> None:
         liar.check_in(
             wire="1.3", releases=(ReleaseReport(made.id, "digits", GOOD, "active", evaluation=figures),)
         )
-    found = small.world.services.database.read(partial(rows.tallies, rollout=made.id))[0]
-    assert found.loss_sum == found.champion_loss_sum == 2 * 40 * MOST_LOSS
+    found = small.world.services.database.read(partial(member_rows.tallies, rollout=made.id))[0]
+    assert found.loss_sum == found.champion_loss_sum == 2 * 40 * MAX_LOSS
 
 
 def test_a_rollout_is_for_no_more_devices_than_a_document_names(
     small: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "MOST_DEVICES", 3)
-    with pytest.raises(Refusal, match="4 devices fit, and a rollout names 3 at most"):
+    with pytest.raises(Refusal, match="4 devices match, and a rollout names at most 3"):
         small.start(GOOD)
 
 
@@ -592,7 +619,7 @@ def test_held_devices_are_woken_when_their_phase_opens(small: Fleet) -> None:
         )
     )
     poll.start()
-    while not world.services.signals.held("device:"):
+    while not world.services.signals.count_waiting("device:"):
         threading.Event().wait(0.01)
     small.turn()
     poll.join()
@@ -612,7 +639,7 @@ def test_a_held_device_hears_an_offer_at_once_and_is_held_after_that(small: Flee
 
 def test_the_thread_carries_a_rollout_through(small: Fleet) -> None:
     services = small.world.services
-    thread = service.RolloutThread(services, small.releases)
+    thread = controller.RolloutThread(services, small.releases)
     thread.start()
     made = small.start(GOOD, percents=(50, 100))
     while small.now(made).state != "finished":
@@ -633,6 +660,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 def test_whatever_happens_nobody_repeats_a_failed_release_and_phases_only_grow(tmp_path: Path) -> None:
     with sqlite(tmp_path) as database, serving(tmp_path, database) as world:
         fleet = Fleet(world, 6)
@@ -653,7 +681,9 @@ def _check_law(fleet: Fleet, model: str, steps: list[Step], broken: set[int], in
         RolloutDevice(each.client, releases, model, broken=frozenset({1} if at in broken else ()))
         for at, each in enumerate(fleet.devices)
     ]
-    made = service.start(services, releases, model, 1, percents=(10, 40, 100), gates=Gates(install=install))
+    made = service.start(
+        services, releases.releases(), model, 1, percents=(10, 40, 100), gates=Gates(install=install)
+    )
     forced = [0] * len(devices)
     phase = -1
     for what, at in steps:
@@ -707,5 +737,43 @@ def _check_in(fleet: Fleet, device: RolloutDevice) -> None:
         device._follow(offer)
 
 
-def _members(fleet: Fleet, made: RolloutRow) -> list[rows.MemberRow]:
-    return fleet.world.services.database.read(partial(rows.members_of, rollout=made.id))
+def _members(fleet: Fleet, made: RolloutRow) -> list[MemberRow]:
+    return fleet.world.services.database.read(partial(member_rows.members_of, rollout=made.id))
+
+
+# -- a device's disk --
+
+
+def test_a_device_that_lost_its_model_is_told_again(small: Fleet) -> None:
+    """Its check-in says that nothing runs, and not why: its pointers were lost."""
+    rollout = small.start(GOOD, percents=[100])
+    small.until(rollout, "finished")
+    lost = small.devices[0]
+    lost.active = lost.spare = lost.last = None
+    (offer,) = lost.check_in()
+    assert (offer.rollout, offer.version) == (rollout.id, GOOD)
+    assert small.standings(rollout)[lost.id] == "installing"
+    assert lost.check_in() == ()
+    assert small.standings(rollout)[lost.id] == "active"
+
+
+def test_a_device_that_lost_what_it_went_back_to_is_told_again(small: Fleet) -> None:
+    rollout = small.start(BAD, percents=[100])
+    small.until(rollout, "rolled_back")
+    lost = small.devices[0]
+    lost.active = lost.spare = None
+    (offer,) = lost.check_in()
+    assert (offer.version, offer.action) == (1, "roll_back")
+
+
+def test_a_damaged_slot_is_known_within_a_check_in(small: Fleet) -> None:
+    rollout = small.start(GOOD, percents=[100])
+    small.until(rollout, "finished")
+    device = small.devices[0]
+    device.active, device.spare = ("earlier", 1), None
+    device.last = ReleaseReport(rollout.id, "digits", GOOD, "installing", "damaged", "on its disk")
+    (offer,) = device.check_in()
+    assert offer.version == GOOD
+    assert small.standings(rollout)[device.id] == "installing"
+    device.check_in()
+    assert small.standings(rollout)[device.id] == "active"

@@ -12,15 +12,20 @@ from typing import Any
 
 import pytest
 
-from coordinator import run_report
+from coordinator.commands.summaries import show_report
+from coordinator.context.services import Services
 from coordinator.db import events
 from coordinator.db import runs as rows
-from coordinator.errors import Refusal, UserError
-from coordinator.fleets.deployments import Deployment
-from coordinator.fleets.fleet import Answer, Model, Silence
-from coordinator.rounds.plan import Task
-from coordinator.runs import RunService
-from coordinator.services import Services
+from coordinator.errors import NothingLearnt, Refusal, UserError
+from coordinator.reports import run_report
+from coordinator.rounds.fleet import (
+    Answer,
+    Model,
+    Silence,
+)
+from coordinator.rounds.tasks import Task
+from coordinator.runs.service import RunService
+from coordinator.scheduling.deployments import Deployment
 from edge_client.wire.device import EvaluationResult
 from strategies.update import Update
 from tests.support.databases import database_url
@@ -59,7 +64,7 @@ def told(services: Services, run: str) -> list[Any]:
 
 
 def report_of(services: Services, run: str) -> dict[str, Any]:
-    return services.database.read(lambda at: run_report.document(at, rows.find(at, run)))
+    return services.database.read(lambda at: run_report.make_report(at, rows.find(at, run)))
 
 
 @pytest.mark.slow
@@ -78,6 +83,7 @@ def test_a_run_goes_through_its_rounds_and_its_report_is_that_of_a_simulation(tm
         assert [row["round"] for row in report["rounds"]] == [1, 2, 3]
         assert all(row["accepted"] == 2 for row in report["rounds"])
         assert report["final"]["test_rows"] == 359
+        assert any("own held-out rows of 'digits' (seed 7)" in notice for notice in report["notices"])
         assert report["final"]["model_sha256"] == run.params
         assert report["data"]["classes"] == 10
 
@@ -188,6 +194,24 @@ def test_nothing_is_made_of_a_model_that_the_disk_has_damaged(tmp_path: Path, da
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_run_in_which_every_device_declined_ends_with_an_error(tmp_path: Path) -> None:
+    class Declining(FakeDevices):
+        def results(self) -> Iterator[Answer | Silence]:
+            for task in self._tasks:
+                yield Silence(task, "out of memory", 1.0)
+
+    with services_in(tmp_path) as services:
+        row = carried(
+            services, DIGITS, lambda services, deployment, patience: Declining(services, deployment)
+        )
+        assert row.state == "finished"
+        with pytest.raises(
+            NothingLearnt, match=r"of 6 clients selected, 6 sent no update .* fedloop device why"
+        ):
+            show_report(report_of(services, row.id), tmp_path, as_json=False)
+
+
 def test_a_run_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
     document = {**DIGITS, "model": {"name": "no_such_package:build"}}
     with services_in(tmp_path / "home", allow_code=("no_such_package:build",)) as services:
@@ -200,7 +224,7 @@ def test_a_run_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_waits_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.runs._AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("coordinator.runs.service._AGAIN_SECONDS", 0.0)
     errors = [OSError(errno.ENOSPC, "No space left on device")]
 
     def full_once(services: Services, deployment: Deployment, patience: float) -> FakeDevices:

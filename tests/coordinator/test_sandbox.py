@@ -16,7 +16,7 @@ import pytest
 from coordinator.errors import UserError
 from coordinator.sandbox import enter, policy
 from coordinator.settings import Settings
-from coordinator.simulation.pool import WorkerPool
+from coordinator.workers.pool import WorkerPool
 from tests.coordinator.test_pool import preparing
 from tests.support import spy
 from tests.support.databases import postgres
@@ -52,7 +52,7 @@ def address() -> Iterator[str]:
 
 
 def confined() -> None:
-    if reason := enter.missing():
+    if reason := enter.unavailable_reason():
         require("landlock", reason)
 
 
@@ -226,10 +226,10 @@ def test_workers_of_a_pool_are_confined_and_run_listed_code_only(
     launch = policy.launch(allowed, settings.home / "runs" / "a")
     with WorkerPool(size, tmp_path / "workers.log", launch=launch) as pool:
         with pytest.raises(UserError, match=r"mine:load failed.*PermissionError"):
-            pool.one(preparing(settings.home / "runs" / "a", dataset="mine:load"))
+            pool.run_one(preparing(settings.home / "runs" / "a", dataset="mine:load"))
         for name in ("yours:load", "os:abort", "os:getcwd"):
             with pytest.raises(UserError, match="not among the code that this process may run"):
-                pool.one(preparing(settings.home / "runs" / "a", dataset=name))
+                pool.run_one(preparing(settings.home / "runs" / "a", dataset=name))
 
 
 def test_code_is_not_run_without_a_sandbox_unless_insisted(
@@ -273,7 +273,7 @@ def test_data_folders_and_the_coordinators_files_are_apart(settings: Settings, t
     (tmp_path / "data").mkdir()
     policy.require(replace(settings, data_dir=tmp_path / "data"))
     for folder in (tmp_path, settings.home, settings.home / "blobs"):
-        with pytest.raises(UserError, match="lie outside of the coordinator's own files"):
+        with pytest.raises(UserError, match="must be outside the coordinator's own files"):
             policy.require(replace(settings, allow_paths=(folder,)))
-    with pytest.raises(UserError, match="lie outside"):
+    with pytest.raises(UserError, match="must be outside"):
         policy.require(replace(settings, ca_key=tmp_path / "data" / "ca.key", data_dir=tmp_path / "data"))

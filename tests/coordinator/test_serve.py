@@ -1,4 +1,4 @@
-"""`fedloop serve` as a process: what it says, what it refuses to start with, how it ends."""
+"""`fedloop serve` as a process: its output, what it refuses at start, how it ends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ import pytest
 import urllib3
 
 from coordinator.errors import UserError
-from coordinator.operator_client import OperatorClient, Refused, Unreachable
-from coordinator.serve_options import address, at_ports, read_settings
-from edge_client.process import bound
+from coordinator.operator.client import (
+    OperatorClient,
+    Refused,
+    Unreachable,
+)
+from coordinator.option_parsers import address
+from coordinator.settings import Settings, read_settings
+from edge_client.processes.process import tie_to_parent
 from tests.support.cli import FEDLOOP, run_cli
 
 ANY_PORTS = ("--operator", "127.0.0.1:0", "--device", "127.0.0.1:0")
@@ -26,8 +31,8 @@ ENDS_SECONDS = 60
 
 @contextmanager
 def served(home: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
-    """A coordinator, and where it says it is."""
-    command = bound([str(FEDLOOP), "serve", "--home", str(home), *(flags or ANY_PORTS)])
+    """A coordinator, and its announced addresses."""
+    command = tie_to_parent([str(FEDLOOP), "serve", "--home", str(home), *(flags or ANY_PORTS)])
     with (home.parent / f"{home.name}.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
     assert process.stdout is not None
@@ -44,7 +49,7 @@ def client_of(home: Path, place: dict[str, Any]) -> OperatorClient:
 
 
 @pytest.mark.slow
-def test_a_coordinator_serves_both_apis_and_ends_clean(tmp_path: Path) -> None:
+def test_a_coordinator_serves_both_apis_and_ends_cleanly(tmp_path: Path) -> None:
     home = tmp_path / "home"
     with served(home) as (process, place):
         assert place["event"] == "serving"
@@ -63,7 +68,7 @@ def test_a_coordinator_serves_both_apis_and_ends_clean(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_who_follows_events_does_not_keep_the_coordinator_from_ending(tmp_path: Path) -> None:
+def test_a_client_that_follows_events_does_not_delay_the_shutdown(tmp_path: Path) -> None:
     home = tmp_path / "home"
     with served(home) as (process, place):
         client = client_of(home, place)
@@ -92,7 +97,7 @@ def test_a_home_has_one_coordinator_and_a_port_one_server(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_every_bad_option_is_told_at_once(tmp_path: Path) -> None:
+def test_every_bad_option_is_reported_at_once(tmp_path: Path) -> None:
     bad = run_cli(
         *("serve", "--home", tmp_path / "home", "--operator", "8080", "--device-url", "http://x"),
         *("--certificate-days", "none", "--ca-cert", tmp_path / "ca.pem"),
@@ -108,29 +113,33 @@ def test_every_bad_option_is_told_at_once(tmp_path: Path) -> None:
 # Settings
 
 
-def refused_settings(**given: Any) -> str:
+def settings_of(**values: Any) -> Settings:
+    return read_settings({"home": Path("/nowhere"), **values})
+
+
+def refused_settings(**values: Any) -> str:
     with pytest.raises(UserError) as caught:
-        read_settings(home=Path("/nowhere"), **given)
+        settings_of(**values)
     return str(caught.value)
 
 
-def test_the_operator_api_stays_on_loopback_unless_insisted() -> None:
+def test_the_operator_api_stays_on_loopback_by_default() -> None:
     assert "admin token over the network in clear" in refused_settings(operator="0.0.0.0:8080")
     assert "--insecure-operator" in refused_settings(operator="fed.example.org:8080")
-    insisted = read_settings(home=Path("/nowhere"), operator="0.0.0.0:8080", insecure_operator=True)
-    assert insisted.operator_host == "0.0.0.0"
+    allowed = settings_of(operator="0.0.0.0:8080", insecure_operator=True)
+    assert allowed.operator.host == "0.0.0.0"
 
 
 def test_key_and_certificate_of_a_ca_belong_together(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").touch()
-    assert "belong together" in refused_settings(ca_cert=tmp_path / "ca.pem")
+    assert "belong together" in refused_settings(ca_certificate=tmp_path / "ca.pem")
 
 
-def test_devices_are_told_the_port_that_was_had() -> None:
-    settings = read_settings(home=Path("/nowhere"), device="0.0.0.0:0", name=["fed.example.org"])
-    assert at_ports(settings, 1, 4711).device_url == "https://fed.example.org:4711"
-    given = read_settings(home=Path("/nowhere"), device_url="https://edge.example.org:443/")
-    assert at_ports(given, 1, 4711).device_url == "https://edge.example.org:443"
+def test_devices_get_the_port_that_was_bound() -> None:
+    settings = settings_of(device="0.0.0.0:0", names=["fed.example.org"])
+    assert settings.with_ports(1, 4711).device_url == "https://fed.example.org:4711"
+    given = settings_of(device_url="https://edge.example.org:443/")
+    assert given.with_ports(1, 4711).device_url == "https://edge.example.org:443"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +151,7 @@ def test_addresses(text: str, parts: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["8080", ":80", "host:", "host:70000", "host:-1", ""])
-def test_what_is_no_address(text: str) -> None:
+def test_invalid_addresses(text: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
         address(text)
 
@@ -155,13 +164,13 @@ def test_what_is_no_address(text: str) -> None:
     ("args", "words"),
     [
         (["run", "--coordinator", "http://127.0.0.1:1"], "no coordinator answers"),
-        (["run", "--coordinator", "nowhere"], "is no address"),
+        (["run", "--coordinator", "nowhere"], "is not an address"),
         (["run", "missing.toml"], "no such experiment file"),
         (["run", "--set", "local.lr=-1"], "local.lr"),
         (["run", "--follow", "x", "--set", "a=1"], "--follow takes everything from the run"),
     ],
 )
-def test_run_says_what_is_wrong(tmp_path: Path, args: Sequence[str], words: str) -> None:
+def test_run_reports_a_mistake(tmp_path: Path, args: Sequence[str], words: str) -> None:
     done = run_cli(*args, cwd=tmp_path, env={"FEDLOOP_ADMIN_TOKEN": "t"})
     assert done.returncode == 2
     assert words in done.stderr
@@ -169,7 +178,7 @@ def test_run_says_what_is_wrong(tmp_path: Path, args: Sequence[str], words: str)
 
 
 @pytest.mark.slow
-def test_run_without_a_token_says_where_it_is_looked_for(tmp_path: Path) -> None:
+def test_run_without_a_token_names_the_expected_file(tmp_path: Path) -> None:
     done = run_cli("run", env={"FEDLOOP_HOME": str(tmp_path), "FEDLOOP_ADMIN_TOKEN": ""})
     assert done.returncode == 2
     assert str(tmp_path / "admin.token") in done.stderr.replace("\n", "")

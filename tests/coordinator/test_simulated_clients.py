@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.experiment import Fault
-from coordinator.simulation import faults
-from coordinator.simulation.preparation import assign_runtimes
-from coordinator.simulation.virtual_time import virtual_time
+from coordinator.experiments.schema import Fault
+from coordinator.fleets.virtual_time import virtual_time
+from coordinator.runs.simulated_preparation import assign_runtimes
+from coordinator.workers import faults
 from strategies.params import Params
 from tests.support.federation import task, update
 
@@ -72,13 +72,13 @@ def test_who_is_faulty_is_drawn_by_the_seed() -> None:
 @pytest.mark.parametrize("kind", get_args(Fault))
 def test_every_fault_is_something_else_than_the_honest_upload(kind: str) -> None:
     model: Params = {"bias": np.zeros(2, np.float32), "weight": np.zeros((2, 2), np.float32)}
-    (honest,) = faults.payloads(None, task().message, update(model))
-    assert faults.payloads(kind, task().message, update(model)) != [honest]
+    (honest,) = faults.encode_uploads(None, task().message, update(model))
+    assert faults.encode_uploads(kind, task().message, update(model)) != [honest]
 
 
 def test_an_unknown_fault_is_our_own_mistake() -> None:
     with pytest.raises(ValueError, match="unknown fault 'sleepy'"):
-        faults.payloads("sleepy", task().message, update({"w": np.zeros(2, np.float32)}))
+        faults.encode_uploads("sleepy", task().message, update({"w": np.zeros(2, np.float32)}))
 
 
 # Virtual time

@@ -9,13 +9,20 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from coordinator.fleets.fleet import Answer, Model, Silence, Terms, model_of
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet
+from coordinator.fleets.virtual_time import VirtualTime
 from coordinator.rounds import intake, plan
-from coordinator.rounds.plan import LocalWork, Task
-from coordinator.simulation.frames import Frame
-from coordinator.simulation.pool import Job, WorkerPool
-from coordinator.simulation.virtual_time import VirtualTime
+from coordinator.rounds.fleet import (
+    Answer,
+    Model,
+    Silence,
+    Terms,
+    encode_model,
+)
+from coordinator.rounds.plan import LocalWork
+from coordinator.rounds.tasks import Task
+from coordinator.workers.frames import Frame
+from coordinator.workers.pool import Job, WorkerPool
 from edge_client.wire import arrays
 from edge_client.wire.messages import TaskMessage, encode_result
 from tests.support.federation import PARAMS, run_plan, steps_of, update
@@ -36,7 +43,7 @@ class BackwardPool:
         """Clients in the order in which their jobs were taken."""
         return list(self.jobs)
 
-    def tell(self, values: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+    def broadcast(self, values: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         pass
 
     def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Frame]]:
@@ -68,14 +75,14 @@ def fleet(pool: BackwardPool, *, dropout: float = 0.0, fault: str | None = None)
 
 def tasks(model: Model, **work: Any) -> tuple[Task, ...]:
     local = LocalWork(**{"batch_size": 4, "lr": 0.1, "epochs": None, "steps": 1} | work)
-    return plan.tasks_for(tuple(SECONDS), 1, model.base, run_plan(local=local))
+    return plan.make_tasks(tuple(SECONDS), 1, model.base, run_plan(local=local))
 
 
-MODEL = model_of(PARAMS, {})
+MODEL = encode_model(PARAMS, {})
 
 
 def submit(simulated: SimulatedFleet, *, until: float = 100.0, wanted: int = 99, **work: Any) -> None:
-    expected = intake.expected_of({"w": PARAMS["w"]}, {})
+    expected = intake.make_expected({"w": PARAMS["w"]}, {})
     simulated.submit(tasks(MODEL, **work), MODEL, Terms(expected, wanted, until, population=len(SECONDS)))
 
 

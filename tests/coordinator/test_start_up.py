@@ -28,22 +28,22 @@ _HELP = "import sys; sys.argv = ['fedloop', '--help']\ntry: import _fedloop_comm
         pytest.param(_HELP, {*_NOT_FOR_RUNS, "numpy", "pydantic"}, id="fedloop --help"),
         pytest.param("import fedloop", _NOT_FOR_RUNS, id="import fedloop"),
         pytest.param(
-            "import coordinator.display, coordinator.experiment, coordinator.simulation.run",
+            "import coordinator.commands.progress, coordinator.commands.summaries, coordinator.experiments.experiment, coordinator.runs.simulation",
             _NOT_FOR_RUNS,
             id="fedloop simulate",
         ),
         pytest.param(
-            "import coordinator.display, coordinator.pretraining, coordinator.compressing, coordinator.exporting",
+            "import coordinator.commands.progress, coordinator.commands.summaries, coordinator.datacenter.pretraining, coordinator.datacenter.compression, coordinator.datacenter.release_export",
             _NOT_FOR_RUNS,
             id="fedloop pretrain, compress and export",
         ),
-        pytest.param("import coordinator.serve", FRAMEWORKS | PICTURES | SCIENCE, id="fedloop serve"),
+        pytest.param("import coordinator.server.serve", FRAMEWORKS | PICTURES | SCIENCE, id="fedloop serve"),
         pytest.param(
-            "import edge_client.cli, edge_client.daemon",
+            "import edge_client.commands.cli, edge_client.daemon.main",
             {*_NOT_FOR_RUNS, "numpy", "pydantic"} - {"tuf", "securesystemslib"},
             id="fedloop-edge",
         ),
-        pytest.param("import coordinator.simulation.worker", _NOT_FOR_RUNS | {"pydantic"}, id="a worker"),
+        pytest.param("import coordinator.workers.worker", _NOT_FOR_RUNS | {"pydantic"}, id="a worker"),
         pytest.param(
             "import models.datasets.worker; models.datasets.worker.datasets.load('digits', seed=0)",
             _NOT_FOR_RUNS | {"pydantic"},
@@ -51,15 +51,15 @@ _HELP = "import sys; sys.argv = ['fedloop', '--help']\ntry: import _fedloop_comm
         ),
         pytest.param("import models.pretrain.check", SPREAD | PICTURES, id="a check of a plan"),
         pytest.param(
-            "import models.compress.worker, models.export.inference", SPREAD | PICTURES, id="compress"
+            "import models.compress.worker, models.release.inference", SPREAD | PICTURES, id="compress"
         ),
     ],
 )
-def test_a_process_starts_without_what_others_need(code: str, never: set[str]) -> None:
+def test_a_process_imports_nothing_that_only_others_need(code: str, never: set[str]) -> None:
     assert loaded_by(code, never) == []
 
 
-def test_what_is_looked_for_would_be_found() -> None:
+def test_a_forbidden_import_would_be_found() -> None:
     assert loaded_by("import torch.distributed.tensor", SPREAD) == ["sympy", "torch.distributed.tensor"]
 
 

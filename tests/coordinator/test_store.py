@@ -25,9 +25,10 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, Stateme
 
 from coordinator.db import events
 from coordinator.db.migrations import migrate
-from coordinator.db.store import Database, is_disk_full
+from coordinator.db.store import Database
 from coordinator.db.tables import certificates, serials
-from edge_client.process import worker_environment
+from coordinator.storage.errors import is_disk_full
+from edge_client.processes.process import worker_environment
 from tests.support.databases import postgres
 
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)

@@ -16,14 +16,18 @@ import numpy as np
 import pytest
 from sqlalchemy import func, select
 
-from coordinator import enrolment
+from coordinator.accounts import enrolment
 from coordinator.db import answers, events, rounds
 from coordinator.db.store import Database
 from coordinator.db.tables import tasks, updates
 from coordinator.device_api import uploads
 from coordinator.fleets.device import DeviceFleet, sweep_uploads
-from coordinator.fleets.fleet import Answer, Silence, Terms
 from coordinator.rounds import intake, plan
+from coordinator.rounds.fleet import (
+    Answer,
+    Silence,
+    Terms,
+)
 from coordinator.rounds.plan import LocalWork, RunPlan
 from edge_client.wire.device import TaskOffer
 from edge_client.wire.messages import TaskMessage, encode_result
@@ -56,7 +60,7 @@ class OpenRound:
         for device in self.devices.values():
             device.check_in()
         self.terms = Terms(
-            intake.expected_of({"w": PARAMS["w"]}, {}, max_examples),
+            intake.make_expected({"w": PARAMS["w"]}, {}, max_examples),
             wanted,
             deadline_seconds=600,
             population=2,
@@ -66,10 +70,10 @@ class OpenRound:
     def submit(self, fleet: DeviceFleet, number: int = 1) -> None:
         assert fleet.clients(2) == sorted(self.devices)
         model = fleet.model(PARAMS, {})
-        asked = fleet.reopened(number)
+        asked = fleet.find_open_round(number)
         work = LocalWork(batch_size=4, lr=0.1, epochs=None, steps=1)
         run_plan = RunPlan(7, 3, presets.get("fedavg"), work, ("w",), clients_per_round=2)
-        cohort = plan.tasks_for(tuple(self.devices), number, model.base, run_plan)
+        cohort = plan.make_tasks(tuple(self.devices), number, model.base, run_plan)
         self.tasks = asked.tasks if asked else cohort
         fleet.submit(self.tasks, model, self.terms)
 
@@ -378,7 +382,7 @@ def test_an_upload_that_was_swept_away_hears_why_its_task_is_over(
     def lease_runs_out_meanwhile(*asked: Any) -> Any:
         opened.world.clock.pass_seconds(1000)
         now = services.clock()
-        services.database.write(lambda at: rounds.expire(at, "r", 1, "train", now)).result()
+        services.database.write(lambda at: rounds.expire_leases(at, "r", 1, "train", now)).result()
         sweep_uploads(services)
         return check(*asked)
 
@@ -468,13 +472,13 @@ def test_what_a_round_will_send_is_not_removed_before_its_tasks_name_it(opened: 
 
     def another_run_that_came_to_the_same_bytes_is_done_with_them() -> int:
         folder = services.settings.home / "blobs"
-        with services.blobs.naming:
+        with services.blobs.reference_lock:
             services.blobs.remove([path.name for path in folder.iterdir()])
         return len(list(folder.iterdir()))
 
     assert another_run_that_came_to_the_same_bytes_is_done_with_them() == 2
     run_plan = RunPlan(7, 3, presets.get("fedavg"), LocalWork(4, 0.1, None, 1), ("w",), clients_per_round=2)
-    fleet.submit(plan.tasks_for(("a",), 1, model.base, run_plan), model, opened.terms)
+    fleet.submit(plan.make_tasks(("a",), 1, model.base, run_plan), model, opened.terms)
     assert another_run_that_came_to_the_same_bytes_is_done_with_them() == 0
 
 
@@ -510,7 +514,7 @@ def test_hashes_carried_along_agree_with_the_file(opened: OpenRound) -> None:
     transfer.write(0, b"abc")
     transfer.write(3, b"def")
     assert transfer.sha256() == hashlib.sha256(b"abcdef").hexdigest()
-    transfer.cut_back(3)
+    transfer.truncate(3)
     assert transfer.sha256() == hashlib.sha256(b"abc").hexdigest()
     transfer.write(3, b"x")
     assert transfer.sha256() == hashlib.sha256(b"abcx").hexdigest()

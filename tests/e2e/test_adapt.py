@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import fedloop
-from coordinator import experiment as experiments
-from coordinator import following
-from coordinator.demo_fleet import shares
-from coordinator.local_fleet import local_fleet
-from coordinator.progress import Quiet
+from coordinator.demos.demo_fleet import client_data
+from coordinator.demos.local_fleet import local_fleet
+from coordinator.experiments import experiment as experiments
+from coordinator.operator import run_follower
+from coordinator.reports.progress import Quiet
 from edge_client.wire import arrays
 from models import adaptation
 from tests.support.cli import CACHE, run_cli
@@ -47,7 +47,7 @@ def test_few_params_trained_federatedly_improve_the_model_for_a_twentieth_of_the
     assert found.accuracy > found.report["start"]["test_accuracy"] + 0.005
     whole = sum(value.nbytes for value in arrays.read(init).values())
     assert all(20 * up(row) <= 2 * 5 * whole for row in found.rounds)
-    begun = adaptation.restored(adaptation.backbone(arrays.read(init)))
+    begun = adaptation.dequantize_backbone(adaptation.quantize_backbone(arrays.read(init)))
     assert found.params.keys() == begun.keys()
     assert {name for name in begun if not np.array_equal(found.params[name], begun[name])} == trained
 
@@ -56,13 +56,13 @@ def test_daemons_train_a_head_and_the_model_they_end_with_can_be_compressed(tmp_
     (models := tmp_path / "models").mkdir()
     document = experiment(shipped_in(models, RESNET), RESNET, rounds=6, adapt="head")
     document["federation"] |= {"clients": 3, "clients_per_round": 3}
-    parts = shares(experiments.resolve(document, "test"))
+    parts = client_data(experiments.resolve(document, "test"))
     with local_fleet(tmp_path / "fleet", ["--allow-path", str(models)]) as fleet:
         for number, share in enumerate(parts):
             fleet.add(f"device-{number}", CONFIG, share).start()
-        run = following.submit(fleet.client, document, [])
+        run = run_follower.submit(fleet.client, document)
         out = tmp_path / "run"
-        report = following.follow(fleet.client, run["id"], out, Quiet())
+        report = run_follower.follow(fleet.client, run["id"], out, Quiet())
         assert set(fleet.stop().values()) == {0}
 
     assert report["final"]["test_accuracy"] > report["start"]["test_accuracy"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.export.micro import MicroModel
+from models.compress.micro_selftest import MicroModel
 from tests.support.cli import assert_refused, report_of, run_cli, run_here
 
 pytestmark = pytest.mark.slow
@@ -50,6 +50,7 @@ def test_a_resnet_is_brought_into_an_arena_and_runs_in_it(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.extended
 def test_where_nothing_fits_the_nearest_is_named(tmp_path: Path) -> None:
     done = run_cli("pretrain", "--set", "model.name=logreg", "--out", "teacher", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

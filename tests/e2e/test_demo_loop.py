@@ -1,4 +1,4 @@
-"""The whole circle in one command: what devices learnt is what devices run, and one can tell where it is from."""
+"""The whole cycle in one command: devices run the model that they trained, and its lineage is complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 HANGS_SECONDS = 800
 
 
-def test_the_circle_closes(tmp_path: Path) -> None:
+def test_the_cycle_closes(tmp_path: Path) -> None:
     out = tmp_path / "loop"
     with started("demo-loop", "--out", out) as demo:
         assert demo.process.wait(HANGS_SECONDS) == 0, demo.errors()
@@ -21,6 +21,7 @@ def test_the_circle_closes(tmp_path: Path) -> None:
     result = json.loads((out / "demo-loop.json").read_text())
     shipped, learnt = result["shipped"], result["learnt"]
     assert shipped["rollout"] == learnt["rollout"] == "finished"
+    assert isinstance(learnt["device_rows"], int)
     assert learnt["device_accuracy"] > learnt["before"] + 0.02
     assert learnt["accuracy"] > shipped["accuracy"] + 0.02
     assert set(result["stopped"].values()) == {0}

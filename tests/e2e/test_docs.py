@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import experiment
+from coordinator.experiments import experiment
+from coordinator.experiments.schema import Experiment
 from strategies import presets
 from tests.support.cli import run_cli
 
@@ -51,7 +52,7 @@ def test_the_python_example_of_the_readme_runs(tmp_path: Path) -> None:
 def test_the_reference_shows_every_key_with_its_default() -> None:
     """An experiment made of the reference's own values, less the keys of other data sets, is the default one."""
     document = tomllib.loads(blocks("docs/experiment.md", "toml")[0])
-    sections = experiment.Experiment.model_fields
+    sections = Experiment.model_fields
     for name, section in document.items():
         if isinstance(section, dict):
             fields = sections[name].annotation.model_fields  # type: ignore[union-attr]

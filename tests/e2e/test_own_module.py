@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from edge_client.infer import runtime
 from tests.support.cli import assert_refused, options, report_of, run_cli, run_here
 
 pytestmark = pytest.mark.slow
@@ -103,6 +106,10 @@ BROKEN = {
         "def build(input_shape, classes, channels):\n    return Two(6, 6)\n",
         ["models:build", "tuple", "[batch, 3]"],
     ),
+    "answers with probabilities": (
+        MODELS.replace("(width // 2), classes),", "(width // 2), classes), nn.Softmax(-1),"),
+        ["models:build", "answers with probabilities, expected logits", "softmax"],
+    ),
     "answers in another shape": (
         MODELS.replace("(width // 2), classes)", "(width // 2), classes + 1)"),
         ["models:build", "[batch, 4]", "[batch, 3]", "3 classes"],
@@ -138,3 +145,54 @@ def test_an_installed_package_offers_its_model_under_a_short_name(tmp_path: Path
 
     assert done.returncode == 0, done.stderr
     assert report_of(tmp_path / "out")["experiment"]["model"] == {"name": "othernet", "channels": 4}
+
+
+WORDS = """
+import numpy as np
+import torch
+from torch import nn
+
+class Bag(nn.Module):
+    def __init__(self, rows, places, classes):
+        super().__init__()
+        self.word, self.place, self.out = nn.Embedding(rows, 8), nn.Embedding(places, 8), nn.Linear(8, classes)
+
+    def forward(self, x):
+        return self.out((self.word(x) + self.place(torch.arange(x.shape[1]))).mean(1))
+
+def build(input_shape, classes, rows=62):
+    return Bag(rows, *input_shape, classes)
+
+def load(seed):
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, 3, 300)
+    return {"x": rng.integers(1, 21, (300, 10)) + 20 * y[:, None], "y": y}
+"""
+
+
+def test_a_model_of_token_ids_comes_out_with_as_many_as_its_embedding_takes(tmp_path: Path) -> None:
+    (tmp_path / "words.py").write_text(WORDS)
+    asked = [
+        "model.name=words:build",
+        "data.dataset=words:load",
+        "data.partition=iid",
+        "federation.clients=4",
+        "federation.rounds=2",
+        "federation.runtimes={torch=1}",
+    ]
+    done = run_cli("simulate", "--out", "run", *options(asked), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = run_cli(
+        "export", "run", "--name", "words", "--precision", "float32", "--out", "release", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "release" / "manifest.json").read_bytes())
+    assert manifest["input"] == {"shape": [10], "dtype": "int32", "vocab": 62}
+    model = runtime.load(tmp_path / "release")
+    x = np.full((1, 10), 61, np.int32)
+    assert model.predict(x).shape == (1, 3)
+    with pytest.raises(runtime.InvalidRows, match="takes 0 to 61"):
+        model.predict(x + 1)
+
+    done = run_here("simulate", "--out", "small", *options([*asked, "model.rows=40"]), cwd=tmp_path)
+    assert_refused(done, "token ids 0 to 60", "words:build", "takes 0 to 39", "model.vocab")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import safetensors.numpy
 
-from coordinator import pretrain_config
+from coordinator.datacenter import pretrain_config
 from models.pretrain.plan import ParallelPlan
 from tests.support import require
 from tests.support.cli import assert_refused, options, report_of, run_cli, run_here, started
@@ -58,13 +58,30 @@ def guided(tmp_path_factory: pytest.TempPathFactory) -> Path:
         line for block in re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL) for line in block.splitlines()
     ]
     here = [line for line in commands if "plays" not in line]
-    assert len(here) == 8
+    assert len(here) == 9
     (module,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     (folder / "mynet.py").write_text(module)
     for line in here:
         done = run_cli(*shlex.split(line)[1:], cwd=folder, env={"XDG_STATE_HOME": str(folder / "state")})
         assert done.returncode == 0, (line, done.stderr)
     return folder
+
+
+def test_a_finished_one_goes_on_by_another_plan(tmp_path: Path) -> None:
+    short = options(("train.epochs=2",))
+    longer = options(("train.epochs=4",))
+    done = run_cli("pretrain", *short, "--out", tmp_path / "resumed")
+    assert done.returncode == 0, done.stderr
+    done = run_cli("pretrain", "--resume", tmp_path / "resumed", "--plan", "dp=2", *longer)
+    assert done.returncode == 0, done.stderr
+    assert "plan: dp=1 -> dp=2" in done.stderr and "train.epochs: 2 -> 4" in done.stderr
+    assert run_cli("pretrain", *longer, "--out", tmp_path / "straight").returncode == 0
+    found = losses(tmp_path / "resumed")
+    assert found == pytest.approx(losses(tmp_path / "straight"), abs=1e-5)
+    assert report_of(tmp_path / "resumed")["steps"] == len(found)
+    shorter = run_here("pretrain", "--resume", tmp_path / "resumed", *options(("train.epochs=3",)))
+    assert_refused(shorter, "trained for 180 steps and cannot be set to 135", "--set train.steps")
+    assert report_of(tmp_path / "resumed")["steps"] == len(found)
 
 
 def losses(folder: Path) -> list[float]:
@@ -158,6 +175,10 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(tmp_path: Path
     assert list(out.iterdir()) == []
     done = run_here("pretrain", "--plan", "dp=2,zerro=1", "--set", "train.lrr=1", "--out", out)
     assert_refused(done, "2 problems", "did you mean 'zero'", "did you mean 'lr'")
+    done = run_here(
+        "pretrain", "--plan", "dp=2,grad_compression=onebit", "--set", "train.clip_norm=1", "--out", out
+    )
+    assert_refused(done, "grad_compression=onebit", "clip_norm is 1, expected 0")
     assert_refused(run_here("pretrain", tmp_path / "no.toml"), "no such experiment file")
     assert_refused(run_here("pretrain", "--resume", tmp_path), "there is no pretraining here")
     assert_refused(run_here("compress", tmp_path), "there is no model.safetensors here")

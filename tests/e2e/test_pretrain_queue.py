@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.jobs import Beside
-from coordinator.pretrain_queue import Queue
+from coordinator.datacenter.job_worker import Supervisor
+from coordinator.datacenter.pretrain_queue import Queue
 from tests.support.cli import Started, assert_refused, options, report_of, run_cli, run_here, started
 from tests.support.pretraining import training
 from tests.support.processes import HANGS_SECONDS
@@ -97,7 +97,7 @@ def occupied(queue: Path) -> Iterator[None]:
     """This process has all slots meanwhile."""
     begun, over = threading.Event(), threading.Event()
 
-    def hold(beside: Beside) -> None:
+    def hold(supervisor: Supervisor) -> None:
         begun.set()
         over.wait()
 

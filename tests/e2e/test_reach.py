@@ -9,8 +9,8 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from coordinator.errors import UserError
-from coordinator.local_fleet import LocalFleet, local_fleet
 from edge_client.wire.device import Decline
 from tests.support import noop
 from tests.support.device_client import RawDevice, message, request

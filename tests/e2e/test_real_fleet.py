@@ -13,8 +13,10 @@ import time
 import uuid
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from models import datasets
 from tests.support.cli import CACHE, started
 
 pytestmark = pytest.mark.slow
@@ -46,7 +48,7 @@ def test_a_fleet_of_three_runtimes_reaches_what_its_simulation_reaches(tmp_path:
     }
 
 
-def test_the_guide_runs_as_it_is_written(tmp_path: Path) -> None:
+def test_the_guide_runs_as_written(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "real-fleet.md").read_text("utf-8")
     # Two ports of our own: another coordinator may be served on this machine.
     for port in ("8080", "8443"):
@@ -84,6 +86,11 @@ def test_the_guide_runs_as_it_is_written(tmp_path: Path) -> None:
     assert "was accepted" in words
     assert "registered as digits:1" in words and "digits:1 @candidate  run, params" in words
     assert (tmp_path / "runs" / "fleet" / "report.json").exists()
+    digits = datasets.load("digits", seed=7)
+    tested = {row.tobytes() for row in np.rint(16 * digits.x[digits.test].reshape(-1, 64)).astype(int)}
+    trained = np.loadtxt(tmp_path / "digits.csv", int, delimiter=",", skiprows=1)[:, :64]
+    assert len(trained) == 600 and not any(row.tobytes() in tested for row in trained)
+    assert "a test only where no device trains on them" in " ".join(words.split())
 
 
 def _end(group: int) -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 GUIDE = Path(__file__).parents[2] / "docs" / "registry.md"
 
 
-def test_the_guide_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guide_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = "".join(re.findall(r"```sh\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)).splitlines()
     assert len(commands) > 10
     cache = {"FEDLOOP_CACHE_DIR": str(CACHE)}

@@ -15,19 +15,26 @@ from typing import Any
 import numpy as np
 import pytest
 from ai_edge_litert.interpreter import Interpreter
+from sqlalchemy import select
 
-from coordinator.local_fleet import LocalFleet, local_fleet
-from edge_client.infer import runtime, selftest
+from coordinator.db.tables import events
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
+from edge_client.infer import golden_check, runtime
 from edge_client.wire import inference
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
 from edge_client.wire.manifest import FileSpec
 from tests.support.released import HIDDEN, digits, release_folder
 from tests.support.signed_releases import SignedReleases
+from tests.support.stored import rows, url_of
 
 pytestmark = pytest.mark.slow
 
 HANGS_SECONDS = 200
-CONFIG = {"runtimes": ["litert"], "data": {"digits": {"kind": "numpy", "path": "data.npz"}}}
+CONFIG = {
+    "runtimes": ["litert"],
+    "data": {"digits": {"kind": "numpy", "path": "data.npz"}},
+    "releases": {"trial_seconds": 2},
+}
 
 
 def test_a_good_release_reaches_all_and_a_bad_one_is_taken_back(tmp_path: Path) -> None:
@@ -56,6 +63,42 @@ def test_a_good_release_reaches_all_and_a_bad_one_is_taken_back(tmp_path: Path) 
         assert set(fleet.stop().values()) == {0}
 
 
+def test_a_device_heals_from_bit_rot_and_gives_a_model_up_once_it_is_withdrawn(tmp_path: Path) -> None:
+    releases = SignedReleases(tmp_path / "coordinator" / "releases")
+    releases.publish(release_folder(tmp_path / "only", 1))
+    with local_fleet(tmp_path) as fleet:
+        daemon = fleet.add("ada", CONFIG, held_out_rows("ada"))
+        daemon.start()
+        until(lambda: seen(fleet) == 1)
+        fedloop(fleet, "rollout", "start", "digits:1", "--phases", "100")
+        until(lambda: shown(fleet)["state"] == "finished")
+
+        folder = fleet.device_folder("ada") / "state/releases/digits"
+        slot = json.loads((folder / "pointer.json").read_bytes())["active"]
+        model = folder / slot / MODEL_NAME
+        whole = model.read_bytes()
+        assert daemon.stop() == 0
+        model.chmod(0o600)
+        model.write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
+        daemon.start()
+        until(lambda: "release_installing" in released(fleet))
+        until(lambda: shown(fleet)["phases"][0]["active"] == 1 and active(fleet) == [1])
+        slot = json.loads((folder / "pointer.json").read_bytes())["active"]
+        assert (folder / slot / MODEL_NAME).read_bytes() == whole
+
+        fedloop(fleet, "rollout", "abort", "digits")
+        until(lambda: bool(shown(fleet)["stays"]))
+        told = fedloop(fleet, "rollout", "show", "digits")
+        assert "still runs it: not_withdrawn: 1 device, such as" in told and "withdraw it first" in told
+        assert active(fleet) == [1]
+        releases.withdraw("digits", 1)
+        until(lambda: not shown(fleet)["outstanding"])
+        assert "still runs it" not in fedloop(fleet, "rollout", "show", "digits")
+        assert json.loads((folder / "pointer.json").read_bytes())["active"] is None
+        assert not list(folder.glob(f"*/{MODEL_NAME}"))
+        assert set(fleet.stop().values()) == {0}
+
+
 def bad_release(folder: Path, version: int) -> Path:
     """The release with the weights of its last layer gone: it runs as its manifest says, and answers nonsense."""
     content = (folder / MODEL_NAME).read_bytes()
@@ -72,7 +115,7 @@ def bad_release(folder: Path, version: int) -> Path:
     manifest = replace(
         manifest, version=version, file=FileSpec(hashlib.sha256(content).hexdigest(), len(content))
     )
-    answers = runtime.Model(content, manifest).predict(selftest.synthetic_rows(manifest, 4))
+    answers = runtime.Model(content, manifest).predict(golden_check.synthetic_rows(manifest, 4))
     golden = replace(manifest.golden, logits=tuple(tuple(map(float, row)) for row in answers))
     (folder / MODEL_NAME).write_bytes(content)
     (folder / MANIFEST_NAME).write_text(replace(manifest, golden=golden).to_json())
@@ -102,6 +145,12 @@ def shown(fleet: LocalFleet) -> dict[str, Any]:
     return found
 
 
+def released(fleet: LocalFleet) -> list[str]:
+    """What happened to releases on devices, by event."""
+    found = rows(url_of(fleet), select(events.c.event).where(events.c.event.startswith("release_")))
+    return [each.event for each in found]
+
+
 def seen(fleet: LocalFleet) -> int:
     return sum(each["last_seen_at"] is not None for each in fleet.client.get("/devices")["devices"])
 
@@ -110,7 +159,7 @@ def active(fleet: LocalFleet) -> list[int]:
     """Which version each device has in its active slot, as its pointer says."""
     versions = []
     for name in fleet.devices:
-        pointer = json.loads((fleet.folder_of(name) / "state/releases/digits/pointer.json").read_bytes())
+        pointer = json.loads((fleet.device_folder(name) / "state/releases/digits/pointer.json").read_bytes())
         versions.append(pointer[pointer["active"]]["version"])
     return versions
 

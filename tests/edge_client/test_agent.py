@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from edge_client import identity
 from edge_client.errors import Stopped
 from edge_client.train.process import TrainingFailed
+from edge_client.transport import identity
 from edge_client.wire import arrays
 from tests.support.edge import daemon, enrolled
 from tests.support.fake_coordinator import FakeCoordinator
@@ -56,7 +56,7 @@ def test_a_rejected_result_leaves_the_rules_state_as_it_was(
     coordinator.refusals[f"/tasks/{offer.task}/upload"] = (422, "non_finite")
     edge.ticks(lambda: any(entry.outcome for entry in edge.executor.ledger.entries()))
     assert not (tmp_path / "rules" / offer.run).exists()
-    assert edge.executor.outbox.waiting() == []
+    assert edge.executor.outbox.pending() == []
     assert "non_finite" in edge.executor.ledger.entries()[0].outcome
 
 
@@ -67,7 +67,7 @@ def test_a_result_for_a_closed_round_is_dropped_with_its_reason(
     edge = daemon(tmp_path)
     offer = coordinator.offer()
     coordinator.refusals["/tasks/"] = (409, "round_closed")
-    edge.ticks(lambda: bool(edge.training.jobs) and not edge.executor.outbox.waiting())
+    edge.ticks(lambda: bool(edge.training.jobs) and not edge.executor.outbox.pending())
     edge.ticks(lambda: bool(edge.executor.ledger.entries()))
     assert "round_closed" in edge.executor.ledger.entries()[0].outcome
     assert offer.task not in coordinator.accepted
@@ -209,7 +209,7 @@ def test_a_finished_result_waits_for_the_network_and_counts_once(
     edge = daemon(tmp_path)
     offer = coordinator.offer()
     coordinator.refusals["/tasks/"] = (503, "busy")
-    edge.ticks(lambda: len(edge.executor.outbox.waiting()) == 1)
+    edge.ticks(lambda: len(edge.executor.outbox.pending()) == 1)
     again = daemon(tmp_path)
     del coordinator.refusals["/tasks/"]
     again.ticks(lambda: offer.task in coordinator.accepted)
@@ -316,7 +316,7 @@ def test_a_refused_renewal_of_an_expired_certificate_stops_the_daemon(
     enrolled(coordinator, tmp_path)
     edge = daemon(tmp_path)
     coordinator.refusals["/renew"] = (403, "revoked")
-    with pytest.raises(Stopped, match="renews this device's certificate no more"):
+    with pytest.raises(Stopped, match="no longer renews this device's certificate"):
         edge.agent.run()
 
 

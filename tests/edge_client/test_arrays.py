@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from edge_client.wire import arrays
-from edge_client.wire.arrays import BytesPayload, FilePayload, Malformed, Payload, Slot, StoredArrays
+from edge_client.wire.arrays import BytesPayload, FilePayload, Malformed, Payload, StoredArrays, TensorHeader
 from strategies import lazy
 from strategies.lazy import LazyTensors
 from tests.support.payloads import entry, parsed, raw
@@ -62,7 +62,7 @@ def test_these_arrays_and_values_have_had_these_bytes_since_format_one() -> None
     assert arrays.encode(GOLDEN_ARRAYS, {"round": 1}) == GOLDEN
     header = arrays.read_header(GOLDEN)
     assert header.values == {"round": 1}
-    assert header.tensors == {"b": Slot("F32", (2,)), "w": Slot("F32", (2, 3))}
+    assert header.tensors == {"b": TensorHeader("F32", (2,)), "w": TensorHeader("F32", (2, 3))}
     assert arrays.sha256(GOLDEN) == hashlib.sha256(GOLDEN).hexdigest()
 
 
@@ -248,7 +248,7 @@ def _read(payload: bytes) -> None:
     """Each reader answers or says Malformed; where both answer, they mean the same."""
     answers: list[dict[str, tuple[int, ...]]] = []
     with suppress(Malformed):
-        answers.append({name: slot.shape for name, slot in arrays.read_header(payload).tensors.items()})
+        answers.append({name: tensor.shape for name, tensor in arrays.read_header(payload).tensors.items()})
     with suppress(Malformed):
         answers.append({name: value.shape for name, value in arrays.decode(payload).items()})
     with suppress(Malformed):

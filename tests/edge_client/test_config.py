@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from edge_client import config
+from edge_client.commands.cli import app
 from edge_client.errors import UserMistake
 
 TEXT = """
@@ -87,7 +89,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("name = ", "is not TOML"), (None, "cannot be read")],
+    [("name = ", "is not valid TOML"), (None, "cannot be read")],
 )
 def test_an_unreadable_file_is_told(tmp_path: Path, text: str | None, words: str) -> None:
     path = tmp_path / "edge.toml" if text is None else written(tmp_path, text)
@@ -105,3 +107,38 @@ def test_without_a_file_everything_has_a_default(tmp_path: Path) -> None:
 def test_the_environment_names_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, TEXT)
     assert config.load(None, {"FEDLOOP_EDGE_CONFIG": str(path)}).config.name == "pump-7"
+
+
+def test_a_key_of_another_version_is_named_once_and_no_code_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "edge.toml"
+    file.write_text('[conditions]\nmin_battery = 20\nmax_load = "high"\n')
+    with pytest.raises(UserMistake) as raised:
+        config.load(file, {})
+    assert "unknown key 'conditions.min_battery'; did you mean 'conditions.min_battery_percent'?" in str(
+        raised.value
+    )
+    assert "conditions.max_load is 'high'" in str(raised.value)
+    assert "__init__" not in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 2
+
+
+def test_keys_that_no_version_has_are_told_in_all_tables(tmp_path: Path) -> None:
+    stale = "[limits]\nmemory = 5\n[conditions]\non_mains = true\n[releases]\ntrail_seconds = 4\n"
+    with pytest.raises(UserMistake) as caught:
+        config.load(written(tmp_path, stale), {})
+    for key in ("limits.memory_bytes", "conditions.on_ac_power", "releases.trial_seconds"):
+        assert f"did you mean '{key}'?" in str(caught.value)
+    assert "__init__" not in str(caught.value)
+
+
+def test_config_check_tells_options_that_data_does_not_have(tmp_path: Path) -> None:
+    data = '[data.one]\nkind = "csv"\npath = "a.csv"\nlable = "y"\n[data.two]\nkind = "cvs"\npath = "a.csv"\n'
+    done = CliRunner().invoke(app, ["--config", str(written(tmp_path, data)), "config", "check"])
+    assert isinstance(done.exception, UserMistake)
+    first, second = str(done.exception).splitlines()
+    assert first == "data.one: csv data has no option 'lable', did you mean 'label'?"
+    assert second.startswith(
+        "data.two: kind 'cvs' of data is unknown, did you mean 'csv'?; known here: csv, parquet"
+    )
+    fine = CliRunner().invoke(app, ["--config", str(written(tmp_path, TEXT)), "config", "check"])
+    assert fine.exit_code == 0 and "data.digits.label" in fine.output

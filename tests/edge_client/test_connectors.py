@@ -16,7 +16,12 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from edge_client.connectors import DataConfig, DataProblem, known_kinds, open_data
+from edge_client.data import (
+    DataConfig,
+    DataProblem,
+    known_kinds,
+    open_data,
+)
 from tests.support.training_jobs import install_plug_in
 
 ROWS = 200
@@ -60,6 +65,39 @@ def as_numpy(folder: Path, rows: list[tuple[float, float, str]]) -> DataConfig:
     x = np.asarray([row[:2] for row in rows], np.float32)
     np.savez(folder / "t.npz", x=x, y=np.asarray([("low", "high").index(row[2]) for row in rows]))
     return DataConfig("numpy", folder / "t.npz", {"classes": ["low", "high"]})
+
+
+@pytest.mark.parametrize("kind", ["csv", "sqlite"])
+def test_the_preview_tells_what_columns_hold_where_the_file_does_not(kind: str, tmp_path: Path) -> None:
+    columns = ("count", "height", "member", "born", "city", "none", "label")
+    rows = [
+        (1, 1.5, "true", "2020-01-02", "Bonn", None, "low"),
+        (2, None, "false", "2021-02-03", "Ulm", None, "high"),
+        (3, 4.25, "true", "2022-03-04", None, None, "low"),
+    ]
+    if kind == "csv":
+        lines = [",".join("" if cell is None else str(cell) for cell in row) for row in rows]
+        path = write_csv(tmp_path / "t.csv", [",".join(columns), *lines])
+    else:
+        path = tmp_path / "t.db"
+        with sqlite3.connect(path) as connection:
+            connection.execute(f"CREATE TABLE t ({', '.join(columns)})")
+            connection.executemany("INSERT INTO t VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+        connection.close()
+    options: dict[str, Any] = {"label": "label", "classes": ["low", "high"], "standardise": "local"}
+    options |= {"features": ["count", "height"], **({"query": "SELECT * FROM t"} if kind == "sqlite" else {})}
+
+    schema = dict(open_data(DataConfig(kind, path, options)).preview().schema)
+
+    assert schema == {
+        "count": "whole numbers",
+        "height": "numbers, with gaps",
+        "member": "true or false",
+        "born": "dates",
+        "city": "text, with gaps",
+        "none": "empty",
+        "label": "text",
+    }
 
 
 Writer = Callable[[Path, list[tuple[float, float, str]]], DataConfig]
@@ -214,32 +252,37 @@ def test_a_gap_is_filled_only_where_columns_are_standardised(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("lines", "options", "words"),
     [
-        (["a,y", "1,0", "x,0"], {}, r"line 3, column 'a': 'x' is no number; correct it"),
-        (["a,y", "inf,0"], {}, r"line 2, column 'a': inf is not a finite number"),
-        (["a,y", "1e39,0"], {}, r"line 2, column 'a': 1e\+39 is not a finite number"),
-        (["a,y", "1.5,0"], {"dtype": "int32"}, r"line 2, column 'a': 1.5 is not a whole number"),
+        (["a,y", "1,0", "x,0"], {}, r"line 3, column 'a': 'x' is not a number; correct it"),
+        (["a,y", "inf,0"], {}, r"line 2, column 'a': 'inf' is too large"),
+        (["a,y", "1e39,0"], {}, r"line 2, column 'a': '1e39' is too large; expected at most 1e\+30"),
+        (["a,y", "1.5,0"], {"dtype": "int32"}, r"line 2, column 'a': '1.5' is not a whole number"),
         (["a,y", "1,cat"], {}, r"line 2, column 'y': label 'cat' is no class index .* option classes"),
         (["a,y", "1,-1"], {}, r"line 2, column 'y': label '-1' is no class index"),
         (["a,y", "1,cow"], {"classes": ["cat", "dog"]}, r"label 'cow' is none of the option classes: cat, dog"),
-        (["a,y", "1,"], {}, r"line 2, column 'y': no label there"),
-        (["a,y", "1,0,7"], {}, r"line 2: the row has 3 values for 2 columns"),
+        (["a,y", "1,"], {}, r"line 2, column 'y': the label is empty"),
+        (["a,y", "1,0,7"], {}, r"line 2, column 3: '7' is beyond the last column, the row has 3 values for 2 columns"),
         (["a,a,y", "1,1,0"], {}, r"line 1: column name 'a' stands twice"),
-        (["a,z", "1,0"], {}, r"no column 'y' for the option label.*its columns: a, z"),
-        (["a,y", '"1,0'], {}, r"line \d: .*a quote that is opened must be closed"),
-        (["a,y"], {}, r"has columns but no rows"),
+        (["a,z", "1,0"], {}, r"no column 'y' for the label.*its columns: a, z"),
+        (["a,y", '"1,0'], {}, r"line 2: value 1 opens a quote that is never closed"),
+        (["a,y"], {}, r"has column names but no rows"),
         ([""], {}, r"is empty, expected a line of column names"),
-        (["y", "0"], {}, r"no column is left for the features"),
-        (["a,y", "1,0"], {"features": ["y"]}, r"column 'y' is label or split"),
+        (["y", "0"], {}, r"no column is left for features"),
+        (["a,y", "1,0"], {"features": ["y"]}, r"column 'y' is the label and cannot be a feature too"),
         (["a,y", "1,0"], {"shape": [3]}, r"an example has 1 values, option shape is \[3\]"),
-        (["a,y,s", "1,0,dev"], {"split": "s"}, r"line 2, column 's': 'dev', expected train or test"),
+        (["a,y,s", "1,0,dev"], {"split": "s"}, r"line 2, column 's': 'dev' is neither train nor test"),
         (["a,y", "1,0"], {"held_out": 1.0}, r"option held_out is 1.0, expected 0 or more and below 1"),
         (["a,y", "1,0"], {"held_out": 0.1, "split": "a"}, r"held_out and split contradict each other"),
-        (["a,y", "1,0"], {"label": ""}, r"the option label is missing; it names one of a, y"),
+        (["a,y", "1,0"], {"label": ""}, r"the option label is missing; its columns: a, y"),
         (["a,y", "1,0"], {"classes": ["a", "a"]}, r"classes names \['a'\] twice"),
         (["a,y", "1,0"], {"scale": "big"}, r"option scale is 'big', expected a number"),
+        (["a,y", "c,0"], {"categories": {"a": ["d"]}}, r"line 2, column 'a': 'c' is none of the option categories: d"),
+        (["a,y", "c,0"], {"categories": {"b": ["d"]}}, r"no column 'b' for the option categories"),
+        (["a,y", "c,0"], {"categories": {"y": ["d"]}}, r"the option categories names 'y', which is no feature"),
+        (["a,y", "c,0"], {"categories": {"a": ["d", "d"]}}, r"option categories of 'a' names \['d'\] twice"),
+        (["a,y", "c,0"], {"categories": {"a": ["c"]}, "scale": 2.0}, r"scale is for numbers only"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told_with_its_place(
+def test_a_problem_names_its_place(
     tmp_path: Path, lines: list[str], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(DataProblem, match=words):

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_client.connectors import open_data
+from edge_client.data import open_data
 from edge_client.train.litert_trainer import LiteRTRuntime
-from edge_client.train.trainer import Trainer
+from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.messages import TaskMessage, encode_result
-from strategies.state import parted
+from strategies.state import unflatten
 from tests.support.artifacts import ARCHITECTURES, exported
 from tests.support.require import require
 from tests.support.training_jobs import MODEL, job
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 DO_JOBS = """
 import json, sys
 from pathlib import Path
-from edge_client.connectors import DataConfig
+from edge_client.data import DataConfig
 from edge_client.train.process import Job, Limits, TrainingProcess
 from edge_client.wire.device import ModelRef
 folder, tflite, manifest, message = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
@@ -93,7 +93,7 @@ def test_a_training_job_comes_out_as_in_litert(constrained: Path, tmp_path: Path
     trainer = Trainer(LiteRTRuntime(found.tflite, manifest))
     task = TaskMessage.from_json(work.message)
     params, data = arrays.decode(work.params.read_bytes()), open_data(work.data)
-    update = trainer.train(params, task.train_task({}), data.train()).update
+    update = trainer.train(params, TrainTask.of(task, {}), data.train()).update
     scores = trainer.evaluate(params, data.held_out())
 
     output(
@@ -107,7 +107,7 @@ def test_a_training_job_comes_out_as_in_litert(constrained: Path, tmp_path: Path
     assert header.values == {
         **expected.values, "train_loss": pytest.approx(expected.values["train_loss"], abs=1e-5)
     }  # fmt: skip
-    for name, value in parted(arrays.decode(result))["delta"].items():
+    for name, value in unflatten(arrays.decode(result))["delta"].items():
         np.testing.assert_allclose(value, update.delta[name], atol=1e-5)
     sums = json.loads((tmp_path / "sums").read_bytes())
     assert (sums["rows"], sums["correct"]) == (len(data.held_out()), int(scores.correct.sum()))

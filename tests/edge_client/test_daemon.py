@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from edge_client.ledger import Ledger
-from edge_client.link import SILENCE_SECONDS
+from edge_client.daemon.ledger import Ledger
 from edge_client.outbox import Outbox
 from edge_client.state import State
+from edge_client.transport.link import SILENCE_SECONDS
 from tests.support import fake_coordinator
 from tests.support.fake_coordinator import FakeCoordinator
 from tests.support.proxies import ConnectProxy
@@ -102,7 +102,7 @@ def test_a_result_survives_sigkill_and_is_delivered_once(
 def stored(folder: Path) -> bool:
     state = State(folder)
     try:
-        return bool(Outbox(state, 10**9).waiting())
+        return bool(Outbox(state, 10**9).pending())
     finally:
         state.close()
 
@@ -196,7 +196,7 @@ def test_a_revoked_daemon_ends_with_its_own_exit_code(coordinator: FakeCoordinat
     coordinator.refusals["/checkin"] = (403, "revoked")
     done = edge(tmp_path, "run")
     assert done.returncode == 77
-    assert "takes this device no more" in done.stderr
+    assert "no longer accepts this device" in done.stderr
 
 
 def test_everything_goes_through_the_proxy_of_the_environment(

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from edge_client import datasets
-from edge_client.connectors import DataConfig
-from edge_client.datasets import RECOUNT_SECONDS, RowCounts
+from edge_client.data import DataConfig, preview
+from edge_client.data.preview import RECOUNT_SECONDS, RowCounts
 from tests.support.training_jobs import install_plug_in, naughty
 
 
@@ -22,7 +21,7 @@ def table(folder: Path, rows: int) -> DataConfig:
 
 @pytest.mark.slow
 def test_rows_are_counted_and_what_cannot_be_read_is_told(tmp_path: Path) -> None:
-    found = datasets.look({"digits": table(tmp_path, 7), "none": DataConfig("csv", tmp_path / "none")}, 0)
+    found = preview.look({"digits": table(tmp_path, 7), "none": DataConfig("csv", tmp_path / "none")}, 0)
     assert found["digits"] == 7
     assert isinstance(found["none"], str)
 
@@ -31,7 +30,7 @@ def test_rows_are_counted_and_what_cannot_be_read_is_told(tmp_path: Path) -> Non
 def test_counting_keeps_to_the_limit_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(install_plug_in(tmp_path / "site")))
     tables = {"large": naughty("grab"), "digits": table(tmp_path, 7)}
-    found = datasets.look(tables, 200_000_000)
+    found = preview.look(tables, 200_000_000)
     assert found == {"large": "reading it needs more memory than limits.memory_bytes", "digits": 7}
 
 
@@ -43,7 +42,7 @@ class Counted:
         self.go_on.set()
         self.told = threading.Event()
         self.seconds = 1000.0
-        monkeypatch.setattr(datasets, "look", self._look)
+        monkeypatch.setattr(preview, "look", self._look)
 
     def counts(self, tables: dict[str, DataConfig]) -> RowCounts:
         return RowCounts(tables, lambda: self.seconds, changed=self.told.set)
@@ -78,7 +77,7 @@ def test_a_count_that_takes_long_keeps_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = Counted(monkeypatch)
-    monkeypatch.setattr(datasets, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(preview, "PATIENCE_SECONDS", 0.01)
     counted.go_on.clear()
     rows = counted.counts({"digits": table(tmp_path, 7)})
     assert rows() == rows() == {}

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from edge_client import config, doctor
-from edge_client.doctor import Check
+from edge_client import config
+from edge_client.commands import doctor
+from edge_client.commands.doctor import Check
 from tests.support.edge import enrolled
 from tests.support.fake_coordinator import FakeCoordinator
+from tests.support.small_disk import fill, small_disk
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def test_a_device_that_is_taken_is_well(coordinator: FakeCoordinator, tmp_path: 
     data = ("data.digits.kind=csv", f"data.digits.path={table}", "data.digits.label=digit")
     found = examined(tmp_path, *data)
     assert all(check.well for check in found.values()), found
-    assert found["certificate"].found == "taken, and valid for 30 days more"
+    assert found["certificate"].found == "accepted, and valid for 30 more days"
     assert found["data digits"].found.endswith(" rows")
     assert coordinator.checkins == []
 
@@ -44,7 +46,7 @@ def test_a_device_that_is_taken_is_well(coordinator: FakeCoordinator, tmp_path: 
         (403, "unknown_device", "enroll again"),
         (403, "pending", "wait for it"),
         (401, "expired", "fedloop-edge run"),
-        (401, "no_certificate", "something between"),
+        (401, "no_certificate", "an intermediary removes"),
     ],
 )
 def test_a_certificate_that_is_not_taken_is_told(
@@ -107,3 +109,13 @@ def test_a_state_folder_of_somebody_else_ends_it(tmp_path: Path) -> None:
     (tmp_path / "state.db").write_bytes(b"this is no database, whatever its name is" * 100)
     found = examined(tmp_path)
     assert list(found) == ["state folder"] and not found["state folder"].well
+    assert found["state folder"].mend == "state.db is damaged: move it away; identity and models are kept"
+
+
+def test_a_state_folder_on_a_full_disk_is_told_as_such_and_keeps_its_database(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1) as disk:
+        fill(disk / "filler")
+        found = examined(disk / "state")
+        assert list(found) == ["state folder"] and not found["state folder"].well
+        assert "its disk is full: free some space there" in found["state folder"].mend
+        assert "move it away" not in found["state folder"].mend

@@ -1,4 +1,4 @@
-"""The golden question is the same everywhere, and a wrong answer to it is noticed."""
+"""The golden inputs are the same everywhere, and wrong outputs are noticed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edge_client.train.golden import Answers, SelfTestFailed, ask, compare, question
+from edge_client.data.examples import PADDING
+from edge_client.train.golden import GoldenOutputs, SelfTestFailed, compare, golden_inputs, run
 from edge_client.train.torch_trainer import TorchRuntime
-from edge_client.train.trainer import PADDING
 from edge_client.wire.manifest import Fill, Golden, InputSpec
 from models.zoo import get
 from tests.support.manifests import linear
@@ -28,31 +28,31 @@ def word(stream: int, element: int) -> int:
     return mix((mix(stream + 1) + element) % 2**32)
 
 
-def test_the_question_is_the_documented_formula() -> None:
+def test_the_golden_inputs_follow_the_documented_formula() -> None:
     manifest = linear()
 
-    asked = question(manifest)
+    inputs = golden_inputs(manifest)
 
     for stream, array, fill in (
-        (0, asked.x, Fill(0.5, 0.5)),
-        (2, asked.params["fc.weight"], Fill(0.0, 0.5)),
-        (4, asked.params["scale"], Fill(1.0, 0.1)),
+        (0, inputs.x, Fill(0.5, 0.5)),
+        (2, inputs.params["fc.weight"], Fill(0.0, 0.5)),
+        (4, inputs.params["scale"], Fill(1.0, 0.1)),
     ):
         expected = [fill.offset + fill.scale * (word(stream, i) / 2**31 - 1) for i in range(array.size)]
         np.testing.assert_array_equal(array.reshape(-1), np.asarray(expected, np.float32))
-    assert asked.y.tolist() == [word(1, 0) % 2, word(1, 1) % 2, word(1, 2) % 2, PADDING]
-    assert asked.params["fc.weight"].shape == (2, 3)
+    assert inputs.y.tolist() == [word(1, 0) % 2, word(1, 1) % 2, word(1, 2) % 2, PADDING]
+    assert inputs.params["fc.weight"].shape == (2, 3)
 
 
 def test_ids_stay_within_the_vocabulary() -> None:
     manifest = replace(linear(), input=InputSpec((500,), "int32", 7), task="next_token", classes=5)
 
-    asked = question(manifest)
+    inputs = golden_inputs(manifest)
 
-    assert asked.x.dtype == asked.y.dtype == np.int32
-    assert asked.y.shape == asked.x.shape == (4, 500)
-    assert set(asked.x.reshape(-1)) == set(range(7))
-    assert set(asked.y.reshape(-1)) == {*range(5), PADDING}
+    assert inputs.x.dtype == inputs.y.dtype == np.int32
+    assert inputs.y.shape == inputs.x.shape == (4, 500)
+    assert set(inputs.x.reshape(-1)) == set(range(7))
+    assert set(inputs.y.reshape(-1)) == {*range(5), PADDING}
 
 
 def test_the_words_never_change() -> None:
@@ -93,12 +93,12 @@ def test_a_wrong_answer_is_refused_naming_where(where: str, wrong: str) -> None:
     assert failed.value.got != failed.value.expected
 
 
-def answers() -> Answers:
+def answers() -> GoldenOutputs:
     """PyTorch's, for a model with the tensors of the manifest that are trainable."""
     spec = get("logreg", input_shape=(3,), classes=2)
     manifest = linear()
-    return ask(TorchRuntime(spec.build(seed=0), spec.loss), replace(manifest, tensors=manifest.tensors[:2]))
+    return run(TorchRuntime(spec.build(seed=0), spec.loss), replace(manifest, tensors=manifest.tensors[:2]))
 
 
-def expected(got: Answers) -> Golden:
+def expected(got: GoldenOutputs) -> Golden:
     return replace(linear().golden, logits=got.logits, loss=got.loss, changes=got.changes)

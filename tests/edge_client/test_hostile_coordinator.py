@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from edge_client.agent import SOON_FOR_SECONDS, SOON_SECONDS
-from edge_client.failures import LONGEST_WAIT_SECONDS, Unreachable
-from edge_client.link import Link, pinned
+from edge_client.daemon.retry import SOON_FOR_SECONDS, SOON_SECONDS
+from edge_client.daemon.wakeup_pipe import WakeupPipe
 from edge_client.steps import LONGEST_SLEEP_SECONDS
 from edge_client.train.process import TrainingFailed
-from edge_client.transfer import download
-from edge_client.wake import Wake
+from edge_client.transport.failures import LONGEST_WAIT_SECONDS, Unreachable
+from edge_client.transport.link import Link, pinned_context
+from edge_client.transport.transfer import download
 from edge_client.wire.device import BlobRef, to_json
 from tests.support.edge import Daemon, daemon, enrolled
 from tests.support.fake_coordinator import FakeCoordinator
@@ -58,7 +58,7 @@ def test_an_offer_that_is_none_is_not_taken_and_does_no_harm(
 ) -> None:
     before = {path for path in tmp_path.rglob("*") if path.name != "status.json"}
     coordinator.offer(**changes)
-    edge.ticks(lambda: "the coordinator offers" in told(tmp_path) or "not understood" in told(tmp_path))
+    edge.ticks(lambda: "the coordinator offers" in told(tmp_path) or "cannot be parsed" in told(tmp_path))
     assert edge.executor.state.task() is None
     assert {path for path in tmp_path.rglob("*") if path.name != "status.json"} <= before | {
         tmp_path / name for name in ("state.db-wal", "state.db-shm")
@@ -122,8 +122,8 @@ def test_more_than_the_disk_has_free_is_declined(coordinator: FakeCoordinator, t
 def test_more_bytes_than_were_announced_are_not_stored(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     who = enrolled(coordinator, tmp_path)
     blob = coordinator.add_blob(b"x" * 5_000_000)
-    link = Link(who.url, pinned(who.ca_pem, who.credentials))
-    with pytest.raises(Unreachable, match="not what its hash says"):
+    link = Link(who.url, pinned_context(who.ca_pem, who.credentials))
+    with pytest.raises(Unreachable, match="have another hash"):
         download(link, BlobRef(blob.sha256, 1000), tmp_path / "blob")
     assert not (tmp_path / "blob").exists() and not (tmp_path / "blob.part").exists()
 
@@ -204,7 +204,7 @@ def test_a_coordinator_that_held_a_device_is_asked_again_within_seconds(
 
     def wait(seconds: float) -> bool:
         if seconds == LONGEST_SLEEP_SECONDS and edge.clock.now() >= edge.agent.retry_at:
-            return Wake.wait(edge.wake, 30.0)  # a check-in is held: its answer wakes
+            return WakeupPipe.wait(edge.wake, 30.0)  # a check-in is held: its answer wakes
         retries.append((edge.clock.now(), seconds))
         edge.clock.seconds += seconds
         return False

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from edge_client import identity
 from edge_client.errors import UserMistake
-from edge_client.failures import ServerRefused, Unreachable
+from edge_client.transport import identity
+from edge_client.transport.failures import (
+    ServerRefused,
+    Unreachable,
+    WrongClock,
+)
+from edge_client.transport.link import describe_wrong_clock
 from tests.support.edge import enrolled
 from tests.support.fake_coordinator import Authority, FakeCoordinator
 
@@ -33,7 +41,7 @@ def test_enrolment_leaves_a_private_identity(coordinator: FakeCoordinator, tmp_p
     ("token", "words"),
     [
         ("", "expected fl1.HASH.SECRET"),
-        ("fl1.abc.def", "no SHA-256"),
+        ("fl1.abc.def", "not a SHA-256"),
         ("fl2." + 64 * "a" + ".x", "begins with 'fl2'"),
         ("fl1." + 64 * "a" + ".x", "Nothing was stored"),
     ],
@@ -45,6 +53,44 @@ def test_a_wrong_token_is_told_and_nothing_is_stored(
         identity.enrol(tmp_path, coordinator.url, token, name="x", wait=lambda seconds: None)
     assert list(tmp_path.iterdir()) == []
     assert coordinator.devices == {}
+
+
+@pytest.mark.parametrize(
+    ("days", "words"),
+    [
+        ((1.0, 365.0), "not valid now: certificate is not yet valid; this machine's clock says 20"),
+        ((-9.0, -1.0), "certificate has expired; .* which agrees with the coordinator's: its certificate must be renewed"),
+    ],
+)  # fmt: skip
+def test_a_certificate_that_is_not_valid_by_this_clock_is_told_with_the_clock(
+    tmp_path: Path, days: tuple[float, float], words: str
+) -> None:
+    early = FakeCoordinator(server_days=days)
+    with early.running(), pytest.raises(Unreachable, match=f"{words}.*then enroll again"):
+        identity.enrol(tmp_path, early.url, early.token, name="x", wait=lambda seconds: None)
+    assert identity.load(tmp_path) is None
+
+
+def test_a_clock_that_is_wrong_is_told_by_how_much(coordinator: FakeCoordinator) -> None:
+    own = time.time() - 48 * 3600
+    error = WrongClock("https://fed: its certificate is not valid now: certificate is not yet valid")
+    told = describe_wrong_clock(error, coordinator.url, own)
+    assert told.startswith(f"{error}; this machine's clock says ")
+    assert told.endswith("UTC; this machine's clock is 48 h behind the coordinator's; set it")
+
+
+def test_a_port_that_does_not_speak_tls_is_told_as_the_operators(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(
+            Unreachable, match=r"not in TLS: it may be the operator's port.*fedloop device token"
+        ):
+            url = f"https://127.0.0.1:{server.server_port}"
+            identity.enrol(tmp_path, url, f"fl1.{64 * 'a'}.x", name="x", wait=lambda seconds: None)
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_somebody_between_who_shows_the_right_ca_is_not_believed(tmp_path: Path) -> None:

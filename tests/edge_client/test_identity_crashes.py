@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from edge_client import identity
 from edge_client.errors import UserMistake
+from edge_client.transport import identity
 from tests.support.edge import enrolled
 from tests.support.fake_coordinator import FakeCoordinator
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
 
-from edge_client.train.golden import SelfTestFailed, question
+from edge_client.data.examples import Examples
+from edge_client.train.golden import SelfTestFailed, golden_inputs
 from edge_client.train.litert_trainer import LiteRTRuntime
-from edge_client.train.trainer import Examples
 from edge_client.wire.manifest import FileSpec, InputSpec, Manifest, ManifestError
 from strategies.client_rules import Correction
 from tests.support.artifacts import BATCH, exported
@@ -78,7 +78,7 @@ def test_a_manifest_of_another_input_shape_is_refused() -> None:
 
 def test_a_batch_too_large_for_the_artifact_is_refused_with_both_sizes() -> None:
     found, manifest = exported(NAME)
-    asked = question(manifest)
+    asked = golden_inputs(manifest)
     twice = Examples(np.concatenate([asked.x, asked.x]), np.concatenate([asked.y, asked.y]))
 
     with pytest.raises(
@@ -89,7 +89,7 @@ def test_a_batch_too_large_for_the_artifact_is_refused_with_both_sizes() -> None
 
 def test_given_params_and_results_are_never_written_to() -> None:
     found, manifest = exported(NAME)
-    asked = question(manifest)
+    asked = golden_inputs(manifest)
     for array in (*asked.params.values(), asked.x, asked.y):
         array.flags.writeable = False
     runtime = LiteRTRuntime(found.tflite, manifest)
@@ -111,7 +111,7 @@ def test_given_params_and_results_are_never_written_to() -> None:
 
 def test_no_step_at_all_returns_copies() -> None:
     found, manifest = exported(NAME)
-    asked = question(manifest)
+    asked = golden_inputs(manifest)
 
     trained, losses = LiteRTRuntime(found.tflite, manifest).take_steps(asked.params, [], 0.1, Correction(), 0)
 
@@ -124,7 +124,7 @@ def test_no_step_at_all_returns_copies() -> None:
 @pytest.mark.parametrize("rows", [0, 1, BATCH, BATCH + 1, 3 * BATCH - 1])
 def test_logits_of_a_row_do_not_depend_on_the_rows_beside_it(rows: int) -> None:
     found, manifest = exported(NAME)
-    asked = question(manifest)
+    asked = golden_inputs(manifest)
     x = np.random.default_rng(0).standard_normal((rows, *manifest.input.shape)).astype(np.float32)
     runtime = LiteRTRuntime(found.tflite, manifest)
 
@@ -140,7 +140,7 @@ def test_logits_of_a_row_do_not_depend_on_the_rows_beside_it(rows: int) -> None:
 def test_params_of_another_layout_are_taken() -> None:
     """Fortran order and float64, as an aggregation may hand out."""
     found, manifest = exported(NAME)
-    asked = question(manifest)
+    asked = golden_inputs(manifest)
     runtime = LiteRTRuntime(found.tflite, manifest)
     other: dict[str, Any] = {
         name: np.asfortranarray(value, np.float64) for name, value in asked.params.items()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge_client.train.trainer import TrainTask
 from edge_client.wire import arrays, messages
 from edge_client.wire.arrays import Malformed
 from edge_client.wire.messages import LARGEST_COUNT, ResultHeader, TaskMessage
@@ -47,7 +48,7 @@ def test_a_task_comes_back_from_json_as_it_was(task: TaskMessage) -> None:
 
 def test_a_task_is_trained_as_it_says() -> None:
     broadcast = {"control": {"w": np.ones(2, np.float32)}}
-    task = TaskMessage(**{**asdict(TASK), "rule": {"name": "proximal", "mu": 0.1}}).train_task(broadcast)
+    task = TrainTask.of(TaskMessage(**{**asdict(TASK), "rule": {"name": "proximal", "mu": 0.1}}), broadcast)
     assert (task.seed, task.batch_size, task.lr, task.epochs, task.steps) == (5, 16, 0.05, 2, None)
     assert task.rule == Proximal(0.1)
     assert task.broadcast is broadcast

@@ -14,12 +14,22 @@ import pytest
 from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Metadata, TargetFile
 
-from coordinator.services import utc_now
-from edge_client.failures import Unreachable
-from edge_client.infer.predict import NoRelease, active_release
-from edge_client.ota import download, install, proof, slots
+from coordinator.context.services import utc_now
+from edge_client.ota import (
+    download,
+    install,
+    self_test,
+    slots,
+    transitions,
+)
+from edge_client.ota.errors import (
+    NotSigned,
+    Postponed,
+    Rejected,
+)
 from edge_client.ota.releases import Releases
-from edge_client.ota.trouble import NotSigned, PutOff, Unfit
+from edge_client.serving.predict import NoRelease, active_release
+from edge_client.transport.failures import Unreachable
 from edge_client.wire.device import ReleaseOffer
 from edge_client.wire.inference import GoldenRows
 from edge_client.wire.manifest import Fill, Tolerance
@@ -55,10 +65,10 @@ def _offer(ota: World, version: int) -> ReleaseOffer:
 
 
 def code_of(ota: World, offer: ReleaseOffer) -> str:
-    with pytest.raises(PutOff) as told:
+    with pytest.raises(Postponed) as told:
         ota.install(offer)
     assert ota.runs() == 1
-    (active, last) = slots.reports(ota.pointer)
+    (active, last) = transitions.reports(ota.pointer)
     assert (active.standing, active.version) == ("active", 1)
     assert (last.standing, last.version, last.code) == ("installing", offer.version, told.value.code)
     return told.value.code
@@ -66,10 +76,10 @@ def code_of(ota: World, offer: ReleaseOffer) -> str:
 
 def test_a_release_is_installed_tested_and_reported(ota: World) -> None:
     size = (ota.publish(1) / "model.tflite").stat().st_size
-    words = ota.install(ota.roll_out(1), proof.prove)
+    words = ota.install(ota.roll_out(1), self_test.run)
     assert words == f"digits:1 runs, {size} of {size} bytes fetched"
     assert ota.runs() == 1
-    (report,) = slots.reports(ota.pointer)
+    (report,) = transitions.reports(ota.pointer)
     assert (report.rollout, report.standing, report.golden_accuracy) == ("rollout-1", "active", 0.9375)
     assert ota.pointer.trial_starts == 0
 
@@ -78,7 +88,8 @@ def test_the_next_version_goes_into_the_other_slot_and_fetches_only_what_changed
     served.publish(2, "second")
     served.install(served.roll_out(2))
     assert served.runs() == 2
-    assert (served.pointer.active, served.pointer.a) == ("b", slots.Slot(1, "rollout-1", 0.9375))
+    before = served.pointer.spare
+    assert before is not None and (before.version, before.rollout, before.proved) == (1, "rollout-1", True)
     assert served.bytes_served() == 6 * 1024, "the head has 5160 bytes, the file 39,560"
 
 
@@ -110,7 +121,7 @@ def test_a_cut_download_goes_on_where_it_was_cut(ota: World) -> None:
     with pytest.raises(Unreachable):
         ota.install(offer)
     assert ota.runs() is None
-    (report,) = slots.reports(ota.pointer)
+    (report,) = transitions.reports(ota.pointer)
     assert (report.standing, report.code) == ("installing", "")
     (part,) = slots.slot_folder(ota.state_dir, MODEL, "a").glob("model.tflite.*.part")
     have = part.stat().st_size
@@ -139,7 +150,7 @@ def test_what_is_not_signed_for_this_device_is_not_installed(served: World, said
     with pytest.raises(NotSigned):
         served.install(_offer(served, 2))
     assert served.runs() == 1
-    assert len(slots.reports(served.pointer)) == 1
+    assert len(transitions.reports(served.pointer)) == 1
 
 
 def test_a_share_of_all_devices_is_chosen_by_hash(served: World) -> None:
@@ -154,12 +165,14 @@ def test_a_share_of_all_devices_is_chosen_by_hash(served: World) -> None:
     assert served.runs() == 2
 
 
-def test_an_online_key_cannot_make_a_device_run_what_was_not_released(served: World) -> None:
+def test_an_online_key_cannot_make_a_device_run_what_was_not_released(
+    served: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     offer = served.roll_out(1)
     document = {**served.rollouts["rollout-1"], "version": 9, "rollout": "rollout-9"}
-    repository = served.signed.repository
-    repository._check_rollouts = lambda *_: None  # type: ignore[method-assign]  # whoever holds the key checks nothing
-    repository.set_rollouts(MODEL, {"model": MODEL, "rollouts": [document]})
+    # The holder of a stolen key skips the coordinator's checks.
+    monkeypatch.setattr("coordinator.releases.contents.check_rollouts", lambda *_: None)
+    served.signed.repository.set_rollouts(MODEL, {"model": MODEL, "rollouts": [document]})
     assert code_of(served, replace(offer, rollout="rollout-9", version=9)) == "unknown_release"
 
 
@@ -246,10 +259,13 @@ def test_rotated_keys_are_followed(served: World) -> None:
         signers[name] = CryptoSigner.generate_ed25519()
     served.signed.repository.online_keys(rotate=True)
     root = served.signed.signed_root(2, before["root-1"], before["root-2"])
-    from coordinator.releases import documents, roles
+    from coordinator.operator import signed_documents
+    from coordinator.releases import roles
 
-    served.signed.targets = documents.next_targets(served.signed.targets, utc_now())
-    documents.delegate_rollouts(served.signed.targets, served.signed.repository.online_keys()[roles.ROLLOUTS])
+    served.signed.targets = signed_documents.next_targets(served.signed.targets, utc_now())
+    signed_documents.delegate_rollouts(
+        served.signed.targets, served.signed.repository.online_keys()[roles.ROLLOUTS]
+    )
     targets = Metadata.from_bytes(served.signed.signed_targets())
     targets.sign(before["targets"], append=True)
     served.signed.repository.publish(targets.to_bytes(), {}, [root.to_bytes()])
@@ -263,11 +279,11 @@ def test_the_first_root_may_come_by_another_way(ota: World, tmp_path: Path) -> N
     offer = ota.roll_out(1)
     given = tmp_path / "root.json"
     ota.sets.append(f"releases.root={given}")
-    with pytest.raises(PutOff, match=r"releases\.root"):
+    with pytest.raises(Postponed, match=r"releases\.root"):
         ota.install(offer)
     with world(tmp_path / "other") as other:
         given.write_bytes(other.metadata("1.root.json"))
-        with pytest.raises(PutOff) as told:
+        with pytest.raises(Postponed) as told:
             ota.install(offer)
     assert told.value.code == "signature"
     given.write_bytes(ota.metadata("1.root.json"))
@@ -296,22 +312,22 @@ def test_what_does_not_run_here_is_refused_and_never_tried_again(
 ) -> None:
     served.publish(2, "second", **changes)
     offer = served.roll_out(2)
-    with pytest.raises(Unfit) as told:
-        served.install(offer, proof.prove)
+    with pytest.raises(Rejected) as told:
+        served.install(offer, self_test.run)
     assert told.value.code == code
     assert served.runs() == 1
-    active, last = slots.reports(served.pointer)
+    active, last = transitions.reports(served.pointer)
     assert (active.version, last.version, last.standing, last.code) == (1, 2, "failed", code)
-    assert not slots.is_news(served.pointer, offer)
+    assert not transitions.needs_action(served.pointer, offer)
     again = served.roll_out(2, "another")
-    assert not slots.is_news(served.pointer, again)
-    with pytest.raises(NotSigned, match="nobody signed that it is to be forced"):
+    assert not transitions.needs_action(served.pointer, again)
+    with pytest.raises(NotSigned, match="no signed rollout forces it"):
         served.install(replace(again, force=True))
     forced = served.roll_out(2, "forced", force=True)
-    assert slots.is_news(served.pointer, forced)
-    with pytest.raises(Unfit):
-        served.install(forced, proof.prove)
-    assert not slots.is_news(served.pointer, forced), "once for each rollout that forces"
+    assert transitions.needs_action(served.pointer, forced)
+    with pytest.raises(Rejected):
+        served.install(forced, self_test.run)
+    assert not transitions.needs_action(served.pointer, forced), "once for each rollout that forces"
 
 
 def test_a_manifest_of_another_version_is_refused(ota: World) -> None:
@@ -319,12 +335,12 @@ def test_a_manifest_of_another_version_is_refused(ota: World) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     ota.signed.publish(folder)
     assert manifest["version"] == 3
-    from edge_client.ota.install import _require_same
+    from edge_client.ota.install import _require_consistent
     from edge_client.wire import inference
 
     target = ota.signed.targets.targets[f"{MODEL}/3/model.tflite"]
-    with pytest.raises(Unfit, match="digits:4, its manifest says digits:3"):
-        _require_same(inference.from_json(json.dumps(manifest)), ReleaseOffer("r", MODEL, 4), target)
+    with pytest.raises(Rejected, match="digits:4, its manifest says digits:3"):
+        _require_consistent(inference.from_json(json.dumps(manifest)), ReleaseOffer("r", MODEL, 4), target)
 
 
 def test_both_models_are_evaluated_where_the_device_has_held_out_rows(served: World) -> None:
@@ -337,8 +353,8 @@ def test_both_models_are_evaluated_where_the_device_has_held_out_rows(served: Wo
     path.write_text("\n".join([names, *rows]))
     served.sets += ["data.digits.kind=csv", f"data.digits.path={path}", 'data.digits.label="label"']
     served.publish(2, "second")
-    served.install(served.roll_out(2), proof.prove)
-    found = slots.reports(served.pointer)[0].evaluation
+    served.install(served.roll_out(2), self_test.run)
+    found = transitions.reports(served.pointer)[0].evaluation
     assert found is not None and found.champion_correct is not None
     assert found.labels > 20
     assert 0.8 * found.labels < found.correct <= found.labels
@@ -353,22 +369,47 @@ def test_a_device_goes_back_to_the_other_slot_without_a_download(served: World) 
     served.install(served.roll_out(1, "rollout-2", action="roll_back"))
     assert served.runs() == 1
     assert served.bytes_served() == 0
-    active, last = slots.reports(served.pointer)
+    active, last = transitions.reports(served.pointer)
     assert (active.version, active.rollout) == (1, "rollout-2")
     assert (last.version, last.standing, last.code) == (2, "rolled_back", "told")
 
 
-def test_a_device_that_had_no_version_before_goes_back_to_none(served: World) -> None:
+def test_a_device_goes_back_to_no_version_once_its_own_is_withdrawn(served: World) -> None:
+    served.signed.withdraw(MODEL, 1)
+    served.rollouts.clear()
     offer = served.roll_out(NO_MODEL, "back", action="roll_back")
     models = Releases(served.config, lambda: 0.0, random.Random(7))
-    assert models.heard([offer]) == [] and [each.offer for each in models.offers()] == [offer]
-    assert "runs no more" in served.install(offer)
-    assert models.heard([offer]) == [] and models.offers() == ()
+    assert models.update_offers([offer]) == [] and [each.offer for each in models.offers()] == [offer]
+    assert "no longer runs" in served.install(offer)
+    assert models.update_offers([offer]) == [] and models.offers() == ()
     assert not list(served.state_dir.glob(f"releases/{MODEL}/[ab]/*"))
     with pytest.raises(NoRelease, match=r"digits:1 does not run here.* told to run no version"):
         active_release(served.state_dir)
-    served.install(served.roll_out(1, "again"))
-    assert served.runs() == 1
+
+
+@pytest.mark.parametrize("versions", [(1,), (1, 2)])
+def test_the_online_keys_alone_cannot_stop_a_model(served: World, versions: tuple[int, ...]) -> None:
+    """Whoever stole them signs that the device is to run nothing; the offline keys still sign for what it runs."""
+    for version in versions[1:]:
+        served.publish(version, "second")
+        served.install(served.roll_out(version))
+    offer = served.roll_out(NO_MODEL, "stolen", action="roll_back")
+    models = Releases(served.config, lambda: 0.0, random.Random(7))
+    models.update_offers([offer])
+    words = models.install(served.who.device, served.link, offer, lambda: None)
+    assert words == f"told to run no version, but digits:{versions[-1]} is still released; withdraw it first"
+    assert served.runs() == versions[-1]
+    (report,) = transitions.reports(served.pointer)
+    assert (report.version, report.standing, report.code) == (versions[-1], "active", "not_withdrawn")
+
+
+def test_an_order_to_run_nothing_that_cannot_be_read_is_told_of_the_version_that_runs(served: World) -> None:
+    """Version 0 in a report would have every check-in refused."""
+    offer = served.roll_out(NO_MODEL, "back", action="roll_back")
+    served.coordinator.refusals = {"/releases/metadata": (404, "not_found")}
+    with pytest.raises(Postponed):
+        served.install(offer)
+    assert [each.version for each in transitions.reports(served.pointer)] == [1]
 
 
 def test_going_back_to_what_the_other_slot_does_not_hold_is_an_install(served: World) -> None:
@@ -386,9 +427,10 @@ def test_a_full_disk_leaves_the_old_slot(tmp_path: Path, leave_bytes: int) -> No
         ota.install(ota.roll_out(1))
         ota.publish(2, "second")
         offer = ota.roll_out(2)
+        ota.lasts()
         filler = ota.state_dir / "filler"
         fill(filler, leave_bytes=leave_bytes)
-        with pytest.raises(PutOff) as told:
+        with pytest.raises(Postponed) as told:
             ota.install(offer)
         assert told.value.code == "disk"
         assert ota.runs() == 1
@@ -407,6 +449,7 @@ def test_a_disk_that_fills_up_on_the_way_leaves_the_old_slot(
         ota.install(ota.roll_out(1))
         ota.publish(2, "second")
         offer = ota.roll_out(2)
+        ota.lasts()
         filler = ota.state_dir / "filler"
         before = download.fetch
 
@@ -417,7 +460,7 @@ def test_a_disk_that_fills_up_on_the_way_leaves_the_old_slot(
 
         monkeypatch.setattr(download, "SPARE_BYTES", -1_000_000)
         monkeypatch.setattr(download, "fetch", fetch)
-        with pytest.raises(PutOff) as told:
+        with pytest.raises(Postponed) as told:
             ota.install(offer)
         assert told.value.code == "disk"
         assert ota.runs() == 1
@@ -432,7 +475,7 @@ def test_a_release_that_is_too_large_leaves_the_other_slot_as_it_is(served: Worl
     served.install(served.roll_out(2))
     served.publish(3)
     served.sets.append("download_bytes=1000")
-    with pytest.raises(Unfit) as told:
+    with pytest.raises(Rejected) as told:
         served.install(served.roll_out(3))
     assert told.value.code == "limits"
     served.install(served.roll_out(1, "back", action="roll_back"))
@@ -446,7 +489,7 @@ def test_a_slot_that_was_damaged_is_fetched_anew_on_the_way_back(served: World, 
     served.publish(2, "second")
     served.install(served.roll_out(2))
     (slots.slot_folder(served.state_dir, MODEL, "a") / name).write_bytes(b"torn")
-    served.install(served.roll_out(1, "back", action="roll_back"), proof.prove)
+    served.install(served.roll_out(1, "back", action="roll_back"), self_test.run)
     assert served.runs() == 1
     assert served.pointer.failed == ()
 
@@ -470,7 +513,7 @@ def test_a_hash_that_is_none_names_no_file() -> None:
             return TargetFile(10, {"sha256": "../../../up"}, path)
 
     signed: Any = Signed()
-    with pytest.raises(PutOff) as told:
+    with pytest.raises(Postponed) as told:
         install._target(signed, f"{MODEL}/2/model.tflite", 100)
     assert told.value.code == "malformed"
 
@@ -481,9 +524,9 @@ def test_offers_of_models_that_nobody_signed_fill_no_disk(
     monkeypatch.setattr(install, "MOST_MODELS", 3)
     served.coordinator.refusals = {"/releases/metadata": (404, "not_found")}
     for number in range(5):
-        with pytest.raises(PutOff):
+        with pytest.raises(Postponed):
             served.install(ReleaseOffer("r", f"other-{number}", 1))
     assert len(slots.models(served.state_dir)) == 3
-    with pytest.raises(PutOff):
+    with pytest.raises(Postponed):
         served.install(ReleaseOffer("r", MODEL, 2))
-    assert slots.reports(served.pointer)[1].standing == "installing"
+    assert transitions.reports(served.pointer)[1].standing == "installing"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_client.ledger import Ledger
-from edge_client.outbox import MOST_RESULTS, Outbox, OutboxFull, Waiting, too_many
+from edge_client.daemon.ledger import Ledger
+from edge_client.outbox import MOST_RESULTS, Outbox, OutboxFull, PendingResult, to_drop
 from edge_client.state import State
 from edge_client.wire.device import BlobRef, ModelRef, TaskOffer
 
@@ -59,7 +59,7 @@ def test_results_of_rounds_that_are_over_go_first(state: State, tmp_path: Path) 
     assert put(outbox, tmp_path, "old", 400, now=0.0, deadline_seconds=1000.0) == []
     assert put(outbox, tmp_path, "over", 400, now=10.0, deadline_seconds=5.0) == []
     assert put(outbox, tmp_path, "new", 400, now=20.0) == ["over"]
-    assert [each.task for each in outbox.waiting()] == ["old", "new"]
+    assert [each.task for each in outbox.pending()] == ["old", "new"]
     assert sorted(path.name for path in outbox.folder.iterdir()) == ["new.result", "old.result"]
 
 
@@ -72,8 +72,8 @@ def test_the_number_of_results_is_bounded(state: State, tmp_path: Path) -> None:
     outbox = Outbox(state, 10**6)
     for number in range(MOST_RESULTS + 3):
         put(outbox, tmp_path, f"t{number:03}", 1, now=float(number), deadline_seconds=1e6)
-    assert outbox.waiting()[0].task == "t003"
-    assert len(outbox.waiting()) == MOST_RESULTS
+    assert outbox.pending()[0].task == "t003"
+    assert len(outbox.pending()) == MOST_RESULTS
 
 
 @given(
@@ -82,10 +82,10 @@ def test_the_number_of_results_is_bounded(state: State, tmp_path: Path) -> None:
 )
 def test_what_stays_fits_and_the_newest_stays(rows: list[tuple[int, float, float]], most_bytes: int) -> None:
     waiting = [
-        Waiting(f"t{n}", "r", "r", 1, "train", size, "", size, "identity", stored, closes)
+        PendingResult(f"t{n}", "r", "r", 1, "train", size, "", size, "identity", stored, closes)
         for n, (size, stored, closes) in enumerate(rows)
     ]
-    gone = too_many(waiting, waiting[-1], most_bytes=most_bytes, now=100.0)
+    gone = to_drop(waiting, waiting[-1], most_bytes=most_bytes, now=100.0)
     stay = [row for row in waiting if row not in gone]
     assert waiting[-1] in stay
     assert sum(row.size_bytes for row in stay) <= most_bytes
@@ -105,10 +105,10 @@ def test_a_crash_leaves_no_rubbish_and_no_half_result(state: State, tmp_path: Pa
 def test_the_ledger_is_only_added_to(state: State, tmp_path: Path) -> None:
     outbox, ledger = Outbox(state, 10**6), Ledger(state)
     put(outbox, tmp_path, "one", 10, now=0.0)
-    (waiting,) = outbox.waiting()
+    (waiting,) = outbox.pending()
     for _ in range(3):
-        ledger.leaving(waiting, outbox.path("one"), now=5.0)
-        ledger.outcome(waiting, "delivered", now=6.0)
+        ledger.record(waiting, outbox.path("one"), now=5.0)
+        ledger.record_outcome(waiting, "delivered", now=6.0)
     (entry,) = ledger.entries()
     assert (entry.at, entry.size_bytes, entry.sha256, entry.outcome) == (5.0, 10, waiting.sha256, "delivered")
     with pytest.raises(Exception, match="only added to"):
@@ -122,7 +122,7 @@ def test_payloads_are_kept_within_bounds_and_entries_beyond(state: State, tmp_pa
         waiting, _ = outbox.store(
             offer(f"t{number}"), tmp_path / "result", None, deflate=False, now=float(number)
         )
-        ledger.leaving(waiting, outbox.path(waiting.task), now=float(number))
+        ledger.record(waiting, outbox.path(waiting.task), now=float(number))
         outbox.drop(waiting)
     assert [entry.payload_kept for entry in ledger.entries()] == [False, False, True, True]
     assert ledger.payload(ledger.entry(4)) == bytes([3]) * 10

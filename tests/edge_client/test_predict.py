@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_client.infer.runtime import WrongRows, load
-from edge_client.infer.service import LINE_BYTES
-from edge_client.ota import served, slots
+from edge_client.infer.runtime import InvalidRows, load
+from edge_client.ota import crash_counter, slots, transitions
+from edge_client.ota.pointer import Slot, SlotName
+from edge_client.serving.lines import LINE_BYTES
 from edge_client.wire import inference
 from edge_client.wire.manifest import ManifestError
 from tests.support.releases import released, rows
@@ -36,7 +37,7 @@ def edge(*arguments: str | Path, state: Path) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def install(state: Path, slot: slots.SlotName, version: int, model: str = "digits") -> None:
+def install(state: Path, slot: SlotName, version: int, model: str = "digits") -> None:
     """Version `version` in a slot, made active, as an installation leaves it."""
     source, folder = released("static-int8").folder, state / "releases" / model / slot
     fresh = folder.with_suffix(".fresh")
@@ -46,14 +47,14 @@ def install(state: Path, slot: slots.SlotName, version: int, model: str = "digit
     shutil.copy(source / "model.tflite", fresh)
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
-    held = slots.Slot(version, "rollout")
+    held = Slot(version, "rollout")
     pointer = slots.read(state, model)
     slots.write(
         state, replace(pointer, a=held, active="a") if slot == "a" else replace(pointer, b=held, active="b")
     )
 
 
-def point(state: Path, slot: slots.SlotName, model: str = "digits") -> None:
+def point(state: Path, slot: SlotName, model: str = "digits") -> None:
     slots.write(state, replace(slots.read(state, model), active=slot))
 
 
@@ -73,7 +74,7 @@ def test_a_release_says_what_its_file_says() -> None:
 
 @pytest.mark.parametrize("x", [np.zeros((2, 8, 7)), np.zeros(()), np.full((1, 8, 8), "a")])
 def test_rows_that_do_not_fit_are_refused(x: Any) -> None:
-    with pytest.raises(WrongRows, match="digits takes"):
+    with pytest.raises(InvalidRows, match="digits takes"):
         load(released("static-int8").folder).predict(x)
 
 
@@ -191,10 +192,10 @@ BAD: Sequence[tuple[Any, str]] = [
     ({}, "x is missing"),
     ({"x": None}, "expected 1 to"),
     ({"x": []}, "expected 1 to"),
-    ({"x": [[1, 2], [3]]}, "no rows of numbers"),
+    ({"x": [[1, 2], [3]]}, "does not hold rows of numbers"),
     ({"x": [["a"] * 64]}, "takes float32"),
     ({"x": [[10**400] * 64]}, "takes float32"),
-    (b'{"x": [[' + b",".join([b"NaN"] * 64) + b"]]}\n", "not finite"),
+    (b'{"x": [[' + b",".join([b"NaN"] * 64) + b"]]}\n", "not a finite number"),
     ({"x": [[0.0] * 63]}, "digits takes"),
 ]
 
@@ -256,7 +257,7 @@ def test_a_new_release_is_picked_up_and_a_broken_one_is_not(tmp_path: Path) -> N
         broken = asked(file, request)
         point(state, "b")
         before = slots.read(state, "digits")
-        slots.write(state, slots.given_up(before))
+        slots.write(state, transitions.deactivate(before))
         taken_back = asked(file, request)
         slots.write(state, before)
         again = asked(file, request)
@@ -285,7 +286,7 @@ def test_a_service_that_is_ended_answers_what_it_has_and_removes_its_socket(tmp_
 
     assert (answer["id"], answer["labels"], end, status) == (5, expected(rows()[:2]), b"", 0)
     assert not service.path.exists()
-    assert served.models(tmp_path / "state") == []
+    assert crash_counter.models(tmp_path / "state") == []
 
 
 def test_a_socket_that_is_served_or_no_socket_is_not_taken(tmp_path: Path) -> None:
@@ -297,10 +298,10 @@ def test_a_socket_that_is_served_or_no_socket_is_not_taken(tmp_path: Path) -> No
         other = edge("serve-model", "--socket", tmp_path / "file", state=tmp_path / "state")
         assert service.ask({"x": rows()[:1].tolist()})[0]["labels"]
     left = service.path.exists()  # it was killed
-    assert served.models(tmp_path / "state") == ["digits"], "and that is counted"
+    assert crash_counter.models(tmp_path / "state") == ["digits"], "and that is counted"
     with serving(tmp_path) as again:
         assert again.ask({"x": rows()[:1].tolist()})[0]["labels"]
 
     assert second.returncode == other.returncode == 2 and left
-    assert "another service listens" in second.stderr and "something else lies" in other.stderr
+    assert "another service listens" in second.stderr and "another file is there" in other.stderr
     assert (tmp_path / "file").read_text() == "mine"

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_client.connectors.connector import DataProblem
+from edge_client.data.connector import DataProblem
 from edge_client.infer import runtime
-from edge_client.infer.predict import predictions
-from edge_client.infer.rows import read_rows
+from edge_client.serving.predict import predict
+from edge_client.serving.rows import read_rows
 from tests.support import released
 
 NAMES = ",".join(f"p{number}" for number in range(64))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> runtime.Loaded:
+def model(tmp_path_factory: pytest.TempPathFactory) -> runtime.LoadedRelease:
     return runtime.load(released.release_folder(tmp_path_factory.mktemp("release"), 3))
 
 
@@ -36,7 +36,7 @@ def saved(x: Any) -> Callable[[Path], None]:
         ("a.npy", saved(np.zeros((0, 64))), "has no rows"),
         ("a.npy", saved(np.full((1, 64), "a")), "takes float32"),
         ("a.npy", saved(np.zeros((2, 3))), r"rows are \[3\], digits:3 takes \[64\]"),
-        ("a.npy", lambda path: path.write_bytes(b"junk"), "is no NumPy file of plain numbers$"),
+        ("a.npy", lambda path: path.write_bytes(b"junk"), "is not a NumPy file of plain numbers$"),
         ("a.csv", lambda path: path.write_text(f"{NAMES}\n"), "has no rows"),
         ("a.csv", lambda path: path.write_text(f"{NAMES}\n" + ",".join(["nan"] * 64)), "row 0 holds"),
         ("a.csv", lambda path: path.write_text(""), r"rows are \[0\]"),
@@ -44,7 +44,7 @@ def saved(x: Any) -> Callable[[Path], None]:
     ],
 )
 def test_rows_that_no_model_could_take_are_one_message(
-    model: runtime.Loaded, tmp_path: Path, name: str, write: Callable[[Path], Any], words: str
+    model: runtime.LoadedRelease, tmp_path: Path, name: str, write: Callable[[Path], Any], words: str
 ) -> None:
     write(tmp_path / name)
     with pytest.raises(DataProblem, match=words) as told:
@@ -52,15 +52,15 @@ def test_rows_that_no_model_could_take_are_one_message(
     assert str(told.value).startswith(f"{tmp_path / name}: ")
 
 
-def test_columns_are_left_out_of_tables_only(model: runtime.Loaded, tmp_path: Path) -> None:
+def test_columns_are_left_out_of_tables_only(model: runtime.LoadedRelease, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((1, 64)))
     with pytest.raises(DataProblem, match=r"--leave-out is for \.csv"):
         read_rows(tmp_path / "a.npy", model.manifest, ("label",))
 
 
-def test_an_answer_that_is_no_number_is_refused(model: runtime.Loaded) -> None:
-    with pytest.raises(runtime.WrongRows, match="row 1: digits answers with a number that is not finite"):
-        predictions(model, np.stack([np.zeros(64), np.full(64, 3e38)]))
+def test_an_answer_that_is_no_number_is_refused(model: runtime.LoadedRelease) -> None:
+    with pytest.raises(runtime.InvalidRows, match="row 1: digits answers with a number that is not finite"):
+        predict(model, np.stack([np.zeros(64), np.full(64, 3e38)]))
 
 
 def test_a_machine_without_a_runtime_says_what_to_install(

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from edge_client import config
-from edge_client.infer import service as module
-from edge_client.infer.active import AGAIN_SECONDS
-from edge_client.infer.listening import listening
-from edge_client.infer.service import Batching, Service
-from edge_client.ota import served, slots
-from edge_client.ota.proof import Proof
+from edge_client.ota import crash_counter, slots, transitions
+from edge_client.ota.pointer import Pointer, Slot
 from edge_client.ota.releases import Releases
+from edge_client.ota.self_test import SelfTestResult
+from edge_client.serving import lines
+from edge_client.serving import service as module
+from edge_client.serving.active import RETRY_SECONDS
+from edge_client.serving.listening import listening
+from edge_client.serving.service import Batching, Service
 from edge_client.wire.inference import MODEL_NAME
 from edge_client.wire.manifest import ManifestError
 from tests.support import released
@@ -112,6 +114,54 @@ def test_connections_are_limited_and_those_that_are_there_are_served(
     assert answer["labels"] == [0]
 
 
+def test_requests_that_do_not_end_take_no_more_memory_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "HELD_BYTES", 3 * lines.BLOCK_BYTES)
+    folder = released.release_folder(tmp_path / "release", 3)
+    service = Service(lambda: folder, Batching(1, 0.0))
+    half = b'{"x": [' + b"1," * lines.BLOCK_BYTES
+
+    async def run() -> list[str]:
+        async with serving(service, tmp_path / "s"):
+            made = [await asyncio.open_unix_connection(tmp_path / "s") for _ in range(4)]
+            for _, writer in made:
+                writer.write(half)
+            done, _ = await asyncio.wait(
+                [asyncio.ensure_future(reader.readline()) for reader, _ in made],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            refused = [json.loads(each.result())["error"] for each in done]
+            answer = await asked(tmp_path / "s", {"x": rows(1)})  # small ones pass meanwhile
+            assert answer["labels"] == [0]
+            for _, writer in made:
+                writer.close()
+            await asyncio.sleep(0)
+            reader, writer = await asyncio.open_unix_connection(tmp_path / "s", limit=2**20)
+            writer.write(json.dumps({"id": "x" * len(half), "x": rows(1)}).encode() + b"\n")
+            assert json.loads(await reader.readline())["labels"] == [0], "their room is free again"
+            writer.close()
+            return refused
+
+    assert all("try again" in each for each in asyncio.run(run()))
+
+
+def test_a_request_has_so_long_to_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "LINE_SECONDS", 0.2)
+    folder = released.release_folder(tmp_path / "release", 3)
+    service = Service(lambda: folder, Batching(1, 0.0))
+
+    async def run() -> dict[str, Any]:
+        async with serving(service, tmp_path / "s"):
+            reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
+            writer.write(b'{"x": [')
+            refused: dict[str, Any] = json.loads(await reader.readline())
+            assert await reader.read() == b""
+            return refused
+
+    assert "was incomplete" in asyncio.run(run())["error"]
+
+
 def test_a_release_that_could_not_be_opened_is_tried_again_and_complained_of_once(tmp_path: Path) -> None:
     active, clock, said = [released.release_folder(tmp_path / "a", 1)], Clock(), []  # type: ignore[var-annotated]
     service = Service(lambda: active[0], Batching(1, 0.0), said.append, now=clock.now)
@@ -129,7 +179,7 @@ def test_a_release_that_could_not_be_opened_is_tried_again_and_complained_of_onc
             found = [await model(), await model()]
             (later / MODEL_NAME).write_bytes(content)
             found.append(await model())
-            clock.seconds += AGAIN_SECONDS
+            clock.seconds += RETRY_SECONDS
             return [*found, await model()]
 
     assert asyncio.run(run()) == ["digits:1", "digits:1", "digits:1", "digits:2"]
@@ -139,11 +189,11 @@ def test_a_release_that_could_not_be_opened_is_tried_again_and_complained_of_onc
 # -- models that end whoever predicts with them --
 
 
-def two_versions(state: Path) -> slots.Pointer:
+def two_versions(state: Path) -> Pointer:
     """Version 2 runs and has proved itself, version 1 is in the other slot."""
     for version, name in ((1, "a"), (2, "b")):
         released.release_folder(state / "releases" / "digits" / name, version)
-    held = slots.Pointer("digits", "b", slots.Slot(1, "r1"), slots.Slot(2, "r2"))
+    held = Pointer("digits", "b", Slot(1, "r1"), Slot(2, "r2"))
     slots.write(state, held)
     return held
 
@@ -151,28 +201,30 @@ def two_versions(state: Path) -> slots.Pointer:
 def died(state: Path, clock: Clock, times: int, socket: str = "s") -> None:
     """So often a service opened the active version and was never heard of again."""
     for _ in range(times):
-        served.Starts(state, state / socket, clock.now).opening(state / "releases" / "digits" / "b")
+        crash_counter.StartCounter(state, state / socket, clock.now).count(
+            state / "releases" / "digits" / "b"
+        )
 
 
 def releases(state: Path, clock: Clock) -> Releases:
     made = config.load(None, {"HOME": str(state)}, [f"state_dir={state}"]).config
-    return Releases(made, clock.now, random.Random(1), lambda *_: Proof(1.0))
+    return Releases(made, clock.now, random.Random(1), lambda *_: SelfTestResult(1.0))
 
 
 def test_a_model_that_ends_its_service_again_and_again_goes(tmp_path: Path) -> None:
     two_versions(tmp_path)
     clock = Clock()
     daemon = releases(tmp_path, clock)
-    died(tmp_path, clock, served.MOST_STARTS)
-    assert daemon.tend() == []
+    died(tmp_path, clock, crash_counter.MOST_STARTS)
+    assert daemon.maintain() == []
     died(tmp_path, clock, 1)
-    (note,) = daemon.tend()
-    assert "digits:2 is not used any more" in note and "(crash_loop); version 1 runs again" in note
+    (note,) = daemon.maintain()
+    assert "digits:2 is no longer used" in note and "(crash_loop); version 1 runs again" in note
     pointer = slots.read(tmp_path, "digits")
-    assert pointer.running == slots.Slot(1, "r1")
+    assert pointer.running == Slot(1, "r1")
     assert pointer.failure(2) is not None
-    assert daemon.tend() == []
-    assert served.models(tmp_path) == [], "nothing is counted of what does not run"
+    assert daemon.maintain() == []
+    assert crash_counter.models(tmp_path) == [], "nothing is counted of what does not run"
 
 
 @pytest.mark.parametrize("ends", ["lasts", "is told to end", "is another service"])
@@ -180,7 +232,7 @@ def test_starts_that_went_well_or_are_others_do_not_count(tmp_path: Path, ends: 
     held = two_versions(tmp_path)
     clock = Clock()
     daemon = releases(tmp_path, clock)
-    died(tmp_path, clock, served.MOST_STARTS)
+    died(tmp_path, clock, crash_counter.MOST_STARTS)
     if ends == "is another service":
         died(tmp_path, clock, 1, "other")
     else:
@@ -188,32 +240,32 @@ def test_starts_that_went_well_or_are_others_do_not_count(tmp_path: Path, ends: 
         service = Service(
             lambda: folder,
             Batching(1, 0.0),
-            starts=served.Starts(tmp_path, tmp_path / "s", clock.now),
+            starts=crash_counter.StartCounter(tmp_path, tmp_path / "s", clock.now),
             now=clock.now,
         )
 
         async def run() -> None:
             if ends == "lasts":
-                clock.seconds += served.LASTING_SECONDS
+                clock.seconds += crash_counter.LASTING_SECONDS
             async with serving(service, tmp_path / "s"):
-                while ends == "lasts" and served.models(tmp_path):
+                while ends == "lasts" and crash_counter.models(tmp_path):
                     await asyncio.sleep(0.01)
 
         asyncio.run(run())
-        assert served.models(tmp_path) == []
+        assert crash_counter.models(tmp_path) == []
         died(tmp_path, clock, 1)
-    assert daemon.tend() == []
+    assert daemon.maintain() == []
     assert slots.read(tmp_path, "digits") == held
 
 
 def test_a_service_that_says_why_it_does_not_run_is_no_crash(tmp_path: Path) -> None:
     two_versions(tmp_path)
     folder = tmp_path / "releases" / "digits" / "b"
-    starts = served.Starts(tmp_path, tmp_path / "s")
+    starts = crash_counter.StartCounter(tmp_path, tmp_path / "s")
     (folder / MODEL_NAME).write_bytes(b"damaged")
     with pytest.raises(ManifestError):
         Service(lambda: folder, Batching(1, 0.0), starts=starts)
-    assert served.models(tmp_path) == []
+    assert crash_counter.models(tmp_path) == []
 
 
 def test_a_fault_in_the_service_ends_it_and_leaves_nobody_waiting(
@@ -236,10 +288,10 @@ def test_a_fault_in_the_service_ends_it_and_leaves_nobody_waiting(
 
 def test_without_another_version_none_runs(tmp_path: Path) -> None:
     pointer = two_versions(tmp_path)
-    slots.write(tmp_path, slots.begun(pointer, _offer()))
+    slots.write(tmp_path, transitions.begin_install(pointer, _offer()))
     clock = Clock()
-    died(tmp_path, clock, served.MOST_STARTS + 1)
-    (note,) = releases(tmp_path, clock).tend()
+    died(tmp_path, clock, crash_counter.MOST_STARTS + 1)
+    (note,) = releases(tmp_path, clock).maintain()
     assert "there is no other" in note
     assert slots.read(tmp_path, "digits").active is None
 

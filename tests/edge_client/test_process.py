@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.process import PARENT_VARIABLE
+from edge_client.processes.process import PARENT_VARIABLE
 
 
 def start(tmp_path: Path, body: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a worker whose `work(path, report)` has the given body."""
-    code = f"import os\nfrom edge_client import process\ndef work(path, report):\n    {body}\nprocess.serve(work)\n"
+    code = f"import os\nfrom edge_client.processes import process\ndef work(path, report):\n    {body}\nprocess.serve(work)\n"
     return subprocess.run(
         [sys.executable, "-P", "-c", code, str(tmp_path / "job.json")],
         capture_output=True,
@@ -59,8 +59,8 @@ def test_a_worker_whose_parent_is_already_gone_does_nothing(tmp_path: Path) -> N
 def test_a_bound_program_dies_with_whoever_started_it() -> None:
     parent = (
         "import os, subprocess, sys\n"
-        "from edge_client import process\n"
-        "child = subprocess.Popen(process.bound(['/bin/sleep', '1000']), env=process.worker_environment())\n"
+        "from edge_client.processes import process\n"
+        "child = subprocess.Popen(process.tie_to_parent(['/bin/sleep', '1000']), env=process.worker_environment())\n"
         "print(child.pid, flush=True)\n"
         "sys.stdin.read()\n"
     )

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from edge_client.data.examples import PADDING, Examples
 from edge_client.train.resolve import (
     CannotRun,
     installed_models,
     installed_runtimes,
     masked_cross_entropy,
-    require_fitting,
+    require_compatible,
 )
-from edge_client.train.trainer import PADDING, Examples
 from edge_client.wire.device import ModelRef
 from models.zoo import spec
 
@@ -39,7 +39,7 @@ def test_installed_models_are_those_of_the_entry_points() -> None:
 def test_knowing_all_that_imports_no_framework_and_no_numpy() -> None:
     code = (
         "import json, sys\n"
-        "import edge_client.connectors, edge_client.eligibility, edge_client.train.process\n"
+        "import edge_client.data, edge_client.eligibility, edge_client.train.process\n"
         "from edge_client.train import resolve\n"
         "resolve.installed_runtimes(), resolve.installed_models()\n"
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))\n"
@@ -87,7 +87,7 @@ def examples(x_shape: tuple[int, ...], y_shape: tuple[int, ...], dtype: str, lab
     ],
 )
 def test_fitting_data_passes(data: Examples, model: ModelRef) -> None:
-    require_fitting(data, model)
+    require_compatible(data, model)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_fitting_data_passes(data: Examples, model: ModelRef) -> None:
 )
 def test_data_that_does_not_fit_is_told_in_words(data: Examples, model: ModelRef, words: str) -> None:
     with pytest.raises(CannotRun, match=words) as refused:
-        require_fitting(data, model)
+        require_compatible(data, model)
 
     assert refused.value.code == "no_data"
 

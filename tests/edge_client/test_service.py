@@ -10,19 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from edge_client import config, service
+from edge_client import config
+from edge_client.commands import systemd_unit
 from edge_client.errors import UserMistake
 
 LOOSEST_EXPOSURE = 3.0
 analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 
 
-def unit(scope: service.Scope, folder: Path) -> Path:
+def unit(scope: systemd_unit.Scope, folder: Path) -> Path:
     loaded = config.load(
         None, {}, ["state_dir=/var/lib/fedloop-edge", "limits.memory_bytes=500000000"]
     ).config
-    path = folder / service.UNIT
-    path.write_text(service.unit(scope, loaded, Path("/etc/fedloop/edge.toml")))
+    path = folder / systemd_unit.UNIT
+    path.write_text(systemd_unit.unit(scope, loaded, Path("/etc/fedloop/edge.toml")))
     return path
 
 
@@ -37,7 +38,7 @@ def test_the_machines_service_is_well_sandboxed(tmp_path: Path) -> None:
 
 @analyze
 @pytest.mark.parametrize("scope", ["user", "system"])
-def test_systemd_understands_the_unit(tmp_path: Path, scope: service.Scope) -> None:
+def test_systemd_understands_the_unit(tmp_path: Path, scope: systemd_unit.Scope) -> None:
     command = [
         "systemd-analyze",
         "verify",
@@ -54,15 +55,15 @@ def test_systemd_understands_the_unit(tmp_path: Path, scope: service.Scope) -> N
 def test_the_machines_state_lies_where_systemd_makes_it(tmp_path: Path) -> None:
     loaded = config.load(None, {}, [f"state_dir={tmp_path}"]).config
     with pytest.raises(UserMistake, match="/var/lib"):
-        service.unit("system", loaded, None)
-    assert str(tmp_path) in service.unit("user", loaded, None)
+        systemd_unit.unit("system", loaded, None)
+    assert str(tmp_path) in systemd_unit.unit("user", loaded, None)
 
 
 def test_the_unit_keeps_the_flags_and_odd_paths(tmp_path: Path) -> None:
     state = tmp_path / "a state 100%"
     sets = [f"state_dir={state}", 'labels.site=ber"lin $HOME']
     loaded = config.load(None, {}, sets).config
-    text = service.unit("user", loaded, None, sets)
+    text = systemd_unit.unit("user", loaded, None, sets)
     assert f'Environment="FEDLOOP_EDGE_STATE_DIR={tmp_path}/a state 100%%"' in text
     assert '--set "labels.site=ber\\"lin $$HOME" run' in text
 
@@ -73,7 +74,7 @@ def test_a_configuration_in_a_persons_home_is_none_of_the_machines(
     monkeypatch.setenv("HOME", str(tmp_path))
     loaded = config.load(None, {}, ["state_dir=/var/lib/fedloop-edge"]).config
     with pytest.raises(UserMistake, match=r"/etc/fedloop/edge\.toml"):
-        service.unit("system", loaded, tmp_path / "edge.toml")
+        systemd_unit.unit("system", loaded, tmp_path / "edge.toml")
 
 
 def test_the_unit_says_what_the_daemon_needs(tmp_path: Path) -> None:
@@ -86,6 +87,6 @@ def test_the_unit_says_what_the_daemon_needs(tmp_path: Path) -> None:
         "DynamicUser=yes",
         "MemoryMax=768435456",
         "--config /etc/fedloop/edge.toml run",
-        f"RestartPreventExitStatus=2 {service.REFUSED_EXIT}",
+        f"RestartPreventExitStatus=2 {systemd_unit.REFUSED_EXIT}",
     ):
         assert words in text, words

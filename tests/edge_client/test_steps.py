@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_client.outbox import Waiting
+from edge_client.outbox import PendingResult
 from edge_client.steps import (
     HELD_SECONDS,
-    AskIn,
     Current,
     Deliver,
     Desired,
@@ -20,10 +19,11 @@ from edge_client.steps import (
     Fetch,
     GiveBack,
     Halt,
-    Held,
+    HeldTask,
     Install,
-    Offered,
+    PendingRelease,
     Renew,
+    SendCheckIn,
     Sleep,
     Work,
     next_steps,
@@ -49,7 +49,7 @@ OFFER = TaskOffer(
     deadline_seconds=600.0,
     result_limit_bytes=1,
 )
-RESULT = Waiting("old", "r", "demo", 1, "train", 1, "", 1, "identity", 0.0, 1.0)
+RESULT = PendingResult("old", "r", "demo", 1, "train", 1, "", 1, "identity", 0.0, 1.0)
 IDLE = Current(
     now=100.0,
     wall=1000.0,
@@ -70,26 +70,26 @@ def current(**changes: Any) -> Current:
     ("now", "desired", "steps"),
     [
         (current(), WELL, [Sleep(130.0)]),
-        (current(checkin_at=100.0), WELL, [AskIn(0.0)]),
-        (current(checkin_at=100.0, hold=True), WELL, [AskIn(HELD_SECONDS)]),
-        (current(checkin_at=100.0, hold=True), Desired(ineligible=("on battery",)), [AskIn(0.0)]),
+        (current(checkin_at=100.0), WELL, [SendCheckIn(0.0)]),
+        (current(checkin_at=100.0, hold=True), WELL, [SendCheckIn(HELD_SECONDS)]),
+        (current(checkin_at=100.0, hold=True), Desired(ineligible=("on battery",)), [SendCheckIn(0.0)]),
         (current(wall=5000.0), WELL, [Renew(False)]),
         (current(certificate_expired=True, outbox=(RESULT,)), WELL, [Renew(True), Deliver(RESULT)]),
         (current(outbox=(RESULT,)), WELL, [Deliver(RESULT)]),
         (current(outbox=(RESULT,)), Desired(paused=True), [Sleep(130.0)]),
         (current(outbox=(RESULT,)), Desired(opted_out=("demo",)), [Discard(RESULT)]),
-        (current(held=Held(OFFER)), WELL, [AskIn(0.0)]),
-        (current(held=Held(OFFER, "confirmed")), WELL, [Fetch(OFFER), Work(OFFER)]),
-        (current(held=Held(OFFER, "fetched")), WELL, [Work(OFFER)]),
-        (current(held=Held(OFFER, "fetched"), retry_at=110.0), WELL, [Work(OFFER)]),
-        (current(held=Held(OFFER, "confirmed"), retry_at=110.0), WELL, [Sleep(110.0)]),
+        (current(held=HeldTask(OFFER)), WELL, [SendCheckIn(0.0)]),
+        (current(held=HeldTask(OFFER, "confirmed")), WELL, [Fetch(OFFER), Work(OFFER)]),
+        (current(held=HeldTask(OFFER, "fetched")), WELL, [Work(OFFER)]),
+        (current(held=HeldTask(OFFER, "fetched"), retry_at=110.0), WELL, [Work(OFFER)]),
+        (current(held=HeldTask(OFFER, "confirmed"), retry_at=110.0), WELL, [Sleep(110.0)]),
         (
-            current(held=Held(OFFER, "fetched", Decline("limits", "too large"))),
+            current(held=HeldTask(OFFER, "fetched", Decline("limits", "too large"))),
             WELL,
             [GiveBack(OFFER, Decline("limits", "too large"))],
         ),
         (
-            current(held=Held(OFFER)),
+            current(held=HeldTask(OFFER)),
             Desired(ineligible=("hot",)),
             [GiveBack(OFFER, Decline("ineligible", "hot"))],
         ),
@@ -101,7 +101,7 @@ def test_the_next_steps(now: Current, desired: Desired, steps: list[object]) -> 
 
 RELEASE = ReleaseOffer("r", "digits", 2)
 OTHER = ReleaseOffer("s", "other", 1)
-TOLD = current(offers=(Offered(RELEASE), Offered(OTHER)))
+TOLD = current(offers=(PendingRelease(RELEASE), PendingRelease(OTHER)))
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,17 @@ TOLD = current(offers=(Offered(RELEASE), Offered(OTHER)))
         (TOLD, WELL, [Install(RELEASE)]),
         (replace(TOLD, checkin_at=0.0), WELL, [Install(RELEASE)]),
         (replace(TOLD, outbox=(RESULT,)), WELL, [Deliver(RESULT)]),
-        (replace(TOLD, held=Held(OFFER, "fetched")), WELL, [Work(OFFER)]),
-        (replace(TOLD, held=Held(OFFER)), WELL, [AskIn(0.0)]),
+        (replace(TOLD, held=HeldTask(OFFER, "fetched")), WELL, [Work(OFFER)]),
+        (replace(TOLD, held=HeldTask(OFFER)), WELL, [SendCheckIn(0.0)]),
         (TOLD, Desired(ineligible=("on battery",)), [Sleep(130.0)]),
         (TOLD, Desired(paused=True, ineligible=("paused by hand",)), [Sleep(130.0)]),
         (replace(TOLD, retry_at=110.0), WELL, [Sleep(110.0)]),
-        (replace(TOLD, offers=(Offered(RELEASE, 101.0),)), WELL, [Sleep(130.0)]),
-        (replace(TOLD, offers=(Offered(RELEASE, 101.0), Offered(OTHER))), WELL, [Install(OTHER)]),
+        (replace(TOLD, offers=(PendingRelease(RELEASE, 101.0),)), WELL, [Sleep(130.0)]),
+        (
+            replace(TOLD, offers=(PendingRelease(RELEASE, 101.0), PendingRelease(OTHER))),
+            WELL,
+            [Install(OTHER)],
+        ),
     ],
 )
 def test_a_release_is_installed_when_nothing_else_is_to_be_done(
@@ -127,7 +131,7 @@ def test_a_release_is_installed_when_nothing_else_is_to_be_done(
 
 def test_a_device_without_a_certificate_halts() -> None:
     (halt,) = next_steps(current(renew_at=None), WELL)
-    assert isinstance(halt, Halt) and "enroll" in halt.words
+    assert isinstance(halt, Halt) and "enroll" in halt.message
 
 
 @given(
@@ -146,7 +150,7 @@ def test_there_is_always_a_next_step_and_a_sleep_ends(
         retry_at=retry_at,
         checkin_at=checkin_at,
         outbox=(RESULT,) if waiting else (),
-        held=Held(OFFER, state) if state else None,
+        held=HeldTask(OFFER, state) if state else None,
     )
     steps = next_steps(it, Desired(paused, ("paused by hand",) if paused else ()))
     assert steps

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from edge_client.data.examples import Examples
 from edge_client.train.torch_trainer import TorchRuntime, load, read
-from edge_client.train.trainer import Examples, Trainer, TrainTask
+from edge_client.train.trainer import Trainer, TrainTask
 from models.zoo import mlp
 from models.zoo.spec import masked_cross_entropy
 from strategies import presets

@@ -10,17 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_client.train.trainer import (
-    EVALUATION_ROWS,
-    PADDING,
-    Evaluation,
-    Examples,
-    NoExamples,
-    Trainer,
-    TrainTask,
-    merged,
-    score,
-)
+from edge_client.data.examples import PADDING, Examples, NoExamples
+from edge_client.train.trainer import EVALUATION_ROWS, Evaluation, Trainer, TrainTask, merge, score
 from strategies.client_rules import ControlVariates, Correction, Proximal
 from strategies.params import Params
 
@@ -158,7 +149,7 @@ def test_evaluation_goes_through_all_rows_a_fixed_number_at_a_time() -> None:
 
 
 def test_nothing_to_evaluate_is_zero_of_zero() -> None:
-    nothing = merged([])
+    nothing = merge([])
     assert (nothing.loss, nothing.accuracy, len(nothing.correct)) == (0.0, 0.0, 0)
     assert Trainer(RecordingRuntime()).evaluate({}, counted_examples(0)).loss == 0.0
 
@@ -166,5 +157,5 @@ def test_nothing_to_evaluate_is_zero_of_zero() -> None:
 def test_merging_keeps_the_order_of_rows() -> None:
     first = Evaluation(1.0, np.array([1, 0]), np.array([1, 1]))
     second = Evaluation(2.0, np.array([3]), np.array([4]))
-    both = merged([first, second])
+    both = merge([first, second])
     assert (both.loss_sum, both.correct.tolist(), both.labels.tolist()) == (3.0, [1, 0, 3], [1, 1, 4])

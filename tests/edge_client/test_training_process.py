@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_client.connectors import DataConfig, open_data
+from edge_client.data import DataConfig, open_data
 from edge_client.train.litert_trainer import LiteRTRuntime
 from edge_client.train.process import Interrupted, Job, Limits, TrainingFailed, TrainingProcess
-from edge_client.train.trainer import Trainer
+from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.device import ModelRef
 from edge_client.wire.messages import TaskMessage, encode_result
 from strategies.params import Params
-from strategies.state import parted
+from strategies.state import unflatten
 from tests.support.artifacts import exported
 from tests.support.training_jobs import MODEL, install_plug_in, job, message, naughty
 
@@ -63,12 +63,12 @@ def here(work: Job) -> bytes:
     task = TaskMessage.from_json(work.message)
     params = arrays.decode(work.params.read_bytes())
     trainer = Trainer(LiteRTRuntime(found.tflite, manifest))
-    local = trainer.train(params, task.train_task({}), open_data(work.data).train())
+    local = trainer.train(params, TrainTask.of(task, {}), open_data(work.data).train())
     return encode_result(task, local.update)
 
 
 def delta(result: bytes) -> Params:
-    return parted(arrays.decode(result))["delta"]
+    return unflatten(arrays.decode(result))["delta"]
 
 
 def test_a_train_job_leaves_the_bytes_to_upload(
@@ -151,9 +151,9 @@ def test_what_a_client_rule_keeps_comes_back_in_its_next_round(
     training.run(first, go_on)
     training.run(second, go_on)
 
-    kept = parted(arrays.decode(first.state_out.read_bytes()))["control"]
-    sent = parted(arrays.decode(second.result.read_bytes()))["control"]
-    renewed = parted(arrays.decode(second.state_out.read_bytes()))["control"]
+    kept = unflatten(arrays.decode(first.state_out.read_bytes()))["control"]
+    sent = unflatten(arrays.decode(second.result.read_bytes()))["control"]
+    renewed = unflatten(arrays.decode(second.state_out.read_bytes()))["control"]
     assert max(float(np.abs(value).max()) for value in kept.values()) > 0
     for name, value in renewed.items():
         np.testing.assert_allclose(value, kept[name] + sent[name], atol=1e-5)
@@ -203,8 +203,8 @@ def test_an_artifact_that_fails_its_self_test_is_refused(
     )
 
     assert unlike.code == other_file.code == "bad_artifact"
-    assert "self-test failed: train gave loss" in unlike.words
-    assert "cut has 9 bytes, its manifest says" in other_file.words
+    assert "self-test failed: train gave loss" in unlike.message
+    assert "cut has 9 bytes, its manifest says" in other_file.message
     training.run(work, go_on)
 
 
@@ -224,11 +224,13 @@ def test_data_that_does_not_fit_the_model_is_told_in_words(
     ]
 
     assert {answer.code for answer in answers} == {"no_data"}
-    assert "examples of shape [64], the model 'cnn' takes [8, 8]; see the option `shape`" in answers[0].words
-    assert "has a label 9, the model 'cnn' has 3 classes" in answers[1].words
-    assert "gone.npz: no such file" in answers[2].words
+    assert (
+        "examples of shape [64], the model 'cnn' takes [8, 8]; see the option `shape`" in answers[0].message
+    )
+    assert "has a label 9, the model 'cnn' has 3 classes" in answers[1].message
+    assert "gone.npz: no such file" in answers[2].message
     assert "gone.npz" not in answers[2].decline.words and "data preview" in answers[2].decline.words
-    assert "no rows are held out for evaluation" in answers[3].words
+    assert "no rows are held out for evaluation" in answers[3].message
 
 
 def test_an_artifact_for_smaller_batches_than_the_tasks_is_declined(
@@ -247,7 +249,8 @@ def test_an_artifact_for_smaller_batches_than_the_tasks_is_declined(
 
     assert answer.code == "bad_artifact"
     assert (
-        f"a batch of {batch} rows does not fit this artifact, made for {manifest.batch_size}" in answer.words
+        f"a batch of {batch} rows does not fit this artifact, made for {manifest.batch_size}"
+        in answer.message
     )
 
 
@@ -270,7 +273,7 @@ def test_only_installed_models_are_built(
     answer = refused(start(), job(tmp_path, runtime="torch", model=model))
 
     assert answer.code == "no_model"
-    assert f"the model {name!r} is not installed here; installed: " in answer.words
+    assert f"the model {name!r} is not installed here; installed: " in answer.message
 
 
 def test_a_message_of_another_kind_fails_in_words(
@@ -279,7 +282,7 @@ def test_a_message_of_another_kind_fails_in_words(
     answer = refused(start(), job(tmp_path, message=message({"name": "of the future"})))
 
     assert answer.code == "failed"
-    assert "client rule 'of the future' is unknown here" in answer.words
+    assert "client rule 'of the future' is unknown here" in answer.message
 
 
 @pytest.mark.usefixtures("plug_in")
@@ -291,7 +294,7 @@ class TestLimits:
 
         answer = refused(training, job(tmp_path, data=naughty("grab")))
 
-        assert (answer.code, answer.words) == (
+        assert (answer.code, answer.message) == (
             "limits",
             "it needs more memory than limits.memory_bytes = 200000000",
         )
@@ -305,7 +308,7 @@ class TestLimits:
         answer = refused(training, job(tmp_path, data=naughty("grow")))
 
         assert answer.code == "limits"
-        assert "more memory than limits.memory_bytes = 100000000: " in answer.words
+        assert "more memory than limits.memory_bytes = 100000000: " in answer.message
         assert training.pid is None
 
     def test_a_job_that_spins_is_ended_by_its_processor_time(
@@ -313,14 +316,14 @@ class TestLimits:
     ) -> None:
         answer = refused(start(cpu_seconds=1), job(tmp_path, data=naughty("spin")))
 
-        assert (answer.code, answer.words) == ("limits", "it used more than limits.cpu_seconds = 1")
+        assert (answer.code, answer.message) == ("limits", "it used more than limits.cpu_seconds = 1")
 
     def test_a_job_that_takes_too_long_is_ended(
         self, tmp_path: Path, start: Callable[..., TrainingProcess]
     ) -> None:
         answer = refused(start(seconds=0.6), job(tmp_path, data=naughty("sleep")))
 
-        assert (answer.code, answer.words) == ("limits", "not done after limits.seconds = 0.6")
+        assert (answer.code, answer.message) == ("limits", "not done after limits.seconds = 0.6")
 
     def test_a_crash_is_told_and_the_next_job_gets_a_new_process(
         self, tmp_path: Path, start: Callable[..., TrainingProcess]
@@ -330,8 +333,8 @@ class TestLimits:
         crashed = refused(training, job(tmp_path, data=naughty("abort")))
         failed = refused(training, job(tmp_path, data=naughty("fail")))
 
-        assert crashed.code == "failed" and "ended with SIGABRT" in crashed.words
-        assert "RuntimeError: as told" in failed.words
+        assert crashed.code == "failed" and "ended with SIGABRT" in crashed.message
+        assert "RuntimeError: as told" in failed.message
         # What foreign code says may quote what it read.
         assert "as told" not in failed.decline.words
         assert crashed.decline.words == "the training process ended with SIGABRT"

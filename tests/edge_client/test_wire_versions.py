@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from edge_client import config
-from edge_client.execute import Executor
-from edge_client.ledger import Ledger
-from edge_client.link import Answer as Heard
+from edge_client.daemon.executor import Executor
+from edge_client.daemon.ledger import Ledger
 from edge_client.outbox import Outbox
 from edge_client.state import State
+from edge_client.transport.link import Answer as Heard
 from edge_client.wire import arrays
 from edge_client.wire import device as wire
 from edge_client.wire.messages import TaskMessage, result_header
@@ -106,14 +106,14 @@ def test_recorded_results_and_tasks_are_read(version: str) -> None:
     ],
 )
 def test_the_lower_minor_version_is_used(theirs: tuple[int, int], agreed: tuple[int, int] | None) -> None:
-    assert wire.negotiated(theirs) == agreed
+    assert wire.negotiate(theirs) == agreed
 
 
 def test_three_minor_versions_back_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "WIRE", (1, 5))
     monkeypatch.setattr(wire, "OLDEST_MINOR", 3)
-    assert wire.negotiated((1, 3)) == (1, 3)
-    assert wire.negotiated((1, 2)) is None
+    assert wire.negotiate((1, 3)) == (1, 3)
+    assert wire.negotiate((1, 2)) is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,7 +19,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.local_fleet import Daemon, LocalFleet, local_fleet
+from coordinator.demos.local_fleet import (
+    Daemon,
+    LocalFleet,
+    local_fleet,
+)
 from edge_client.files import write_durably
 from tests.support.arena import DATASET, Arena, experiment, readings
 from tests.support.require import require
@@ -81,7 +85,7 @@ def added(fleet: LocalFleet, name: str, seed: int = 0) -> Daemon:
     """A LiteRT device with data of its own, not yet started."""
     data = {DATASET: {"kind": "numpy", "path": "data.npz"}}
     daemon = fleet.add(name, {"runtimes": ["litert"], "data": data})
-    fleet.give(name, readings(seed))
+    fleet.write_data(name, readings(seed))
     return daemon
 
 
@@ -106,9 +110,12 @@ def wait_until(holds: Callable[[], bool], told: Callable[[], str]) -> None:
 
 
 @pytest.fixture
-def twenty(tmp_path: Path, clocks: Path) -> Iterator[tuple[LocalFleet, list[Daemon]]]:
+def twenty(
+    tmp_path: Path, clocks: Path, served_on: Mapping[str, str]
+) -> Iterator[tuple[LocalFleet, list[Daemon]]]:
     """A coordinator and twenty daemons, all by one clock."""
-    with local_fleet(tmp_path / "fleet", environment=clock(clocks / "all")) as fleet:
+    environment = {**clock(clocks / "all"), **served_on}
+    with local_fleet(tmp_path / "fleet", environment=environment) as fleet:
         with ThreadPoolExecutor(2) as pool:  # a start costs a second of a core
             daemons = list(pool.map(lambda at: added(fleet, f"device-{at}", at), range(FLEET)))
         for daemon in daemons:
@@ -145,9 +152,9 @@ def _told(daemons: list[Daemon]) -> str:
 
 
 @pytest.fixture
-def one(tmp_path: Path, clocks: Path) -> Iterator[tuple[LocalFleet, Daemon]]:
+def one(tmp_path: Path, clocks: Path, served_on: Mapping[str, str]) -> Iterator[tuple[LocalFleet, Daemon]]:
     """A coordinator by the true clock, and a daemon by one of its own."""
-    with local_fleet(tmp_path / "fleet") as fleet:
+    with local_fleet(tmp_path / "fleet", environment=served_on) as fleet:
         daemon = added(fleet, "device")
         daemon.environment = {**daemon.environment, **clock(clocks / "one")}
         daemon.start()
@@ -214,7 +221,7 @@ def test_a_clock_that_jumps_far_ahead_alone_renews_nothing_by_itself(
 
 def _identity(fleet: LocalFleet) -> str:
     """Which of its identities the device uses."""
-    return str((fleet.folder_of("device") / "state" / "identity").readlink())
+    return str((fleet.device_folder("device") / "state" / "identity").readlink())
 
 
 def _status(daemon: Daemon) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from coordinator.db import events
 from coordinator.db.store import Database
 from coordinator.db.tables import updates
 from coordinator.fleets.device import DeviceFleet
-from coordinator.fleets.fleet import Answer, Silence
+from coordinator.rounds.fleet import Answer, Silence
 from edge_client.wire import arrays
 from strategies.update import Update
 from tests.coordinator.test_uploads import OpenRound, decoded_delta

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
-from coordinator.local_fleet import LocalFleet, local_fleet
+from coordinator.db.tables import tasks, updates
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from edge_client.wire import arrays
 from edge_client.wire.messages import TaskMessage, encode_result
 from strategies.update import Update
@@ -20,6 +20,7 @@ from tests.support import noop
 from tests.support.device_client import RawDevice
 from tests.support.federation import steps_of
 from tests.support.small_disk import fill, free_bytes, small_disk
+from tests.support.stored import rows, url_of
 
 pytestmark = pytest.mark.slow
 
@@ -27,9 +28,12 @@ MODEL_BYTES = 6_000_000
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[LocalFleet]:
+def fleet(tmp_path: Path, served_on: Mapping[str, str]) -> Iterator[LocalFleet]:
     """A coordinator that has 64 MB."""
-    with small_disk(tmp_path / "coordinator", 64), local_fleet(tmp_path) as served:
+    with (
+        small_disk(tmp_path / "coordinator", 64),
+        local_fleet(tmp_path, environment=served_on) as served,
+    ):
         yield served
 
 
@@ -75,14 +79,11 @@ def _result(raw: RawDevice, offer: dict[str, Any]) -> bytes:
 
 
 def _leased(fleet: LocalFleet) -> int:
-    with closing(sqlite3.connect(fleet.home / "fedloop.db")) as database:
-        (count,) = database.execute("SELECT count(*) FROM tasks WHERE state = 'leased'").fetchone()
-        return int(count)
+    return len(rows(url_of(fleet), select(tasks.c.id).where(tasks.c.state == "leased")))
 
 
 def _updates(fleet: LocalFleet) -> int:
-    with closing(sqlite3.connect(fleet.home / "fedloop.db")) as database:
-        return int(database.execute("SELECT count(*) FROM updates").fetchone()[0])
+    return len(rows(url_of(fleet), select(updates.c.run)))
 
 
 def _part_bytes(fleet: LocalFleet, task: str) -> int:

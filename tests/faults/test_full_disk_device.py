@@ -117,7 +117,7 @@ def test_a_command_on_a_full_disk_says_so(coordinator: FakeCoordinator, disk: Pa
     fill(disk / "filler")
     done = edge(state, "pause")
     assert done.returncode == 1
-    assert "disk" in done.stderr
+    assert "its disk is full: free some space there" in done.stderr
 
 
 def _waiting(state: Path) -> int:

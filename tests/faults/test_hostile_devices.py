@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import random
 import re
-import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sqlalchemy import select
 
+from coordinator.db.tables import devices
 from coordinator.rounds import intake
 from coordinator.rounds.intake import Rejection
 from edge_client.wire import arrays
 from edge_client.wire import device as wire
-from edge_client.wire.strict import Unfit, loads, parse_message
+from edge_client.wire.strict import InvalidDocument, loads, parse_message
 from tests.support.arena import HONEST_GROUP, Arena, Memory, add_honest, arena
 from tests.support.device_client import Answer, NoAnswer, RawDevice, checkin, request
 from tests.support.federation import task
 from tests.support.hostile import Target, canary, request_cases, result_cases, sent
 from tests.support.hostile_results import TENSORS, bad_results, mutated, sound_result
+from tests.support.stored import rows, url_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "wire.md"
 
@@ -66,8 +67,8 @@ class Attack:
 
 
 @pytest.fixture(scope="module")
-def attack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attack]:
-    with arena(tmp_path_factory.mktemp("arena")) as made:
+def attack(tmp_path_factory: pytest.TempPathFactory, module_served_on: Mapping[str, str]) -> Iterator[Attack]:
+    with arena(tmp_path_factory.mktemp("arena"), environment=module_served_on) as made:
         add_honest(made)
         alone = made.finished(made.start_run(1, groups=[HONEST_GROUP]))
         yield _attacked(made, alone)
@@ -196,8 +197,8 @@ def test_the_next_run_goes_well(attack: Attack) -> None:
 
 
 @pytest.mark.slow
-def test_a_result_sent_a_thousand_times_counts_once(tmp_path: Path) -> None:
-    with arena(tmp_path) as made:
+def test_a_result_sent_a_thousand_times_counts_once(tmp_path: Path, served_on: Mapping[str, str]) -> None:
+    with arena(tmp_path, environment=served_on) as made:
         first, second = made.enrol(2)
         run = made.start_run(2)
         for device in (first, second):
@@ -221,8 +222,8 @@ def test_a_result_sent_a_thousand_times_counts_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_result_sent_by_many_at_once_counts_once(tmp_path: Path) -> None:
-    with arena(tmp_path) as made:
+def test_a_result_sent_by_many_at_once_counts_once(tmp_path: Path, served_on: Mapping[str, str]) -> None:
+    with arena(tmp_path, environment=served_on) as made:
         (device,) = made.enrol(1)
         made.start_run(1)
         offer = device.task(made.said())
@@ -250,17 +251,16 @@ def test_a_result_sent_by_many_at_once_counts_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_forwarded_certificate_is_not_believed(tmp_path: Path) -> None:
+def test_a_forwarded_certificate_is_not_believed(tmp_path: Path, served_on: Mapping[str, str]) -> None:
     """The header of a trusted proxy, sent by whoever likes to: identity stays that of the connection."""
-    with arena(tmp_path) as made:
+    with arena(tmp_path, environment=served_on) as made:
         mine, theirs = made.enrol(2)
         header = [("X-Client-Cert", theirs.certificate.replace("\n", "%0A"))]
         body = b'{"wire": "1.2", "software": "forged", "runtimes": {}, "memory_bytes": 1}'
         assert mine.send(request("POST", "/checkin", body, header)).status == 200
-        with closing(sqlite3.connect(f"file:{made.fleet.home}/fedloop.db?mode=ro", uri=True)) as database:
-            reports = dict(database.execute("SELECT id, report FROM devices").fetchall())
-        assert "forged" in reports[mine.id]
-        assert "forged" not in reports[theirs.id]
+        told = rows(url_of(made.fleet), select(devices.c.id, devices.c.report))
+        software = {row.id: (row.report or {}).get("software") for row in told}
+        assert software[mine.id] == "forged" != software[theirs.id]
 
 
 def documented_codes() -> dict[int, set[str]]:
@@ -272,7 +272,7 @@ def documented_codes() -> dict[int, set[str]]:
 # What the parsers alone say, without a coordinator around them.
 
 TASK = task("site-a")
-EXPECTED = intake.expected_of({name: np.zeros(shape, np.float32) for name, shape in TENSORS.items()}, {})
+EXPECTED = intake.make_expected({name: np.zeros(shape, np.float32) for name, shape in TENSORS.items()}, {})
 GOOD = sound_result(TASK.message, "site-b", Path("/nowhere/canary"))
 
 
@@ -288,7 +288,7 @@ def test_a_bad_result_is_rejected_in_words(case: Any, tmp_path: Path) -> None:
     verdict = intake.check(arrays.FilePayload(path), TASK, EXPECTED)
     assert isinstance(verdict, Rejection)
     assert verdict.reason in {code.replace("foreign_identity", "wrong_task") for code in case.codes}
-    assert verdict.words.encode()
+    assert verdict.message.encode()
 
 
 @settings(max_examples=400, deadline=None)
@@ -299,7 +299,7 @@ def test_a_mutated_result_is_rejected_or_holds_what_was_asked_for(rng: random.Ra
         payload = _mutated_again(payload, rng)
     verdict = intake.check(arrays.BytesPayload(payload), TASK, EXPECTED)
     if isinstance(verdict, Rejection):
-        assert verdict.words.encode()
+        assert verdict.message.encode()
         return
     assert {name: value.shape for name, value in verdict.delta.items()} == TENSORS
     assert all(np.isfinite(value).all() for value in verdict.delta.values())
@@ -348,7 +348,7 @@ def test_a_message_with_anything_in_place_of_a_value_is_unfit_or_read(
         document[key] = data.draw(JSON, label=key)
     try:
         read = parse_message(type(message), document, "message")
-    except Unfit as error:
+    except InvalidDocument as error:
         assert str(error)
     else:
         assert isinstance(read, type(message))
@@ -360,5 +360,5 @@ def test_a_message_with_anything_in_place_of_a_value_is_unfit_or_read(
 def test_any_bytes_are_json_or_unfit(text: bytes) -> None:
     try:
         loads(text, "body")
-    except Unfit as error:
+    except InvalidDocument as error:
         assert "body" in str(error)

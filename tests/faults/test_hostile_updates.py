@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 
 from coordinator.db.store import Database
 from coordinator.fleets.device import DeviceFleet
-from coordinator.rounds.checkpoint import keep_in
-from coordinator.rounds.engine import RunState
+from coordinator.rounds.checkpoint import materialize_in
+from coordinator.rounds.records import RunState
 from edge_client.wire.messages import TaskMessage
 from strategies.update import Update
 from tests.support import runs
@@ -36,7 +37,7 @@ def attacked(
         devices["d"] = ScriptedDevice(world.enrol("d"), 1.0, 0.0, 1.0, attack)
         Cohort(world, devices)
         plan = run_plan(strategy, rounds=rounds, clients_per_round=4, outlier_factor=100.0, weight_cap=10.0)
-        last, seen = runs.run(plan, fleet, keep=keep_in(world.services.blobs))
+        last, seen = runs.run(plan, fleet, materialize=partial(materialize_in, world.services.blobs))
         return RunState(last.round, dict(last.params), last.strategy), seen
 
 

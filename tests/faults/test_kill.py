@@ -106,10 +106,10 @@ def killed_anywhere(
     return len(points)
 
 
-@pytest.mark.parametrize("moment", ["models.export.convert", "round_started"])
+@pytest.mark.parametrize("moment", ["models.conversion.convert", "round_started"])
 def test_workers_die_with_a_parent_that_is_killed_alone(tmp_path: Path, moment: str) -> None:
     out = tmp_path / "run"
-    converts = moment == "models.export.convert"
+    converts = moment == "models.conversion.convert"
 
     def is_now() -> bool:
         if converts:
@@ -120,7 +120,7 @@ def test_workers_die_with_a_parent_that_is_killed_alone(tmp_path: Path, moment: 
     cache = {"FEDLOOP_CACHE_DIR": str(tmp_path / "cache")} if converts else {}
     with no_shared_memory_left(), started("simulate", "--out", out, *options(MIXED), env=cache) as run:
         assert run.reaches(is_now), run.errors()
-        assert any("coordinator.simulation.worker" in words for words in run.alive())
+        assert any("coordinator.workers.worker" in words for words in run.alive())
         run.send(signal.SIGKILL)
         assert run.ended() == -signal.SIGKILL
         assert run.all_gone(), run.alive()
@@ -131,7 +131,7 @@ def test_a_killed_worker_ends_the_run_in_words_that_say_how_to_go_on(tmp_path: P
     out = tmp_path / "run"
     with started("simulate", "--out", out, *options([*TORCH, "simulation.workers=2"])) as run:
         assert run.reaches((out / "checkpoint" / "checkpoint.json").exists), run.errors()
-        os.kill(run.pids_of("coordinator.simulation.worker")[0], signal.SIGKILL)
+        os.kill(run.pids_of("coordinator.workers.worker")[0], signal.SIGKILL)
         code, errors = run.ended(), run.errors()
         assert run.all_gone(), run.alive()
     assert code == 1

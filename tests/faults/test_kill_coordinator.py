@@ -20,10 +20,11 @@ from sqlalchemy import select
 
 from coordinator import failpoints
 from coordinator.db.tables import events, updates
-from coordinator.demo_fleet import device_config, shares
-from coordinator.experiment import Experiment, resolve
-from coordinator.local_fleet import LocalFleet, local_fleet
-from edge_client.ledger import Ledger
+from coordinator.demos.demo_fleet import client_data, device_config
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
+from coordinator.experiments.experiment import resolve
+from coordinator.experiments.schema import Experiment
+from edge_client.daemon.ledger import Ledger
 from edge_client.state import State
 from tests.support import databases
 from tests.support.cli import CACHE
@@ -68,7 +69,7 @@ def federation(folder: Path, environment: Mapping[str, str]) -> Iterator[LocalFl
     """A coordinator and the three daemons, at work."""
     with local_fleet(folder, environment={"FEDLOOP_CACHE_DIR": str(CACHE), **environment}) as fleet:
         digits = resolve({"data": {"partition": "iid"}, "federation": {"clients": len(RUNTIMES)}}, "digits")
-        for (name, runtime), share in zip(RUNTIMES.items(), shares(digits), strict=True):
+        for (name, runtime), share in zip(RUNTIMES.items(), client_data(digits), strict=True):
             fleet.add(name, device_config(runtime, "readings"), share).start()
         yield fleet
 
@@ -100,7 +101,7 @@ def damaged_in_between(fleet: LocalFleet, url: str) -> None:
     run = fleet.client.post("/runs", {"experiment": experiment(2).to_toml()})["id"]
     fleet.coordinator.kill()
     fleet.serve({"FEDLOOP_FAILPOINT": "round.closed:2"}, wait=False)
-    assert fleet.coordinator.ended(HANGS_SECONDS) == -9
+    assert fleet.coordinator.wait(HANGS_SECONDS) == -9
     mine = select(updates).where(updates.c.run == run, updates.c.round == 2).order_by(updates.c.device)
     damaged, *sound = rows(url, mine)
     blob = fleet.home / "blobs" / damaged.blob
@@ -155,7 +156,7 @@ def disturbed(
     fleet.coordinator.kill()
     for point in points:
         fleet.serve({"FEDLOOP_FAILPOINT": point}, wait=False)
-        assert fleet.coordinator.ended(HANGS_SECONDS) == -9, f"{point} was never reached"
+        assert fleet.coordinator.wait(HANGS_SECONDS) == -9, f"{point} was never reached"
         nothing_acknowledged_is_lost(fleet, run, url)
     draw = random.Random(11)
     for _ in range(random_kills):
@@ -179,7 +180,7 @@ def nothing_acknowledged_is_lost(fleet: LocalFleet, run: str, url: str) -> None:
     """Every update that a device was told is accepted has its row, and the blob of the open round's."""
     kept = {(row.round, row.sent_sha256) for row in rows(url, select(updates).where(updates.c.run == run))}
     for name in RUNTIMES:
-        with closing(State(fleet.folder_of(name) / "state")) as state:
+        with closing(State(fleet.device_folder(name) / "state")) as state:
             delivered = {
                 (entry.round, entry.sha256)
                 for entry in Ledger(state).entries()
@@ -193,7 +194,7 @@ def no_worker_without_a_coordinator(fleet: LocalFleet) -> None:
     for process in psutil.process_iter(["cmdline", "ppid", "environ"]):
         words = " ".join(process.info["cmdline"] or [])
         ours = (process.info["environ"] or {}).get("FEDLOOP_PARENT_PID") is not None
-        if ours and "coordinator.simulation.worker" in words and str(fleet.folder) in words:
+        if ours and "coordinator.workers.worker" in words and str(fleet.folder) in words:
             assert process.info["ppid"] == fleet.coordinator.pid, words
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,11 +20,11 @@ import pytest
 from sqlalchemy import select, update
 
 from coordinator.db.tables import rounds, updates
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from coordinator.device_api.uploads import BLOCK_BYTES
-from coordinator.local_fleet import LocalFleet, local_fleet
-from coordinator.operator_client import OperatorClient
-from edge_client import status
-from edge_client.ledger import Entry, Ledger
+from coordinator.operator.client import OperatorClient
+from edge_client.daemon import status
+from edge_client.daemon.ledger import Entry, Ledger
 from edge_client.state import State
 from tests.support import noop
 from tests.support.processes import HANGS_SECONDS, Marked
@@ -55,7 +55,7 @@ class Trio:
 
     def start(self, rounds: int) -> str:
         """A run on all three, of which one update is enough at the deadline; its id."""
-        self.fleet.give(TRAINS, noop.rows(MANY_ROWS))
+        self.fleet.write_data(TRAINS, noop.rows(MANY_ROWS))
         self.line.stall_after(MODEL_BYTES // 2)
         for device in self.fleet.devices.values():
             if not device.is_running():
@@ -75,7 +75,7 @@ class Trio:
 
     def start_again(self) -> None:
         """Both, the one with little to train, the other by a good line."""
-        self.fleet.give(TRAINS, noop.rows())
+        self.fleet.write_data(TRAINS, noop.rows())
         self.line.mend()
         for name in (TRAINS, SENDS):
             self.fleet.devices[name].start()
@@ -85,12 +85,12 @@ class Trio:
         return sum(path.stat().st_size for path in (self.fleet.home / "uploads").glob("*.part"))
 
     def ledger(self, name: str, run: str) -> list[Entry]:
-        with closing(State(self.fleet.folder_of(name) / "state")) as state:
+        with closing(State(self.fleet.device_folder(name) / "state")) as state:
             return [entry for entry in Ledger(state).entries() if entry.run == run]
 
     def results_waiting(self, name: str) -> int:
         """Of the device's outbox."""
-        return int(status.read(self.fleet.folder_of(name) / "state")["results_waiting"])
+        return int(status.read(self.fleet.device_folder(name) / "state")["results_waiting"])
 
     def _is_training(self) -> bool:
         """Its task is leased, and its training process has done more than to start."""
@@ -116,10 +116,11 @@ class Trio:
 
 
 @pytest.fixture(scope="module")
-def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+def trio(tmp_path_factory: pytest.TempPathFactory, module_served_on: Mapping[str, str]) -> Iterator[Trio]:
     marked = Marked("FEDLOOP_TEST_RUN", uuid.uuid4().hex)
     folder = tmp_path_factory.mktemp("killed")
-    with local_fleet(folder, environment=marked.environment) as fleet, line_to(fleet) as line:
+    environment = {**marked.environment, **module_served_on}
+    with local_fleet(folder, environment=environment) as fleet, line_to(fleet) as line:
         noop.add_device(fleet, STEADY)
         noop.add_device(fleet, TRAINS)
         noop.add_device(fleet, SENDS, url=line.url)

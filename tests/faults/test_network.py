@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from coordinator.local_fleet import LocalFleet, local_fleet
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from tests.support import noop
 from tests.support.namespaces import Cable, cable
 
@@ -22,8 +22,10 @@ MODEL_BYTES = 200_000
 CUT_SECONDS = 60.0
 
 
-def test_after_a_minute_without_network_the_device_delivers_to_the_same_round(tmp_path: Path) -> None:
-    with _two_devices(tmp_path) as (fleet, joined):
+def test_after_a_minute_without_network_the_device_delivers_to_the_same_round(
+    tmp_path: Path, served_on: Mapping[str, str]
+) -> None:
+    with _two_devices(tmp_path, served_on) as (fleet, joined):
         run = noop.start(fleet, noop.experiment(MODEL_BYTES, rounds=2, steps=4000))
         _until(lambda: _state(fleet, "far") == "training")
         joined.pull()
@@ -33,8 +35,10 @@ def test_after_a_minute_without_network_the_device_delivers_to_the_same_round(tm
         assert [line["accepted"] for line in noop.finish(fleet.client, run)] == [2, 2]
 
 
-def test_a_round_closes_at_its_quorum_without_a_device_that_lost_its_network(tmp_path: Path) -> None:
-    with _two_devices(tmp_path) as (fleet, joined):
+def test_a_round_closes_at_its_quorum_without_a_device_that_lost_its_network(
+    tmp_path: Path, served_on: Mapping[str, str]
+) -> None:
+    with _two_devices(tmp_path, served_on) as (fleet, joined):
         # Both are asked, one answer is enough.
         document = noop.experiment(MODEL_BYTES, rounds=1, steps=4000, min_updates=1)
         document["federation"] |= {"clients_per_round": 1, "over_select": 2.0}
@@ -54,11 +58,11 @@ def test_a_round_closes_at_its_quorum_without_a_device_that_lost_its_network(tmp
 
 
 @contextmanager
-def _two_devices(folder: Path) -> Iterator[tuple[LocalFleet, Cable]]:
+def _two_devices(folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[LocalFleet, Cable]]:
     """`near` on this machine, `far` at the end of a cable."""
     with cable() as joined:
         names = [flag for name in ("127.0.0.1", joined.here) for flag in ("--name", name)]
-        with local_fleet(folder, ("--device", "0.0.0.0:0", *names)) as fleet:
+        with local_fleet(folder, ("--device", "0.0.0.0:0", *names), environment) as fleet:
             port = urlsplit(fleet.device_url).port
             noop.add_device(fleet, "near", url=f"https://127.0.0.1:{port}").start()
             far = noop.add_device(fleet, "far", url=f"https://{joined.here}:{port}")
@@ -69,7 +73,7 @@ def _two_devices(folder: Path) -> Iterator[tuple[LocalFleet, Cable]]:
 
 
 def _state(fleet: LocalFleet, name: str) -> str:
-    path = fleet.folder_of(name) / "state" / "status.json"
+    path = fleet.device_folder(name) / "state" / "status.json"
     try:
         return str(json.loads(path.read_bytes())["state"])
     except (FileNotFoundError, ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 import pytest
 
-from coordinator.api.deps import read_admin_token
-from coordinator.local_fleet import LocalFleet, local_fleet
-from coordinator.operator_client import Refused
+from coordinator.accounts.admin_token import read_admin_token
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
+from coordinator.operator.client import Refused
 from coordinator.sandbox import enter
 from tests.support import spy
 from tests.support.cli import CACHE, assert_refused, options, run_here
@@ -52,15 +52,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(folder: Path) -> Iterator[LocalFleet]:
+def fleet(folder: Path, module_served_on: Mapping[str, str]) -> Iterator[LocalFleet]:
     """`fedloop serve` as somebody starts it who lets others run a module of theirs."""
-    if reason := enter.missing():
+    if reason := enter.unavailable_reason():
         require("landlock", reason)
     flags = ("--allow-code", "spy:build", "--data-dir", str(folder / "data"))
     secrets = {"PGPASSWORD": spy.SECRET, "FEDLOOP_ADMIN_TOKEN": spy.SECRET, "FEDLOOP_CACHE_DIR": str(CACHE)}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder / "code")
-        with local_fleet(folder / "fleet", flags, secrets) as running:
+        place = folder / ("postgresql" if module_served_on else "sqlite")
+        with local_fleet(place, flags, {**secrets, **module_served_on}) as running:
             yield running
 
 
@@ -90,7 +91,7 @@ def refused(fleet: LocalFleet, **tables: Any) -> str:
     return told.value.code
 
 
-@pytest.mark.parametrize("at", ["simulation.worker", "export.convert"])
+@pytest.mark.parametrize("at", ["workers.worker", "conversion.convert"])
 def test_allowed_code_gets_nothing_of_the_coordinators(fleet: LocalFleet, at: str) -> None:
     assert (fleet.home / "admin.token").is_file()
     address = fleet.operator_url.removeprefix("http://")
@@ -109,7 +110,8 @@ def test_allowed_code_and_tables_of_the_data_folder_are_prepared(fleet: LocalFle
         "federation": {**SMALL["federation"], "runtimes": {"torch": 1.0}},
     }
     found = prepared(fleet, started(fleet, **tables))
-    assert (found["state"], found["error"], found["notices"]) == ("running", None, [])
+    assert (found["state"], found["error"]) == ("running", None)
+    assert [notice.partition(" are ")[0] for notice in found["notices"]] == ["test figures"]
 
 
 def test_code_that_is_merely_installed_never_runs(fleet: LocalFleet, folder: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from edge_client import failpoints
-from edge_client.ota import slots
+from edge_client.ota import transitions
 from tests.support.ota import World, world
 from tests.support.processes import HANGS_SECONDS
 
@@ -38,6 +38,7 @@ def ota(tmp_path: Path) -> Iterator[World]:
     with world(tmp_path) as made:
         made.publish(1)
         made.install(made.roll_out(1))
+        made.lasts()
         made.publish(2, "second")
         made.coordinator.offers = (made.roll_out(2),)
         made.coordinator.next_seconds = 0.2
@@ -100,7 +101,7 @@ def test_killed_after_the_flip_the_new_version_runs_on_trial(ota: World, failpoi
 
 def test_killed_at_every_start_it_goes_back_and_tries_that_version_no_more(ota: World) -> None:
     killed_at(ota, "install.flipped")
-    for _ in range(slots.TRIAL_STARTS):
+    for _ in range(transitions.TRIAL_STARTS):
         killed_at(ota, "install.proving")
         assert ota.runs() == 2
     killed_at(ota, "install.proving")

@@ -15,7 +15,8 @@ import pytest
 from tuf.api.metadata import Metadata
 
 from coordinator import failpoints
-from coordinator.releases import documents, roles
+from coordinator.operator import signed_documents
+from coordinator.releases import roles
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
 from tests.support.signed_releases import SignedReleases, release_folder
 from tests.support.tuf_client import client
@@ -43,26 +44,26 @@ def prepared(folder: Path, *, rotated: bool) -> tuple[SignedReleases, list[str |
     releases = SignedReleases(folder / "releases")
     releases.publish(release_folder(folder / "one"))
     new = release_folder(folder / "two", version=2, content=b"second" * 1000)
-    targets = documents.next_targets(releases.targets, datetime.now(UTC))
-    documents.add_release(targets, new)
+    targets = signed_documents.next_targets(releases.targets, datetime.now(UTC))
+    signed_documents.add_release(targets, new)
     old = dict(releases.signers)
     root: Path | str = "-"
     if rotated:
         fresh = SignedReleases(folder / "unused").signers
         releases.signers = fresh
         online = releases.repository.online_keys(rotate=True)
-        documents.delegate_rollouts(targets, online[roles.ROLLOUTS])
+        signed_documents.delegate_rollouts(targets, online[roles.ROLLOUTS])
         root = folder / "root.json"
         root.write_bytes(releases.signed_root(2, old["root-1"], old["root-2"]).to_bytes())
     signed = Metadata.from_bytes(releases.signed_targets(targets))
     signed.sign(old["targets"], append=True)
     (folder / "targets.json").write_bytes(signed.to_bytes())
-    name = documents.release_in(new)
+    name = signed_documents.release_in(new)
     files = [f"{name.manifest}={new / MANIFEST_NAME}", f"{name.file}={new / MODEL_NAME}"]
     return releases, [folder / "releases", folder / "targets.json", root, *files]
 
 
-@pytest.mark.parametrize("point", failpoints.NAMES_OF_RELEASES)
+@pytest.mark.parametrize("point", failpoints.RELEASE_NAMES)
 def test_killed_while_publishing_with_a_rotation(tmp_path: Path, point: str) -> None:
     releases, publishing = prepared(tmp_path, rotated=True)
     bootstrap = releases.repository.root(1)

@@ -10,7 +10,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,12 +20,14 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from coordinator import slow_clients
+from coordinator.db.store import Database
+from coordinator.demos.local_fleet import local_fleet
 from coordinator.device_api import bodies
-from coordinator.local_fleet import local_fleet
-from coordinator.slow_clients import Impatient
+from coordinator.server import http_protocol
+from coordinator.server.http_protocol import LimitedProtocol
 from tests.support.device_client import RawDevice, checkin, request
-from tests.support.device_world import serving, sqlite
+from tests.support.device_world import serving
+from tests.support.stranger import Port, seconds_until_closed, unfinished
 
 SOCKETS = 500
 CLOSED_SECONDS = 120.0
@@ -33,10 +35,12 @@ MIB = 2**20
 
 
 @pytest.mark.slow
-def test_500_slow_sockets_keep_no_device_out_and_are_closed(tmp_path: Path) -> None:
+def test_500_slow_sockets_keep_no_device_out_and_are_closed(
+    tmp_path: Path, served_on: Mapping[str, str]
+) -> None:
     with ExitStack() as stack:
         stack.enter_context(open_files(256))  # the coordinator helps itself to more
-        fleet = stack.enter_context(local_fleet(tmp_path))
+        fleet = stack.enter_context(local_fleet(tmp_path, environment=served_on))
         stack.enter_context(open_files(4096))
         process = psutil.Process(fleet.coordinator.pid)
         before = process.memory_info().rss
@@ -91,10 +95,14 @@ def open_files(soft: int) -> Iterator[None]:
 
 
 ANSWER = bytes(32 * MIB)
+IN_ONE = bytes(8 * MIB)
 
 
 async def large(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": []})
+    if scope["path"] == "/in-one":  # the application is done before the other end took any of it
+        await send({"type": "http.response.body", "body": IN_ONE})
+        return
     for at in range(0, len(ANSWER), MIB):
         await send({"type": "http.response.body", "body": ANSWER[at : at + MIB], "more_body": True})
     await send({"type": "http.response.body", "body": b""})
@@ -103,10 +111,11 @@ async def large(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[uvicorn.Server]:
     """A server whose patience is short, of an answer that no kernel buffers whole."""
-    monkeypatch.setattr(slow_clients, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(http_protocol, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(http_protocol, "ANSWERED_SECONDS", 0.5)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
-    made = uvicorn.Server(uvicorn.Config(large, http=Impatient, lifespan="off", log_level="error"))
+    made = uvicorn.Server(uvicorn.Config(large, http=LimitedProtocol, lifespan="off", log_level="error"))
     thread = threading.Thread(target=made.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not made.started:
@@ -117,12 +126,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[uvicorn.Server]:
     listener.close()
 
 
-def asked(server: uvicorn.Server) -> socket.socket:
+def asked(server: uvicorn.Server, path: str = "/", line: str = "connection: close") -> socket.socket:
     connected = socket.socket()
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
     connected.settimeout(60)
     connected.connect(server.servers[0].sockets[0].getsockname())
-    connected.sendall(b"GET / HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
+    connected.sendall(f"GET {path} HTTP/1.1\r\nhost: here\r\n{line}\r\n\r\n".encode())
     return connected
 
 
@@ -144,6 +153,17 @@ def test_an_answer_that_nobody_takes_is_given_up(server: uvicorn.Server) -> None
         assert taken(connected) < len(ANSWER) / 2
 
 
+@pytest.mark.parametrize("line", ["connection: close", "connection: keep-alive"])
+def test_a_whole_answer_that_nobody_takes_is_given_up(server: uvicorn.Server, line: str) -> None:
+    with asked(server, "/in-one", line) as connected:
+        assert connected.recv(1)
+        end = time.monotonic() + CLOSED_SECONDS
+        while server.server_state.connections and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not server.server_state.connections
+        assert taken(connected) < len(IN_ONE)
+
+
 def test_an_answer_that_is_taken_slowly_comes_whole(server: uvicorn.Server) -> None:
     with asked(server) as connected:
         received = 0
@@ -153,9 +173,11 @@ def test_an_answer_that_is_taken_slowly_comes_whole(server: uvicorn.Server) -> N
         assert received + taken(connected) > len(ANSWER)
 
 
-def test_a_message_has_so_long_to_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.5)
-    with sqlite(tmp_path) as database, serving(tmp_path, database) as world:
+def test_a_message_has_so_long_to_come(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "ANONYMOUS_SECONDS", 0.5)
+    with serving(tmp_path, database) as world:
         host, _, port = world.url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), 60) as connected:
             connected.sendall(request("POST", "/enrol", b"{", length="1000"))
@@ -163,3 +185,53 @@ def test_a_message_has_so_long_to_come(tmp_path: Path, monkeypatch: pytest.Monke
             answer.begin()
             assert answer.status == 408
             assert json.loads(answer.read())["error"]["code"] == "too_slow"
+            assert seconds_until_closed([connected], CLOSED_SECONDS, drips=True) < CLOSED_SECONDS
+
+
+def test_a_stranger_sends_no_more_than_a_csr_and_a_token_need(tmp_path: Path, database: Database) -> None:
+    chunk = b"%x\r\n%s\r\n" % (bodies.ANONYMOUS_LIMIT_BYTES + 1, b"x" * (bodies.ANONYMOUS_LIMIT_BYTES + 1))
+    with serving(tmp_path, database) as world:
+        at = Port(world.url)
+        for path in ("/enrol", "/renew"):
+            for content in (
+                request("POST", path, b"{", length=str(bodies.ANONYMOUS_LIMIT_BYTES + 1)),
+                request("POST", path, None, [("Transfer-Encoding", "chunked")]) + chunk,
+            ):
+                with at.connected() as line:
+                    line.sendall(content)
+                    assert line.recv(4096).split()[1] == b"413"  # although more is to come
+
+
+REFUSED = (
+    ("device", "/device/v1/checkin", 401),
+    ("device", "/device/v1/nowhere", 404),
+    ("device", "/device/v1/enrol", 413),
+    ("operator", "/api/v1/tokens", 401),
+    ("operator", "/nowhere", 404),
+)
+
+
+@pytest.mark.slow
+def test_500_answered_requests_whose_body_never_ends_are_closed_within_seconds(
+    tmp_path: Path, served_on: Mapping[str, str]
+) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(open_files(4096))
+        fleet = stack.enter_context(local_fleet(tmp_path, environment=served_on))
+        token = fleet.client.post("/tokens", {})["token"]
+        device = RawDevice.enrol(fleet.device_url, token, tmp_path / "raw")
+        process = psutil.Process(fleet.coordinator.pid)
+        rest = process.memory_info().rss
+        slow = []
+        for port, path, status in REFUSED:
+            at = Port(fleet.device_url if port == "device" else fleet.operator_url)
+            lines = [stack.enter_context(at.connected()) for _ in range(SOCKETS // len(REFUSED))]
+            for line in lines:
+                line.sendall(unfinished(path))
+            assert int(lines[0].recv(4096).split()[1]) == status
+            slow += lines
+        assert device.check_in(checkin("digits")).status == 200
+        seconds_until_closed(slow[::2], 30.0, drips=True)
+        seconds_until_closed(slow[1::2], 30.0, drips=False)
+        assert process.memory_info().rss - rest < 64 * MIB
+        assert device.check_in(checkin("digits")).status == 200

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,12 +17,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from coordinator.pki import DEVICE_URI, Authority
-from coordinator.services import utc_now
+from coordinator.accounts.certificate_authority import DEVICE_URI, Authority
+from coordinator.context.services import utc_now
 from coordinator.settings import Settings
 from edge_client.wire import device as wire
 from tests.support.arena import Arena, arena
-from tests.support.databases import database_url  # noqa: F401
 from tests.support.device_client import (
     Answer,
     NoAnswer,
@@ -62,9 +61,9 @@ class Gate:
 
 
 @pytest.fixture(scope="module")
-def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
+def gate(tmp_path_factory: pytest.TempPathFactory, module_served_on: Mapping[str, str]) -> Iterator[Gate]:
     folder = tmp_path_factory.mktemp("gate")
-    with arena(folder) as made:
+    with arena(folder, environment=module_served_on) as made:
         settings = Settings(home=made.fleet.home, database_url="sqlite://")
         yield Gate(made, Authority.open(settings, utc_now), folder)
 
@@ -75,10 +74,9 @@ def device(gate: Gate) -> RawDevice:
 
 
 def test_a_token_used_by_a_hundred_at_once_admits_as_many_as_it_says(
-    tmp_path: Path,
-    database_url: str,  # noqa: F811
+    tmp_path: Path, served_on: Mapping[str, str]
 ) -> None:
-    with arena(tmp_path, ("--database-url", database_url)) as made:
+    with arena(tmp_path, environment=served_on) as made:
         admitted = len(made.fleet.client.get("/devices")["devices"])
         for uses in (1, 5):
             token = made.fleet.client.post("/tokens", {"uses": uses})["token"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from urllib.parse import urlsplit
 
 import pytest
 
-from coordinator.local_fleet import LocalFleet, local_fleet
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from tests.support import noop
 from tests.support.proxies import Line
 
@@ -21,9 +21,12 @@ line that breaks takes with it."""
 
 
 @pytest.fixture(scope="module")
-def wired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalFleet, Line]]:
+def wired(
+    tmp_path_factory: pytest.TempPathFactory, module_served_on: Mapping[str, str]
+) -> Iterator[tuple[LocalFleet, Line]]:
     """A coordinator, and a device that reaches it by a line."""
-    with local_fleet(tmp_path_factory.mktemp("wired")) as fleet, _line(fleet) as line:
+    folder = tmp_path_factory.mktemp("wired")
+    with local_fleet(folder, environment=module_served_on) as fleet, _line(fleet) as line:
         noop.add_device(fleet, "a", url=line.url).start()
         yield fleet, line
 

@@ -13,8 +13,8 @@ from edge_client.train.torch_trainer import TorchRuntime, load, read
 from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays, manifest
 from models import adaptation, zoo
-from models.compress import stored
-from models.export.request import ExportRequest, export
+from models.compress.quantization import flatbuffer
+from models.conversion.request import ExportRequest, export
 from models.zoo import adapted as zoo_adapted
 from models.zoo.resolve import ModelNotFound
 from models.zoo.spec import ModelSpec
@@ -41,14 +41,16 @@ def test_a_backbone_is_off_by_half_a_step_at_most_and_is_its_own_backbone() -> N
     params = {"w": np.random.default_rng(0).normal(0, 2, (6, 3, 3)).astype(np.float32), "b": np.ones(6, "f4")}
     params["w"][2] = 0
 
-    frozen = adaptation.backbone(params)
-    whole = adaptation.restored(frozen)
+    frozen = adaptation.quantize_backbone(params)
+    whole = adaptation.dequantize_backbone(frozen)
 
     assert frozen["w"].dtype == np.int8
     np.testing.assert_array_equal(whole["b"], params["b"])
     half = np.abs(params["w"]).max(axis=(1, 2), keepdims=True) / 254
     assert (np.abs(whole["w"] - params["w"]) <= half * 1.0001).all()
-    np.testing.assert_array_equal(adaptation.restored(adaptation.backbone(whole))["w"], whole["w"])
+    np.testing.assert_array_equal(
+        adaptation.dequantize_backbone(adaptation.quantize_backbone(whole))["w"], whole["w"]
+    )
 
 
 @pytest.mark.parametrize("how", ["head", "lora(2, 4)"])
@@ -57,7 +59,7 @@ def test_the_first_model_is_the_shipped_one_on_its_backbone(how: str, tmp_path: 
     module = spec.build(3)
     x = torch.randn(7, *SHAPE)
 
-    torch.testing.assert_close(module(x), with_params(adaptation.restored(frozen))(x))
+    torch.testing.assert_close(module(x), with_params(adaptation.dequantize_backbone(frozen))(x))
 
 
 @pytest.mark.parametrize(
@@ -89,12 +91,12 @@ def test_a_step_is_pytorchs_in_litert_and_the_merged_model_answers_as_the_adapte
         np.testing.assert_allclose(got[name], expected[name], atol=1e-5)
         assert np.abs(got[name]).max() > 1e-4
     after = {name: params[name] + got[name] for name in params}
-    whole = adaptation.merged(frozen, after, adaptation.parse(how))
+    whole = adaptation.merge(frozen, after, adaptation.parse(how))
     assert {name: value.shape for name, value in whole.items()} == {
         name: value.shape for name, value in read(BASE.build(0)).items()
     }
     if how == "head":
-        frozen_ones = adaptation.restored(frozen)
+        frozen_ones = adaptation.dequantize_backbone(frozen)
         for name in whole.keys() - trained:
             np.testing.assert_array_equal(whole[name], frozen_ones[name])
     np.testing.assert_allclose(
@@ -104,19 +106,19 @@ def test_a_step_is_pytorchs_in_litert_and_the_merged_model_answers_as_the_adapte
 
 def test_running_statistics_are_part_of_the_backbone(tmp_path: Path) -> None:
     base = zoo.get("resnet8", input_shape=(8, 8), classes=10, norm="batch", width=8)
-    frozen = adaptation.backbone(lived_in(read(base.build(0)), seed=4))
+    frozen = adaptation.quantize_backbone(lived_in(read(base.build(0)), seed=4))
     module = of(base, "head", written(frozen, tmp_path)).build(0)
 
     assert set(module.state_dict()) == {"fc.weight", "fc.bias"}
     moved = module.state_dict(keep_vars=True)["fc.weight"]
     assert [parameter is moved for _, parameter in module.named_parameters()] == [True, False]
-    merged = adaptation.merged(frozen, read(module), adaptation.parse("head"))
+    merged = adaptation.merge(frozen, read(module), adaptation.parse("head"))
     assert merged.keys() == read(base.build(0)).keys()
 
 
 def test_a_model_that_cannot_be_adapted_like_this_is_refused_in_words(tmp_path: Path) -> None:
     logreg = zoo.get("logreg", input_shape=SHAPE, classes=CLASSES)
-    path = written(adaptation.backbone(read(logreg.build(0))), tmp_path)
+    path = written(adaptation.quantize_backbone(read(logreg.build(0))), tmp_path)
     with pytest.raises(ModelNotFound, match=r"no linear layer besides its head 'fc'; take adapt = 'head'"):
         of(logreg, "lora(2)", path)
     with pytest.raises(ModelNotFound, match="No such file"):
@@ -125,9 +127,9 @@ def test_a_model_that_cannot_be_adapted_like_this_is_refused_in_words(tmp_path: 
 
 def test_a_file_that_is_not_this_models_backbone_is_refused(tmp_path: Path) -> None:
     """A param that it lacks would start at random, and nobody would know."""
-    frozen = adaptation.backbone(read(BASE.build(0)))
+    frozen = adaptation.quantize_backbone(read(BASE.build(0)))
     fewer = {name: value for name, value in frozen.items() if name != "hidden.1.bias"}
-    other = adaptation.backbone(
+    other = adaptation.quantize_backbone(
         read(zoo.get("mlp", input_shape=SHAPE, classes=CLASSES, hidden=[16, 9]).build(0))
     )
     for wrong, fault in (
@@ -157,7 +159,7 @@ class Backwards(torch.nn.Module):
 
 def test_the_head_is_the_linear_layer_that_is_called_last(tmp_path: Path) -> None:
     base = ModelSpec("backwards", Backwards, SHAPE, CLASSES)
-    path = str(written(adaptation.backbone(read(base.build(0))), tmp_path))
+    path = str(written(adaptation.quantize_backbone(read(base.build(0))), tmp_path))
     assert set(read(zoo_adapted.spec(base, "head", path).build(0))) == {"last.weight", "last.bias"}
     assert set(read(zoo_adapted.spec(base, "lora(1)", path).build(0))) == {
         "last.weight",
@@ -180,20 +182,20 @@ def test_the_head_is_the_linear_layer_that_is_called_last(tmp_path: Path) -> Non
 def test_what_does_not_fit_the_backbone_is_not_merged(
     trained: dict[str, tuple[int, ...]], fault: str
 ) -> None:
-    frozen = adaptation.backbone(read(BASE.build(0)))
+    frozen = adaptation.quantize_backbone(read(BASE.build(0)))
     arrays_ = {name: np.zeros(shape, np.float32) for name, shape in trained.items()}
     with pytest.raises(adaptation.AdaptationError, match=fault):
-        adaptation.merged(frozen, arrays_, adaptation.parse("lora(2)"))
+        adaptation.merge(frozen, arrays_, adaptation.parse("lora(2)"))
 
 
 def test_a_tensor_without_values_is_its_own_backbone() -> None:
     empty = {"w": np.zeros((0, 3), np.float32)}
-    assert adaptation.restored(adaptation.backbone(empty))["w"].shape == (0, 3)
+    assert adaptation.dequantize_backbone(adaptation.quantize_backbone(empty))["w"].shape == (0, 3)
 
 
 def adapted(how: str, folder: Path) -> tuple[ModelSpec, dict[str, np.ndarray]]:
     """An adapted model, and its backbone."""
-    frozen = adaptation.backbone(lived_in(read(BASE.build(0)), seed=9))
+    frozen = adaptation.quantize_backbone(lived_in(read(BASE.build(0)), seed=9))
     return of(BASE, how, written(frozen, folder)), frozen
 
 
@@ -226,7 +228,7 @@ def litert(spec: ModelSpec, how: str, folder: Path) -> LiteRTRuntime:
     found = export(request, cache_dir(), code_folder=ROOT)
     described = manifest.from_json(found.manifest.read_bytes())
     assert str(folder) not in found.manifest.read_text()
-    kept = stored.tensors(found.tflite.read_bytes())
+    kept = flatbuffer.tensors(found.tflite.read_bytes())
     large = [tensor.dtype for tensor in kept if tensor.constant and tensor.size >= 16 * 12]
     assert large and set(large) == {"int8"}
     return LiteRTRuntime(found.tflite, described)

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from models.compress import codebook, report
+from models.compress import report
+from models.compress.quantization import codebook
 from models.compress.step import Model, StepRefused
 from models.labels import PADDING
 from tests.support.compressing import cnn, context, digits
@@ -74,7 +75,7 @@ def test_weights_that_were_pruned_stay_pruned_through_fine_tuning_and_frozen_one
 def test_rows_without_labels_cannot_fine_tune() -> None:
     unlabelled = replace(digits(), y_train=np.full_like(digits().y_train, PADDING))
     with pytest.raises(StepRefused, match="none of 1000 training rows has a label"):
-        codebook.shared(cnn(), unlabelled, codebook.Options(epochs=1), context(cnn()))
+        codebook.share_weights(cnn(), unlabelled, codebook.Options(epochs=1), context(cnn()))
 
 
 @pytest.mark.slow
@@ -104,5 +105,5 @@ def test_fine_tuning_finds_back_what_four_values_a_tensor_cost() -> None:
 
 
 def _clustered(model: Model, options: codebook.Options) -> torch.nn.Module:
-    module, _ = codebook.shared(model, digits(), options, context(model))
+    module, _ = codebook.share_weights(model, digits(), options, context(model))
     return module

@@ -16,7 +16,7 @@ from torch import nn
 
 from models import zoo
 from models.compress import report
-from models.compress.distil import Options, consensus, distil, distillation_loss, named, step
+from models.compress.distil import Options, consensus, distil, distillation_loss, parse_model, step
 from models.compress.step import Context, Data, Model, StepRefused
 from models.labels import PADDING
 from models.pretrain import params
@@ -197,7 +197,7 @@ class Bypassed(nn.Module):
     ("student", "layer", "fault"),
     [
         (Bypassed, "unused", "the student's layer unused is not called; name another one in hint_student"),
-        (Bypassed, "", "the student's layer in the middle answers with no single tensor"),
+        (Bypassed, "", "the student's layer in the middle does not return a single tensor"),
         (nn.Identity, "", "the student has no layer with weights of two axes or more"),
     ],
 )
@@ -224,7 +224,7 @@ def test_sequences_of_other_lengths_are_no_hints() -> None:
     narrow = Convolved(2)
     narrow.conv = nn.Conv1d(1, 2, 3, 2)
     narrow.fc = nn.Linear(2, 3)
-    with pytest.raises(StepRefused, match="name layers of one kind"):
+    with pytest.raises(StepRefused, match="name layers of the same kind"):
         distil([Convolved(1)], narrow, x, y, options, np.random.default_rng(0))
 
 
@@ -239,10 +239,10 @@ def test_hints_pass_between_maps_of_different_extent() -> None:
     found = distil([wide.build(0)], narrow.build(1), x, y, options, rng)
     assert np.isfinite(found.losses).all()
     with pytest.raises(
-        StepRefused, match=r"hint_teacher = 'conv3' is no layer of the teacher; it has conv1, conv2"
+        StepRefused, match=r"hint_teacher = 'conv3' is not a layer of the teacher; it has conv1, conv2"
     ):
         distil([wide.build(0)], narrow.build(1), x, y, Options(hint=1.0, hint_teacher="conv3"), rng)
-    with pytest.raises(StepRefused, match="name layers of one kind"):
+    with pytest.raises(StepRefused, match="name layers of the same kind"):
         distil(
             [wide.build(0)],
             narrow.build(1),
@@ -271,7 +271,7 @@ def test_a_step_distils_into_the_same_architecture_into_another_or_goes_on(world
     assert all(np.array_equal(a, b) for a, b in zip(params.params_of(onwards.module).values(), params.params_of(original.module).values(), strict=True))  # fmt: skip
 
     pruned = Model(spec, zoo.get("mlp", input_shape=(8,), classes=3, hidden=[9]).build(0))
-    with pytest.raises(StepRefused, match="cannot be born again; start = 'current' trains it"):
+    with pytest.raises(StepRefused, match="cannot start from fresh weights; start = 'current' trains it"):
         step(pruned, data, Options(), context)
     with pytest.raises(StepRefused, match="give only one"):
         step(pruned, data, Options(student="mlp", start="current"), context)
@@ -302,12 +302,12 @@ def test_several_teachers_are_taken_by_name_and_must_fit(world: dict[str, Any]) 
 )
 def test_a_student_that_cannot_be_is_refused(text: str, fault: str) -> None:
     with pytest.raises(StepRefused, match=fault):
-        named(text, zoo.get("logreg", input_shape=(8,), classes=3))
+        parse_model(text, zoo.get("logreg", input_shape=(8,), classes=3))
 
 
 def test_a_students_vocabulary_is_the_teachers() -> None:
     teacher = zoo.get("textcls", input_shape=(8,), classes=3, input_dtype="int32", vocab=50)
-    assert named("textcls(width=8, heads=2)", teacher).vocab == 50
+    assert parse_model("textcls(width=8, heads=2)", teacher).vocab == 50
 
 
 @pytest.fixture(scope="module")

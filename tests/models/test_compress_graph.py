@@ -12,10 +12,10 @@ from torch import nn
 
 from models import zoo
 from models.compress.graph import Options, fold
-from models.compress.lowrank import Options as LowRankOptions
-from models.compress.lowrank import factorise
+from models.compress.pruning.lowrank import Options as LowRankOptions
+from models.compress.pruning.lowrank import factorise
+from models.compress.pruning.structure import rebuild
 from models.compress.step import Data, Model, StepRefused
-from models.compress.structure import rebuilt
 from models.pretrain.params import params_of
 from models.zoo.spec import ModelSpec
 from tests.support.compression import context
@@ -74,7 +74,7 @@ def test_every_batch_norm_of_a_residual_network_is_folded_and_the_answers_stay(
     folded = fold(model, rows(model), QUIET, context(model))
     assert norms_in(model.module) == len(folded.facts["folded"]) > 0 == norms_in(folded.module)
     assert torch.allclose(answers(folded.module, model), answers(model.module, model), atol=1e-5, rtol=1e-5)
-    again = rebuilt(model.spec, params_of(folded.module))
+    again = rebuild(model.spec, params_of(folded.module))
     assert torch.equal(answers(again, model), answers(folded.module, model))
     assert "batch_norm" in folded.facts["torch"]["before"]
     assert "batch_norm" not in folded.facts["torch"]["after"]
@@ -162,7 +162,7 @@ def test_factors_of_a_layer_take_its_batch_norm() -> None:
     thin = factorise(model, rows(model), LowRankOptions(rank=3, epochs=0), context(model))
     folded = fold(thin, rows(model), QUIET, context(model))
     assert {"norm": "stages.2.norm2", "into": "stages.2.conv2.1"} in folded.facts["folded"]
-    again = rebuilt(model.spec, params_of(folded.module))
+    again = rebuild(model.spec, params_of(folded.module))
     assert torch.equal(answers(again, model), answers(folded.module, model))
 
 

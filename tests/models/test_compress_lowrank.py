@@ -10,9 +10,13 @@ from torch import nn
 
 from models import zoo
 from models.compress import report
-from models.compress.lowrank import Decomposition, Options, factorise
+from models.compress.pruning.lowrank import (
+    Decomposition,
+    Options,
+    factorise,
+)
+from models.compress.pruning.structure import rebuild
 from models.compress.step import Data, Model, StepRefused
-from models.compress.structure import rebuilt
 from models.pretrain.params import params_of
 from tests.support.compression import accuracy, context, digits, trained
 
@@ -59,8 +63,8 @@ def test_energy_and_rank_go_together() -> None:
     ranks = [singular.rank(energy) for energy in (0.01, 0.3, 0.6, 0.9, 0.99, 1.0)]
     assert ranks == sorted(ranks) and ranks[0] >= 1 and ranks[-1] == 20
     for energy, rank in zip((0.3, 0.6, 0.9), ranks[1:], strict=False):
-        assert singular.kept(rank) >= energy > singular.kept(rank - 1)
-    assert all(a < b for a, b in pairwise(singular.kept(rank) for rank in range(1, 21)))
+        assert singular.energy_kept(rank) >= energy > singular.energy_kept(rank - 1)
+    assert all(a < b for a, b in pairwise(singular.energy_kept(rank) for rank in range(1, 21)))
 
 
 def test_the_error_is_what_the_singular_values_left_out_say() -> None:
@@ -93,7 +97,7 @@ def test_the_model_gets_smaller_and_is_told_by_its_params(mlp: Model, data: Data
     assert thin.facts["macs"]["after"] < thin.facts["macs"]["before"]
     assert "hidden.0.0.weight" in params_of(thin.module)
     x = torch.from_numpy(data.x_test[:10])
-    assert torch.equal(rebuilt(thin.spec, params_of(thin.module))(x), thin.module(x))
+    assert torch.equal(rebuild(thin.spec, params_of(thin.module))(x), thin.module(x))
 
 
 def test_convolutions_of_a_residual_network_are_told_by_their_params(data: Data) -> None:
@@ -105,7 +109,7 @@ def test_convolutions_of_a_residual_network_are_told_by_their_params(data: Data)
         "stages.2.conv2",
     }
     x = torch.from_numpy(data.x_test[:4])
-    assert torch.equal(rebuilt(spec, params_of(thin.module))(x), thin.module(x))
+    assert torch.equal(rebuild(spec, params_of(thin.module))(x), thin.module(x))
 
 
 def test_text_models_are_factorised_too() -> None:
@@ -114,7 +118,7 @@ def test_text_models_are_factorised_too() -> None:
     x, y = spec.example_batch(24)
     rows = Data(x.numpy(), y.numpy(), x.numpy(), y.numpy())
     thin = factorise(model, rows, Options(rank=6, epochs=1), context(model))
-    assert torch.equal(rebuilt(spec, params_of(thin.module))(x), thin.module(x))
+    assert torch.equal(rebuild(spec, params_of(thin.module))(x), thin.module(x))
 
 
 def test_fine_tuning_brings_accuracy_back(mlp: Model, data: Data) -> None:
@@ -128,7 +132,7 @@ def test_a_second_time_leaves_the_factors_as_they_are(mlp: Model, data: Data) ->
     twice = factorise(once, data, Options(rank=4, epochs=0), context(mlp))
     assert set(twice.facts["layers"]) == {"hidden.1", "fc"}
     x = torch.from_numpy(data.x_test[:10])
-    assert torch.equal(rebuilt(twice.spec, params_of(twice.module))(x), twice.module(x))
+    assert torch.equal(rebuild(twice.spec, params_of(twice.module))(x), twice.module(x))
 
 
 def test_layers_to_keep_stay_whole(mlp: Model, data: Data) -> None:

@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from models.compress import memory, micro, quantize, recipes
+from models.compress import memory, micro
 from models.compress.c_array import c_array
+from models.compress.micro_selftest import MicroModel
+from models.compress.quantization import quantize, recipes
 from models.compress.step import Model, StepRefused
-from models.export.micro import MicroModel
 from models.zoo.spec import ModelSpec
 from tests.support.compressing import cnn, context, digits
 
 
 @cache
 def fitted() -> Model:
-    return micro.microcontroller(cnn(), digits(), micro.Options(), context(cnn()))
+    return micro.compile_model(cnn(), digits(), micro.Options(), context(cnn()))
 
 
 @pytest.mark.slow
@@ -38,15 +39,15 @@ def test_a_model_runs_in_the_arena_that_is_told_and_in_none_that_is_smaller() ->
 @pytest.mark.slow
 def test_a_model_that_needs_more_than_there_is_is_refused() -> None:
     with pytest.raises(StepRefused, match=r"the arena needs [\d,]+ bytes, 3,000 are allowed; try"):
-        micro.microcontroller(fitted(), digits(), micro.Options(arena_bytes=3_000), context(cnn()))
+        micro.compile_model(fitted(), digits(), micro.Options(arena_bytes=3_000), context(cnn()))
     with pytest.raises(StepRefused, match=r"the model needs [\d,]+ bytes, 5,000 are allowed"):
-        micro.microcontroller(fitted(), digits(), micro.Options(flash_bytes=5_000), context(cnn()))
+        micro.compile_model(fitted(), digits(), micro.Options(flash_bytes=5_000), context(cnn()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["dynamic-int8", "float16"])
 def test_what_the_interpreter_refuses_is_refused_in_its_words(precision: str) -> None:
-    tflite = recipes.quantize(quantize.converted(cnn().module, cnn().spec), precision)  # type: ignore[arg-type]
+    tflite = recipes.quantize(quantize.to_tflite(cnn().module, cnn().spec), precision)  # type: ignore[arg-type]
     words = "Hybrid models are not supported" if precision == "dynamic-int8" else "DEQUANTIZE"
     with pytest.raises(StepRefused, match=f"tflite-micro does not run the file: .*{words}"):
         micro.run(tflite, digits().x_test[:2])
@@ -55,14 +56,14 @@ def test_what_the_interpreter_refuses_is_refused_in_its_words(precision: str) ->
 def test_a_runtime_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_SECONDS", 0.001)
     monkeypatch.setattr(micro, "SECONDS", 0.001)
-    with pytest.raises(StepRefused, match=r"LiteRT was not done with a row after 0\.001 s"):
-        memory.needed(b"", digits().x_test)
+    with pytest.raises(StepRefused, match=r"LiteRT did not finish a row within 0\.001 s"):
+        memory.measure(b"", digits().x_test)
 
 
 @pytest.mark.slow
 def test_an_operation_that_it_does_not_have_is_named() -> None:
     with pytest.raises(StepRefused, match="tflite-micro has no GELU"):
-        micro.require_operators(quantize.converted(GELU.build(0), GELU))
+        micro.require_operators(quantize.to_tflite(GELU.build(0), GELU))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from models import zoo
-from models.compress import quantize, sensitivity
+from models.compress.quantization import quantize, sensitivity
 from models.compress.step import Model, StepRefused
 from tests.support.compressing import context, digits, trained
 

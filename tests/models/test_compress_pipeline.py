@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from models import zoo
-from models.compress import pipeline, quantize
-from models.compress.pipeline import PipelineError, Planned, planned
+from models.compress import pipeline
+from models.compress.pipeline import PipelineError, PlannedStep, plan_steps
+from models.compress.quantization import quantize
 from models.compress.step import Context, Data, Model, StepRefused
 from models.options import bounded
 from models.zoo.spec import ModelSpec
@@ -42,8 +43,8 @@ def scale(model: Model, data: Data, options: Scale, context: Context) -> Model:
     return replace(model, module=module, facts={"by": options.by})
 
 
-def scales(*factors: float) -> list[Planned]:
-    return [Planned("scale", Scale(by), scale) for by in factors]
+def scales(*factors: float) -> list[PlannedStep]:
+    return [PlannedStep("scale", Scale(by), scale) for by in factors]
 
 
 @pytest.fixture
@@ -58,12 +59,14 @@ def data() -> Data:
     return Data(x[:30], y[:30], x[30:], y[30:])
 
 
-def ran(steps: Sequence[Planned], source: Model, data: Data, folder: Path, seed: int = 0) -> list[str]:
+def ran(steps: Sequence[PlannedStep], source: Model, data: Data, folder: Path, seed: int = 0) -> list[str]:
     """Which steps had to be run, the source left out."""
-    told: list[Mapping[str, Any]] = []
-    pipeline.run(steps, source, data, folder, seed, tell=told.append)
-    assert {line["stage"] for line in told} <= {"compress", "kept"}
-    return [line["pipeline_step"] for line in told if line["stage"] == "compress" and line["pipeline_step"]]
+    progress: list[Mapping[str, Any]] = []
+    pipeline.run(steps, source, data, folder, seed, on_progress=progress.append)
+    assert {line["stage"] for line in progress} <= {"compress", "kept"}
+    return [
+        line["pipeline_step"] for line in progress if line["stage"] == "compress" and line["pipeline_step"]
+    ]
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -92,7 +95,7 @@ def test_what_other_code_made_is_run_again(
     source: Model, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ran(scales(2, 3), source, data, tmp_path) == [1, 2]
-    monkeypatch.setattr(pipeline, "code", lambda: "of another version")
+    monkeypatch.setattr(pipeline, "code_digest", lambda: "of another version")
     assert ran(scales(2, 3), source, data, tmp_path) == [1, 2]
     assert ran(scales(2, 3), source, data, tmp_path) == []
 
@@ -100,14 +103,14 @@ def test_what_other_code_made_is_run_again(
 def test_a_model_that_cannot_be_converted_says_why_and_is_measured_by_its_params(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def converted(module: nn.Module, spec: ModelSpec) -> bytes:
+    def to_tflite(module: nn.Module, spec: ModelSpec) -> bytes:
         raise NotImplementedError("aten.sort has no\nlowering")
 
-    monkeypatch.setattr(quantize, "converted", converted)
+    monkeypatch.setattr(quantize, "to_tflite", to_tflite)
     spec = zoo.get("logreg", input_shape=(4,), classes=5)
     x, y = np.zeros((3, 4), np.float32), np.arange(3, dtype=np.int32)
     done = pipeline.run([], Model(spec, spec.build(0).eval()), Data(x, y, x, y), tmp_path, 0)
-    (row,) = pipeline.measured(done, Data(x, y, x, y))
+    (row,) = pipeline.measure(done, Data(x, y, x, y))
     assert row["facts"] == {"not_converted": "NotImplementedError: aten.sort has no"}
     assert row["latency_us"] is None
     assert row["bytes"] == (done[0].folder / "model.safetensors").stat().st_size
@@ -131,7 +134,7 @@ def test_stopped_within_a_step_it_goes_on_after_the_last_one_and_gives_the_same(
         raise StepRefused("too much")
 
     steps = scales(2, 3)
-    steps[stopped_at - 1] = replace(steps[stopped_at - 1], act=stops)
+    steps[stopped_at - 1] = replace(steps[stopped_at - 1], function=stops)
     with pytest.raises(StepRefused, match="too much"):
         pipeline.run(steps, source, data, tmp_path / "stopped", 0)
     unfinished = tmp_path / "stopped" / f"step-{stopped_at:02}-scale"
@@ -154,7 +157,7 @@ def test_every_step_tells_what_it_was_made_from(source: Model, data: Data, tmp_p
         record = json.loads((tmp_path / name / "step.json").read_text())
         assert record["data_fingerprint"] == pipeline.fingerprint(data)
     assert third["tflite_sha256"] is None
-    rows = pipeline.measured(done, data)
+    rows = pipeline.measure(done, data)
     assert [row["kind"] for row in rows] == ["source", "scale", "scale"]
     assert rows[2]["facts"] == {"by": 3}
     assert {row["latency_us"] for row in rows} == {None}
@@ -177,8 +180,8 @@ def test_a_change_that_names_and_shapes_do_not_tell_is_refused(
     def hides(model: Model, data: Data, options: Scale, context: Context) -> Model:
         return replace(model, module=Louder(model.module))
 
-    with pytest.raises(StepRefused, match=r"step-01-hides: .*cannot be told by names and shapes"):
-        pipeline.run([Planned("hides", Scale(), hides)], source, data, tmp_path, 0)
+    with pytest.raises(StepRefused, match=r"step-01-hides: .*names and shapes alone do not describe"):
+        pipeline.run([PlannedStep("hides", Scale(), hides)], source, data, tmp_path, 0)
     assert not (tmp_path / "step-01-hides" / "step.json").exists()
 
 
@@ -194,4 +197,4 @@ def test_a_change_that_names_and_shapes_do_not_tell_is_refused(
 )  # fmt: skip
 def test_what_is_wrong_is_told_by_step_kind_and_key(tables: list[dict[str, Any]], fault: str) -> None:
     with pytest.raises(PipelineError, match=fault):
-        planned(tables, "my.toml")
+        plan_steps(tables, "my.toml")

@@ -11,8 +11,13 @@ import torch
 from torch import nn
 
 from models import zoo
-from models.compress import quantize, recipes, report, stored
-from models.compress.quantize import ExportRefused
+from models.compress import report
+from models.compress.quantization import (
+    flatbuffer,
+    quantize,
+    recipes,
+)
+from models.compress.quantization.quantize import ExportRefused
 from models.compress.step import Data, Model, Precision, StepRefused
 from models.zoo.spec import ModelSpec
 from tests.support.compressing import cnn, context, digits
@@ -50,13 +55,13 @@ def test_static_int8_has_integers_outside_too_and_ranges_from_training_rows() ->
     runner = report.Runner(made.tflite)
     assert runner.input["dtype"] == runner.output["dtype"] == np.int8
     assert made.facts["calibration_rows"] == 50
-    assert "float32" not in {tensor.dtype for tensor in stored.tensors(made.tflite)}
+    assert "float32" not in {tensor.dtype for tensor in flatbuffer.tensors(made.tflite)}
 
 
 def test_no_answer_to_a_calibration_row_is_clipped() -> None:
     """A moving average of ranges, say, would cut off the logits that the model is surest of."""
     rows = digits().x_train[:50]
-    float32 = quantize.converted(cnn().module, cnn().spec)
+    float32 = quantize.to_tflite(cnn().module, cnn().spec)
     ranges = recipes.calibrate(float32, rows)
     made = recipes.quantize(float32, "static-int8", ranges)
 
@@ -87,8 +92,8 @@ def test_four_bits_are_refused_where_the_converter_has_none_for_the_weights() ->
 
 
 def test_tensors_are_named_after_modules_and_not_after_their_classes() -> None:
-    float32 = quantize.converted(cnn().module, cnn().spec)
-    names = [tensor.name for tensor in stored.tensors(float32)]
+    float32 = quantize.to_tflite(cnn().module, cnn().spec)
+    names = [tensor.name for tensor in flatbuffer.tensors(float32)]
     assert [layer.name for layer in recipes.layers(float32)] == ["conv1", "conv2", "infer_logits_output"]
     assert len(set(names)) == len(names)
     assert max(map(len, names)) < 30
@@ -106,7 +111,7 @@ def test_a_text_models_embedding_table_becomes_int8_too() -> None:
     assert made.facts["weights"] == {"int8": 1.0}
     assert report.Runner(made.tflite).input["dtype"] == np.int32
     table = tuple(spec.build(0).get_parameter("embedding.weight").shape)
-    assert [t.dtype for t in stored.tensors(made.tflite) if t.shape == table] == ["int8"]
+    assert [t.dtype for t in flatbuffer.tensors(made.tflite) if t.shape == table] == ["int8"]
 
 
 def test_the_gate_is_a_bound_and_not_a_comparison() -> None:

@@ -11,10 +11,10 @@ import torch
 
 from models import options as option_tables
 from models import zoo
-from models.compress import sparsity, sparsity_search
-from models.compress.prune import Options, prune
+from models.compress.pruning import sparsity, sparsity_search
+from models.compress.pruning.prune import Options, prune
+from models.compress.pruning.structure import rebuild
 from models.compress.step import Data, Model, StepRefused
-from models.compress.structure import rebuilt
 from models.labels import PADDING
 from models.pretrain.params import params_of
 from tests.support.compression import accuracy, context, digits, trained
@@ -105,7 +105,7 @@ def test_zeros_outlast_a_second_pruning_and_further_training(cnn: Model, data: D
 
 def test_zeros_outlast_params_and_export(cnn: Model, data: Data) -> None:
     pruned = prune(cnn, data, Options(epochs=0, sparsity=0.75), context(cnn))
-    again = rebuilt(pruned.spec, params_of(pruned.module))
+    again = rebuild(pruned.spec, params_of(pruned.module))
     assert zero_share(replace(pruned, module=again)) == zero_share(pruned)
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from models.compress import qat, report
+from models.compress import report
+from models.compress.quantization import qat
 from models.compress.step import StepRefused
 from models.compress.tuning import Tuning, tune
 from models.zoo.spec import ModelSpec
@@ -76,7 +77,7 @@ def test_batchnorm_is_trained_with_rounding_and_the_patch_of_litert_torch_is_tak
     from torchao.quantization.pt2e import utils
 
     original = trained(SPEC, Tuning(epochs=6, lr=4e-3, batch_size=32))
-    graph, _ = qat.prepared(original.module, SPEC)
+    graph, _ = qat.prepare(original.module, SPEC)
     tune(
         graph,
         digits().x_train,
@@ -94,7 +95,7 @@ def test_batchnorm_is_trained_with_rounding_and_the_patch_of_litert_torch_is_tak
 def test_a_module_without_one_graph_is_refused() -> None:
     spec = replace(SPEC, name="branching", module=Branching)
     with pytest.raises(StepRefused, match="branching cannot be prepared for quantization-aware training"):
-        qat.prepared(spec.build(0), spec)
+        qat.prepare(spec.build(0), spec)
 
 
 class Branching(Normed):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from models import zoo
-from models.compress import quantize, report
+from models.compress import report
+from models.compress.quantization import quantize
 from models.compress.step import Model
 from models.zoo.spec import ModelSpec
 
@@ -67,9 +68,9 @@ def test_zeros_are_parameters_that_compress() -> None:
     spec = zoo.get("mlp", input_shape=(64,), classes=10)
     module = spec.build(0)
     x, y = np.zeros((4, 64), np.float32), np.arange(4, dtype=np.int32)
-    before = report.figures(Model(spec, module), x, y)
+    before = report.measure(Model(spec, module), x, y)
     module.get_submodule("hidden.0").weight.data[:32] = 0
-    after = report.figures(Model(spec, module), x, y)
+    after = report.measure(Model(spec, module), x, y)
     assert (after.parameters, after.bytes) == (before.parameters, before.bytes)
     assert after.nonzero == before.nonzero - 32 * 64
     assert after.compressed_bytes < 0.7 * before.compressed_bytes < before.bytes
@@ -79,7 +80,7 @@ def test_zeros_are_parameters_that_compress() -> None:
 def test_a_file_is_scored_as_its_module_is(tmp_path: Path) -> None:
     spec = zoo.get("mlp", input_shape=(8,), classes=4)
     module = spec.build(1)
-    quantize.convert(module, spec, tmp_path / "model.tflite")
+    quantize.write_tflite(module, spec, tmp_path / "model.tflite")
     content = (tmp_path / "model.tflite").read_bytes()
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(50, 8)).astype(np.float32), rng.integers(0, 4, 50).astype(np.int32)
@@ -87,7 +88,7 @@ def test_a_file_is_scored_as_its_module_is(tmp_path: Path) -> None:
     y[:10] = -1
     expected = (report.logits(module, x)[10:].argmax(1) == y[10:]).mean()
     assert report.accuracy(content, x, y) == pytest.approx(expected) == report.accuracy(module, x, y)
-    figures = report.figures(Model(spec, module, content), x, y)
+    figures = report.measure(Model(spec, module, content), x, y)
     assert figures.bytes == len(content)
     found = report.latency({"file": content, "module": module}, x, turns=2)
     assert set(found) == {"file", "module"} and min(found.values()) > 0
@@ -95,7 +96,7 @@ def test_a_file_is_scored_as_its_module_is(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
 def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
-    chosen = [points[place] for place in report.front(points)]
+    chosen = [points[place] for place in report.pareto_front(points)]
     beaten = {
         point for point in points if any(o != point and o[0] <= point[0] and o[1] >= point[1] for o in points)
     }
@@ -107,6 +108,46 @@ def test_the_plot_shows_rows_without_a_latency_too(tmp_path: Path) -> None:
         {"name": "source", "accuracy": 0.9, "bytes": 3000, "latency_us": None},
         {"name": "quantize", "accuracy": 0.89, "bytes": 900, "latency_us": 12.0},
     ]
-    report.plot(rows, tmp_path / "pareto.png")
+    report.plot(rows, tmp_path / "pareto.png", 300)
     assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
-    report.plot(rows[:1], tmp_path / "one.png")
+    report.plot(rows[:1], tmp_path / "one.png", 300)
+
+
+def test_points_and_legend_of_the_plot_bear_the_numbers_of_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, place, **_: drawn.append(figure) or Path(place).touch()
+    )
+    steps = [("source", "float32", 0.9), ("distil", "float32", 0.88), ("quantize", "static-int8", 0.87)]
+    rows = [
+        {"name": f"step-{number:02}-{kind}", "step": number, "kind": kind, "model": "cnn", "precision": precision,
+         "accuracy": accuracy, "bytes": 3000 - 900 * number, "latency_us": 9.0 - number}
+        for number, (kind, precision, accuracy) in enumerate(steps)
+    ]  # fmt: skip
+
+    report.plot(rows, tmp_path / "pareto.png", 300)
+    named = [{**row, "name": "a" * 60} for row in rows]
+    for row in named:
+        del row["step"], row["kind"]  # as a search's candidates
+    report.plot(named, tmp_path / "long.png", 300)
+
+    figure = drawn[0]
+    (legend,) = figure.legends
+    assert legend.get_texts()[0].get_text().splitlines() == [
+        "0  source (cnn)",
+        "1  distil (cnn)",
+        "2  quantize (static-int8)",
+    ]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["0", "1", "2"]
+    assert figure.axes[0].get_ylabel() == "accuracy on 300 rows"
+    for each in drawn:
+        each.canvas.draw()
+        whole = each.bbox
+        shown = [*each.legends, *(text for axes in each.axes for text in axes.texts)]
+        for artist in shown:
+            box = artist.get_window_extent()
+            assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from models import zoo
-from models.compress import pipeline, quantize
+from models.compress import pipeline
 from models.compress.ladder import Candidate, ladder
-from models.compress.pipeline import Planned
-from models.compress.search import Budget, Outcome, Search, choice, steps_of, undominated
+from models.compress.micro_selftest import MicroModel
+from models.compress.pipeline import PlannedStep
+from models.compress.quantization import quantize
+from models.compress.search import Budget, Outcome, Search, choose, lower_bound, steps_of, undominated
 from models.compress.step import Model
-from models.export.micro import MicroModel
 from tests.support.compressing import cnn, digits
 
 STATIC = {"kind": "quantize", "precision": "static-int8", "max_accuracy_drop": 1.0}
@@ -62,10 +63,19 @@ def test_the_smallest_within_a_standard_error_of_the_best_that_fits_is_chosen() 
         outcome("alike", 0.965, 20_000),
         outcome("worse", 0.93, 5_000),
     ]
-    chosen = choice(tried, Budget(size_bytes=50_000, accuracy=0.9), 200)
+    chosen = choose(tried, Budget(size_bytes=50_000, accuracy=0.9), 200)
     assert chosen is not None
     assert chosen.name == "alike"  # 0.97 has a standard error of 0.012 on 200 rows; worse is beyond it
-    assert choice(tried, Budget(size_bytes=50_000, accuracy=0.98), 200) is None
+    assert choose(tried, Budget(size_bytes=50_000, accuracy=0.98), 200) is None
+
+
+def test_a_perfect_score_on_few_rows_is_no_certainty() -> None:
+    tried = [outcome("large", 1.0, 90_000), outcome("alike", 0.995, 20_000), outcome("worse", 0.98, 5_000)]
+    chosen = choose(tried, Budget(), 200)
+    assert chosen is not None and chosen.name == "alike"  # one row of 200, and four are too many
+    for rows in (20, 200, 359, 10_000):  # one row fewer is no difference, three are
+        assert 1 - 3 / rows < lower_bound(1.0, rows) < 1 - 1 / rows
+    assert lower_bound(0.9, 10**6) == pytest.approx(0.9 - 0.0003, abs=1e-6)
 
 
 def test_what_is_missed_is_told_as_a_share_of_the_bound() -> None:
@@ -87,16 +97,16 @@ def test_a_candidate_that_fails_is_named_and_the_others_are_tried(
     broken = Candidate("broken", (STATIC,))
     fine = Candidate("fine", ({"kind": "quantize", "precision": "float32"},))
 
-    def planned(steps: object, where: str) -> list[Planned]:
-        return [Planned("step", None, fails if where == "broken" else passes)]
+    def planned(steps: object, where: str) -> list[PlannedStep]:
+        return [PlannedStep("step", None, fails if where == "broken" else passes)]
 
     def fails(*given: object) -> Model:
         raise KeyError("a library's own")
 
     def passes(model: Model, *given: object) -> Model:
-        return replace(model, tflite=quantize.converted(model.module, model.spec))
+        return replace(model, tflite=quantize.to_tflite(model.module, model.spec))
 
-    monkeypatch.setattr(pipeline, "planned", planned)
+    monkeypatch.setattr(pipeline, "plan_steps", planned)
     search = Search(cnn(), digits(), tmp_path, 0, Budget(), lambda line: None)
     found = search.run([broken, fine])
 

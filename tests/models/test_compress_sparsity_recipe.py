@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.compress import pipeline, report, stored
+from models.compress import pipeline, report
 from models.compress.graph import Options as FoldOptions
 from models.compress.graph import fold
-from models.compress.quantize import converted
+from models.compress.quantization import flatbuffer
+from models.compress.quantization.quantize import to_tflite
 from models.compress.step import Model
 from tests.bench.compression_recipes import SPARSE_DIGITS
 from tests.support.compression import accuracy, context, digits, trained
@@ -20,14 +21,14 @@ def test_three_quarters_of_the_parameters_go_within_a_point_and_stay_gone_in_the
     data = digits()
     dense = trained("resnet8", data, epochs=8, norm="batch", width=8)
     model = dense
-    for step in pipeline.planned(SPARSE_DIGITS, "SPARSE_DIGITS"):
-        model = step.act(model, data, step.options, context(dense))
+    for step in pipeline.plan_steps(SPARSE_DIGITS, "SPARSE_DIGITS"):
+        model = step.function(model, data, step.options, context(dense))
     sparse = model
     assert report.nonzero(sparse.module) <= 0.25 * report.parameters(dense.module)
     assert accuracy(sparse, data) >= accuracy(dense, data) - 0.01
 
     folded = fold(sparse, data, FoldOptions(show_operators=False), context(dense))
-    tflite = converted(folded.module, folded.spec)
+    tflite = to_tflite(folded.module, folded.spec)
     assert (
         np.abs(report.logits(tflite, data.x_test[:20]) - report.logits(sparse.module, data.x_test[:20])).max()
         < 1e-4
@@ -41,7 +42,7 @@ def zeros_of_module(model: Model) -> int:
 
 def zeros_of_file(tflite: bytes) -> int:
     """Zeros among the float32 weights of two or more axes."""
-    content = stored.read(tflite)
+    content = flatbuffer.read(tflite)
     return sum(
         int((np.frombuffer(bytes(content.buffers[tensor.buffer].data), np.float32) == 0).sum())
         for graph in content.subgraphs

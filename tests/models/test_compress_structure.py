@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from models import zoo
-from models.compress.structure import StructureError, rebuilt
+from models.compress.pruning.structure import StructureError, rebuild
 from models.job import JobError
 from models.pretrain import params
 from models.zoo import ModelSpec
@@ -23,7 +23,7 @@ RESNET = zoo.get("resnet8", input_shape=(8, 8), classes=10, norm="batch")
 def assert_same(module: nn.Module, spec: ModelSpec) -> nn.Module:
     """`module` and what its params give agree on what they answer; gives the latter."""
     module.eval()
-    again = rebuilt(spec, params.params_of(module))
+    again = rebuild(spec, params.params_of(module))
     x, _ = spec.example_batch(3)
     with torch.no_grad():
         torch.testing.assert_close(again(x), module(x))
@@ -137,17 +137,17 @@ def test_what_cannot_be_is_refused() -> None:
     spec = zoo.get("cnn", input_shape=(8, 8), classes=10)
     found = params.params_of(spec.build(1))
     with pytest.raises(JobError, match=r"tensor 'extra' is not one of the model's"):
-        rebuilt(spec, {**found, "extra": np.zeros(1, np.float32)})
+        rebuild(spec, {**found, "extra": np.zeros(1, np.float32)})
     with pytest.raises(JobError, match=r"tensor 'fc.weight' is missing"):
-        rebuilt(spec, {name: value for name, value in found.items() if name != "fc.weight"})
+        rebuild(spec, {name: value for name, value in found.items() if name != "fc.weight"})
     with pytest.raises(StructureError, match=r"conv1.weight is \(8, 9\), expected 4 axes"):
-        rebuilt(spec, {**found, "conv1.weight": found["conv1.weight"].reshape(8, 9)})
+        rebuild(spec, {**found, "conv1.weight": found["conv1.weight"].reshape(8, 9)})
     with pytest.raises(StructureError, match=r"conv2.\*.weight: none of 1 factors has a kernel of 3"):
         kept = {name: value for name, value in found.items() if not name.startswith("conv2")}
-        rebuilt(spec, {**kept, "conv2.0.weight": np.zeros((16, 8, 2, 3), np.float32)})
+        rebuild(spec, {**kept, "conv2.0.weight": np.zeros((16, 8, 2, 3), np.float32)})
     text = zoo.get("textcls", input_shape=(8,), classes=3, input_dtype="int32")
     with pytest.raises(JobError, match=r"'embedding.position' is \(4, 32\), the model has \(8, 32\)"):
-        rebuilt(text, {**params.params_of(text.build(0)), "embedding.position": np.zeros((4, 32))})
+        rebuild(text, {**params.params_of(text.build(0)), "embedding.position": np.zeros((4, 32))})
     group = zoo.get("resnet8", input_shape=(8, 8), classes=10)
     with pytest.raises(StructureError, match=r"norm.weight has 6 channels, expected a multiple of its 4"):
-        rebuilt(group, {**params.params_of(group.build(0)), "norm.weight": np.ones(6, np.float32)})
+        rebuild(group, {**params.params_of(group.build(0)), "norm.weight": np.ones(6, np.float32)})

@@ -11,11 +11,11 @@ from torch import nn
 
 from models import zoo
 from models.compress import report
-from models.compress.prune import Options as PruneOptions
-from models.compress.prune import prune
+from models.compress.pruning.prune import Options as PruneOptions
+from models.compress.pruning.prune import prune
+from models.compress.pruning.structure import rebuild
+from models.compress.pruning.structured import Options, structured
 from models.compress.step import Data, Model, StepRefused
-from models.compress.structure import rebuilt
-from models.compress.structured import Options, structured
 from models.pretrain.params import params_of
 from models.zoo.spec import ModelSpec
 from tests.support.compression import accuracy, context, digits, trained
@@ -62,7 +62,7 @@ def test_less_of_every_model_answers_for_the_same_classes_and_is_told_by_its_par
     with torch.no_grad():
         answer = less.module(x)
         assert answer.shape == (5, 10) and answer.isfinite().all()
-        assert torch.equal(rebuilt(less.spec, params_of(less.module))(x), answer)
+        assert torch.equal(rebuild(less.spec, params_of(less.module))(x), answer)
     assert report.parameters(less.module) < report.parameters(whole.module)
     assert report.macs(less.module, less.spec) < report.macs(whole.module, whole.spec)
 

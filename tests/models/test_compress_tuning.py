@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from models.compress.step import Data, StepRefused
-from models.compress.tuning import Tuning, labelled, named_layers, tune, within
+from models.compress.tuning import Tuning, is_within, labelled_rows, named_layers, tune
 from models.labels import PADDING
 
 X = np.random.default_rng(0).normal(size=(12, 6, 6)).astype(np.float32)
@@ -62,7 +62,7 @@ def test_a_frozen_layer_keeps_its_params_and_its_statistics_and_another_that_beg
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"freeze": "conv3"}, r"freeze names 'conv3', which is no layer of this model; it has conv, norm, conv2, fc"),
+        ({"freeze": "conv3"}, r"freeze names 'conv3', which is not a layer of this model; it has conv, norm, conv2, fc"),
         ({"freeze": "conv,norm,conv2,fc"}, "leaves nothing to train"),
         ({"lr": 1e3, "epochs": 30}, "the loss of epoch .* is nan; lower lr = 1000"),
         ({"x": X.reshape(12, 36), "shift": 1}, r"shift = 1 moves images by pixels, but examples of shape \(36,\)"),
@@ -76,10 +76,10 @@ def test_what_cannot_be_trained_is_refused(options: dict[str, object], fault: st
 def test_only_rows_with_a_label_that_counts_are_learnt_from() -> None:
     y = np.array([[1, PADDING], [PADDING, PADDING], [0, 2]], np.int32)
     x = np.arange(6, dtype=np.int32).reshape(3, 2)
-    rows = labelled(Data(x, y, x, y))
+    rows = labelled_rows(Data(x, y, x, y))
     np.testing.assert_array_equal(rows.x, x[[0, 2]])
     with pytest.raises(StepRefused, match="none of 3 training rows has a label"):
-        labelled(Data(x, np.full_like(y, PADDING), x, y))
+        labelled_rows(Data(x, np.full_like(y, PADDING), x, y))
 
 
 def test_a_name_means_a_layer_and_all_that_is_in_it() -> None:
@@ -87,5 +87,5 @@ def test_a_name_means_a_layer_and_all_that_is_in_it() -> None:
         nn.ModuleDict({"a": nn.Sequential(nn.Linear(1, 1)), "ab": nn.Linear(1, 1)}), " a.0 ,", "keep"
     )
     assert names == ("a.0",)
-    assert within("a.0.weight", names) and within("a.0", names)
-    assert not within("a.01.weight", names) and not within("a", names)
+    assert is_within("a.0.weight", names) and is_within("a.0", names)
+    assert not is_within("a.01.weight", names) and not is_within("a", names)

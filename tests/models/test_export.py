@@ -13,14 +13,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edge_client.data.examples import Examples
 from edge_client.train.litert_trainer import LiteRTRuntime
 from edge_client.train.torch_trainer import TorchRuntime, read
-from edge_client.train.trainer import Examples, Trainer, TrainTask
+from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import manifest
-from edge_client.wire.strict import Unfit
+from edge_client.wire.strict import InvalidDocument
 from models import user_code
-from models.export import answered
-from models.export.request import ExportError, ExportRequest, default_cache_dir, export
+from models.conversion import request_cache
+from models.conversion.request import (
+    ExportError,
+    ExportRequest,
+    default_cache_dir,
+    export,
+)
 from models.zoo.spec import ModelSpec
 from tests.support.artifacts import ARCHITECTURES, ROOT, exported
 from tests.support.artifacts import cache_dir as kept
@@ -108,7 +114,7 @@ def test_a_users_own_module_exports_and_trains_as_in_pytorch(own: Path) -> None:
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        ("broken", r"failed while built: KeyError: 'no such thing'"),
+        ("broken", r"failed while built at .*, line \d+: KeyError: 'no such thing'"),
         ("killed", r"the export process was killed by signal 9 \(the machine may be out of memory\)"),
         ("talkative", r"is random"),
         ("absent", r"nets has no function 'absent'; it has: .*pooled"),
@@ -172,8 +178,11 @@ def test_a_request_answered_before_needs_no_process_where_the_model_is_ours(
     for path in (first.tflite, first.manifest):
         (folder / path.name).write_bytes(path.read_bytes())
     request = ARCHITECTURES["logreg"]
-    answered.keep(
-        tmp_path, answered.digest(request.to_json()), folder / first.tflite.name, folder / first.manifest.name
+    request_cache.store(
+        tmp_path,
+        request_cache.digest(request.to_json()),
+        folder / first.tflite.name,
+        folder / first.manifest.name,
     )
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
 
@@ -187,16 +196,18 @@ def test_a_request_answered_before_needs_no_process_where_the_model_is_ours(
 
 def test_what_decides_the_graphs_decides_which_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     request = ARCHITECTURES["logreg"].to_json()
-    first = answered.digest(request)
-    assert answered.digest(request) == first
-    assert answered.digest(request | {"batch_size": request["batch_size"] + 1}) != first
-    monkeypatch.setattr(answered, "version", lambda package: "another")
-    assert answered.digest(request) != first
+    first = request_cache.digest(request)
+    assert request_cache.digest(request) == first
+    assert request_cache.digest(request | {"batch_size": request["batch_size"] + 1}) != first
+    monkeypatch.setattr(request_cache, "version", lambda package: "another")
+    assert request_cache.digest(request) != first
 
 
 def test_only_models_of_our_own_are_known_by_their_request() -> None:
-    assert all(answered.known(name) for name in ("logreg", "mlp", "cnn", "resnet8", "charlm", "textcls"))
-    assert not any(answered.known(name) for name in ("nets:pooled", "adapted", "net.keras", "nothing"))
+    assert all(
+        request_cache.is_ours(name) for name in ("logreg", "mlp", "cnn", "resnet8", "charlm", "textcls")
+    )
+    assert not any(request_cache.is_ours(name) for name in ("nets:pooled", "adapted", "net.keras", "nothing"))
 
 
 @pytest.mark.slow
@@ -233,7 +244,7 @@ def test_the_export_process_dies_with_the_one_that_asked(own: Path) -> None:
 ASKER = """
 import sys
 from pathlib import Path
-from models.export.request import ExportRequest, export
+from models.conversion.request import ExportRequest, export
 
 export(ExportRequest("nets:waiting", {}, (8, 8), 10), Path(sys.argv[1]) / "cache", code_folder=Path(sys.argv[1]))
 """
@@ -241,7 +252,7 @@ export(ExportRequest("nets:waiting", {}, (8, 8), 10), Path(sys.argv[1]) / "cache
 
 def test_asking_imports_no_framework() -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", "import models.export.request, sys; print(*sys.modules)"],
+        [sys.executable, "-P", "-c", "import models.conversion.request, sys; print(*sys.modules)"],
         capture_output=True,
         text=True,
         check=True,
@@ -255,7 +266,7 @@ def test_a_request_survives_json() -> None:
     request = ARCHITECTURES["charlm"]
 
     assert ExportRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
-    with pytest.raises(Unfit, match=r"export request has an unknown key 'batch'"):
+    with pytest.raises(InvalidDocument, match=r"export request has an unknown key 'batch'"):
         ExportRequest.from_json(request.to_json() | {"input_shape": [3], "batch": 3})
 
 
@@ -273,7 +284,7 @@ def test_the_cache_folder_is_the_first_that_the_environment_names(monkeypatch: p
 def converting(request: ExportRequest, cache: Path, first: str) -> dict[str, object]:
     """The JSON answer of an export process that runs the statement `first` before anything else."""
     document = {"request": request.to_json(), "cache_dir": str(cache)}
-    code = f"{first}\nimport sys\nfrom models.export.convert import main\nsys.argv = ['convert']\nmain()"
+    code = f"{first}\nimport sys\nfrom models.conversion.convert import main\nsys.argv = ['convert']\nmain()"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
         input=json.dumps(document),

@@ -9,26 +9,26 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter
 
-from models.export.batching import resizable
+from models.conversion.batching import make_resizable
 
 RESHAPE, BROADCAST = schema.BuiltinOperator.RESHAPE, schema.BuiltinOperator.BROADCAST_TO
 
 
 def test_an_open_batch_takes_many_rows_also_where_two_reshapes_share_a_shape() -> None:
-    opened = resizable(chain([RESHAPE, RESHAPE]))
+    opened = make_resizable(chain([RESHAPE, RESHAPE]))
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     np.testing.assert_array_equal(answer(opened, x), x)
 
 
 def test_a_shape_that_another_operation_reads_stays() -> None:
     tflite = chain([RESHAPE, BROADCAST])
-    assert resizable(tflite) == tflite
+    assert make_resizable(tflite) == tflite
     np.testing.assert_array_equal(answer(tflite, np.ones((1, 4), np.float32)), np.ones((1, 4)))
 
 
 def test_an_old_file_with_its_shape_among_the_options_stays() -> None:
     tflite = chain([RESHAPE], shapes=False)
-    assert resizable(tflite) == tflite
+    assert make_resizable(tflite) == tflite
 
 
 def chain(kinds: Sequence[int], shapes: bool = True) -> bytes:

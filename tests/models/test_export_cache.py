@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from models.export import cache
-from models.export.trace import Traced, traced
+from models.conversion import cache
+from models.conversion.trace import Traced, trace
 from models.zoo import get
 from models.zoo.spec import ModelSpec
 from tests.support.manifests import linear
@@ -20,25 +20,29 @@ CONTENT = b"a converted file"
 KEY = "0" * 64
 
 
+def key(graphs: Traced, description: str) -> str:
+    return cache.key(cache.content(graphs), description, cache.MAKERS)
+
+
 def test_tracing_the_same_model_again_gives_the_same_key() -> None:
-    assert cache.key(mlp(), "described") == cache.key(mlp(), "described")
+    assert key(mlp(), "described") == key(mlp(), "described")
 
 
 def test_anything_that_changes_the_file_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [
-        cache.key(mlp(), "described"),
-        cache.key(mlp(), "otherwise"),
-        cache.key(mlp(batch_size=5), "described"),
-        cache.key(mlp(classes=4), "described"),
-        cache.key(mlp(hidden=(9,)), "described"),
-        cache.key(shifted(1.0), "described"),
-        cache.key(shifted(2.0), "described"),
+        key(mlp(), "described"),
+        key(mlp(), "otherwise"),
+        key(mlp(batch_size=5), "described"),
+        key(mlp(classes=4), "described"),
+        key(mlp(hidden=(9,)), "described"),
+        key(shifted(1.0), "described"),
+        key(shifted(2.0), "described"),
     ]
     monkeypatch.setattr(cache, "EXPORT_FORMAT", cache.EXPORT_FORMAT + 1)
-    keys.append(cache.key(mlp(), "described"))
+    keys.append(key(mlp(), "described"))
     monkeypatch.undo()
     monkeypatch.setattr(cache, "version", lambda package: "another")
-    keys.append(cache.key(mlp(), "described"))
+    keys.append(key(mlp(), "described"))
 
     assert len(set(keys)) == len(keys)
 
@@ -47,7 +51,7 @@ def test_untrained_weights_are_no_part_of_the_key() -> None:
     """They are inputs: two initialisations share a file."""
     first = mlp()
 
-    assert cache.key(first, "") == cache.key(replace(first, values=tuple(v + 1 for v in first.values)), "")
+    assert key(first, "") == key(replace(first, values=tuple(v + 1 for v in first.values)), "")
 
 
 def test_what_was_stored_is_found(tmp_path: Path) -> None:
@@ -107,7 +111,7 @@ def test_the_lock_of_a_key_is_held_by_one_process_at_a_time(tmp_path: Path) -> N
 
 
 def mlp(batch_size: int = 4, classes: int = 3, hidden: tuple[int, ...] = (8,)) -> Traced:
-    return traced(get("mlp", input_shape=(5,), classes=classes, hidden=hidden), batch_size)
+    return trace(get("mlp", input_shape=(5,), classes=classes, hidden=hidden), batch_size)
 
 
 def shifted(by: float) -> Traced:
@@ -123,4 +127,4 @@ def shifted(by: float) -> Traced:
             logits: torch.Tensor = self.fc(x + self.shift)
             return logits
 
-    return traced(ModelSpec("shifted", Shifted, (5,), 3), 4)
+    return trace(ModelSpec("shifted", Shifted, (5,), 3), 4)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from models.export import convolution, gradients
-from models.export.convolution import NoGradient
+from models.conversion import convolution, gradients
+from models.conversion.convolution import NoGradient
 
 pytestmark = pytest.mark.slow
 

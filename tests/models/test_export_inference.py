@@ -5,26 +5,39 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
+import flatbuffers
 import numpy as np
 import pytest
 import safetensors.numpy
+from ai_edge_litert import schema_py_generated as schema
 
-from coordinator.exporting import PRECISIONS
-from edge_client.infer import selftest
-from edge_client.infer.runtime import load
+from coordinator.datacenter.release_export import PRECISIONS
+from edge_client.infer import golden_check
+from edge_client.infer.runtime import Model, load
 from edge_client.train.golden import SelfTestFailed
 from edge_client.wire import inference
 from edge_client.wire.inference import InferenceManifest
-from models.compress.quantize import convert
+from models import zoo
+from models.compress.quantization import recipes
+from models.compress.quantization.quantize import to_tflite, write_tflite
+from models.compress.report import logits as logits_of
 from models.compress.step import Precision
-from models.export.inference import NotReleasable, Options, readable, release
-from models.export.verify import RUNTIMES, verify
 from models.job import JobError
 from models.pretrain.params import params_of
+from models.release.golden import MAX_LOOSENESS, NotReleasable
+from models.release.inference import (
+    Options,
+    Source,
+    read_tflite,
+    release,
+)
+from models.release.verify import RUNTIMES, verify
+from tests.support import compressing
 from tests.support.cli import run_cli, run_here
 from tests.support.releases import Released, constrained_python, model, released, source, tflite
 
@@ -60,7 +73,7 @@ def test_a_release_claims_the_runtimes_that_answer_right_and_says_why_not_others
 
     assert set(manifest_of(made).runtimes) == CLAIMS[precision]
     assert {v["runtime"] for v in made.report["verdicts"] if not v["refused"]} == CLAIMS[precision]
-    assert selftest.require(load(made.folder)) == made.verdict("litert")["accuracy"]
+    assert golden_check.require(load(made.folder)) == made.verdict("litert")["accuracy"]
     assert made.report["takes_batches"] and manifest_of(made).minimum_runtime != "unknown"
 
 
@@ -106,10 +119,10 @@ def test_a_runtime_that_is_not_here_is_not_claimed(tmp_path: Path) -> None:
 )
 def test_a_file_that_is_no_tflite_is_refused_in_words(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.tflite").write_bytes(content)
-    with pytest.raises(JobError, match=r"model\.tflite is no \.tflite file"):
-        readable(tmp_path / "model.tflite")
+    with pytest.raises(JobError, match=r"model\.tflite is not a \.tflite file"):
+        read_tflite(tmp_path / "model.tflite")
     with pytest.raises(JobError, match="No such file"):
-        readable(tmp_path / "absent.tflite")
+        read_tflite(tmp_path / "absent.tflite")
 
 
 def test_memory_and_arena_are_measured() -> None:
@@ -133,16 +146,89 @@ def test_every_class_of_every_golden_row_counts(precision: Precision, tmp_path: 
         folder = rewritten(made, tmp_path / f"{row}-{place}", golden=golden)
 
         with pytest.raises(SelfTestFailed, match=f"logits of row {row} with class {place}"):
-            selftest.require(load(folder))
+            golden_check.require(load(folder))
+
+
+@pytest.mark.parametrize("precision", ["float32", "static-int8"])
+def test_a_changed_weight_is_noticed_without_any_real_row(precision: Precision, tmp_path: Path) -> None:
+    """The largest weight of each layer with its sign turned: as a damaged or badly converted file would have it."""
+    made = released(precision)
+    manifest, content = manifest_of(made), (made.folder / "model.tflite").read_bytes()
+    assert manifest.golden.real_y == ()
+    changed = list(_with_a_weight_turned(content, np.float32 if precision == "float32" else np.int8))
+    assert len(changed) == 4
+
+    for spoilt in changed:
+        with pytest.raises(SelfTestFailed, match="logits of row"):
+            golden_check.require_answers(Model(spoilt, manifest).predict, manifest)
+
+
+def test_a_file_that_is_far_off_is_asked_for_its_own_answers_which_a_damaged_one_does_not_give(
+    tmp_path: Path,
+) -> None:
+    """Its ranges clip: a fourth of the logits' span off, so that the float model's answers would pass damaged files."""
+    made, data = compressing.cnn(), compressing.digits()
+    float32 = to_tflite(made.module, made.spec)
+    clipped = recipes.quantize(
+        float32, "static-int8", recipes.calibrate(float32, data.x_train[:100] * np.float32(0.6))
+    )
+    clipping = Source(made.spec, clipped, "static-int8", made.module)
+
+    report = release(clipping, data.x_test, data.y_test, Options(max_accuracy_drop=0.2), tmp_path / "out")
+
+    assert report["golden"]["asked_of"] == "file"
+    assert report["golden"]["share_of_span"] <= MAX_LOOSENESS
+    manifest = inference.from_json((tmp_path / "out" / "manifest.json").read_bytes())
+    content = (tmp_path / "out" / "model.tflite").read_bytes()
+    spoilt = list(_with_a_weight_turned(content, np.int8, 8))
+    assert len(spoilt) == 3
+    for each in spoilt:
+        with pytest.raises(SelfTestFailed, match="logits of row"):
+            golden_check.require_answers(Model(each, manifest).predict, manifest)
+
+
+def test_rows_of_large_inputs_are_golden_too_and_the_wrong_model_is_refused_by_them(tmp_path: Path) -> None:
+    spec = zoo.get("cnn", input_shape=(3, 96, 96), classes=4, channels=[2, 2], hidden=4)
+    module = spec.build(0).eval()
+    rng = np.random.default_rng(0)
+    x = rng.random((12, 3, 96, 96), dtype=np.float32)
+    large = Source(spec, to_tflite(module, spec), "float32", module)
+    y = logits_of(module, x).argmax(-1).astype(np.int32)
+
+    report = release(large, x, y, Options(real_rows=4), tmp_path / "out")
+
+    assert (report["golden"]["rows"], report["golden"]["real_rows"]) == (8, 1)
+    assert report["golden"]["share_of_span"] < 0.01
+    manifest = inference.from_json((tmp_path / "out" / "manifest.json").read_bytes())
+    assert len(manifest.golden.real_x[0]) == 3 * 96 * 96 > 16_384
+    assert golden_check.require(load(tmp_path / "out")) == 1.0
+    other = Model(to_tflite(spec.build(1).eval(), spec), manifest)
+    with pytest.raises(SelfTestFailed, match="logits of row"):
+        golden_check.require_answers(other.predict, manifest)
+
+
+def test_the_question_tells_of_the_data_only_its_size(tmp_path: Path) -> None:
+    """The same spread for rows of the same order of magnitude: no mean, no deviation, no extreme."""
+    _, data = model()
+    one, other = (
+        release(source("float32"), rows, data.y_test[:90], Options(), tmp_path / name)
+        for name, rows in (("one", data.x_test[:90]), ("other", data.x_test[90:180] * np.float32(0.97)))
+    )
+    assert one["golden"]["asked_of"] == other["golden"]["asked_of"] == "float model"
+    spreads = [
+        json.loads((tmp_path / name / "manifest.json").read_bytes())["golden"]["x"]
+        for name in ("one", "other")
+    ]
+    assert spreads[0] == spreads[1] and float(spreads[0]["scale"]).hex().startswith("0x1.0000")
 
 
 def test_too_few_real_rows_right_is_refused(tmp_path: Path) -> None:
-    made = released("float32")
+    made = released("float32", real_rows=64)
     golden = manifest_of(made).golden
     wrong = replace(golden, real_y=tuple((label + 1) % 10 for label in golden.real_y))
 
     with pytest.raises(SelfTestFailed, match="64 real rows with accuracy"):
-        selftest.require(load(rewritten(made, tmp_path / "wrong", golden=wrong)))
+        golden_check.require(load(rewritten(made, tmp_path / "wrong", golden=wrong)))
 
 
 def test_a_file_of_another_model_is_not_released(tmp_path: Path) -> None:
@@ -168,10 +254,10 @@ def test_a_file_without_its_float_model_is_checked_against_its_own_plain_kernels
     _, data = model()
     alone = replace(source("dynamic-int8"), module=None)
 
-    report = release(alone, data.x_test, data.y_test, Options(real_rows=0), tmp_path / "out")
+    report = release(alone, data.x_test, data.y_test, Options(), tmp_path / "out")
 
     assert report["golden"]["asked_of"] == "file"
-    assert selftest.require(load(tmp_path / "out")) is None
+    assert golden_check.require(load(tmp_path / "out")) is None
 
 
 def test_the_command_makes_a_release_from_a_folder(tmp_path: Path) -> None:
@@ -185,7 +271,8 @@ def test_the_command_makes_a_release_from_a_folder(tmp_path: Path) -> None:
     manifest = inference.from_json((out / "manifest.json").read_bytes())
     assert (manifest.model, manifest.version, manifest.precision) == ("digits", 3, "static-int8")
     assert manifest.device_classes == ("pi",) and manifest.lineage.parent == "ab" * 32
-    assert manifest.golden.least_accuracy > 0.5
+    assert manifest.golden.real_x == manifest.golden.real_y == ()
+    assert {path.name for path in out.iterdir()} == {"manifest.json", "model.tflite", "report.json"}
     assert report["runtimes"] == list(manifest.runtimes)
     assert "not tried" in next(v["refused"] for v in report["verdicts"] if v["runtime"] == "tflite-runtime")
 
@@ -198,11 +285,15 @@ def test_the_float_params_of_a_federated_run_become_an_integer_file_again(tmp_pa
         'seed = 7\n[data]\ndataset = "digits"\n[model]\nname = "cnn"\nhidden = 32\n'
     )
     safetensors.numpy.save_file(params_of(made.module), run / "model.safetensors")
+    (run / "report.json").write_text('{"final": {"test_accuracy": 0.97, "test_rows": 359}}')
 
     done = run_cli("export", run, "--name", "digits", "--version", "2", "--out", out, "--json")
 
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["accuracy"] > 0.9
+    report = json.loads(done.stdout)
+    assert report["accuracy"] > 0.9
+    assert f"{report['test_rows']} {report['scored']}".startswith("180 of the run's 359 held-out rows")
+    assert report["run"] == {"test_accuracy": 0.97, "test_rows": 359}
     manifest = inference.from_json((out / "manifest.json").read_bytes())
     assert (manifest.precision, manifest.version) == ("static-int8", 2)
     assert "tflite-micro" in manifest.runtimes
@@ -227,10 +318,32 @@ def test_precisions_of_the_command_are_those_of_compression() -> None:
     assert get_args(Precision) == PRECISIONS
 
 
+def _with_a_weight_turned(content: bytes, dtype: type[np.generic], count: int = 1) -> Iterator[bytes]:
+    """The file once for each layer, with the largest `count` of its weights turned."""
+    model = schema.ModelT.InitFromPackedBuf(content, 0)
+    places = {
+        tensor.buffer
+        for tensor in model.subgraphs[0].tensors
+        if tensor.type == (schema.TensorType.FLOAT32 if dtype is np.float32 else schema.TensorType.INT8)
+    }
+    for place in sorted(places):
+        data = model.buffers[place].data
+        values = np.frombuffer(bytes(data), dtype).copy() if data is not None else np.zeros(0, dtype)
+        if values.size < 64:  # a bias
+            continue
+        largest = np.argsort(-np.abs(values.astype(np.float32)), kind="stable")[:count]
+        values[largest] = -values[largest]
+        model.buffers[place].data = np.frombuffer(values.tobytes(), np.uint8)
+        builder = flatbuffers.Builder(len(content))
+        builder.Finish(model.Pack(builder), b"TFL3")
+        model.buffers[place].data = data
+        yield bytes(builder.Output())
+
+
 def _of_untrained() -> bytes:
     made, _ = model()
     with tempfile.TemporaryDirectory() as folder:
-        convert(made.spec.build(1).eval(), made.spec, Path(folder) / "model")
+        write_tflite(made.spec.build(1).eval(), made.spec, Path(folder) / "model")
         return (Path(folder) / "model").read_bytes()
 
 

@@ -18,17 +18,24 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from edge_client.data.examples import Examples
 from edge_client.train.litert_trainer import LiteRTRuntime
 from edge_client.train.tensorflow_trainer import TensorFlowRuntime
-from edge_client.train.trainer import Examples, Trainer, TrainTask
+from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import manifest
 from edge_client.wire.manifest import Manifest
 from models import zoo
-from models.export import convert
-from models.export.keras_gradients import OVERRIDES, relu
-from models.export.request import ExportRequest
-from models.export.trace import NotConvertible
-from models.zoo.keras import KerasSpec, KerasUnfit, of_file
+from models.compress.quantization import recipes
+from models.conversion import convert
+from models.conversion.keras_gradients import OVERRIDES, relu
+from models.conversion.request import ExportRequest
+from models.conversion.trace import NotConvertible
+from models.release.keras_inference import to_tflite
+from models.zoo.tensorflow.keras import (
+    KerasSpec,
+    KerasUnfit,
+    from_file,
+)
 from strategies.client_rules import Proximal
 from tests.support.artifacts import cache_dir, lived_in
 from tests.support.keras_nets import NETS
@@ -132,6 +139,30 @@ def test_the_same_seed_gives_the_same_params_under_the_same_names() -> None:
     assert np.abs(first["dense.kernel"] - other["dense.kernel"]).max() > 0.01
 
 
+def test_weights_of_one_name_in_a_layer_are_told_apart_also_in_a_file(tmp_path: Path) -> None:
+    given = keras.Input((8, 8))
+    h = layers.MultiHeadAttention(2, 4, name="attention")(given, given)
+    h = layers.Bidirectional(layers.LSTM(4), name="both")(h)
+    made = keras.Model(given, layers.Dense(3, name="out")(h))
+    made.save(tmp_path / "net.keras")
+    spec = zoo.find(str(tmp_path / "net.keras"), input_shape=(8, 8), classes=3)
+    names = spec.build(0).names
+    assert {"attention.query.kernel", "attention.attention_output.bias", "out.kernel"} <= set(names)
+    assert len(names) == len(made.weights) == len(set(names))
+    assert names == spec.build(1).names
+
+
+def test_a_model_with_loops_is_refused_for_static_int8_with_what_to_take() -> None:
+    def made() -> Any:
+        given = keras.Input((4, 2))
+        return keras.Model(given, layers.Dense(3)(layers.LSTM(2)(given)))
+
+    model = KerasSpec("loop", made, (4, 2), 3).build(0)
+    float32 = to_tflite(model, model.params())
+    with pytest.raises(recipes.NotCalibrated, match=r"loops .*LSTM and GRU.*--precision dynamic-int8"):
+        recipes.calibrate(float32, np.zeros((2, 4, 2), np.float32))
+
+
 def test_a_keras_file_is_the_model_with_its_weights(tmp_path: Path) -> None:
     model = NETS["varied"].build(seed=1)
     model.model.save(tmp_path / "net.keras")
@@ -175,6 +206,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "batch statistics": (flat(layers.BatchNormalization), r"freeze it \(trainable = False\), or take Group"),
     "dropout": (flat(lambda: layers.Dropout(0.2)), r"'dropout' is random, .* leave dropout out \(rate=0\)"),
     "activation": (flat(lambda: layers.Dense(4, activation="selu")), r"activation selu, .*take one of: .*relu6"),
+    "probabilities before a reshape": (
+        followed_by(layers.Flatten, lambda: layers.Dense(10, "softmax"), layers.Flatten),
+        r"answers with probabilities, expected logits",
+    ),
     "probabilities": (
         followed_by(layers.Flatten, lambda: layers.Dense(10, activation="softmax")),
         r"last layer 'dense' gives probabilities, expected logits; leave its activation out",
@@ -206,7 +241,7 @@ def test_a_file_with_code_in_it_or_none_at_all_is_refused(tmp_path: Path) -> Non
     (tmp_path / "torn.keras").write_bytes(path.read_bytes()[:200])
 
     for name in ("code.keras", "torn.keras"):
-        spec = of_file(str(tmp_path / name), (8, 8), 10, "float32", "classification")
+        spec = from_file(str(tmp_path / name), (8, 8), 10, "float32", "classification")
         with pytest.raises(KerasUnfit, match="cannot be read without running code from it"):
             spec.build(0)
     with pytest.raises(zoo.ModelNotFound, match=r"'none\.keras': there is no such file"):

@@ -15,10 +15,18 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from torch import nn
 
 from models import zoo
-from models.export.onnx_answers import OtherAnswers, require_same
-from models.export.onnx_export import OPSET, NotExportable, exported
-from models.export.onnx_files import BadOnnx, described, opened
-from models.export.onnx_match import matched
+from models.onnx.export import (
+    OPSET,
+    NotExportable,
+    to_onnx,
+)
+from models.onnx.files import (
+    BadOnnx,
+    describe,
+    open_file,
+)
+from models.onnx.parity import LogitsDiffer, require_same_logits
+from models.onnx.weight_matching import import_params
 from models.pretrain.params import params_of
 from models.zoo import ModelSpec
 
@@ -44,7 +52,7 @@ def made() -> Callable[[str], Made]:
                 for buffer in module.buffers():
                     if buffer.is_floating_point():
                         buffer.uniform_(0.5, 1.5)
-            known[name] = spec, module.eval(), exported(module.eval(), spec)
+            known[name] = spec, module.eval(), to_onnx(module.eval(), spec)
         return known[name]
 
     return get
@@ -72,8 +80,8 @@ def test_out_and_in_again_a_model_has_the_same_params(
     made: Callable[[str], Made], tmp_path: Path, name: str
 ) -> None:
     spec, module, model = made(name)
-    assert require_same(model.SerializeToString(), module, spec) < 1e-5
-    about = described(model)
+    assert require_same_logits(model.SerializeToString(), module, spec) < 1e-5
+    about = describe(model)
     assert about["opset"] == {"ai.onnx": OPSET}
     assert about["inputs"] == [
         {"name": "x", "dtype": spec.input_dtype, "shape": ["batch", *spec.input_shape]}
@@ -81,37 +89,42 @@ def test_out_and_in_again_a_model_has_the_same_params(
     assert about["outputs"][0]["shape"][0] == "batch"
     assert b".py" not in model.SerializeToString(), "where this machine keeps its code"
 
-    told = matched(opened(written(tmp_path, model)), name, spec.options, tmp_path / "back.safetensors")
+    result = import_params(
+        open_file(written(tmp_path, model)), name, spec.options, tmp_path / "back.safetensors"
+    )
     back = safetensors.numpy.load((tmp_path / "back.safetensors").read_bytes())
     params = params_of(module)
     assert {key: value.tobytes() for key, value in back.items()} == {
         key: value.tobytes() for key, value in params.items()
     }
-    assert (tuple(told["model"]["input_shape"]), told["model"]["classes"]) == (spec.input_shape, spec.classes)
-    assert told["model"]["task"] == spec.task
+    assert (tuple(result["model"]["input_shape"]), result["model"]["classes"]) == (
+        spec.input_shape,
+        spec.classes,
+    )
+    assert result["model"]["task"] == spec.task
 
 
 def test_a_file_that_answers_otherwise_is_found_out(made: Callable[[str], Made]) -> None:
     spec, module, model = made("cnn")
     other = changed(model)
     set_weight(other, "fc.bias", lambda bias: bias + np.eye(1, len(bias), dtype=np.float32)[0] * 1e-3)
-    with pytest.raises(OtherAnswers, match=r"row 0 .* differs by 0\.001"):
-        require_same(other.SerializeToString(), module, spec)
+    with pytest.raises(LogitsDiffer, match=r"row 0 .* differs by 0\.001"):
+        require_same_logits(other.SerializeToString(), module, spec)
 
 
 def test_a_model_that_torch_cannot_follow_is_told() -> None:
     sizes = {"width": 8, "heads": 2, "layers": 1, "experts": 2}
     spec = zoo.get("moe", input_shape=(4,), classes=5, input_dtype="int32", task="next_token", **sizes)
-    with pytest.raises(NotExportable, match="cannot follow model 'moe'") as caught:
-        exported(spec.build(0).eval(), spec)
+    with pytest.raises(NotExportable, match="cannot trace model 'moe'") as caught:
+        to_onnx(spec.build(0).eval(), spec)
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_every_param_that_does_not_fit_is_named(made: Callable[[str], Made], tmp_path: Path) -> None:
     _, _, model = made("cnn")
-    file = opened(written(tmp_path, model))
+    file = open_file(written(tmp_path, model))
     with pytest.raises(BadOnnx) as caught:
-        matched(file, "cnn", {"channels": [2, 4], "hidden": 5}, tmp_path / "out")
+        import_params(file, "cnn", {"channels": [2, 4], "hidden": 5}, tmp_path / "out")
     words = str(caught.value)
     assert "conv2.weight is (3, 2, 3, 3), cnn has (4, 2, 3, 3)" in words
     assert "hidden.weight (5, 64) is missing" in words and "conv1.weight" not in words
@@ -120,7 +133,7 @@ def test_every_param_that_does_not_fit_is_named(made: Callable[[str], Made], tmp
     other = changed(model)
     set_weight(other, "fc.bias", lambda bias: bias * np.float32(np.nan))
     with pytest.raises(BadOnnx, match=r"fc\.bias holds NaN"):
-        matched(opened(written(tmp_path, other)), "cnn", {"channels": [2, 3]}, tmp_path / "out")
+        import_params(open_file(written(tmp_path, other)), "cnn", {"channels": [2, 3]}, tmp_path / "out")
 
 
 def test_params_that_fit_in_a_file_that_computes_something_else_are_refused(
@@ -130,8 +143,8 @@ def test_params_that_fit_in_a_file_that_computes_something_else_are_refused(
     other = changed(model)
     other.graph.node[-1].output[0] = "before"
     other.graph.node.append(helper.make_node("Softmax", ["before"], ["logits"]))
-    with pytest.raises(BadOnnx, match="does not answer as cnn does: row 0"):
-        matched(opened(written(tmp_path, other)), "cnn", spec.options, tmp_path / "out")
+    with pytest.raises(BadOnnx, match="its logits differ from those of cnn: row 0"):
+        import_params(open_file(written(tmp_path, other)), "cnn", spec.options, tmp_path / "out")
 
 
 def test_weights_may_lie_beside_the_file(made: Callable[[str], Made], tmp_path: Path) -> None:
@@ -139,9 +152,9 @@ def test_weights_may_lie_beside_the_file(made: Callable[[str], Made], tmp_path: 
     onnx.save(
         changed(model), tmp_path / "m.onnx", save_as_external_data=True, location="w.data", size_threshold=0
     )
-    file = opened(tmp_path / "m.onnx")
+    file = open_file(tmp_path / "m.onnx")
     assert file.external == {"w.data": tmp_path / "w.data"}
-    matched(file, "cnn", spec.options, tmp_path / "back.safetensors")
+    import_params(file, "cnn", spec.options, tmp_path / "back.safetensors")
     back = safetensors.numpy.load((tmp_path / "back.safetensors").read_bytes())
     assert all(np.array_equal(back[key], value) for key, value in params_of(module).items())
 
@@ -181,7 +194,7 @@ def test_weights_elsewhere_are_not_read(
     (folder / "short").write_bytes(b"1")
     _, _, model = made("cnn")
     with pytest.raises(BadOnnx, match=words):
-        opened(written(folder, reaching(model, location.format(folder=tmp_path))))
+        open_file(written(folder, reaching(model, location.format(folder=tmp_path))))
 
 
 def test_weights_of_a_graph_within_a_graph_are_confined_too(
@@ -194,7 +207,7 @@ def test_weights_of_a_graph_within_a_graph_are_confined_too(
     inner = helper.make_graph([], "inner", [], [], [tensor])
     other.graph.node.append(helper.make_node("If", ["x"], ["y"], then_branch=inner, else_branch=inner))
     with pytest.raises(BadOnnx, match=r"'deep' is in '\.\./secret'"):
-        opened(written(tmp_path, other))
+        open_file(written(tmp_path, other))
 
 
 def test_what_is_no_onnx_file_is_refused(made: Callable[[str], Made], tmp_path: Path) -> None:
@@ -204,4 +217,4 @@ def test_what_is_no_onnx_file_is_refused(made: Callable[[str], Made], tmp_path: 
     for bad in (b"", b"\x00" * 100, content[: len(content) // 2], unsound.SerializeToString()):
         (tmp_path / "m.onnx").write_bytes(bad)
         with pytest.raises(BadOnnx, match="is not a"):
-            opened(tmp_path / "m.onnx")
+            open_file(tmp_path / "m.onnx")

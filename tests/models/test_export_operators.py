@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
 
-from models.export.operators import ALLOWED, ForeignOperator, minimum_runtime, operators
+from models.conversion.operators import (
+    ALLOWED,
+    ForeignOperator,
+    minimum_runtime,
+    operators,
+)
 
 BUILTIN = schema.BuiltinOperator
 
@@ -50,7 +55,7 @@ def test_a_version_newer_than_listed_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "complaint"), [([1, 2], "over 2 axes"), (None, "over axes known only when it runs")]
+    ("axes", "complaint"), [([1, 2], "over 2 axes"), (None, "over axes known only at run time")]
 )
 def test_reverse_over_anything_but_one_constant_axis_is_refused(
     axes: list[int] | None, complaint: str

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.export.trace import NotTraceable, traced
+from models.conversion.trace import NotTraceable, trace
 from models.zoo import get
 from models.zoo.spec import ModelSpec
 
@@ -16,7 +16,7 @@ from models.zoo.spec import ModelSpec
 def test_the_graphs_are_the_step_and_the_logits_of_the_module() -> None:
     spec = get("mlp", input_shape=(5,), classes=3)
     module = spec.build(seed=0)
-    graphs = traced(spec, 4)
+    graphs = trace(spec, 4)
     x, y = spec.example_batch(4)
 
     loss, *trained = graphs.train(x, y, torch.tensor(0.5), *graphs.values)
@@ -36,7 +36,7 @@ def test_frozen_tensors_come_in_and_do_not_go_out() -> None:
         model[1].requires_grad_(False)
         return model
 
-    graphs = traced(spec_of(build), 3)
+    graphs = trace(spec_of(build), 3)
 
     assert [tensor.name for tensor in graphs.tensors if not tensor.trainable] == [
         "1.weight", "1.bias", "2.running_mean", "2.running_var",
@@ -44,6 +44,49 @@ def test_frozen_tensors_come_in_and_do_not_go_out() -> None:
     assert [tensor.signature_name for tensor in graphs.trainable] == [
         "_2__weight", "_2__bias", "_3__weight", "_3__bias",
     ]  # fmt: skip
+
+
+class Attending(nn.Module):
+    """[B, 4, 8] -> logits [B, 2], by one of torch's own attention layers."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.out = layer, nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.layer, nn.MultiheadAttention):
+            h = self.layer(x, x, x, need_weights=False)[0]
+        else:
+            h = self.layer(x)
+        answer: torch.Tensor = self.out(h.mean(1))
+        return answer
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+    ],
+    ids=["MultiheadAttention", "TransformerEncoderLayer"],
+)
+def test_attention_of_torch_is_products_and_softmax(layer: Callable[[], nn.Module]) -> None:
+    spec = ModelSpec("attending", lambda: Attending(layer()), (4, 8), 2)
+    module = spec.build(seed=0).eval()
+    graphs = trace(spec, 3)
+    x, y = spec.example_batch(3)
+    loss = graphs.train(x, y, torch.tensor(0.5), *graphs.values)[0]
+    torch.testing.assert_close(graphs.infer(x, *graphs.values)[0], module(x).detach())
+    torch.testing.assert_close(loss, spec.loss(module(x), y).detach())
+    operations = {str(node.target) for graph in (graphs.train, graphs.infer) for node in graph.graph.nodes}
+    assert not [name for name in operations if "attention" in name or "transformer" in name]
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_dropout_is_still_refused_in_attention() -> None:
+    layer = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+    with pytest.raises(NotTraceable, match="random, and a LiteRT step has no random numbers"):
+        trace(ModelSpec("attending", lambda: Attending(layer), (4, 8), 2), 3)
 
 
 def test_buffers_that_are_no_part_of_the_state_are_constants() -> None:
@@ -57,7 +100,7 @@ def test_buffers_that_are_no_part_of_the_state_are_constants() -> None:
             shifted: torch.Tensor = self.fc(x.flatten(1) + self.shift)
             return shifted
 
-    graphs = traced(spec_of(Shifted), 3)
+    graphs = trace(spec_of(Shifted), 3)
 
     assert [tensor.name for tensor in graphs.tensors] == ["fc.weight", "fc.bias"]
 
@@ -72,7 +115,7 @@ def test_training_mode_is_traced_for_training_only() -> None:
             logits: torch.Tensor = self.fc(x.flatten(1))
             return logits if self.training else logits * 0
 
-    graphs = traced(spec_of(Halved), 3)
+    graphs = trace(spec_of(Halved), 3)
 
     x, y = spec_of(Halved).example_batch(3)
     assert not graphs.infer(x, *graphs.values)[0].any()
@@ -117,7 +160,7 @@ class Branching(nn.Module):
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (lambda: flat(nn.Dropout(0.5), nn.Linear(4, 2)), r"is random, .*leave dropout out \(p=0\)"),
+        (lambda: flat(nn.Dropout(0.5), nn.Linear(4, 2)), r"is random, .*remove dropout \(p=0\)"),
         (upsampling, r"no LiteRT gradient for aten.convolution_backward of a transposed convolution"),
         (tied, r"'2.weight' and '1.weight' are one tensor"),
         (named("lr"), r"tensor 'lr' would be called 'lr', which is an input or output"),
@@ -133,11 +176,11 @@ def test_a_model_that_cannot_be_traced_is_refused_with_its_reason(
     build: Callable[[], nn.Module], reason: str
 ) -> None:
     with pytest.raises(NotTraceable, match=reason):
-        traced(spec_of(build), 3)
+        trace(spec_of(build), 3)
 
 
 def test_dropout_of_nothing_is_no_dropout() -> None:
-    assert traced(spec_of(lambda: flat(nn.Dropout(0.0), nn.Linear(4, 2))), 3).tensors
+    assert trace(spec_of(lambda: flat(nn.Dropout(0.0), nn.Linear(4, 2))), 3).tensors
 
 
 def flat(*layers: nn.Module) -> nn.Sequential:

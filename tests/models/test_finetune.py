@@ -42,15 +42,15 @@ def classifier(classes: int = 3, **options: Any) -> ModelSpec:
     return zoo.get("bert", input_shape=(LENGTH,), classes=classes, **{**SIZES, **options})
 
 
-def starting(folder: Path, spec: ModelSpec, **init: Any) -> ModelSpec:
+def with_init(folder: Path, spec: ModelSpec, **init: Any) -> ModelSpec:
     (folder / "job.json").write_text(json.dumps({"init": {"params": "model.safetensors", **init}}))
-    return initial.starting(jobs.read(folder / "job.json"), spec)
+    return initial.with_init(jobs.read(folder / "job.json"), spec)
 
 
 def test_a_new_head_is_fresh_and_everything_else_the_files(tmp_path: Path) -> None:
     pretrained = finder().build(9)
     params.save(pretrained, tmp_path / "model.safetensors")
-    module, fresh = starting(tmp_path, classifier(), head="new").build(1), classifier().build(1)
+    module, fresh = with_init(tmp_path, classifier(), head="new").build(1), classifier().build(1)
     theirs = pretrained.state_dict()
     for name, tensor in module.state_dict().items():
         expected = fresh.state_dict()[name] if name.startswith("head.") else theirs[name]
@@ -65,7 +65,7 @@ def test_the_last_module_is_the_head_of_any_model(name: str, tmp_path: Path) -> 
     other = zoo.get(name, input_shape=shape, classes=7 if name in ("lstm", "gpt") else 4, **options)
     saved = spec.build(3)
     params.save(saved, tmp_path / "model.safetensors")
-    module, fresh = starting(tmp_path, other, head="new").build(1), other.build(1)
+    module, fresh = with_init(tmp_path, other, head="new").build(1), other.build(1)
     kept = [
         tensor
         for tensor, before in zip(module.parameters(), fresh.parameters(), strict=True)
@@ -78,14 +78,14 @@ def test_the_same_head_gives_the_same_model(tmp_path: Path) -> None:
     saved = classifier().build(9)
     params.save(saved, tmp_path / "model.safetensors")
     for init in ({}, {"head": "same"}):
-        module = starting(tmp_path, classifier(), **init).build(1)
+        module = with_init(tmp_path, classifier(), **init).build(1)
         assert all(torch.equal(a, b) for a, b in zip(module.parameters(), saved.parameters(), strict=True))
 
 
 def test_a_job_without_init_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text("{}")
     spec = classifier()
-    assert initial.starting(jobs.read(tmp_path / "job.json"), spec) is spec
+    assert initial.with_init(jobs.read(tmp_path / "job.json"), spec) is spec
 
 
 def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
@@ -94,20 +94,20 @@ def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
         JobError,
         match=r"does not fit model 'bert': head\.\S+ is .*head\.pool.bias is missing.*head = \"new\"",
     ):
-        starting(tmp_path, classifier())
+        with_init(tmp_path, classifier())
     with pytest.raises(
         JobError, match=r"embedding.rows.token.weight is \(31, 16\), the model has \(41, 16\)$"
     ):
-        starting(tmp_path, classifier(vocab=40), head="new")
+        with_init(tmp_path, classifier(vocab=40), head="new")
     with pytest.raises(JobError, match=r"and \d+ more$"):
-        starting(tmp_path, classifier(width=32), head="new")
+        with_init(tmp_path, classifier(width=32), head="new")
     with pytest.raises(JobError, match=r"init.head is 'old', expected one of same, new"):
-        starting(tmp_path, classifier(), head="old")
+        with_init(tmp_path, classifier(), head="old")
     with pytest.raises(JobError, match=r"init has the unknown key 'heads', did you mean 'head'"):
-        starting(tmp_path, classifier(), heads="new")
+        with_init(tmp_path, classifier(), heads="new")
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(JobError, match=r"not a readable \.safetensors"):
-        starting(tmp_path, classifier())
+        with_init(tmp_path, classifier())
 
 
 def text(rows: int, seed: int) -> Arrays:
@@ -132,5 +132,5 @@ def losses(spec: ModelSpec, source: Source, steps: int, save: Path | None = None
 def test_a_training_goes_on_from_what_another_learnt(tmp_path: Path) -> None:
     hiding = losses(finder(), Masked(text(400, 0), VOCAB), 150, tmp_path / "model.safetensors")
     assert np.mean(hiding[-10:]) < 0.6 * np.mean(hiding[:10])
-    onwards = losses(starting(tmp_path, finder()), Masked(text(400, 1), VOCAB), 5)
+    onwards = losses(with_init(tmp_path, finder()), Masked(text(400, 1), VOCAB), 5)
     assert np.mean(onwards) < 0.6 * np.mean(hiding[:10])

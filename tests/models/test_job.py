@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models import job as jobs
-from models.compress import quantize
+from models.compress.quantization import quantize
 from models.job import JobError
 from models.pretrain import training
 

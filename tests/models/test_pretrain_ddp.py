@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from coordinator import jobs
+from coordinator.datacenter import jobs
 from models.labels import PADDING
 
 pytestmark = pytest.mark.slow
@@ -81,9 +81,9 @@ def test_two_processes_that_do_not_exchange_gradients_differ(
     path.write_text(json.dumps({**settings, "arrays": str(folder / "arrays")}))
     script = tmp_path / "unsynchronised.py"
     script.write_text(
-        "from edge_client import process\n"
+        "from edge_client.processes import process\n"
         "from models.pretrain import worker\n"
-        "from models.pretrain.data_parallel import sharding\n"
+        "from models.pretrain.parallel.data import sharding\n"
         "sharding.DistributedDataParallel = lambda module, **options: module\n"
         "process.serve(worker.pretrain)\n"
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from edge_client.data.quoting import LONGEST, content_hidden
 from models.datasets import DataError, load
-from models.datasets.quoting import LONGEST, content_hidden
 
 SECRET = "s3cr3t"
 TABLES = {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from models.catalog import MODELS
 from models.zoo import ModelNotFound, ModelSpec, get
 from models.zoo.textcls import PAD
+from models.zoo.trial import are_probabilities, vocabulary
 
 SPECS = {
     "resnet8 group": get("resnet8", input_shape=(8, 8), classes=10, width=8),
@@ -158,3 +160,49 @@ def test_the_catalogs_defaults_are_the_architectures(name: str) -> None:
     shape = (8, 8) if name == "resnet8" else (12,)
 
     assert dict(get(name, input_shape=shape, classes=3).options) == MODELS[name].options().model_dump()
+
+
+class Embedded(torch.nn.Module):
+    """Ids [B, T] looked up in a table of `rows`, places in another, by torch's layer or its function."""
+
+    def __init__(self, rows: int, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.word, self.place = torch.nn.Embedding(rows, 4), torch.nn.Embedding(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = self.place(torch.arange(x.shape[1]))
+        match self.how:
+            case "layer":
+                words = self.word(x)
+            case "function":
+                words = torch.nn.functional.embedding(x.long(), self.word.weight)
+            case "other order":
+                words = self.word(x.t()).transpose(0, 1)
+            case _:
+                words = (
+                    torch.nn.functional.one_hot(x.long(), self.word.num_embeddings).float() @ self.word.weight
+                )
+        return (words + places).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("how", "found"), [("layer", 40), ("function", 40), ("other order", 40), ("one-hot", None)]
+)
+def test_the_vocabulary_of_a_model_is_what_it_looks_ids_up_in(how: str, found: int | None) -> None:
+    assert vocabulary(Embedded(40, how), (3,)) == found
+    spec = ModelSpec("own", lambda: Embedded(40, how), (3,), 3, input_dtype="int32", vocab=found)
+    if found is None:
+        with pytest.raises(ValueError, match=r"how many it takes cannot be told.*ModelSpec with vocab"):
+            _ = spec.described_vocab
+    else:
+        assert spec.described_vocab == 40
+
+
+def test_probabilities_are_told_from_logits() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(4, 3))
+    odds = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    assert are_probabilities(odds) and are_probabilities(odds[None])
+    for other in (logits, np.zeros((4, 3)), np.log(odds), odds * 2, np.ones((4, 1))):
+        assert not are_probabilities(other)

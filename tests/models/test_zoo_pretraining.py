@@ -9,7 +9,8 @@ import torch
 
 from models.catalog import MODELS
 from models.pretrain.parallelize import sizes_of
-from models.pretrain.plan import PlanError, check, parse
+from models.pretrain.plan import PlanError, parse
+from models.pretrain.plan_rules import check
 from models.zoo import ModelNotFound, ModelSpec, get
 
 SPECS = {
@@ -177,7 +178,7 @@ def test_resnet_18_has_its_layers() -> None:
         ("bert", "cp=2", r"cp needs a model whose sequences can be split"),
         ("bert", "tp=2,sequence=true", r"sequence needs a model whose sequences can be split"),
         ("lstm", "tp=2", r"tp needs a model that says how its matrices split"),
-        ("lstm", "cp=2", r"cp needs a model with attention"),
+        ("lstm", "cp=2", r"cp needs a model that says where its attention is"),
         ("resnet", "pp=4", r"4 stages need as many layers, the model has 3"),
     ],
 )

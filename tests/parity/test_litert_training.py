@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from edge_client.data.examples import PADDING, Examples
 from edge_client.train.litert_trainer import LiteRTRuntime
 from edge_client.train.torch_trainer import TorchRuntime, read
-from edge_client.train.trainer import PADDING, Examples, Trainer, TrainTask
+from edge_client.train.trainer import Trainer, TrainTask
 from strategies.client_rules import ClientRule, ControlVariates, PlainSGD, Proximal
 from tests.support.artifacts import ARCHITECTURES, BATCH, exported, lived_in, local_examples, spec_of
 from tests.support.local_data import noise_like
@@ -22,11 +23,14 @@ RULES: dict[str, ClientRule] = {
     "proximal": Proximal(mu=0.7),
     "control variates": ControlVariates(),
 }
-LARGE = {"resnet8-group", "resnet8-batch", "charlm", "textcls"}
+EXTENDED = {"resnet8-group", "textcls"}
+"""Beside others of their kind."""
 
 architectures = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in ARCHITECTURES]
+    "name",
+    [pytest.param(name, marks=pytest.mark.extended if name in EXTENDED else ()) for name in ARCHITECTURES],
 )
+pytestmark = pytest.mark.slow  # each model is converted
 
 
 @architectures
@@ -76,7 +80,6 @@ def test_params_are_named_shaped_and_split_as_the_module_has_them(name: str) -> 
     assert manifest.trainable == tuple(n for n, p in module.named_parameters() if p.requires_grad)
 
 
-@pytest.mark.slow
 def test_running_statistics_come_in_but_are_not_trained() -> None:
     litert, _, params = twins("resnet8-batch")
     data = local_examples(spec_of(ARCHITECTURES["resnet8-batch"]), BATCH, seed=1)

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.zoo import tensorflow_twins
 from models.zoo.cnn import CNN
 from models.zoo.mlp import MLP
+from models.zoo.tensorflow import twins
 from tests.support.local_data import noise_like
 
 sizes = st.integers(1, 6)
@@ -26,7 +26,7 @@ def test_convolutional_params_survive_the_round_trip(
     image: tuple[int, int, int], channels: tuple[int, int], hidden: int, classes: int, seed: int
 ) -> None:
     module = CNN(image, channels, hidden, classes)
-    assert_round_trip(tensorflow_twins.small_cnn(image, channels, hidden), module, seed)
+    assert_round_trip(twins.small_cnn(image, channels, hidden), module, seed)
 
 
 @settings(max_examples=25, deadline=None)
@@ -34,11 +34,11 @@ def test_convolutional_params_survive_the_round_trip(
 def test_dense_params_survive_the_round_trip(
     widths: list[int], features: int, classes: int, seed: int
 ) -> None:
-    twin = tensorflow_twins.dense_stack([f"hidden.{i}" for i in range(len(widths))] + ["fc"])
+    twin = twins.dense_stack([f"hidden.{i}" for i in range(len(widths))] + ["fc"])
     assert_round_trip(twin, MLP(features, widths, classes), seed)
 
 
-def assert_round_trip(twin: tensorflow_twins.Twin, module: CNN | MLP, seed: int) -> None:
+def assert_round_trip(twin: twins.Twin, module: CNN | MLP, seed: int) -> None:
     params = noise_like({name: value.numpy() for name, value in module.state_dict().items()}, seed=seed)
     assert twin.names == tuple(params)
     for name, value in params.items():
@@ -51,7 +51,7 @@ def assert_round_trip(twin: tensorflow_twins.Twin, module: CNN | MLP, seed: int)
 
 
 def test_every_element_goes_where_tensorflow_looks_for_it() -> None:
-    twin = tensorflow_twins.small_cnn((2, 5, 3), (4, 6), hidden=7)
+    twin = twins.small_cnn((2, 5, 3), (4, 6), hidden=7)
     kernel = np.arange(4 * 2 * 3 * 3).reshape(4, 2, 3, 3)
     behind_flatten = np.arange(7 * 6 * 3 * 2).reshape(7, 6 * 3 * 2)
     dense = np.arange(5 * 7).reshape(5, 7)

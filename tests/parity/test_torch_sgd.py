@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from edge_client.data.examples import PADDING, Examples
 from edge_client.train import schedule
 from edge_client.train.torch_trainer import load, read
-from edge_client.train.trainer import PADDING, Examples, Trainer, TrainTask
+from edge_client.train.trainer import Trainer, TrainTask
 from models.zoo import cnn, logreg, mlp
 from models.zoo.spec import ModelSpec
 from strategies.client_rules import ClientRule, ControlVariates, PlainSGD, Proximal

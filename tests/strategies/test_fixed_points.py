@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_client.train.trainer import Examples, Trainer, TrainTask
+from edge_client.data.examples import Examples
+from edge_client.train.trainer import Trainer, TrainTask
 from strategies import presets
 from strategies.params import Params
 from strategies.strategy import Strategy

@@ -13,6 +13,7 @@ import pytest
 from flwr.serverapp import strategy as flower
 
 from strategies import presets
+from strategies.strategy import Strategy
 from strategies.update import Update
 from tests.support.flower import Tensors, params_after_each_round
 
@@ -53,7 +54,7 @@ def tensors(rng: np.random.Generator, scale: float) -> Tensors:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), CASES.values(), ids=CASES.keys())
-def test_every_round_equals_flowers(ours: presets.Strategy, theirs: flower.Strategy) -> None:
+def test_every_round_equals_flowers(ours: Strategy, theirs: flower.Strategy) -> None:
     rng = np.random.default_rng(11)
     initial = tensors(rng, 1.0)
     deltas = [[tensors(rng, 0.1) for _ in NUM_EXAMPLES] for _ in range(ROUNDS)]

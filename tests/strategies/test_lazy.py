@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies import lazy, presets
-from strategies.lazy import LazyTensors, elementwise, in_memory, overlaid, picked, summed
+from strategies.lazy import LazyTensors, add, elementwise, materialize, overlay, select
 from strategies.params import Params, Tensors
-from strategies.state import State, joined, parted
+from strategies.state import State, flatten, unflatten
 from strategies.strategy import Strategy
 from strategies.update import Update
 
@@ -73,7 +73,7 @@ def update(seed: int) -> Update:
 
 def on_disk(given: Update) -> Update:
     """The update with its tensors stored together, as they come from a file."""
-    parts = dict(parted(Stored(in_memory(joined({"delta": given.delta, **given.extras})))))
+    parts = dict(unflatten(Stored(materialize(flatten({"delta": given.delta, **given.extras})))))
     return replace(given, delta=parts.pop("delta"), extras=parts)
 
 
@@ -113,8 +113,8 @@ def test_rounds_of_stored_updates_give_the_bits_of_rounds_in_memory(
         mixed.append(
             [on_disk(u) if u and kind == "disk" else u for u, kind in zip(cohort, present, strict=True)]
         )
-    params, state = rounds(strategy, in_ram, in_memory)
-    stored_params, stored_state = rounds(strategy, mixed, lambda tensors: Stored(in_memory(tensors)))
+    params, state = rounds(strategy, in_ram, materialize)
+    stored_params, stored_state = rounds(strategy, mixed, lambda tensors: Stored(materialize(tensors)))
     assert bits(stored_params) == bits(params)
     assert bits(stored_state.arrays) == bits(state.arrays)
     assert stored_state.values == state.values
@@ -152,20 +152,20 @@ def test_what_is_computed_from_memory_is_computed_at_once() -> None:
     doubled = elementwise(double, {"w": np.ones((2, 3), np.float32)})
     assert (type(doubled), calls) == (dict, [6])
     assert doubled["w"].tolist() == [[2, 2, 2], [2, 2, 2]]
-    assert type(summed(doubled, doubled)) is dict
-    assert type(picked({"v": (doubled, "w")})) is dict
-    assert in_memory(doubled) is doubled
+    assert type(add(doubled, doubled)) is dict
+    assert type(select({"v": (doubled, "w")})) is dict
+    assert materialize(doubled) is doubled
 
 
 def test_an_array_that_is_only_renamed_is_not_copied() -> None:
     values = np.ones(9, np.float32)
-    assert picked({"v": ({"w": values}, "w")})["v"] is values
+    assert select({"v": ({"w": values}, "w")})["v"] is values
 
 
 def test_some_tensors_in_place_of_others() -> None:
     base, over = tensors(1), {"scale": np.array(9, np.float32)}
     expected = bits({**base, **over})
-    assert bits(overlaid(base, over)) == expected
-    assert bits(overlaid(Stored(base), over)) == expected
-    assert bits(overlaid(base, Stored(over))) == expected
-    assert list(overlaid(Stored(base), over)) == list(base)
+    assert bits(overlay(base, over)) == expected
+    assert bits(overlay(Stored(base), over)) == expected
+    assert bits(overlay(base, Stored(over))) == expected
+    assert list(overlay(Stored(base), over)) == list(base)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.aggregators import BLOCK, MeanFold, WeightedMean, Weighting, sum_block
+from strategies.aggregators import BLOCK, MeanFold, WeightedMean, Weighting
 from strategies.update import Aggregate, Update
 
 SHAPES = {"conv.weight": (2, 3), "fc.bias": (2,), "scale": ()}
@@ -46,16 +46,12 @@ cohorts = st.lists(st.none() | updates(), min_size=1, max_size=2 * BLOCK + 3).fi
 """An update or nothing for every position, across up to three blocks, not nothing throughout."""
 
 
-def fold_one_by_one(
-    cohort: list[Update | None], weighting: Weighting, order: list[int], skips_told: bool
-) -> Aggregate:
+def fold_one_by_one(cohort: list[Update | None], weighting: Weighting, order: list[int]) -> Aggregate:
     fold = WeightedMean(weighting).start(len(cohort))
     for position in order:
         update = cohort[position]
         if update is not None:
             fold.add(position, update)
-        elif skips_told:
-            fold.skip(position)
     return fold.finish()
 
 
@@ -96,15 +92,13 @@ def bits(tensors: dict[str, np.ndarray]) -> dict[str, bytes]:
 
 
 @settings(deadline=None)
-@given(
-    cohort=cohorts, weighting=weightings, arrival=st.randoms(use_true_random=False), skips_told=st.booleans()
-)
+@given(cohort=cohorts, weighting=weightings, arrival=st.randoms(use_true_random=False))
 def test_the_mean_equals_its_definition_bit_for_bit_whatever_the_arrival_order(
-    cohort: list[Update | None], weighting: Weighting, arrival: random.Random, skips_told: bool
+    cohort: list[Update | None], weighting: Weighting, arrival: random.Random
 ) -> None:
     order = list(range(len(cohort)))
     arrival.shuffle(order)
-    aggregate = fold_one_by_one(cohort, weighting, order, skips_told)
+    aggregate = fold_one_by_one(cohort, weighting, order)
     expected = naive_mean(cohort, weighting)
     present = [update for update in cohort if update is not None]
     assert bits(aggregate.delta) == bits(expected["delta"])
@@ -121,33 +115,6 @@ def test_the_mean_equals_its_definition_bit_for_bit_whatever_the_arrival_order(
 
 
 @settings(deadline=None)
-@given(cohort=cohorts, weighting=weightings, arrival=st.randoms(use_true_random=False), data=st.data())
-def test_blocks_summed_by_workers_give_the_same_bits(
-    cohort: list[Update | None], weighting: Weighting, arrival: random.Random, data: st.DataObject
-) -> None:
-    in_order = fold_one_by_one(cohort, weighting, list(range(len(cohort))), skips_told=True)
-
-    fold = WeightedMean(weighting).start(len(cohort))
-    blocks = list(range(-(-len(cohort) // BLOCK)))
-    arrival.shuffle(blocks)
-    for block in blocks:
-        members = cohort[block * BLOCK : (block + 1) * BLOCK]
-        if data.draw(st.booleans(), label=f"block {block} by a worker"):
-            fold.add_partial(
-                block, sum_block([update for update in members if update is not None], weighting)
-            )
-        else:
-            for position, update in enumerate(members, start=block * BLOCK):
-                if update is not None:
-                    fold.add(position, update)
-    aggregate = fold.finish()
-
-    assert bits(aggregate.delta) == bits(in_order.delta)
-    assert bits(aggregate.extras["control"]) == bits(in_order.extras["control"])
-    assert aggregate.train_loss == in_order.train_loss
-
-
-@settings(deadline=None)
 @given(
     update=updates(), weights=st.lists(st.integers(1, 10_000), min_size=1, max_size=20), weighting=weightings
 )
@@ -155,7 +122,7 @@ def test_equal_updates_average_to_themselves(
     update: Update, weights: list[int], weighting: Weighting
 ) -> None:
     cohort: list[Update | None] = [replace(update, num_examples=weight) for weight in weights]
-    aggregate = fold_one_by_one(cohort, weighting, list(range(len(cohort))), skips_told=True)
+    aggregate = fold_one_by_one(cohort, weighting, list(range(len(cohort))))
     # Float64 sums of equal float32 values are off by 1e-14 at most, so the nearest float32 is the value itself.
     assert {n: v.astype(np.float32).tobytes() for n, v in aggregate.delta.items()} == {
         n: v.tobytes() for n, v in update.delta.items()
@@ -166,9 +133,7 @@ def test_equal_updates_average_to_themselves(
 @given(cohort=st.lists(updates(), min_size=1, max_size=20), order=st.randoms(use_true_random=False))
 def test_who_stands_at_which_position_does_not_matter(cohort: list[Update], order: random.Random) -> None:
     shuffled = order.sample(cohort, len(cohort))
-    first, second = (
-        fold_one_by_one(list(c), "examples", list(range(len(c))), True) for c in (cohort, shuffled)
-    )
+    first, second = (fold_one_by_one(list(c), "examples", list(range(len(c)))) for c in (cohort, shuffled))
     for name, value in first.delta.items():
         largest = max(np.abs(update.delta[name]).max() for update in cohort)
         np.testing.assert_allclose(second.delta[name], value, rtol=0, atol=1e-13 * max(largest, 1e-300))
@@ -178,9 +143,7 @@ def test_who_stands_at_which_position_does_not_matter(cohort: list[Update], orde
 @given(cohort=st.lists(updates(), min_size=1, max_size=12), factor=st.integers(2, 50))
 def test_only_the_ratio_of_example_counts_matters(cohort: list[Update], factor: int) -> None:
     scaled = [replace(update, num_examples=update.num_examples * factor) for update in cohort]
-    first, second = (
-        fold_one_by_one(list(c), "examples", list(range(len(c))), True) for c in (cohort, scaled)
-    )
+    first, second = (fold_one_by_one(list(c), "examples", list(range(len(c)))) for c in (cohort, scaled))
     for name, value in first.delta.items():
         largest = max(np.abs(update.delta[name]).max() for update in cohort)
         np.testing.assert_allclose(second.delta[name], value, rtol=0, atol=1e-13 * max(largest, 1e-300))
@@ -194,13 +157,8 @@ def a_fold(size: int = 2 * BLOCK) -> MeanFold:
     return WeightedMean().start(size)
 
 
-@pytest.mark.parametrize("told", ["nothing", "each position", "each block"])
-def test_a_cohort_with_every_position_skipped_has_no_mean(told: str) -> None:
+def test_a_cohort_with_every_position_skipped_has_no_mean() -> None:
     fold = a_fold()
-    for position in range(2 * BLOCK if told == "each position" else 0):
-        fold.skip(position)
-    for block in range(2 if told == "each block" else 0):
-        fold.add_partial(block, None)
     with pytest.raises(ValueError, match="every position of the cohort was skipped"):
         fold.finish()
 
@@ -208,47 +166,28 @@ def test_a_cohort_with_every_position_skipped_has_no_mean(told: str) -> None:
 def test_no_position_counts_twice() -> None:
     fold = a_fold()
     fold.add(3, some_update())
-    fold.skip(4)
-    for again in (
-        lambda: fold.add(3, some_update()),
-        lambda: fold.skip(3),
-        lambda: fold.add(4, some_update()),
-    ):
-        with pytest.raises(ValueError, match=r"position \d was already folded"):
-            again()
+    with pytest.raises(ValueError, match="position 3 was already folded"):
+        fold.add(3, some_update())
 
 
-def test_a_partial_sum_never_meets_single_updates_of_its_block() -> None:
-    partial = sum_block([some_update()], "examples")
+def test_no_position_of_a_folded_block_counts_twice() -> None:
     fold = a_fold()
-    fold.add(BLOCK, some_update())
-    with pytest.raises(ValueError, match="block 1 was already folded, in whole or in part"):
-        fold.add_partial(1, partial)
-    fold.add_partial(0, partial)
-    with pytest.raises(ValueError, match="block 0 was already folded"):
-        fold.add_partial(0, partial)
+    for position in range(BLOCK, 2 * BLOCK):  # a block ahead of its turn
+        fold.add(position, some_update(5.0))
+    with pytest.raises(ValueError, match="position 9 was already folded"):
+        fold.add(9, some_update())
+    for position in range(BLOCK):
+        fold.add(position, some_update(5.0))
     with pytest.raises(ValueError, match="position 7 was already folded"):
         fold.add(7, some_update())
-
-
-def test_a_partial_sum_ahead_of_its_turn_is_not_taken_twice() -> None:
-    fold = a_fold()
-    fold.add_partial(1, sum_block([some_update(5.0)], "examples"))
-    with pytest.raises(ValueError, match="block 1 was already folded"):
-        fold.add_partial(1, None)
-    with pytest.raises(ValueError, match="position 9 was already folded"):
-        fold.skip(9)
     assert fold.finish().delta["w"] == 5.0
 
 
-def test_positions_and_blocks_outside_the_cohort_are_refused() -> None:
+def test_positions_outside_the_cohort_are_refused() -> None:
     fold = a_fold(size=BLOCK + 1)
     for position in (-1, BLOCK + 1):
         with pytest.raises(ValueError, match="outside the cohort of 9"):
             fold.add(position, some_update())
-    for block in (-1, 2):
-        with pytest.raises(ValueError, match="outside the cohort's 2 blocks"):
-            fold.add_partial(block, None)
 
 
 def test_a_refused_update_leaves_the_fold_as_it_was() -> None:

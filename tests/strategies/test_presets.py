@@ -10,6 +10,7 @@ from strategies import presets
 from strategies.aggregators import WeightedMean
 from strategies.client_rules import ControlVariates, Proximal
 from strategies.presets import OPTIONS, OptionError
+from strategies.server_optimizers import Adaptive
 
 NUMERIC = [
     (name, key)
@@ -106,6 +107,6 @@ def test_options_reach_the_parts_they_are_for() -> None:
     assert presets.get("scaffold").client_rule == ControlVariates()
     assert presets.get("scaffold").aggregator == WeightedMean("uniform")
     assert presets.get("fedadagrad").server_optimizer.beta1 == 0.0
-    assert presets.get("fedyogi", beta1=0.5, beta2=0.75, tau=2).server_optimizer == presets.Adaptive(
+    assert presets.get("fedyogi", beta1=0.5, beta2=0.75, tau=2).server_optimizer == Adaptive(
         "yogi", server_lr=0.03, beta1=0.5, beta2=0.75, tau=2.0
     )

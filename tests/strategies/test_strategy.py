@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from strategies import presets
 from strategies.client_rules import ControlVariates, PlainSGD, Proximal, from_options, to_options
 from strategies.params import Params, ShapeMismatch, require_same_shapes
-from strategies.state import State, named, part_of
+from strategies.state import State, flatten, subtree
 from strategies.strategy import Strategy
 from strategies.update import Aggregate
 
@@ -84,10 +84,8 @@ def test_other_presets_broadcast_nothing_beside_the_params(name: str) -> None:
 
 
 def test_parts_of_a_state_do_not_mix() -> None:
-    arrays = named("first", {"w": np.zeros(1), "first/w": np.ones(1)}) | named(
-        "firstly", {"w": np.full(1, 2.0)}
-    )
-    assert {name: float(value[0]) for name, value in part_of(arrays, "first").items()} == {
+    arrays = flatten({"first": {"w": np.zeros(1), "first/w": np.ones(1)}, "firstly": {"w": np.full(1, 2.0)}})
+    assert {name: float(value[0]) for name, value in subtree(arrays, "first").items()} == {
         "w": 0.0,
         "first/w": 1.0,
     }

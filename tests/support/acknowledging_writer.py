@@ -16,7 +16,7 @@ from sqlalchemy import Connection, insert
 
 from coordinator.db.store import Database
 from coordinator.db.tables import serials
-from edge_client.process import die_with_parent
+from edge_client.processes.process import die_with_parent
 
 
 def main(url: str, threads: int, first: int) -> None:

@@ -7,23 +7,29 @@ everybody: whatever the others do, the model must come out the same.
 from __future__ import annotations
 
 import re
-import sqlite3
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sqlalchemy import select
 
-from coordinator.local_fleet import Daemon, LocalFleet, local_fleet
+from coordinator.db.tables import metadata
+from coordinator.demos.local_fleet import (
+    Daemon,
+    LocalFleet,
+    local_fleet,
+)
 from edge_client.wire.device import CheckIn
 from edge_client.wire.messages import TaskMessage
 from tests.support.device_client import RawDevice, checkin
 from tests.support.hostile import Target, canary
 from tests.support.hostile_results import sound_result
+from tests.support.stored import rows, url_of
 
 DATASET = "readings"
 RUN_SECONDS = 240.0
@@ -92,8 +98,9 @@ class Arena:
 
     def rows(self, table: str) -> list[tuple[Any, ...]]:
         """All rows of a table of the coordinator's database."""
-        with closing(sqlite3.connect(f"file:{self.fleet.home}/fedloop.db?mode=ro", uri=True)) as database:
-            return database.execute(f"SELECT * FROM {table} ORDER BY 1, 2, 3").fetchall()
+        table_of_name = metadata.tables[table]
+        found = rows(url_of(self.fleet), select(table_of_name).order_by(*list(table_of_name.columns)[:3]))
+        return [tuple(row) for row in found]
 
     def blobs(self) -> set[str]:
         """Names of all stored blobs."""
@@ -177,14 +184,16 @@ def readings(seed: int = 3, rows: int = 40) -> dict[str, Any]:
 def add_honest(arena: Arena, name: str = "honest") -> Daemon:
     """A daemon that does what it is asked, started."""
     daemon = arena.fleet.add(name, honest_config(), group=HONEST_GROUP)
-    arena.fleet.give(name, readings())
+    arena.fleet.write_data(name, readings())
     daemon.start()
     return daemon
 
 
 @contextmanager
-def arena(folder: Path, flags: tuple[str, ...] = ()) -> Iterator[Arena]:
-    with local_fleet(folder, flags) as fleet:
+def arena(
+    folder: Path, flags: tuple[str, ...] = (), *, environment: Mapping[str, str] | None = None
+) -> Iterator[Arena]:
+    with local_fleet(folder, flags, environment) as fleet:
         made = Arena(fleet)
         try:
             yield made

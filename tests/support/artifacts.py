@@ -12,11 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from edge_client.train.trainer import Examples
+from edge_client.data.examples import Examples
 from edge_client.wire import manifest
 from edge_client.wire.manifest import Manifest
 from models import zoo
-from models.export.request import Exported, ExportRequest, export
+from models.conversion.request import (
+    Exported,
+    ExportRequest,
+    export,
+)
 from models.zoo.spec import ModelSpec
 from strategies.params import Params
 
@@ -48,7 +52,7 @@ def spec_of(request: ExportRequest) -> ModelSpec:
 
 def cache_dir() -> Path:
     digest = hashlib.sha256()
-    sources = [*(ROOT / "models/export").glob("*.py"), ROOT / "edge_client/wire/manifest.py"]
+    sources = [*(ROOT / "models/conversion").glob("*.py"), ROOT / "edge_client/wire/manifest.py"]
     for path in sorted([*sources, ROOT / "edge_client/train/golden.py"]):
         digest.update(path.read_bytes())
     return ROOT / ".pytest_cache" / "artifacts" / digest.hexdigest()[:16]

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import pytest
 
-from coordinator import cli
+from coordinator.commands import cli
 from tests.support.processes import HANGS_SECONDS, Marked, pidfd, pids, read_proc
 
 FEDLOOP = Path(sys.executable).parent / "fedloop"

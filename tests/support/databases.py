@@ -16,7 +16,7 @@ import socket
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -171,7 +171,31 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+KINDS = ("sqlite", "postgresql")
+
+
+def _environment(kind: str) -> Iterator[Mapping[str, str]]:
+    if kind == "sqlite":
+        yield {}  # in the home
+        return
+    url = postgres().create()
+    yield {"FEDLOOP_DATABASE_URL": url}
+    postgres().drop(url)
+
+
+@pytest.fixture(params=KINDS)
+def served_on(request: pytest.FixtureRequest) -> Iterator[Mapping[str, str]]:
+    """The environment of a `fedloop serve` on an empty database, once for each kind."""
+    yield from _environment(request.param)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def module_served_on(request: pytest.FixtureRequest) -> Iterator[Mapping[str, str]]:
+    """The same for the one coordinator of a module."""
+    yield from _environment(request.param)
+
+
+@pytest.fixture(params=KINDS)
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """URL of an empty database, once for each kind."""
     if request.param == "sqlite":

@@ -18,12 +18,13 @@ import numpy as np
 from sqlalchemy import func, select
 
 from coordinator.db.tables import rounds, tasks
-from edge_client.train.trainer import Examples, Trainer
+from edge_client.data.examples import Examples
+from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskOffer
 from edge_client.wire.messages import TaskMessage, encode_result
 from strategies.params import Params
-from strategies.state import parted
+from strategies.state import unflatten
 from strategies.update import Update
 from tests.support.device_world import REPORT, Refused, TestDevice, World
 from tests.support.quadratic import QuadraticRuntime
@@ -66,7 +67,7 @@ class ScriptedDevice:
         extra = arrays.decode(self.client.fetch(offer.streams.sha256).content) if offer.streams else {}
         count = REPORT.datasets["digits"]  # as it declares
         rows = Examples(np.zeros((count, 1), np.float32), np.zeros(count, np.int32))
-        result = self._trainer.train(params, work.train_task(parted(extra)), rows, self._state)
+        result = self._trainer.train(params, TrainTask.of(work, unflatten(extra)), rows, self._state)
         sent = encode_result(work, self._changed(work, result.update))
         return _Result(self._seconds, offer, sent, result.client_state)
 

@@ -22,19 +22,20 @@ import uvicorn
 from fastapi import FastAPI, Request
 from sqlalchemy import insert, update
 
-from coordinator.api import why
-from coordinator.app import OPERATOR_PREFIX, device_app
-from coordinator.blobs import Blobs
+from coordinator.accounts.certificate_authority import Authority
+from coordinator.api import participation
+from coordinator.context.services import Services
+from coordinator.context.signals import Signals
 from coordinator.db.store import Database
 from coordinator.db.tables import devices, metadata, runs
 from coordinator.device_api.identity import Caller, calling_device
 from coordinator.errors import Refusal
-from coordinator.fleets.deployments import Deployment
-from coordinator.metrics import Metrics
-from coordinator.pki import Authority
-from coordinator.services import Services
+from coordinator.scheduling.deployments import Deployment
+from coordinator.server.app import OPERATOR_PREFIX, device_app
+from coordinator.server.http_protocol import LimitedProtocol
+from coordinator.server.metrics import Metrics
 from coordinator.settings import Settings
-from coordinator.signals import Signals
+from coordinator.storage.blobs import Blobs
 from edge_client.wire.device import (
     BlobRef,
     CheckIn,
@@ -208,7 +209,13 @@ def serving(folder: Path, database: Database, **settings: Any) -> Iterator[World
     )
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
-        uvicorn.Config(_app(services), lifespan="off", log_level="error", timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            _app(services),
+            http=LimitedProtocol,
+            lifespan="off",
+            log_level="error",
+            timeout_graceful_shutdown=1,
+        )
     )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
@@ -232,7 +239,7 @@ def sqlite(folder: Path) -> Iterator[Database]:
 
 def _app(services: Services) -> FastAPI:
     app = device_app(services, Metrics(services.database, services.signals))
-    app.include_router(why.router, prefix=OPERATOR_PREFIX)
+    app.include_router(participation.router, prefix=OPERATOR_PREFIX)
     app.dependency_overrides[calling_device] = _named_in_header
     return app
 

@@ -23,17 +23,17 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from coordinator import enrolment
-from coordinator.app import device_app
-from coordinator.blobs import Blobs
+from coordinator.accounts import enrolment_tokens
+from coordinator.accounts.certificate_authority import Authority
+from coordinator.accounts.enrolment_tokens import TokenTerms
+from coordinator.context.services import Services
+from coordinator.context.signals import Signals
 from coordinator.db.store import Database
-from coordinator.device_api.protocol import DeviceProtocol
-from coordinator.enrolment import TokenTerms
-from coordinator.metrics import Metrics
-from coordinator.pki import Authority
-from coordinator.services import Services
+from coordinator.server.app import device_app
+from coordinator.server.device_protocol import DeviceProtocol
+from coordinator.server.metrics import Metrics
 from coordinator.settings import Settings
-from coordinator.signals import Signals
+from coordinator.storage.blobs import Blobs
 from edge_client.wire.device import PREFIX, EnrolRequest, RenewRequest, to_json
 
 START = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -65,7 +65,7 @@ class Door:
         chosen = replace(TokenTerms(1, timedelta(minutes=15), "default"), **terms)
         return (
             self.services.database.write(
-                lambda at: enrolment.make_token(at, self.services.authority, chosen, self.clock())
+                lambda at: enrolment_tokens.create_token(at, self.services.authority, chosen, self.clock())
             )
             .result()
             .text

@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from edge_client import config, identity
-from edge_client.agent import Agent
-from edge_client.execute import Executor
-from edge_client.ledger import Ledger
+from edge_client import config
+from edge_client.daemon.agent import Agent
+from edge_client.daemon.executor import Executor
+from edge_client.daemon.host_environment import HostEnvironment
+from edge_client.daemon.ledger import Ledger
+from edge_client.daemon.wakeup_pipe import WakeupPipe
 from edge_client.outbox import Outbox
 from edge_client.state import State
-from edge_client.surroundings import Surroundings
 from edge_client.train.process import Done, Interrupted, Job, TrainingFailed
-from edge_client.wake import Wake
+from edge_client.transport import identity
 from edge_client.wire import arrays
 from tests.support.fake_coordinator import FakeCoordinator
 
@@ -36,10 +37,10 @@ class FakeTraining:
     treated: tuple[str, ...] = ()
     closed: bool = False
 
-    def run(self, job: Job, keep_going: Callable[[], str | None]) -> Done:
+    def run(self, job: Job, stop_reason: Callable[[], str | None]) -> Done:
         self.jobs.append(job)
         while True:
-            if reason := keep_going():
+            if reason := stop_reason():
                 raise Interrupted(reason)
             if not self.busy():
                 break
@@ -73,7 +74,7 @@ class Clock:
         return time.time() + self.wall_error
 
 
-class FakeWake(Wake):
+class FakeWakeup(WakeupPipe):
     """Sleeps by moving the clock, where nothing really has to be waited for."""
 
     def __init__(self, clock: Clock) -> None:
@@ -93,7 +94,7 @@ class Daemon:
     executor: Executor
     training: FakeTraining
     clock: Clock
-    wake: FakeWake
+    wake: FakeWakeup
     told: list[str]
     conditions: list[str]
 
@@ -118,7 +119,7 @@ def daemon(folder: Path, sets: tuple[str, ...] = (), *, datasets: Mapping[str, i
     state = State(folder)
     training, clock, told, conditions = FakeTraining(), Clock(), [], []  # type: ignore[var-annotated]
     executor = Executor(loaded, state, Outbox(state, loaded.outbox_bytes), Ledger(state), training)
-    around = Surroundings(
+    host = HostEnvironment(
         ineligible=lambda: tuple(conditions),
         datasets=lambda: {"digits": 12} if datasets is None else datasets,
         runtimes={"litert": "2.3.0"},
@@ -128,7 +129,7 @@ def daemon(folder: Path, sets: tuple[str, ...] = (), *, datasets: Mapping[str, i
         rng=random.Random(1),
         notify=told.append,
     )
-    wake = FakeWake(clock)
-    agent = Agent(executor, around, wake)
+    wake = FakeWakeup(clock)
+    agent = Agent(executor, host, wake)
     agent.begin()
     return Daemon(agent, executor, training, clock, wake, told, conditions)

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edge_client import cli, daemon, datasets
+from edge_client.commands import cli
+from edge_client.daemon import main
+from edge_client.data import preview
 from tests.support.edge import FakeTraining
 
 
@@ -34,10 +36,10 @@ def _busy() -> bool:
     return until is not None and not Path(until).exists()
 
 
-daemon.TrainingProcess = SlowTraining  # type: ignore[assignment,misc]
-daemon.installed_runtimes = lambda: {"litert": "2.3.0"}
-daemon.installed_models = lambda: ()
-datasets.RowCounts = Rows  # type: ignore[assignment,misc]
+main.TrainingProcess = SlowTraining  # type: ignore[assignment,misc]
+main.installed_runtimes = lambda: {"litert": "2.3.0"}
+main.installed_models = lambda: ()
+preview.RowCounts = Rows  # type: ignore[assignment,misc]
 
 if __name__ == "__main__":
     cli.main()

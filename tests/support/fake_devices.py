@@ -10,12 +10,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from coordinator.context.services import Services
 from coordinator.db import rounds
 from coordinator.db.rounds import RoundRow
-from coordinator.fleets.deployments import Deployment
-from coordinator.fleets.fleet import Answer, Model, Reopened, Silence, Stopped, Terms, model_of
-from coordinator.rounds.plan import Task
-from coordinator.services import Services
+from coordinator.rounds.fleet import (
+    Answer,
+    Model,
+    OpenRound,
+    Silence,
+    Stopped,
+    Terms,
+    encode_model,
+)
+from coordinator.rounds.tasks import Task
+from coordinator.scheduling.deployments import Deployment
 from edge_client.wire.device import EvaluationResult
 from strategies.params import Params, Tensors
 from strategies.update import Update
@@ -24,7 +32,7 @@ DEVICES = ("ada", "bob", "eve")
 
 
 class FakeDevices:
-    """Implements `coordinator.federated_evaluation.Devices`. In round `stops_at` it waits to be stopped."""
+    """Implements `coordinator.runs.federated_evaluation.EvaluatingFleet`. In round `stops_at` it waits to be stopped."""
 
     def __init__(self, services: Services, deployment: Deployment, stops_at: int | None = None) -> None:
         self._services = services
@@ -33,17 +41,17 @@ class FakeDevices:
         self.waiting = threading.Event()
         self._stopped = threading.Event()
 
-    def reopened(self, round_number: int) -> Reopened | None:
+    def find_open_round(self, round_number: int) -> OpenRound | None:
         return None
 
     def clients(self, wanted: int) -> Sequence[str]:
         return DEVICES
 
-    def declared(self, clients: Sequence[str]) -> Mapping[str, int]:
+    def declared_examples(self, clients: Sequence[str]) -> Mapping[str, int]:
         return dict.fromkeys(clients, 10)
 
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
-        return model_of(params, streams)
+        return encode_model(params, streams)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
         self._tasks, self._terms = tasks, terms

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.rounds.plan import LocalWork, RunPlan, Task
+from coordinator.rounds.plan import LocalWork, RunPlan
+from coordinator.rounds.tasks import Task
 from edge_client.train import schedule
 from edge_client.wire.messages import TaskMessage
 from strategies import presets

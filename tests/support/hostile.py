@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
+from coordinator.device_api.bodies import ANONYMOUS_LIMIT_BYTES
 from edge_client.wire import device as wire
 from tests.support.device_client import Answer, RawDevice, checkin, csr, message, new_key, renewal, request
 from tests.support.hostile_results import BadResult, Sound, bad_results
@@ -160,7 +161,7 @@ _NO_JSON: dict[str, bytes] = {
     "UTF-16": '{"wire": "1.2"}'.encode("utf-16"),
     "NUL bytes": bytes(100),
     "100,000 lists deep": b"[" * 100_000,
-    "20,000 objects deep": b'{"wire":' * 20_000,
+    "12,000 objects deep": b'{"wire":' * 12_000,
     "a pickle": pickle.dumps({"wire": "1.2"}),
     "a form": b"wire=1.2&software=x",
     "XML": b'<?xml version="1.0"?><a/>',
@@ -174,7 +175,7 @@ def _bodies(path: Callable[[Target], str], kind: str) -> Iterator[Case]:
     for name, body in _NO_JSON.items():
         yield _one(
             f"{kind} is {name}",
-            "malformed",
+            "malformed oversized" if len(body) > ANONYMOUS_LIMIT_BYTES else "malformed",
             lambda target, body=body: request("POST", path(target), body),  # type: ignore[misc]
         )
     yield _one(
@@ -511,7 +512,7 @@ def _enrolments() -> Iterator[Case]:
     for name, make in bad.items():
         yield _one(
             f"enrolment: the request is {name}",
-            "bad_csr token_used",
+            "bad_csr token_used malformed oversized",
             lambda target, make=make: _enrolling(target, make()),  # type: ignore[misc]
         )
 
@@ -563,7 +564,11 @@ def _renewals() -> Iterator[Case]:
         "\u00e9",
     ]
     yield from _fields(
-        path, "renewal", good, {"certificate": certificates}, "foreign_certificate malformed bad_proof"
+        path,
+        "renewal",
+        good,
+        {"certificate": certificates},
+        "foreign_certificate malformed bad_proof oversized",
     )
     yield from _fields(path, "renewal", good, {"csr": ["", "x", "A" * 10_000]}, "bad_csr bad_proof malformed")
     yield _one(
@@ -596,7 +601,7 @@ def _blobs() -> Iterator[Case]:
     ):
         yield _one(
             f"blob {_short(name)}",
-            "not_found",
+            "not_found" if len(name) < 8_000 else "url_too_long",
             lambda target, name=name: request("GET", f"/blobs/{name}"),  # type: ignore[misc]
         )
     yield _one(

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import layers
 
-from models.zoo.keras import KerasSpec
+from models.zoo.tensorflow.keras import KerasSpec
 
 
 def mlp() -> Any:

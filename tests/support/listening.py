@@ -5,7 +5,12 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
-from coordinator.fleets.fleet import Answer, Fleet, Silence, Stopped
+from coordinator.rounds.fleet import (
+    Answer,
+    Fleet,
+    Silence,
+    Stopped,
+)
 
 HANGS_SECONDS = 60.0
 

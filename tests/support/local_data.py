@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from edge_client.data.examples import PADDING, Examples
 from edge_client.train.torch_trainer import TorchRuntime, read
-from edge_client.train.trainer import PADDING, Examples
 from models.zoo.spec import ModelSpec
 from strategies.params import Params
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 
 from edge_client.wire.manifest import (
+    ArraySummary,
     FileSpec,
     Fill,
-    Glimpse,
     Golden,
     InputSpec,
     Lineage,
@@ -47,9 +47,9 @@ def linear(content: bytes = b"no real file") -> Manifest:
             x=Fill(0.5, 0.5),
             lr=1.0,
             padded_rows=1,
-            logits=Glimpse(1.0, (0.5, 0.25)),
+            logits=ArraySummary(1.0, (0.5, 0.25)),
             loss=0.7,
-            changes={"fc.weight": Glimpse(1.0, (0.1,)), "fc.bias": Glimpse(1.0, (0.1,))},
+            changes={"fc.weight": ArraySummary(1.0, (0.1,)), "fc.bias": ArraySummary(1.0, (0.1,))},
             tolerance=Tolerance(1e-5, 1e-4),
         ),
         lineage=Lineage(parent="0" * 64, pipeline_step="export"),

@@ -8,10 +8,18 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.fleets.fleet import Answer, Model, Reopened, Silence, Terms, model_of
 from coordinator.rounds import intake
-from coordinator.rounds.plan import Task
-from edge_client.train.trainer import Examples, Trainer
+from coordinator.rounds.fleet import (
+    Answer,
+    Model,
+    OpenRound,
+    Silence,
+    Terms,
+    encode_model,
+)
+from coordinator.rounds.tasks import Task
+from edge_client.data.examples import Examples
+from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire.arrays import BytesPayload, FilePayload
 from edge_client.wire.messages import TaskMessage, encode_result
 from strategies.params import Params, Tensors
@@ -45,7 +53,7 @@ class _Upload:
 
 
 class MemoryFleet:
-    """Implements `coordinator.fleets.fleet.Fleet` over clients by name."""
+    """Implements `coordinator.rounds.fleet.Fleet` over clients by name."""
 
     def __init__(self, clients: Mapping[str, MemoryClient]) -> None:
         self._clients = dict(clients)
@@ -55,17 +63,17 @@ class MemoryFleet:
         self._kept: dict[str, Mapping[str, Params]] = {}
         self._renewed: dict[str, Mapping[str, Params]] = {}
 
-    def reopened(self, round_number: int) -> Reopened | None:
+    def find_open_round(self, round_number: int) -> OpenRound | None:
         return None
 
     def clients(self, wanted: int) -> Sequence[str]:
         return list(self._clients)
 
-    def declared(self, clients: Sequence[str]) -> Mapping[str, int]:
+    def declared_examples(self, clients: Sequence[str]) -> Mapping[str, int]:
         return {name: self._clients[name].num_examples for name in clients}
 
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
-        return model_of(params, streams)
+        return encode_model(params, streams)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
         self._terms = terms
@@ -85,7 +93,7 @@ class MemoryFleet:
             client = upload.task.message.client
             verdict = intake.check(BytesPayload(upload.payload), upload.task, self._terms.expected)
             if isinstance(verdict, Update) and client in accepted:
-                verdict = intake.duplicate(upload.task)
+                verdict = intake.reject_duplicate(upload.task)
             if isinstance(verdict, Update):
                 accepted.add(client)
             yield Answer(upload.task, verdict, len(upload.payload), upload.seconds)
@@ -114,7 +122,7 @@ class MemoryFleet:
             np.zeros((client.num_examples, 1), np.float32), np.zeros(client.num_examples, np.int32)
         )
         result = Trainer(QuadraticRuntime(client.a, client.c)).train(
-            dict(model.params), work.train_task(_params(model.streams)), rows, self._kept.get(work.client)
+            dict(model.params), TrainTask.of(work, _params(model.streams)), rows, self._kept.get(work.client)
         )
         self._renewed[work.client] = result.client_state
         return [_Upload(seconds, task, payload) for seconds, payload in client.script(work, result.update)]
@@ -132,7 +140,7 @@ class StoringFleet(MemoryFleet):
             if isinstance(result, Answer) and isinstance(result.verdict, Update):
                 path = self._folder / f"{result.task.message.round}-{result.task.position}"
                 path.write_bytes(encode_result(result.task.message, result.verdict))
-                result = replace(result, verdict=intake.stored(FilePayload(path)))
+                result = replace(result, verdict=intake.read_accepted(FilePayload(path)))
             yield result
 
 

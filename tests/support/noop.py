@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from coordinator import following
-from coordinator.local_fleet import Daemon, LocalFleet
-from coordinator.operator_client import OperatorClient
+from coordinator.demos.local_fleet import Daemon, LocalFleet
+from coordinator.operator import run_follower
+from coordinator.operator.client import OperatorClient
 from edge_client.wire.device import CheckIn
 from tests.support import device_client
 
@@ -46,7 +46,7 @@ def experiment(
 
 def add_device(fleet: LocalFleet, name: str, *, url: str | None = None, **config: Any) -> Daemon:
     """An enrolled device that can take part, not yet started."""
-    path = fleet.folder_of(name) / "data.npz"
+    path = fleet.device_folder(name) / "data.npz"
     mine = {
         "runtimes": ["torch"],
         "data": {"rows": {"kind": "numpy", "path": str(path)}},
@@ -70,7 +70,7 @@ def checkin(*, wait_seconds: float = 0.0) -> CheckIn:
 
 def start(fleet: LocalFleet, document: dict[str, Any]) -> str:
     """Begins a run; its id."""
-    return str(following.submit(fleet.client, document, [])["id"])
+    return str(run_follower.submit(fleet.client, document)["id"])
 
 
 def finish(client: OperatorClient, run: str, seconds: float = _PATIENCE_SECONDS) -> list[dict[str, Any]]:
@@ -91,9 +91,9 @@ def finish(client: OperatorClient, run: str, seconds: float = _PATIENCE_SECONDS)
 def seconds_between_commits(client: OperatorClient, run: str) -> list[float]:
     """From each commit of a finished run to the next: rounds with all that lies between them."""
     times = []
-    for event in following.events_of(client, run, time.sleep):
+    for event in run_follower.events_of(client, run, time.sleep):
         if event["event"] == "round_committed":
             times.append(datetime.fromisoformat(event["time"]).timestamp())
-        if event["event"] in following.ENDS:
+        if event["event"] in run_follower.ENDS:
             break
     return [later - before for before, later in pairwise(times)]

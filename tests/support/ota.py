@@ -10,12 +10,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from edge_client import config, identity
+from edge_client import config
 from edge_client.config import EdgeConfig
-from edge_client.infer import runtime, selftest
-from edge_client.link import Link, pinned
-from edge_client.ota import install, proof, slots
-from edge_client.ota.slots import Pointer
+from edge_client.infer import golden_check, runtime
+from edge_client.ota import (
+    install,
+    self_test,
+    slots,
+    transitions,
+)
+from edge_client.ota.pointer import Pointer
+from edge_client.transport import identity
+from edge_client.transport.link import Link, pinned_context
 from edge_client.wire.device import ReleaseOffer
 from tests.support import released
 from tests.support.edge import enrolled
@@ -69,12 +75,21 @@ class World:
 
     @property
     def link(self) -> Link:
-        return Link(self.coordinator.url, pinned(self.who.ca_pem, self.who.credentials))
+        return Link(self.coordinator.url, pinned_context(self.who.ca_pem, self.who.credentials))
 
-    def install(self, offer: ReleaseOffer, prove: install.Prove | None = None) -> str:
-        """The daemon's installer, as the daemon calls it; `prove`: by default without a process of its own."""
-        device = install.Device(self.who.device, self.config, prove or in_process)
+    def install(self, offer: ReleaseOffer, run_self_test: install.RunSelfTest | None = None) -> str:
+        """The daemon's installer, as the daemon calls it, once what runs has proved itself.
+
+        `run_self_test`: by default without a process of its own.
+        """
+        self.lasts()
+        device = install.Device(self.who.device, self.config, run_self_test or in_process)
         return install.install(device, self.link, offer, lambda: None)
+
+    def lasts(self) -> None:
+        """A minute passes in which the daemon does not end."""
+        if self.pointer.trial_starts is not None:
+            slots.write(self.state_dir, transitions.finish_trial(self.pointer))
 
     @property
     def pointer(self) -> Pointer:
@@ -116,9 +131,9 @@ class World:
         return sum(size for path, size in self.coordinator.served if path.endswith(".tflite"))
 
 
-def in_process(question: proof.Question, going: Callable[[], None]) -> proof.Proof:
+def in_process(job: self_test.SelfTestJob, check_cancelled: Callable[[], None]) -> self_test.SelfTestResult:
     """A real self-test, quickly."""
-    return proof.Proof(selftest.require(runtime.load(question.folder)))
+    return self_test.SelfTestResult(golden_check.require(runtime.load(job.folder)))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Pretrainings started as `coordinator.jobs` starts them, to be killed: a small job, its agents, and their processes."""
+"""Pretrainings started as `coordinator.datacenter.jobs` starts them, to be killed: a small job, its agents, and their processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from edge_client.process import worker_environment
+from edge_client.processes.process import worker_environment
 from models.pretrain.recovery.curve import Curve
 
 LENGTH, VOCAB = 16, 51

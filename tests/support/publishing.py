@@ -11,8 +11,8 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+from coordinator.context.services import utc_now
 from coordinator.releases.repository import Repository
-from coordinator.services import utc_now
 
 
 def main(folder: str, what: str, *rest: str) -> None:

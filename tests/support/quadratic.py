@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.train.trainer import Examples
+from edge_client.data.examples import Examples
 from strategies.client_rules import Correction
 from strategies.params import Params
 

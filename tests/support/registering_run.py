@@ -9,8 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from coordinator.runs import RunService
-from edge_client.process import die_with_parent
+from coordinator.runs.service import RunService
+from edge_client.processes.process import die_with_parent
 from tests.support.fake_devices import answering
 from tests.support.services import services_in
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.files import write_durably
-from edge_client.infer import selftest
+from edge_client.infer import golden_check
 from edge_client.infer.runtime import Model
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME, GoldenRows, InferenceManifest
 from edge_client.wire.manifest import FileSpec, Fill, InputSpec, Tolerance
@@ -62,7 +62,7 @@ def release_folder(
         dataset="digits",
     )
     runs = Model(content, draft)
-    asked = selftest.synthetic_rows(draft, 4)
+    asked = golden_check.synthetic_rows(draft, 4)
     golden = GoldenRows(
         draft.golden.x,
         tuple(tuple(map(float, row)) for row in runs.predict(asked)),
@@ -92,7 +92,7 @@ def _main(folder: Path) -> None:
     import torch
 
     from models import zoo
-    from models.compress.quantize import convert
+    from models.compress.quantization.quantize import write_tflite
 
     torch.set_num_threads(1)
     spec = zoo.get("mlp", input_shape=(64,), classes=10, hidden=HIDDEN)
@@ -110,7 +110,7 @@ def _main(folder: Path) -> None:
 
     def write(name: Kind) -> None:
         path = folder / f".{name}.tflite"
-        convert(module, spec, path)
+        write_tflite(module, spec, path)
         write_durably(folder / f"{name}.tflite", path.read_bytes())
         path.unlink()
 

@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 from ai_edge_quantizer import quantizer, recipe
 
-from models.compress.quantize import convert
+from models.compress.quantization.quantize import write_tflite
 from models.compress.step import Data, Model, Precision
-from models.export.inference import Options, Source, release
+from models.release.inference import (
+    Options,
+    Source,
+    release,
+)
 from tests.support.compression import digits, trained
 from tests.support.require import require
 
@@ -59,7 +63,7 @@ def tflite(precision: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path, quantized = Path(folder) / "float32", Path(folder) / "quantized"
         if precision == "float32":
-            convert(made.module, made.spec, path)
+            write_tflite(made.module, made.spec, path)
             return path.read_bytes()
         path.write_bytes(tflite("float32"))
         maker = quantizer.Quantizer(str(path), _RECIPES[precision]())
@@ -75,16 +79,16 @@ def source(precision: Precision) -> Source:
 
 
 @functools.cache
-def released(precision: Precision, version: int = 1) -> Released:
+def released(precision: Precision, version: int = 1, real_rows: int = 0) -> Released:
     """A release that was tried on all runtimes this machine has."""
     _, data = model()
-    folder = Path(_KEPT.name) / f"{precision}-{version}"
+    folder = Path(_KEPT.name) / f"{precision}-{version}-{real_rows}"
     python = os.environ.get("FEDLOOP_CONSTRAINED_PYTHON") or ROOT / ".venv-constrained" / "bin" / "python"
     report = release(
         source(precision),
         data.x_test,
         data.y_test,
-        Options(name=NAME, version=version),
+        Options(name=NAME, version=version, real_rows=real_rows),
         folder,
         tflite_runtime=Path(python),
     )

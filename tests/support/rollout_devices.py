@@ -64,6 +64,7 @@ class RolloutDevice:
     failed: set[int] = field(default_factory=set)
     offers: list[ReleaseOffer] = field(default_factory=list)
     last: ReleaseReport | None = None
+    kept: str = ""
 
     @property
     def id(self) -> str:
@@ -92,22 +93,25 @@ class RolloutDevice:
             self.model,
             version,
             "active",
+            self.kept,
             golden_accuracy=self._of(version),
             evaluation=self._compared(version),
         )
         return (figures, *told)
 
     def _follow(self, offer: ReleaseOffer) -> None:
-        if offer.version == NO_MODEL:
+        held = [each[1] for each in (self.active, self.spare) if each is not None]
+        if offer.version == NO_MODEL and any((self.model, each) in self.releases.released for each in held):
+            self.kept = "not_withdrawn"
+        elif offer.version == NO_MODEL:
             left, self.active, self.spare = self.active, None, None
             self.last = left and ReleaseReport(left[0], self.model, left[1], "rolled_back", "told")
         elif self.active is not None and self.active[1] == offer.version:
             self.active, self.last = (offer.rollout, offer.version), None
         elif offer.action == "roll_back":
-            assert self.active is not None
             left = self.active  # what the other slot does not hold is fetched
             self.active, self.spare = (offer.rollout, offer.version), left
-            self.last = ReleaseReport(left[0], self.model, left[1], "rolled_back", "told")
+            self.last = left and ReleaseReport(left[0], self.model, left[1], "rolled_back", "told")
         elif offer.version in self.failed and not offer.force:
             self.last = ReleaseReport(
                 offer.rollout, self.model, offer.version, "failed", "self_test", "before"

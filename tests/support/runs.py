@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from coordinator.fleets.fleet import Fleet
 from coordinator.rounds import engine
-from coordinator.rounds.engine import RoundRecord, RunState, Score
+from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.plan import RunPlan
+from coordinator.rounds.records import RoundRecord, RunState, Score
 from strategies.params import Params, Tensors
 from tests.support.federation import PARAMS
 
@@ -47,14 +47,23 @@ def first_state(run_plan: RunPlan, params: Params = PARAMS) -> RunState:
     return RunState(0, params, run_plan.strategy.init(params, run_plan.trainable))
 
 
+@dataclass(frozen=True)
+class Store:
+    """A commit store made of functions."""
+
+    commit: Callable[..., None]
+    on_committed: Callable[[RoundRecord], None] = lambda record: None
+    materialize: Callable[[RunState], RunState] = engine.materialize_in_memory
+
+
 def run(
     run_plan: RunPlan,
     fleet: Fleet,
     start: RunState | None = None,
     *,
-    commit: engine.Commit | None = None,
+    commit: Callable[..., None] | None = None,
     evaluate: engine.Evaluate = distance,
-    keep: engine.Keep = engine.keep_in_memory,
+    materialize: Callable[[RunState], RunState] = engine.materialize_in_memory,
 ) -> tuple[RunState, Seen]:
     """The run's last state, and what was seen on the way."""
     seen = Seen()
@@ -62,12 +71,10 @@ def run(
         run_plan,
         fleet,
         start or first_state(run_plan),
+        Store(commit or seen.commit, seen.records.append, materialize),
         evaluate=evaluate,
-        commit=commit or seen.commit,
-        finished=seen.records.append,
         emit=seen.emit,
         monotonic=lambda: 0.0,
-        keep=keep,
     )
     return last, seen
 

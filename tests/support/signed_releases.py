@@ -10,10 +10,11 @@ from pathlib import Path
 from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Metadata, Root, Targets
 
-from coordinator.releases import documents, roles
+from coordinator.context.services import utc_now
+from coordinator.operator import signed_documents
+from coordinator.releases import roles
 from coordinator.releases.repository import Repository
 from coordinator.releases.roles import ReleaseName
-from coordinator.services import utc_now
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME, GoldenRows, InferenceManifest
 from edge_client.wire.manifest import FileSpec, Fill, InputSpec, Tolerance
 
@@ -35,22 +36,22 @@ class SignedReleases:
         self.signers = {name: CryptoSigner.generate_ed25519() for name in roles.OFFLINE_KEYS}
         online = self.repository.online_keys()
         self.root = self.signed_root(1)
-        self.targets = documents.first_targets(online[roles.ROLLOUTS], clock())
+        self.targets = signed_documents.first_targets(online[roles.ROLLOUTS], clock())
         self.repository.publish(self.signed_targets(), {}, [self.root.to_bytes()])
 
     def publish(self, *folders: Path) -> int:
         """Signs and publishes the releases in these folders; the version of targets."""
-        self.targets = documents.next_targets(self.targets, self.clock())
+        self.targets = signed_documents.next_targets(self.targets, self.clock())
         files = {}
         for folder in folders:
-            name = documents.add_release(self.targets, folder)
+            name = signed_documents.add_release(self.targets, folder)
             files |= {name.manifest: folder / MANIFEST_NAME, name.file: folder / MODEL_NAME}
         return self.repository.publish(self.signed_targets(), files)
 
     def withdraw(self, model: str, version: int) -> int:
         """Takes a release out."""
-        self.targets = documents.next_targets(self.targets, self.clock())
-        documents.withdraw_release(self.targets, ReleaseName(model, version))
+        self.targets = signed_documents.next_targets(self.targets, self.clock())
+        signed_documents.withdraw_release(self.targets, ReleaseName(model, version))
         return self.repository.publish(self.signed_targets(), {})
 
     def rotate(self, *, lost_targets_key: bool = False) -> None:
@@ -59,8 +60,8 @@ class SignedReleases:
         self.signers = {name: CryptoSigner.generate_ed25519() for name in roles.OFFLINE_KEYS}
         online = self.repository.online_keys(rotate=True)
         root = self.signed_root(self.root.signed.version + 1, old["root-1"], old["root-2"])
-        targets = documents.next_targets(self.targets, self.clock())
-        documents.delegate_rollouts(targets, online[roles.ROLLOUTS])
+        targets = signed_documents.next_targets(self.targets, self.clock())
+        signed_documents.delegate_rollouts(targets, online[roles.ROLLOUTS])
         signed = Metadata.from_bytes(self.signed_targets(targets))
         if not lost_targets_key:
             signed.sign(old["targets"], append=True)
@@ -78,7 +79,7 @@ class SignedReleases:
         online = self.repository.online_keys()
         named = {name: signer.public_key for name, signer in self.signers.items()}
         named |= {role: online[role] for role in (roles.SNAPSHOT, roles.TIMESTAMP)}
-        metadata = Metadata(documents.root_naming(named, version, self.clock()))
+        metadata = Metadata(signed_documents.make_root(named, version, self.clock()))
         for signer in (self.signers["root-1"], self.signers["root-2"], *also):
             metadata.sign(signer, append=True)
         return metadata

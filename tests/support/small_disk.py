@@ -30,6 +30,37 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@contextmanager
+def read_only(disk: Path) -> Iterator[None]:
+    """A file system of `small_disk` takes no writes while the block runs, as one that met an error of its disk."""
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+
+
+@contextmanager
+def mounted(disk: Path, folder: Path) -> Iterator[None]:
+    """What is on `disk` is at `folder` too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "--bind", str(disk), str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def unmounted(disk: Path, folder: Path) -> Iterator[None]:
+    """Nothing of it is at `folder`, which `mounted` made, while the block runs."""
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["mount", "--bind", str(disk), str(folder)], check=True)
+
+
 def fill(file: Path, *, leave_bytes: int = 0) -> None:
     """Takes all the space of the file's disk but `leave_bytes`."""
     with file.open("wb", buffering=0) as target, suppress(OSError):

@@ -26,7 +26,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def attempts(home: Path, coordinator: int, address: str) -> dict[str, Any]:
-    """What is had of the coordinator with this home, process id and `host:port`: name of the attempt -> a glimpse of it."""
+    """What is had of the coordinator with this home, process id and `host:port`: name of the attempt -> a summary of it."""
     own = Path(os.environ["TMPDIR"])
     host, _, port = address.rpartition(":")
     process = Path("/proc") / str(coordinator)
@@ -62,7 +62,7 @@ def attempts(home: Path, coordinator: int, address: str) -> dict[str, Any]:
         "pipe": lambda: os.mkfifo(own / "pipe") or "made",
         "mount": lambda: _mount(home, own),
     }
-    return {name: glimpse for name, attempt in tries.items() if (glimpse := _glimpse(attempt))}
+    return {name: summary for name, attempt in tries.items() if (summary := _glimpse(attempt))}
 
 
 def build(

@@ -7,12 +7,12 @@ from typing import Any
 from sqlalchemy import Executable, Select
 
 from coordinator.db.store import Database
-from coordinator.local_fleet import LocalFleet
+from coordinator.demos.local_fleet import LocalFleet
 
 
 def url_of(fleet: LocalFleet) -> str:
-    """Of the database in the coordinator's home."""
-    return f"sqlite:///{fleet.home / 'fedloop.db'}"
+    """Of the coordinator's database: in its home, unless its environment names another one."""
+    return fleet.environment.get("FEDLOOP_DATABASE_URL", f"sqlite:///{fleet.home / 'fedloop.db'}")
 
 
 def rows(url: str, query: Select[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from edge_client.connectors import DataConfig
+from edge_client.data import DataConfig
 from edge_client.train.process import Job
 from edge_client.wire import arrays
 from edge_client.wire.device import ModelRef
@@ -21,7 +21,7 @@ MODEL = "cnn"
 PLUG_IN = """
 import ctypes, os, time
 import numpy as np
-from edge_client.connectors import Preview
+from edge_client.data import Preview
 from edge_client.train.trainer import Examples
 
 class Naughty:

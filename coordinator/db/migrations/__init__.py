@@ -1,7 +1,7 @@
-"""The database's shape over time: Alembic revisions, run by `fedloop serve` at its start.
+"""Schema migrations with Alembic, applied when `fedloop serve` starts.
 
-`versions/` holds one file a change, never edited once released. `coordinator/db/tables.py` is the shape that the
-code expects; a test holds the two against each other, on both databases.
+`versions/` holds one file per change, never edited once released. The tables in `coordinator/` are the schema that the
+code expects; a test compares the two on both databases.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from sqlalchemy.exc import OperationalError
 
 from coordinator.db.store import open_engine
 from coordinator.errors import UserError
+from coordinator.storage.errors import remedy
 
-_LOCK = 0x6665646C6F6F70  # "fedloop": PostgreSQL's advisory lock of whoever migrates
+_LOCK = 0x6665646C6F6F70  # "fedloop": PostgreSQL's advisory lock during a migration
 
 
 def migrate(database_url: str) -> None:
-    """Brings the database to the shape that this code expects, in one transaction; an empty one gets its tables.
+    """Upgrades the database to the current schema in one transaction; creates the tables of an empty one.
 
     Raises:
-        UserError: it cannot be opened, or a newer version of Fedloop made it.
+        UserError: it cannot be opened, or a newer version of Fedloop created it.
     """
     engine = open_engine(database_url)
     where = engine.url.render_as_string(hide_password=True)
@@ -33,13 +34,13 @@ def migrate(database_url: str) -> None:
         with engine.execution_options(writing=True).begin() as connection:
             _upgrade(connection, where)
     except OperationalError as error:
-        raise UserError(f"cannot open the database {where}: {_first_line(error)}") from None
+        raise UserError(f"cannot open the database {where}: {_first_line(error)}; {remedy(error)}") from None
     finally:
         engine.dispose()
 
 
 def configuration(connection: Connection) -> Config:
-    """Alembic's configuration for this connection; there is no file of it."""
+    """Alembic's configuration for this connection; there is no configuration file."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
@@ -56,7 +57,7 @@ def _upgrade(connection: Connection, where: str) -> None:
         if current not in known:
             raise UserError(
                 f"the database {where} is of revision {current!r}, which this version of Fedloop does not know: a newer "
-                "one made it; install that, or give another --home or FEDLOOP_DATABASE_URL"
+                "one created it; install that, or set another --home or FEDLOOP_DATABASE_URL"
             )
     command.upgrade(config, "head")
 

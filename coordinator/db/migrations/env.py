@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from alembic import context
 
-from coordinator.db import registry, rollouts  # noqa: F401  their tables belong to the metadata
 from coordinator.db.tables import metadata
+from coordinator.rollouts import tables  # noqa: F401  they belong to the metadata
 
 context.configure(
     connection=context.config.attributes["connection"],

@@ -1,1 +1,1 @@
-"""What is trained on: sources of examples, the batches that processes share in, reading ahead."""
+"""Training input: sources of examples, each process's share of a batch, prefetching."""

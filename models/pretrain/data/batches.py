@@ -1,8 +1,8 @@
 """Which rows make up a global batch, and which of them one process computes.
 
-A batch is a function of seed and step alone, so that every process draws the same one, any number of processes
-shares it, and a training goes on at any step without having seen those before. The number of processes changes
-who computes a gradient, and not which gradient is computed.
+A batch is a function of seed and step alone. So every process draws the same one, any number of processes can share
+it, and a training can resume at any step without having seen those before. The number of processes changes who
+computes a gradient, not which gradient is computed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Rows = tuple[npt.NDArray[Any], npt.NDArray[np.int32]]
 
 
 @dataclass(frozen=True)
-class Chance:
-    """Random numbers for some rows of a global batch: those they would get if all of its rows were read.
+class BatchRandom:
+    """Random numbers for some rows of a global batch: the same as if all of its rows were read.
 
-    So that what happens to a row depends on the seed, the step and its place, and not on who reads it.
+    What happens to a row depends on the seed, the step and its position, not on who reads it.
 
     Attributes:
         rng: of this batch.
-        rows: of the whole global batch.
-        places: of the rows that are read.
+        rows: size of the global batch.
+        places: positions of the rows that are read.
     """
 
     rng: np.random.Generator
@@ -38,21 +38,21 @@ class Chance:
     places: Indices
 
     def uniform(self, *shape: int) -> npt.NDArray[np.float64]:
-        """Numbers in [0, 1), [len(places), *shape]. Holds those of the whole batch."""
+        """Numbers in [0, 1), [len(places), *shape]. Draws those of the whole batch."""
         return self.rng.random((self.rows, *shape))[self.places]
 
 
 class Source(Protocol):
-    """A training set: examples by number."""
+    """A training set: examples by index."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of examples."""
 
-    def read(self, rows: Indices, chance: Chance) -> Rows:
-        """Inputs [B, …] and labels, int32 [B] or [B, T], of `rows`, in that order; what is random comes from `chance`."""
+    def read(self, rows: Indices, random: BatchRandom) -> Rows:
+        """Inputs [B, …] and labels, int32 [B] or [B, T], of `rows`, in that order; all randomness comes from `random`."""
 
     def counted(self, rows: Indices) -> int:
-        """How many of their labels count, without reading more than that takes."""
+        """Number of their labels that count, reading no more than needed."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Arrays:
     def __len__(self) -> int:
         return len(self.x)
 
-    def read(self, rows: Indices, chance: Chance | None = None) -> Rows:
+    def read(self, rows: Indices, random: BatchRandom | None = None) -> Rows:
         return np.asarray(self.x[rows]), np.asarray(self.y[rows])
 
     def counted(self, rows: Indices) -> int:
@@ -74,7 +74,7 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Shifted:
-    """Images of another source, each moved by up to `pixels` up or down and left or right, anew in every epoch."""
+    """Images of another source, each shifted by up to `pixels` in both directions, drawn anew in every epoch."""
 
     source: Source
     pixels: int
@@ -82,10 +82,10 @@ class Shifted:
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, rows: Indices, chance: Chance) -> Rows:
-        x, y = self.source.read(rows, chance)
-        down, right = places_of(chance.uniform(2), 2 * self.pixels + 1).T
-        return moved(x, self.pixels, down, right), y
+    def read(self, rows: Indices, random: BatchRandom) -> Rows:
+        x, y = self.source.read(rows, random)
+        down, right = scale_to_int(random.uniform(2), 2 * self.pixels + 1).T
+        return shift_images(x, self.pixels, down, right), y
 
     def counted(self, rows: Indices) -> int:
         return self.source.counted(rows)
@@ -98,7 +98,7 @@ class Batch:
     Attributes:
         x, y: inputs and labels; labels that do not count are `PADDING`.
         counted: labels that count in the whole global batch, at least 1: losses are sums divided by it.
-        rows: numbers of the examples, in order.
+        rows: indices of the examples, in order.
     """
 
     x: torch.Tensor
@@ -106,9 +106,9 @@ class Batch:
     counted: int
     rows: tuple[int, ...] = ()
 
-    def pieces(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """`number` micro-batches, as even as can be; one without a row is one that does not count, so that all
-        processes have as many."""
+    def microbatches(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """`number` micro-batches, as even as possible. An empty one becomes one row that does not count, so that all
+        processes have the same number."""
         blank = self.x[:1], torch.full_like(self.y[:1], PADDING)
         pieces = zip(self.x.tensor_split(number), self.y.tensor_split(number), strict=True)
         return [(x, y) if len(x) else blank for x, y in pieces]
@@ -116,13 +116,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Share:
-    """What one process takes of every global batch.
+    """One process's share of every global batch.
 
     Attributes:
-        rows: of the batch, one number for every dp rank: how much of it each takes, relative to the others.
-        place: this process among them.
-        length_place, length_shares: which of how many parts of every sequence.
-        pad_to: rows every global batch is filled up to with labels that do not count; 0: left as it is.
+        rows: one weight for every dp rank: its share of the batch relative to the others.
+        place: index of this process among them.
+        length_place, length_shares: this process's part of every sequence, and the number of parts.
+        pad_to: rows to fill every global batch up to with labels that do not count; 0: no padding.
     """
 
     rows: tuple[int, ...] = (1,)
@@ -132,16 +132,16 @@ class Share:
     pad_to: int = 0
 
     def of(self, count: int) -> slice:
-        """This process's rows of `count`. Shares differ by less than a row from what `rows` asks for."""
+        """This process's rows of `count`. Shares differ by less than a row from the weights in `rows`."""
         ends = np.floor(np.cumsum([0, *self.rows]) / sum(self.rows) * count + 0.5).astype(int)
         return slice(int(ends[self.place]), int(ends[self.place + 1]))
 
 
 class Batches:
-    """The global batches of a training: an epoch is a permutation of all examples, the last batch what is left.
+    """The global batches of a training: an epoch is a permutation of all examples, and its last batch is the remainder.
 
     Args:
-        shift: images are moved by up to this many pixels, anew in every epoch.
+        shift: largest random shift of images in pixels, drawn anew in every epoch.
     """
 
     def __init__(self, source: Source, batch_size: int, seed: int, share: Share, shift: int = 0) -> None:
@@ -151,7 +151,7 @@ class Batches:
         self._order: tuple[int, Indices] = (-1, np.empty(0, np.int64))
 
     def rows(self, step: int) -> Indices:
-        """Numbers of the examples in the global batch of `step`, counted from 0."""
+        """Indices of the examples in the global batch of `step`, counted from 0."""
         epoch, place = divmod(step, self.steps_per_epoch)
         if self._order[0] != epoch:
             rng = np.random.default_rng([self.seed, epoch])
@@ -159,8 +159,8 @@ class Batches:
         return self._order[1][place * self.batch_size : (place + 1) * self.batch_size]
 
     def __getitem__(self, step: int) -> Batch:
-        """This process's share of the global batch of `step`, the only rows read. A share without a row is one that
-        does not count."""
+        """This process's share of the global batch of `step`; no other rows are read. An empty share becomes one row
+        that does not count."""
         rows = self.rows(step)
         places = np.arange(max(len(rows), self.share.pad_to))
         places = places[self.share.of(len(places))]
@@ -168,8 +168,8 @@ class Batches:
             places = np.array([len(rows)])
         filling = places >= len(rows)
         places = np.where(filling, 0, places)
-        chance = Chance(np.random.default_rng([self.seed, step, 1]), len(rows), places)
-        x, y = self.source.read(rows[places], chance)
+        random = BatchRandom(np.random.default_rng([self.seed, step, 1]), len(rows), places)
+        x, y = self.source.read(rows[places], random)
         if filling.any():
             y = y.copy()
             y[filling] = PADDING
@@ -186,29 +186,29 @@ class Batches:
 
 
 def global_batches(num_examples: int, batch_size: int, rng: np.random.Generator) -> Iterator[Indices]:
-    """One epoch: a permutation of all examples in pieces of `batch_size`, the last one as long as is left."""
+    """One epoch: a permutation of all examples in pieces of `batch_size`; the last one is the remainder."""
     order = rng.permutation(num_examples)
     for start in range(0, num_examples, batch_size):
         yield order[start : start + batch_size]
 
 
 def shifted(x: npt.NDArray[Any], pixels: int, rng: np.random.Generator) -> npt.NDArray[Any]:
-    """Images [B, (C,) H, W], each moved by up to `pixels` up or down and left or right, zeros coming in."""
+    """Images [B, (C,) H, W], each shifted by up to `pixels` in both directions and padded with zeros."""
     if not pixels:
         return x
     down, right = rng.integers(0, 2 * pixels + 1, size=(2, len(x)))
-    return moved(x, pixels, down, right)
+    return shift_images(x, pixels, down, right)
 
 
-def moved(x: npt.NDArray[Any], pixels: int, down: Indices, right: Indices) -> npt.NDArray[Any]:
-    """Images [B, (C,) H, W] as windows of themselves in a frame of `pixels` zeros, at `down` and `right`, [B] each."""
+def shift_images(x: npt.NDArray[Any], pixels: int, down: Indices, right: Indices) -> npt.NDArray[Any]:
+    """Windows of images [B, (C,) H, W] padded with `pixels` zeros on every side, at `down` and `right`, [B] each."""
     height, width = x.shape[-2:]
     padding: Sequence[tuple[int, int]] = [(0, 0)] * (x.ndim - 2) + [(pixels, pixels)] * 2
     windows = np.lib.stride_tricks.sliding_window_view(np.pad(x, padding), (height, width), axis=(-2, -1))
-    # [B, (C,) 2p+1, 2p+1, H, W]: one place chosen per image
+    # [B, (C,) 2p+1, 2p+1, H, W]: one window chosen per image
     return np.ascontiguousarray(windows[np.arange(len(x)), ..., down, right, :, :])
 
 
-def places_of(uniform: npt.NDArray[np.float64], count: int) -> Indices:
-    """Whole numbers below `count` from numbers in [0, 1)."""
+def scale_to_int(uniform: npt.NDArray[np.float64], count: int) -> Indices:
+    """Integers below `count` from numbers in [0, 1)."""
     return (uniform * count).astype(np.int64)

@@ -1,6 +1,6 @@
-"""What happens to images on their way into a training: brought to one scale, then changed a little anew in every epoch.
+"""Image preprocessing for training: normalisation, then random augmentation, drawn anew in every epoch.
 
-Every change of an image comes from the seed, the step and the image's place in the batch (see `batches.Chance`).
+All randomness comes from the seed, the step and the image's position in the batch (see `batches.BatchRandom`).
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import numpy as np
 import numpy.typing as npt
 
 from models.options import bounded
-from models.pretrain.data.batches import Chance, Indices, Rows, Shifted, Source, places_of
+from models.pretrain.data.batches import BatchRandom, Indices, Rows, Shifted, Source, scale_to_int
 
 _ROWS = 1024
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How images are prepared and varied; the default leaves them as they are.
+    """How images are normalised and augmented; the default leaves them unchanged.
 
     Attributes:
-        normalise: every channel to mean 0 and deviation 1 over the training set, test images with the same numbers.
-        flip: share of images that are mirrored left to right.
-        crop: images are moved by up to this many pixels, zeros coming in, which is a random crop of the padded image
-            (He 2016, section 4.2).
-        erase: side of a square that is set to zero around a random place (DeVries 2017, cutout).
+        normalise: every channel to mean 0 and deviation 1 over the training set; test images with the same numbers.
+        flip: share of images mirrored left to right.
+        crop: largest shift in pixels, filled with zeros, which is a random crop of the padded image (He 2016,
+            section 4.2).
+        erase: side of a square set to zero around a random position (DeVries 2017, cutout).
     """
 
     normalise: bool = False
@@ -37,7 +37,7 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class Scale:
-    """Mean and deviation of every channel, [C] each; of one channel for images [N, H, W]."""
+    """Mean and deviation of every channel, [C] each; one channel for images [N, H, W]."""
 
     mean: npt.NDArray[np.float32]
     deviation: npt.NDArray[np.float32]
@@ -45,7 +45,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Images of another source, every channel less its mean and divided by its deviation."""
+    """Images of another source, every channel minus its mean, divided by its deviation."""
 
     source: Source
     scale: Scale
@@ -53,8 +53,8 @@ class Scaled:
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, rows: Indices, chance: Chance) -> Rows:
-        x, y = self.source.read(rows, chance)
+    def read(self, rows: Indices, random: BatchRandom) -> Rows:
+        x, y = self.source.read(rows, random)
         by_channel = (-1, 1, 1)
         return (x - self.scale.mean.reshape(by_channel)) / self.scale.deviation.reshape(by_channel), y
 
@@ -72,9 +72,9 @@ class Flipped:
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, rows: Indices, chance: Chance) -> Rows:
-        x, y = self.source.read(rows, chance)
-        mirrored = chance.uniform() < self.share
+    def read(self, rows: Indices, random: BatchRandom) -> Rows:
+        x, y = self.source.read(rows, random)
+        mirrored = random.uniform() < self.share
         return np.where(mirrored.reshape(-1, *[1] * (x.ndim - 1)), x[..., ::-1], x), y
 
     def counted(self, rows: Indices) -> int:
@@ -83,7 +83,7 @@ class Flipped:
 
 @dataclass(frozen=True)
 class Erased:
-    """Images of another source with a square of `side` pixels set to zero; it may reach over the border."""
+    """Images of another source with a square of `side` pixels set to zero; it may extend past the border."""
 
     source: Source
     side: int
@@ -91,13 +91,13 @@ class Erased:
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, rows: Indices, chance: Chance) -> Rows:
-        x, y = self.source.read(rows, chance)
+    def read(self, rows: Indices, random: BatchRandom) -> Rows:
+        x, y = self.source.read(rows, random)
         height, width = x.shape[-2:]
-        draws = chance.uniform(2)
+        draws = random.uniform(2)
         inside = (
-            self._reach(places_of(draws[:, 0], height), height)[:, :, None]
-            & self._reach(places_of(draws[:, 1], width), width)[:, None, :]
+            self._reach(scale_to_int(draws[:, 0], height), height)[:, :, None]
+            & self._reach(scale_to_int(draws[:, 1], width), width)[:, None, :]
         )
         return np.where(inside[:, None] if x.ndim == 4 else inside, np.float32(0), x), y
 
@@ -111,19 +111,19 @@ class Erased:
         return (pixels >= first) & (pixels < first + self.side)
 
 
-def augmented(source: Source, how: Augmentation) -> Source:
-    """A training set whose images vary, in the order flip, crop, erase."""
-    if how.flip:
-        source = Flipped(source, how.flip)
-    if how.crop:
-        source = Shifted(source, how.crop)
-    if how.erase:
-        source = Erased(source, how.erase)
+def augment(source: Source, augmentation: Augmentation) -> Source:
+    """A training set with augmented images, in the order flip, crop, erase."""
+    if augmentation.flip:
+        source = Flipped(source, augmentation.flip)
+    if augmentation.crop:
+        source = Shifted(source, augmentation.crop)
+    if augmentation.erase:
+        source = Erased(source, augmentation.erase)
     return source
 
 
 def scale_of(x: npt.NDArray[Any]) -> Scale:
-    """Mean and deviation of images [N, (C,) H, W], read some at a time. A channel that is the same everywhere has 1."""
+    """Mean and deviation of images [N, (C,) H, W], read in pieces. A constant channel has deviation 1."""
     channels = x.shape[1] if x.ndim == 4 else 1
     count, sums, squares = 0, np.zeros(channels), np.zeros(channels)
     for start in range(0, len(x), _ROWS):

@@ -1,6 +1,6 @@
-"""The next batches, read by a thread while the processor trains on this one, and how long the trainer had to wait.
+"""Prefetching: a thread reads the next batches while the processor trains on this one; stalls are measured.
 
-What a step trains on does not change by it: a batch is a function of its step, whenever it is read.
+It does not change what a step trains on: a batch is a function of its step, whenever it is read.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 from models.job import Job, JobError
 from models.pretrain.data.batches import Batch, Batches, Share
 
-DEEPEST = 1024
+MAX_DEPTH = 1024
 
 
 class Loader(Batches):
-    """Batches in the order of their steps, up to `depth` of them read ahead; 0 reads each when it is asked for.
+    """Batches in the order of their steps, up to `depth` of them read ahead; with 0 each is read on request.
 
-    Asking for another step than the next, or with another share, begins anew from there. An error of the thread is
-    raised where its batch is asked for. The thread ends with `close`, or with the process.
+    A request for another step than the next, or with another share, starts over from there. An error of the thread is
+    raised when its batch is requested. The thread ends with `close`, or with the process.
 
     Attributes:
-        waited_seconds: that callers have waited for batches so far.
+        waited_seconds: total time callers have waited for batches.
     """
 
     def __init__(self, batches: Batches, depth: int, *, pinned: bool = False) -> None:
         super().__init__(batches.source, batches.batch_size, batches.seed, batches.share)
         self.depth, self.pinned = depth, pinned
         self.waited_seconds = 0.0
-        self._told = 0.0
-        self._ahead: _Ahead | None = None
+        self._reported_seconds = 0.0
+        self._ahead: _ReadAhead | None = None
 
     def __getitem__(self, step: int) -> Batch:
         began = time.perf_counter()
@@ -43,12 +43,13 @@ class Loader(Batches):
         return batch
 
     def stall_share(self, seconds: float) -> float:
-        """Share of `seconds`, the time since the last call, that callers have waited."""
-        waited, self._told = self.waited_seconds - self._told, self.waited_seconds
+        """Share of `seconds`, the time since the last call, that callers waited."""
+        waited = self.waited_seconds - self._reported_seconds
+        self._reported_seconds = self.waited_seconds
         return min(1.0, waited / seconds) if seconds > 0 else 0.0
 
     def close(self) -> None:
-        """Ends the thread; asking for a batch starts another."""
+        """Ends the thread; the next request starts another."""
         if self._ahead is not None:
             self._ahead.stop()
             self._ahead = None
@@ -56,7 +57,7 @@ class Loader(Batches):
     def _next(self, step: int) -> Batch:
         if self._ahead is None or (self._ahead.step, self._ahead.share) != (step, self.share):
             self.close()
-            self._ahead = _Ahead(self._read, step, self.depth, self.share)
+            self._ahead = _ReadAhead(self._read, step, self.depth, self.share)
         return self._ahead.take()
 
     def _read(self, step: int) -> Batch:
@@ -64,8 +65,8 @@ class Loader(Batches):
         return replace(batch, x=batch.x.pin_memory(), y=batch.y.pin_memory()) if self.pinned else batch
 
 
-class _Ahead:
-    """One thread that reads from `step` on, which is then that of the batch given next."""
+class _ReadAhead:
+    """A thread that reads batches from `step` on; `step` is always the next batch to return."""
 
     def __init__(self, read: Callable[[int], Batch], step: int, depth: int, share: Share) -> None:
         self.step, self.share, self._read, self._depth = step, share, read, depth
@@ -78,13 +79,13 @@ class _Ahead:
     def take(self) -> Batch:
         with self._changed:
             self._changed.wait_for(lambda: self._ready)
-            found = self._ready[0]
-            if isinstance(found, BaseException):
-                raise found
+            batch = self._ready[0]
+            if isinstance(batch, BaseException):
+                raise batch
             self._ready.popleft()
             self.step += 1
             self._changed.notify_all()
-            return found
+            return batch
 
     def stop(self) -> None:
         with self._changed:
@@ -94,31 +95,31 @@ class _Ahead:
 
     def _run(self, step: int) -> None:
         torch.set_num_threads(1)
-        found: Batch | BaseException
+        result: Batch | BaseException
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped or len(self._ready) < self._depth)
                 if self._stopped:
                     return
             try:
-                found = self._read(step)
+                result = self._read(step)
             except BaseException as error:
-                found = error
+                result = error
             with self._changed:
-                self._ready.append(found)
+                self._ready.append(result)
                 self._changed.notify_all()
-            if isinstance(found, BaseException):
+            if isinstance(result, BaseException):
                 return
             step += 1
 
 
-def of(job: Job, batches: Batches, device: torch.device) -> Loader:
-    """A loader as the job's `prefetch` says: how many batches are read ahead, 2 unless given.
+def from_job(job: Job, batches: Batches, device: torch.device) -> Loader:
+    """A loader with the job's `prefetch`: how many batches are read ahead, 2 by default.
 
     Raises:
         JobError: not a whole number from 0 to 1024.
     """
     depth = job.settings.get("prefetch", 2)
-    if not isinstance(depth, int) or isinstance(depth, bool) or not 0 <= depth <= DEEPEST:
-        raise JobError(f"{job.path}: prefetch is {depth!r}, expected a whole number from 0 to {DEEPEST}")
+    if not isinstance(depth, int) or isinstance(depth, bool) or not 0 <= depth <= MAX_DEPTH:
+        raise JobError(f"{job.path}: prefetch is {depth!r}, expected a whole number from 0 to {MAX_DEPTH}")
     return Loader(batches, depth, pinned=device.type == "cuda")

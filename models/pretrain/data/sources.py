@@ -1,11 +1,11 @@
-"""What a job trains on and what it is tested on, from its job file.
+"""The training and test data of a job, from its job file.
 
 Arrays `x_train`, `y_train`, `x_test`, `y_test`, mapped into memory; or files of tokens:
 
     "tokens": {"train": "tokens_train.npy", "test": "tokens_test.npy"}
 
-`"objective": "masked"` hides tokens and has the model find them, for which no labels are needed. `"images"` is a table
-of `models.pretrain.data.images.Augmentation`.
+`"objective": "masked"` masks tokens for the model to predict, which needs no labels. `"images"` is a table of
+`models.pretrain.data.images.Augmentation`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Data:
     """A training set and a test set.
 
     Attributes:
-        about: what was found out of them that whoever uses the model has to know, for the result.
+        about: properties of the data that users of the model need, for the result.
     """
 
     train: Source
@@ -38,11 +38,11 @@ class Data:
     about: dict[str, Any] = field(default_factory=dict)
 
 
-def of(job: Job, spec: ModelSpec, shift: int = 0) -> Data:
-    """The data of `job`, fit for the model; `shift` is the option of that name, for which examples must be images.
+def from_job(job: Job, spec: ModelSpec, shift: int = 0) -> Data:
+    """The data of `job`, checked against the model; `shift` is the option of that name, which requires images.
 
     Raises:
-        JobError: a file is missing, or holds what the model cannot take; names the file and what was expected.
+        JobError: a file is missing, or the model cannot take its contents; names the file and what was expected.
     """
     masked = objective(job, spec) == "masked"
     if "tokens" in job.settings:
@@ -50,25 +50,30 @@ def of(job: Job, spec: ModelSpec, shift: int = 0) -> Data:
             raise JobError(f"{job.path}: has both tokens and images, expected one of them")
         if shift:
             raise JobError(f"{job.path}: options.shift is {shift}, but tokens are no images; use 0")
-        return _hidden(_tokens(job, spec, masked), spec, masked)
+        return _mask(_tokens(job, spec, masked), spec, masked)
     data = _arrays(job, spec, masked, shift)
-    return _hidden(_images(job, data) if "images" in job.settings else data, spec, masked)
+    return _mask(_images(job, data) if "images" in job.settings else data, spec, masked)
 
 
 def objective(job: Job, spec: ModelSpec) -> str:
-    """`labels`, or `masked` where the job says so and the model can."""
-    given = job.settings.get("objective", "labels")
-    if given not in OBJECTIVES:
-        raise JobError(f"{job.path}: objective is {given!r}, expected one of {', '.join(OBJECTIVES)}")
-    if given == "masked" and (spec.task != "next_token" or spec.tokens != spec.classes + 1):
+    """`labels` or `masked`, as the job says if the model supports it; the model's own by default."""
+    value = job.settings.get("objective", "masked" if spec.masked else "labels")
+    if value not in OBJECTIVES:
+        raise JobError(f"{job.path}: objective is {value!r}, expected one of {', '.join(OBJECTIVES)}")
+    if value == "masked" and (spec.task != "next_token" or spec.tokens != spec.classes + 1):
         raise JobError(
             f"{job.path}: objective is 'masked', but model {spec.name!r} has no mask token and a label for every "
             'token; use "bert" with options {"objective": "masked"}'
         )
-    return str(given)
+    if value == "labels" and spec.masked:
+        raise JobError(
+            f"{job.path}: objective is 'labels', but model {spec.name!r} finds hidden tokens: it sees the tokens after "
+            "each, and would only copy its labels; expected 'masked', or a model without options.objective"
+        )
+    return str(value)
 
 
-def _hidden(data: Data, spec: ModelSpec, masked: bool) -> Data:
+def _mask(data: Data, spec: ModelSpec, masked: bool) -> Data:
     if not masked:
         return data
     return Data(
@@ -86,7 +91,7 @@ def _tokens(job: Job, spec: ModelSpec, masked: bool) -> Data:
         raise JobError(f"{where} is given, but model {spec.name!r} does not predict tokens")
     ordinary = spec.classes if masked else min(spec.tokens, spec.classes)
     train, test = (
-        tokens.mapped(job.file(f"tokens.{part}", job.value("tokens", part)), spec.input_shape[0], ordinary)
+        tokens.load(job.file(f"tokens.{part}", job.value("tokens", part)), spec.input_shape[0], ordinary)
         for part in ("train", "test")
     )
     return Data(train, test)
@@ -97,19 +102,19 @@ def _arrays(job: Job, spec: ModelSpec, masked: bool, shift: int) -> Data:
         x = job.rows(f"x_{name}", spec, mapped=True)
         if shift:
             require_images(x, f"options.shift is {shift}", job.path)
-        # what is hidden is its own label, so a text without labels will do
+        # masked tokens are their own labels, so a text without labels is enough
         return Arrays(x, np.zeros(len(x), np.int32) if masked else job.labels(f"y_{name}", spec, x))
 
     return Data(part("train"), part("test"))
 
 
 def _images(job: Job, data: Data) -> Data:
-    how = job.table("images", images.Augmentation) or images.Augmentation()
+    augmentation = job.table("images", images.Augmentation) or images.Augmentation()
     train, test, about = data.train, data.test, data.about
     assert isinstance(train, Arrays)
     require_images(train.x, "images is given", job.path)
-    if how.normalise:
+    if augmentation.normalise:
         scale = images.scale_of(train.x)
         train, test = images.Scaled(train, scale), images.Scaled(test, scale)
         about = {"normalised": {"mean": scale.mean.tolist(), "deviation": scale.deviation.tolist()}}
-    return Data(images.augmented(train, how), test, about)
+    return Data(images.augment(train, augmentation), test, about)

@@ -1,9 +1,9 @@
-"""Data parallelism over rows that must stay where they are: every process trains on its own, and some have fewer.
+"""Data parallelism over rows that cannot move: every process trains on its own, and some have fewer.
 
-A step's global batch is whatever the processes still have between them. One that has run out goes on with a row that
-does not count, until all have (`torch.distributed.algorithms.Join` tells): so gradients are those of the others, and
-params and optimizer state, of which it may own a part, go along. Losses are divided by the labels of the whole step,
-so no process's rows weigh more because others have ended. Any plan whose only axis is dp.
+A step's global batch is whatever rows the processes still have. A process that has run out continues with a row that
+does not count until all have (`torch.distributed.algorithms.Join` tracks that): so its gradients are those of the
+others, and its params and optimizer state, which it may own a part of, stay in step. Losses are divided by the labels
+of the whole step, so no process's rows gain weight when others have ended. Works with any plan whose only axis is dp.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def train(trainer: Trainer, own: Iterable[Rows], spec: ModelSpec) -> None:
     """Trains until the last process has no rows left.
 
     Args:
-        own: this process's share of every step's batch, inputs and labels; may be empty and need not say how many.
+        own: this process's share of every step's batch, inputs and labels; may be empty, and may be any iterable.
     """
     steps = _Steps(trainer, _blank(spec))
     with Join([steps]):
@@ -49,7 +49,7 @@ class _Steps(Joinable):
         self.trainer.train_on(batch)
 
     def join_hook(self, **_: Any) -> JoinHook:
-        return _Following(self)
+        return _CatchUp(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -60,8 +60,8 @@ class _Steps(Joinable):
         return self.trainer.world.group("dp")
 
 
-class _Following(JoinHook):
-    """What a process does while others still have rows."""
+class _CatchUp(JoinHook):
+    """Takes blank steps while other processes still have rows."""
 
     def __init__(self, steps: _Steps) -> None:
         self.steps = steps

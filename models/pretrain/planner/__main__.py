@@ -1,12 +1,12 @@
-"""`python -P -m models.pretrain.planner JOB.json`: ranks the plans that a job's model can be trained by.
+"""`python -P -m models.pretrain.planner JOB.json`: ranks the plans that can train a job's model.
 
-Beside what `models.pretrain.worker` reads the job may have `planner`, a table of `Settings`; its `plan` fixes the keys
-it names. Writes `profile.json`, `plan.json` (the ranking), and `result.json` with everything:
+Besides what `models.pretrain.worker` reads, the job may have `planner`, a table of `Settings`; its `plan` fixes the
+keys it names. Writes `profile.json`, `plan.json` (the ranking), and `result.json` with everything:
 
-    {"profile": {…}, "ranking": [{"plan", "seconds", "predicted", "measured", "memory_bytes", "parts", "memory"}, …],
+    {"profile": {…}, "processes": 2, "ranking": [{"plan", "processes", "seconds", "predicted", "measured", "memory_bytes", "parts", "memory"}, …],
      "refused": [{"plan", "reason"}, …], "explanation": ["…", …], "scaling": {…}}
 
-`scaling.options` are the options of the training that change where its rule is applied.
+`scaling.options` are the training options that change if its rule is applied.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edge_client import process
 from edge_client.files import write_durably
+from edge_client.processes import process
 from models import job as jobs
 from models import options
 from models.options import bounded
 from models.pretrain.plan import MOST, PlanError
-from models.pretrain.planner import crew as crews
-from models.pretrain.planner import explain, profile, scaling
-from models.pretrain.planner.crew import Crew
+from models.pretrain.planner import bench_workers, explain, profile, scaling
+from models.pretrain.planner.bench_workers import BenchWorkers
 from models.pretrain.planner.profile import Profile, ProfileError
 from models.pretrain.planner.scaling import Rule
-from models.pretrain.planner.search import Found, search
+from models.pretrain.planner.search import SearchResult, search, with_fewer
 from models.pretrain.planner.verify import verify
 from models.pretrain.training import Options
 
 REFUSED = 200
-"""Refused plans that are written out, of many alike."""
+"""Largest number of refused plans in the result; many are alike."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +41,16 @@ class Settings:
     """What to plan for.
 
     Attributes:
-        processes: in all.
+        processes: in all; plans for fewer are included where they are predicted faster.
         per_host: processes on a host; 0: all on one.
         memory_mib: of a process; 0: what this machine has.
         profile: a file to plan with instead of measuring; relative to the job file.
-        scaling: how options follow the batch; none leaves them.
-        base_batch_size: the batch that the options are right for; 0: the one given.
+        scaling: how options follow the batch; none leaves them unchanged.
+        base_batch_size: the batch that the options were tuned for; 0: the current one.
         slow_between: how many times slower a message between hosts is than inside one.
-        measure: how many kinds of plans are tried out, and the fastest of them chosen; 0: the best predicted is. None are
-            where this machine cannot tell: for several hosts, for more processes than it starts, with a kept profile.
+        measure: number of kinds of plans to measure, of which the fastest is chosen; 0: the best prediction is chosen.
+            Nothing is measured where this machine cannot tell: for several hosts, for more processes than it starts,
+            with a kept profile.
     """
 
     processes: int = bounded(1, 1, MOST)
@@ -69,35 +69,42 @@ class Settings:
 
 
 def plan(path: Path, report: process.Report) -> None:
-    """The whole job."""
+    """Plans a job."""
     job = jobs.read(path)
-    given = job.options(Options)
+    training = job.options(Options)
     settings = settings_of(job)
     fixed = job.settings.get("plan", {})
     if not isinstance(fixed, dict):
         raise jobs.JobError(f"{path}: plan is {fixed!r}, expected an object")
     with ExitStack() as stack:
-        crew = stack.enter_context(_crew(job, settings)) if not settings.profile else None
-        measured = _profile(job, settings, given, crew, report)
+        workers = stack.enter_context(_workers(job, settings)) if not settings.profile else None
+        measured = _profile(job, settings, training, workers, report)
         try:
-            found = search(measured, given.batch_size, settings.processes, fixed)
+            found = search(measured, training.batch_size, settings.processes, fixed)
+            found = with_fewer(found, measured, training.batch_size, settings.processes, fixed)
         except PlanError as error:
             raise jobs.JobError(f"{path}: {error}") from None
-        if crew is not None and found.ranking and settings.measure and _tells(crew, settings):
+        if (
+            workers is not None
+            and found.ranking
+            and settings.measure
+            and _is_representative(workers, settings)
+        ):
             report(stage="plan", step=3, steps=4, what="the most promising plans")
-            found = verify(found, crew, settings.measure)
+            found = verify(found, workers, settings.measure)
     report(stage="plan", step=4, steps=4, fitting=len(found.ranking), refused=len(found.refused))
     profile.write(measured, job.out / "profile.json")
     ranking = {"ranking": explain.rows(found)}
     write_durably(job.out / "plan.json", (json.dumps(ranking, indent=2) + "\n").encode())
-    scaling_asked = _scaling(settings, given, _steps_per_epoch(job, given))
-    jobs.write_result(job.out, {**result(found, measured, settings), "scaling": scaling_asked})
+    scaled = _scaling(settings, training, _steps_per_epoch(job, training))
+    jobs.write_result(job.out, {**result(found, measured, settings), "scaling": scaled})
 
 
-def result(found: Found, measured: Profile, settings: Settings) -> dict[str, Any]:
-    """What is written of a search."""
+def result(found: SearchResult, measured: Profile, settings: Settings) -> dict[str, Any]:
+    """The result of a search, as JSON."""
     return {
         "profile": profile.table(measured),
+        "processes": settings.processes,
         "ranking": explain.rows(found),
         "refused": [
             {"plan": str(refused.plan), "reason": refused.reason} for refused in found.refused[:REFUSED]
@@ -106,12 +113,12 @@ def result(found: Found, measured: Profile, settings: Settings) -> dict[str, Any
     }
 
 
-def _unmeasured(found: Found, settings: Settings) -> list[str]:
-    """That nothing was measured, although it was asked for, and why."""
+def _unmeasured(found: SearchResult, settings: Settings) -> list[str]:
+    """Why nothing was measured, where it should have been."""
     if not settings.measure or not found.ranking or found.ranking[0].measured is not None:
         return []
     if settings.profile:
-        return ["Predicted only: the profile is a kept one, and may be that of another machine."]
+        return ["Predicted only: the profile is a kept one, and may be from another machine."]
     return [
         f"Predicted only: this machine cannot show what {settings.processes} processes, {settings.host} a host, will take."
     ]
@@ -124,17 +131,21 @@ def settings_of(job: jobs.Job) -> Settings:
         raise jobs.JobError(str(error)) from None
 
 
-def _crew(job: jobs.Job, settings: Settings) -> AbstractContextManager[Crew]:
-    return crews.hired(job, max(1, crews.most(max(2, settings.host))))
+def _workers(job: jobs.Job, settings: Settings) -> AbstractContextManager[BenchWorkers]:
+    return bench_workers.start(job, max(1, bench_workers.max_workers(max(2, settings.host))))
 
 
-def _tells(crew: Crew, settings: Settings) -> bool:
-    """Whether what these processes take is what a training's will."""
-    return crew.count == settings.processes == settings.host and settings.slow_between == 1
+def _is_representative(workers: BenchWorkers, settings: Settings) -> bool:
+    """Whether measurements with these processes apply to the training."""
+    return workers.count == settings.processes == settings.host and settings.slow_between == 1
 
 
 def _profile(
-    job: jobs.Job, settings: Settings, given: Options, crew: Crew | None, report: process.Report
+    job: jobs.Job,
+    settings: Settings,
+    training: Options,
+    workers: BenchWorkers | None,
+    report: process.Report,
 ) -> Profile:
     per_host = settings.host
     if settings.profile:
@@ -145,7 +156,7 @@ def _profile(
     else:
         from models.pretrain.planner import probe
 
-        found = probe.measure(job, given, per_host, crew, report)
+        found = probe.measure(job, training, per_host, workers, report)
     machine = replace(found.machine, per_host=per_host)
     if settings.memory_mib:
         machine = replace(machine, memory_bytes=settings.memory_mib * 2.0**20)
@@ -157,28 +168,28 @@ def _profile(
     return replace(found, machine=machine)
 
 
-def _scaling(settings: Settings, given: Options, steps_per_epoch: int) -> dict[str, Any]:
-    """What the batch asks of the options, and whether it is to be done."""
-    base = settings.base_batch_size or given.batch_size
-    rule = settings.scaling if settings.scaling != "none" else scaling.suited(given.optimizer)
-    after = dataclasses.asdict(scaling.scaled(given, base, rule, steps_per_epoch))
-    before = dataclasses.asdict(given)
+def _scaling(settings: Settings, training: Options, steps_per_epoch: int) -> dict[str, Any]:
+    """How the options should follow the batch, and whether they are to."""
+    base = settings.base_batch_size or training.batch_size
+    rule = settings.scaling if settings.scaling != "none" else scaling.rule_for(training.optimizer)
+    after = dataclasses.asdict(scaling.scaled(training, base, rule, steps_per_epoch))
+    before = dataclasses.asdict(training)
     return {
         "rule": rule,
         "applied": settings.scaling != "none",
         "base_batch_size": base,
-        "batch_size": given.batch_size,
+        "batch_size": training.batch_size,
         "options": {name: after[name] for name in after if after[name] != before[name]},
     }
 
 
-def _steps_per_epoch(job: jobs.Job, given: Options) -> int:
+def _steps_per_epoch(job: jobs.Job, training: Options) -> int:
     """Of the training set, or 0 where the job names none."""
     if not {"arrays", "tokens"} & set(job.settings):
         return 0
     from models.pretrain.data import sources
 
-    return -(-len(sources.of(job, job.spec(), given.shift).train) // given.batch_size)
+    return -(-len(sources.from_job(job, job.spec(), training.shift).train) // training.batch_size)
 
 
 if __name__ == "__main__":

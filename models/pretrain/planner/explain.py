@@ -1,4 +1,4 @@
-"""Why the first of a ranking is first, what limits it, and what became of the others, in words and rows."""
+"""Explains a ranking: why the first plan is first, what limits it, and why others are not chosen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from models.pretrain.planner.profile import Profile
-from models.pretrain.planner.search import Candidate, Found
+from models.pretrain.planner.search import Candidate, SearchResult
 
 _LIMITS = {
     "compute": "computation",
@@ -16,17 +16,18 @@ _LIMITS = {
     "bubble": "stages waiting for each other",
     "dp": "exchanging gradients and params between dp ranks",
     "optimizer": "the optimizer's step",
-    "other": "what frameworks do besides",
+    "other": "framework overhead",
 }
 _AXES = ("dp", "tp", "pp", "cp", "ep")
 
 
-def rows(found: Found) -> list[dict[str, Any]]:
-    """The ranking as a table: plan; seconds as well as they are known, predicted, and measured or none; memory_bytes;
-    parts of what is predicted, memory."""
+def rows(result: SearchResult) -> list[dict[str, Any]]:
+    """The ranking as a table: plan and its processes; best known seconds, predicted, and measured or none; memory_bytes;
+    parts of the prediction, memory."""
     return [
         {
             "plan": str(candidate.plan),
+            "processes": candidate.plan.processes,
             "seconds": candidate.seconds,
             "predicted": candidate.prediction.seconds,
             "measured": candidate.measured,
@@ -34,33 +35,49 @@ def rows(found: Found) -> list[dict[str, Any]]:
             "parts": candidate.prediction.parts,
             "memory": {name: round(size) for name, size in candidate.memory.parts.items()},
         }
-        for candidate in found.ranking
+        for candidate in result.ranking
     ]
 
 
-def explain(found: Found, profile: Profile, processes: int) -> list[str]:
-    """Sentences, the choice first."""
-    if not found.ranking:
-        return [f"No plan fits {processes} processes.", *_refusals(found)]
-    best = found.ranking[0]
-    lines = [_choice(found), _limit(best), _memory(best, profile)]
-    lines += _placed(best, profile)
-    lines += _others(found)
-    return [*lines, *_refusals(found)]
+def explain(result: SearchResult, profile: Profile, processes: int) -> list[str]:
+    """One sentence a line, the choice first."""
+    if not result.ranking:
+        return [f"No plan fits {processes} processes.", *_refusals(result)]
+    best = result.ranking[0]
+    lines = [_choice(result), *_fewer(result, processes), _limit(best), _memory(best, profile)]
+    lines += _placement(best, profile)
+    lines += _others(result)
+    return [*lines, *_refusals(result)]
 
 
-def _choice(found: Found) -> str:
-    best, fitting = found.ranking[0], len(found.ranking)
+def _choice(result: SearchResult) -> str:
+    best, fitting = result.ranking[0], len(result.ranking)
     predicted = f"{best.prediction.seconds * 1e3:.1f} ms a step predicted"
     if best.measured is None:
-        least = f"{predicted}, the least of {fitting} plans that fit"
+        claim = f"{predicted}, the least of {fitting} plans that fit"
     else:
-        measured = sum(candidate.measured is not None for candidate in found.ranking)
-        least = (
+        measured = sum(candidate.measured is not None for candidate in result.ranking)
+        claim = (
             f"{best.measured * 1e3:.1f} ms a step measured, the least of the {measured} most promising of {fitting} plans "
             f"that fit, {predicted}"
         )
-    return f"{best.plan}: {least}; {len(found.refused)} do not."
+    return f"{best.plan}: {claim}; {len(result.refused)} do not."
+
+
+def _fewer(result: SearchResult, processes: int) -> list[str]:
+    """Whether the choice leaves processes unused, and what a plan for all of them would take."""
+    best = result.ranking[0]
+    if best.plan.processes == processes:
+        return []
+    known = "predicted" if best.measured is None else "measured"
+    start = f"It uses {best.plan.processes} of the {processes} processes"
+    for candidate in result.ranking:
+        if candidate.plan.processes == processes:
+            longer = candidate.seconds / best.seconds - 1
+            return [
+                f"{start}: the best plan for all of them, {candidate.plan}, is {known} to take {longer:.1%} longer."
+            ]
+    return [f"{start}: no plan for all of them fits."]
 
 
 def _limit(best: Candidate) -> str:
@@ -70,7 +87,7 @@ def _limit(best: Candidate) -> str:
         f"{part} {parts[part] / best.prediction.seconds:.0%}"
         for part in sorted(parts, key=lambda p: -parts[p])
     )
-    return f"Most of what is predicted is {_LIMITS[name]} ({shares})."
+    return f"The largest part of the prediction is {_LIMITS[name]} ({shares})."
 
 
 def _memory(best: Candidate, profile: Profile) -> str:
@@ -80,7 +97,7 @@ def _memory(best: Candidate, profile: Profile) -> str:
     return f"It needs {best.memory.bytes / 2**20:.1f}{room} MiB a process, most of it {most}."
 
 
-def _placed(best: Candidate, profile: Profile) -> list[str]:
+def _placement(best: Candidate, profile: Profile) -> list[str]:
     """Which axes stay inside a host."""
     plan, per_host = best.plan, profile.machine.per_host
     if plan.processes <= per_host:
@@ -98,12 +115,12 @@ def _placed(best: Candidate, profile: Profile) -> list[str]:
     ]
 
 
-def _others(found: Found) -> list[str]:
-    """The next best, and the best that leaves out or changes each way of splitting."""
-    best = found.ranking[0]
+def _others(result: SearchResult) -> list[str]:
+    """The next best plan of each other shape, and why it is slower."""
+    best = result.ranking[0]
     lines: list[str] = []
     shown = {_shape(best)}
-    for candidate in found.ranking[1:]:
+    for candidate in result.ranking[1:]:
         shape = _shape(candidate)
         if shape in shown:
             continue
@@ -111,7 +128,7 @@ def _others(found: Found) -> list[str]:
         slower = candidate.seconds / best.seconds - 1
         parts, own = candidate.prediction.parts, best.prediction.parts
         more = max(parts, key=lambda name: parts[name] - own.get(name, 0.0))
-        why = f", for more goes to {_LIMITS[more]}" if parts[more] > own.get(more, 0.0) else ""
+        why = f", because more time goes to {_LIMITS[more]}" if parts[more] > own.get(more, 0.0) else ""
         lines.append(f"{'Next best' if not lines else 'Then'} {candidate.plan}: {slower:+.1%}{why}.")
         if len(lines) == 4:
             break
@@ -122,14 +139,14 @@ def _shape(candidate: Candidate) -> tuple[Any, ...]:
     return (*(getattr(candidate.plan, name) for name in _AXES), candidate.plan.zero > 0)
 
 
-def _refusals(found: Found) -> list[str]:
+def _refusals(result: SearchResult) -> list[str]:
     """The most frequent reasons."""
-    reasons = Counter(refused.reason for refused in found.refused)
-    first = {refused.reason: refused.plan for refused in reversed(found.refused)}
+    reasons = Counter(refused.reason for refused in result.refused)
+    first = {refused.reason: refused.plan for refused in reversed(result.refused)}
     return [
-        f"Refused {first[reason]}{_besides(count)}: {reason}." for reason, count in reasons.most_common(8)
+        f"Refused {first[reason]}{_and_more(count)}: {reason}." for reason, count in reasons.most_common(8)
     ]
 
 
-def _besides(count: int) -> str:
+def _and_more(count: int) -> str:
     return f" and {count - 1} more" if count > 1 else ""

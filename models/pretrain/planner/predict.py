@@ -1,10 +1,10 @@
-"""Seconds a step takes under a plan, by what they go to. Pure arithmetic over a profile.
+"""Predicts the seconds of a step under a plan, by category. Pure arithmetic over a profile.
 
     micro-batches through pieces, tp, cp and ep exchanges in every layer -> bubble -> gradients over dp -> optimizer
 
-What is exposed depends on how the trainer does it: DistributedDataParallel exchanges all buckets but the last while the
-backward pass goes on, where anything is idle to do so; `sum_gradients` exchanges after it; FSDP2 gathers every layer's
-params before it is used. Communication that shares the processor with computation hides nothing.
+Which communication is exposed depends on the trainer: DistributedDataParallel exchanges all buckets but the last during
+the backward pass, if a core is idle to do so; `sum_gradients` exchanges after it; FSDP2 gathers every layer's params
+before use. Communication that shares the processor with computation hides nothing.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from models.pretrain.collectives import cost
 from models.pretrain.plan import ParallelPlan
-from models.pretrain.planner import pipeline
+from models.pretrain.planner import collective_cost, pipeline
+from models.pretrain.planner.placement import Placement
 from models.pretrain.planner.profile import Piece, Profile
-from models.pretrain.planner.spread import Spread
 
 VALUE_BYTES = 4
 BUCKET_BYTES = 25 * 1024 * 1024
 SIMULATED = 4096
-"""Actions of a pipeline up to which it is simulated; longer ones are bounded."""
+"""Largest number of passes to simulate; longer pipelines are estimated."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Prediction:
     """Seconds of a step of the slowest process.
 
     Attributes:
-        parts: what they go to: compute, tp, cp, ep, bubble, dp, optimizer, other.
+        parts: by category: compute, tp, cp, ep, bubble, dp, optimizer, other.
     """
 
     seconds: float
@@ -38,7 +37,7 @@ class Prediction:
 
 
 class Parts(dict[str, float]):
-    """Seconds by what they go to; what is not there is 0."""
+    """Seconds by category; missing ones are 0."""
 
     def __missing__(self, name: str) -> float:
         return 0.0
@@ -49,38 +48,38 @@ class Parts(dict[str, float]):
 
 
 def predict(plan: ParallelPlan, profile: Profile, batch_size: int) -> Prediction:
-    """For one step of `batch_size` rows."""
-    spread = Spread(plan, profile, batch_size)
-    slow = profile.machine.slower(spread.per_host)
+    """The prediction for one step of `batch_size` rows."""
+    placement = Placement(plan, profile, batch_size)
+    slow = profile.machine.slower(placement.per_host)
     parts = Parts()
     if plan.pp > 1:
-        parts.merge(_pipelined(spread))
+        parts.merge(_pipelined(placement))
     else:
-        for name, seconds in _micro_batch(spread, spread.stages()[0], True).items():
-            parts[name] += plan.pieces * seconds * (slow if name in ("compute", "other") else 1)
-    worst = max(range(plan.pp), key=lambda place: _values(spread, place))
-    parts["dp"] += _data(spread, worst, parts["compute"])
-    parts["optimizer"] += _optimizer(spread, worst) * slow
-    parts["other"] += (profile.step + _per_step(spread)) * slow
+        for name, seconds in _micro_batch(placement, placement.stages()[0], True).items():
+            parts[name] += plan.num_microbatches * seconds * (slow if name in ("compute", "other") else 1)
+    worst = max(range(plan.pp), key=lambda place: _values(placement, place))
+    parts["dp"] += _data(placement, worst, parts["compute"])
+    parts["optimizer"] += _optimizer(placement, worst) * slow
+    parts["other"] += (profile.step + _per_step(placement)) * slow
     return Prediction(sum(parts.values()), {name: seconds for name, seconds in parts.items() if seconds})
 
 
 def uses(plan: ParallelPlan, profile: Profile) -> Counter[str]:
-    """How often a step uses what has an overhead of its own, on the process that uses it most:
+    """How often a step uses each mechanism with an overhead of its own, on the process that uses it most:
 
-    tp, cp, ep: a layer and micro-batch; stage, stages, halves: a stage and micro-batch of schedules with one stage a
-    process, several, several and halved backward passes; loss: a micro-batch whose loss tp ranks share; ddp, sums: a step
-    whose gradients are summed during or after the backward pass; zero2, zero3: a unit of params gathered.
+    tp, cp, ep: per layer and micro-batch; stage, stages, halves: per stage and micro-batch of schedules with one stage a
+    process, several, several and halved backward passes; loss: per micro-batch whose loss tp ranks share; ddp, sums: per
+    step whose gradients are summed during or after the backward pass; zero2, zero3: per unit of params gathered.
     """
     layers = -(-len(profile.layers) // plan.pp)
     used: Counter[str] = Counter()
     for name in ("tp", "cp", "ep"):
         if getattr(plan, name) > 1:
-            used[name] = layers * plan.pieces
+            used[name] = layers * plan.num_microbatches
     if plan.loss_parallel:
-        used["loss"] = plan.pieces
+        used["loss"] = plan.num_microbatches
     if plan.pp > 1:
-        used[_stage_kind(plan)] = plan.pieces * plan.stages_per_rank
+        used[_stage_kind(plan)] = plan.num_microbatches * plan.stages_per_rank
     if plan.dp * plan.cp > 1:
         if plan.zero >= 2:
             used[f"zero{plan.zero}"] = (layers + plan.stages_per_rank) * _gathers(plan)
@@ -99,147 +98,163 @@ def _stage_kind(plan: ParallelPlan) -> str:
 
 def _gathers(plan: ParallelPlan) -> int:
     """How often a step gathers every unit of params."""
-    return plan.pieces * (2 if plan.zero == 3 else 1)
+    return plan.num_microbatches * (2 if plan.zero == 3 else 1)
 
 
-def _per_step(spread: Spread) -> float:
-    """Overheads that no micro-batch and no layer has."""
-    used, overhead = uses(spread.plan, spread.profile), spread.profile.overhead
+def _per_step(placement: Placement) -> float:
+    """Overheads per step, independent of micro-batches and layers."""
+    used, overhead = uses(placement.plan, placement.profile), placement.profile.overhead
     return sum(used[name] * overhead.get(name, 0.0) for name in ("ddp", "sums", "zero2", "zero3"))
 
 
-def _micro_batch(spread: Spread, pieces: list[Piece], last: bool) -> Parts:
-    """Forward and backward of one micro-batch through a stage on a process that has a core to itself."""
+def _micro_batch(placement: Placement, pieces: list[Piece], last: bool) -> Parts:
+    """Forward and backward of one micro-batch through a stage, on a process with its own core."""
     both = Parts()
     for backward in (False, True):
-        both.merge(_pass(spread, pieces, last, backward))
+        both.merge(_pass(placement, pieces, last, backward))
     return both
 
 
-def _pass(spread: Spread, pieces: list[Piece], last: bool, backward: bool) -> Parts:
-    plan, rows, overhead = spread.plan, spread.rows, spread.profile.overhead
+def _pass(placement: Placement, pieces: list[Piece], last: bool, backward: bool) -> Parts:
+    plan, rows, overhead = placement.plan, placement.rows, placement.profile.overhead
     parts = Parts()
     for piece in pieces:
-        seconds = piece.backward[spread.policy(piece)] if backward else piece.forward
+        seconds = piece.backward[placement.policy(piece)] if backward else piece.forward
         parts["compute"] += seconds.at(rows, plan.tp)
-        _exchange(parts, spread, piece, backward)
-        if spread.is_layer(piece):
+        _exchange(parts, placement, piece, backward)
+        if placement.is_layer(piece):
             for name in ("tp", "cp", "ep"):
                 if getattr(plan, name) > 1:
                     parts["other"] += overhead.get(name, 0.0) / 2
     if last:
-        loss = spread.profile.loss
+        loss = placement.profile.loss
         seconds = loss.backward["none"] if backward else loss.forward
-        parts["compute"] += seconds.at(rows, spread.loss_tp())
+        parts["compute"] += seconds.at(rows, placement.loss_tp())
         if plan.loss_parallel:
             parts["other"] += overhead.get("loss", 0.0) / 2
         if plan.tp > 1 and not plan.loss_parallel and not backward:
-            logits = spread.profile.last.output_bytes * rows
-            parts["tp"] += cost.all_gather_seconds(spread.link("tp"), plan.tp, logits)
+            logits = placement.profile.last.output_bytes * rows
+            parts["tp"] += collective_cost.all_gather_seconds(placement.link("tp"), plan.tp, logits)
     return parts
 
 
-def _exchange(parts: Parts, spread: Spread, piece: Piece, backward: bool) -> None:
-    """What tp, cp and ep ranks exchange in one pass of a piece. Inner activations are as large as its output."""
-    plan, size = spread.plan, piece.output_bytes * spread.rows
-    again = (
-        2 if backward and spread.policy(piece) == "full" else 1
-    )  # a recomputed forward pass exchanges again
+def _exchange(parts: Parts, placement: Placement, piece: Piece, backward: bool) -> None:
+    """Adds the exchanges of tp, cp and ep ranks in one pass of a piece. Inner activations are as large as its output."""
+    plan, size = placement.plan, piece.output_bytes * placement.rows
+    # a recomputed forward pass exchanges again
+    again = 2 if backward and placement.policy(piece) == "full" else 1
     if plan.tp > 1:
-        forward = piece.rows * cost.all_reduce_seconds(spread.link("tp"), plan.tp, size)
-        back = piece.columns * cost.all_reduce_seconds(spread.link("tp"), plan.tp, size)
+        forward = piece.rows * collective_cost.all_reduce_seconds(placement.link("tp"), plan.tp, size)
+        back = piece.columns * collective_cost.all_reduce_seconds(placement.link("tp"), plan.tp, size)
         parts["tp"] += back + (again - 1) * forward if backward else forward
     if plan.cp > 1:
-        # query, key, value, and what attention gives; heads of a tp rank only
-        one = cost.all_to_all_seconds(spread.link("cp"), plan.cp, size / plan.tp)
+        # query, key, value and the attention's output; heads of a tp rank only
+        one = collective_cost.all_to_all_seconds(placement.link("cp"), plan.cp, size / plan.tp)
         parts["cp"] += 4 * again * piece.attentions * one
     if plan.ep > 1:
-        parts["ep"] += 2 * again * piece.experts * cost.all_to_all_seconds(spread.link("ep"), plan.ep, size)
+        parts["ep"] += (
+            2
+            * again
+            * piece.experts
+            * collective_cost.all_to_all_seconds(placement.link("ep"), plan.ep, size)
+        )
 
 
-def _pipelined(spread: Spread) -> Parts:
-    plan = spread.plan
-    stages = spread.stages()
-    used = uses(plan, spread.profile)[_stage_kind(plan)]
-    extra = spread.profile.overhead.get(_stage_kind(plan), 0.0) if used else 0.0
+def _pipelined(placement: Placement) -> Parts:
+    plan = placement.plan
+    stages = placement.stages()
+    used = uses(plan, placement.profile)[_stage_kind(plan)]
+    extra = placement.profile.overhead.get(_stage_kind(plan), 0.0) if used else 0.0
     passes = [
-        [_pass(spread, pieces, number == len(stages) - 1, backward) for backward in (False, True)]
+        [_pass(placement, pieces, number == len(stages) - 1, backward) for backward in (False, True)]
         for number, pieces in enumerate(stages)
     ]
-    described = pipeline.Stages(
+    durations = pipeline.Stages(
         forward=[sum(forward.values()) + extra / 2 for forward, _ in passes],
         backward=[sum(backward.values()) + extra / 2 for _, backward in passes],
         send=[
-            cost.send_seconds(spread.send_link(number), pieces[-1].output_bytes * spread.rows)
+            collective_cost.send_seconds(
+                placement.send_link(number), pieces[-1].output_bytes * placement.rows
+            )
             for number, pieces in enumerate(stages[:-1])
         ],
-        slower=spread.slower,
+        slower=placement.slower,
     )
-    works = []
+    totals = []
     for place in range(plan.pp):
         work = Parts()
-        for stage in spread.stages_of(place):
-            for found in passes[stage]:
-                work.merge(found)
+        for stage in placement.stages_of(place):
+            for part in passes[stage]:
+                work.merge(part)
             work["other"] += extra
-        works.append(Parts({name: plan.pieces * value for name, value in work.items()}))
-    place = max(range(plan.pp), key=lambda place: sum(works[place].values()))
-    busiest = works[place]
+        totals.append(Parts({name: plan.num_microbatches * value for name, value in work.items()}))
+    place = max(range(plan.pp), key=lambda place: sum(totals[place].values()))
+    busiest = totals[place]
     alone = sum(busiest.values())
-    run = (pipeline.simulate if plan.virtual_stages * plan.pieces <= SIMULATED else pipeline.bound)(
-        plan, described
-    )
+    run = (
+        pipeline.simulate if plan.virtual_stages * plan.num_microbatches <= SIMULATED else pipeline.estimate
+    )(plan, durations)
     seconds, busy = run.seconds, run.busy[place]
-    busiest["compute"] += busy - alone  # cores are shared
+    busiest["compute"] += busy - alone  # from sharing cores
     busiest["bubble"] = max(0.0, seconds - busy)
     return busiest
 
 
-def _values(spread: Spread, place: int) -> float:
-    """Parameters of the process at `place` along pp, before zero shares them out."""
-    stages = spread.stages()
-    return sum(spread.values(stages[stage]) for stage in spread.stages_of(place))
+def _values(placement: Placement, place: int) -> float:
+    """Parameters of the rank at `place` along pp, before zero shards them."""
+    stages = placement.stages()
+    return sum(placement.values(stages[stage]) for stage in placement.stages_of(place))
 
 
-def _data(spread: Spread, place: int, compute: float) -> float:
-    """Exposed exchange of gradients, and of params that are shared out."""
-    plan, machine = spread.plan, spread.profile.machine
-    if spread.data == 1:
+def _data(placement: Placement, place: int, compute: float) -> float:
+    """Exposed time to exchange gradients, and params that are sharded."""
+    plan, machine = placement.plan, placement.profile.machine
+    if placement.data == 1:
         return 0.0
-    values = _values(spread, place)
+    values = _values(placement, place)
     size = values * VALUE_BYTES
-    hides = machine.device != "cpu" or spread.per_host < machine.cores
+    hides = machine.device != "cpu" or placement.per_host < machine.cores
     if plan.zero >= 2:
-        stages = spread.stages()
+        stages = placement.stages()
         units = [
-            spread.values([piece]) * VALUE_BYTES
-            for stage in spread.stages_of(place)
+            placement.values([piece]) * VALUE_BYTES
+            for stage in placement.stages_of(place)
             for piece in stages[stage]
-            if spread.is_layer(piece)
+            if placement.is_layer(piece)
         ]
         units.append(max(0.0, size - sum(units)))
-        kept, n = spread.link("kept"), spread.keepers
-        gathers = sum(cost.all_gather_seconds(kept, n, unit) for unit in units) * _gathers(plan)
-        scatters = sum(cost.reduce_scatter_seconds(kept, n, unit) for unit in units)
+        kept, n = placement.link("fsdp"), placement.param_shards
+        gathers = sum(collective_cost.all_gather_seconds(kept, n, unit) for unit in units) * _gathers(plan)
+        scatters = sum(collective_cost.reduce_scatter_seconds(kept, n, unit) for unit in units)
         if plan.replicate > 1:
-            scatters += cost.all_reduce_seconds(spread.link("replicate"), plan.replicate, size / n)
+            scatters += collective_cost.all_reduce_seconds(
+                placement.link("replicate"), plan.replicate, size / n
+            )
         exposed = max(0.0, gathers + scatters - compute) if hides else gathers + scatters
         # the first gather and the last scatter have nothing to hide behind
-        edge = cost.all_gather_seconds(kept, n, units[-1]) + cost.reduce_scatter_seconds(kept, n, units[0])
+        edge = collective_cost.all_gather_seconds(
+            kept, n, units[-1]
+        ) + collective_cost.reduce_scatter_seconds(kept, n, units[0])
         return max(exposed, edge)
-    # experts are kept by several of the ranks and exchanged among the others only; close to all of it is the rest
-    all_reduce = cost.all_reduce_seconds(spread.link("data"), spread.data, size)
-    gathered = cost.all_gather_seconds(spread.link("data"), spread.data, size) if plan.zero == 1 else 0.0
+    # experts are exchanged only among the ranks with the same ones; nearly all params are not experts
+    all_reduce = collective_cost.all_reduce_seconds(placement.link("data"), placement.data, size)
+    gathered = (
+        collective_cost.all_gather_seconds(placement.link("data"), placement.data, size)
+        if plan.zero == 1
+        else 0.0
+    )
     if plan.tp == plan.pp == plan.ep == 1 and hides:
-        last = cost.all_reduce_seconds(spread.link("data"), spread.data, min(size, BUCKET_BYTES))
-        return max(last, all_reduce - compute / plan.pieces * 2 / 3) + gathered
+        last = collective_cost.all_reduce_seconds(
+            placement.link("data"), placement.data, min(size, BUCKET_BYTES)
+        )
+        return max(last, all_reduce - compute / plan.num_microbatches * 2 / 3) + gathered
     return all_reduce + gathered
 
 
-def _optimizer(spread: Spread, place: int) -> float:
-    optimizer, stages = spread.profile.optimizer, spread.stages()
-    tensors = sum(piece.tensors for stage in spread.stages_of(place) for piece in stages[stage])
-    values = _values(spread, place)
-    if spread.plan.zero:
-        values /= spread.keepers if spread.plan.zero >= 2 else spread.data
+def _optimizer(placement: Placement, place: int) -> float:
+    optimizer, stages = placement.profile.optimizer, placement.stages()
+    tensors = sum(piece.tensors for stage in placement.stages_of(place) for piece in stages[stage])
+    values = _values(placement, place)
+    if placement.plan.zero:
+        values /= placement.param_shards if placement.plan.zero >= 2 else placement.data
     return tensors * optimizer.fixed + values * optimizer.per_value

@@ -1,11 +1,10 @@
-"""Measures a model and this machine: pieces in one process, then short trainings, links and the sharing of cores in
-several. The result is a profile.
+"""Measures a model and this machine: pieces in one process, then short trainings, links and core sharing in several.
 
-What the formulas do not know, such as the time that DTensor takes to dispatch an operation, is the difference between
-what a process computed in a short training and what was predicted of it; it becomes an overhead of that way of splitting.
-On a CPU it is told from processor time, which does not pass while a process waits: for others of this machine, for
-messages, for the stage before. Waiting is what the formulas do know. An overhead is never negative, and one that a
-training's steps do not agree on is left out.
+Costs outside the formulas, such as DTensor's dispatch time, are the difference between the computing time of a short
+training and its prediction; the difference becomes an overhead of that way of splitting. On a CPU it is measured in
+processor time, which does not pass while a process waits: for other processes of the machine, for messages, for the
+previous stage. The formulas do cover waiting. An overhead is never negative, and is left out if a training's steps
+disagree on it.
 """
 
 from __future__ import annotations
@@ -19,15 +18,14 @@ from typing import Any
 
 import torch
 
-from edge_client import process
+from edge_client.processes import process
 from models.job import Job
 from models.pretrain import plan as plans
-from models.pretrain import world
-from models.pretrain.collectives import cost
+from models.pretrain import plan_rules, world
 from models.pretrain.parallelize import sizes_of
 from models.pretrain.plan import ParallelPlan
-from models.pretrain.planner import pieces, predict
-from models.pretrain.planner.crew import Crew
+from models.pretrain.planner import collective_cost, layer_profile, predict
+from models.pretrain.planner.bench_workers import BenchWorkers
 from models.pretrain.planner.profile import FREE, Machine, Profile
 from models.pretrain.training import Options
 
@@ -43,37 +41,43 @@ PROBES = (
     "pp=2,schedule=zero-bubble,microbatches=4",
     "dp=2,pp=2,microbatches=2",
 )
-"""Short trainings, every one with a way of splitting that those before it lack."""
+"""Short trainings, each with one way of splitting that the previous ones lack."""
 
-MOST_ROWS = 16
+MOST_ROWS, FEW_ROWS = 16, 4
+"""Rows of the measured batches; few where one row is slow."""
 TURNS = 3
+ENOUGH_SECONDS = 10.0
+"""No further turn of short trainings starts after this time."""
 SPREAD = 0.5
-"""Half the distance between quartiles of a training's steps, relative to their median, from which on they say nothing."""
+"""Half the interquartile range of a training's steps relative to their median, above which they are discarded."""
 FIXED_PARTS = ("compute", "optimizer", "other")
 """Parts of a prediction in which a process computes rather than waits."""
 
 Steps = Sequence[Sequence[float]]
-"""(seconds, seconds of processor time) of each step."""
+"""(seconds, processor seconds) of each step."""
 
 
-def measure(job: Job, options: Options, per_host: int, crew: Crew | None, report: process.Report) -> Profile:
-    """The profile of a job's model on this machine, with `per_host` processes on a host; `crew` are some of them.
+def measure(
+    job: Job, options: Options, per_host: int, workers: BenchWorkers | None, report: process.Report
+) -> Profile:
+    """The profile of a job's model on this machine, with `per_host` processes on a host, some of them `workers`.
 
     Raises:
-        JobError: a measuring process failed; its last words are in the message.
+        JobError: a measuring process failed; the message has the last line of its log.
     """
-    spec, device = job.spec(), world.own_device(ParallelPlan())
+    spec, device = job.spec(), world.select_device(ParallelPlan())
     torch.set_num_threads(1)
     report(stage="plan", step=0, steps=4, what="pieces of the model")
-    rows = max(2, min(options.batch_size, MOST_ROWS))
-    found = pieces.measure(spec, rows, device)
+    few = layer_profile.slow(spec, device)
+    rows = max(2, min(options.batch_size, FEW_ROWS if few else MOST_ROWS))
+    pieces = layer_profile.measure(spec, rows, device)
     profile = Profile(
         sizes=sizes_of(spec),
-        first=found.first,
-        layers=found.layers,
-        last=found.last,
-        loss=found.loss,
-        optimizer=pieces.optimizer(spec, options, device),
+        first=pieces.first,
+        layers=pieces.layers,
+        last=pieces.last,
+        loss=pieces.loss,
+        optimizer=layer_profile.optimizer(spec, options, device),
         machine=Machine(
             device=device.type,
             cores=len(os.sched_getaffinity(0)) if device.type == "cpu" else torch.cuda.device_count(),
@@ -82,41 +86,52 @@ def measure(job: Job, options: Options, per_host: int, crew: Crew | None, report
         ),
         about={"machine": platform.node() or platform.machine(), "torch": torch.__version__},
     )
-    if crew is None or crew.count < 2:
+    if workers is None or workers.count < 2:
         return profile
     report(stage="plan", step=1, steps=4, what="links, the sharing of cores and short trainings")
-    profile = _with_machine(profile, crew.ask("machine"))
-    fitting = [text for text in PROBES if _fits(text, profile, options, crew.count)]
+    profile = _with_machine(profile, workers.request("machine"))
+    # overheads do not depend on rows: for a large model they show better, and sooner, in a small batch
+    batch_size = min(options.batch_size, FEW_ROWS) if few else options.batch_size
+    fitting = [text for text in PROBES if _fits(text, profile, batch_size, workers.count)]
     probes: dict[str, Steps] = {}
     for size in sorted({plans.parse(text).processes for text in fitting}):
         texts = [text for text in fitting if plans.parse(text).processes == size]
-        probes |= crew.ask("steps", processes=size, plans=texts, turns=TURNS, race=False)
-    return calibrated(profile, options.batch_size, probes, crew.ask("alone", processes=1)["alone"])
+        probes |= workers.request(
+            "steps",
+            processes=size,
+            plans=texts,
+            turns=TURNS,
+            race=False,
+            batch_size=batch_size,
+            enough_seconds=ENOUGH_SECONDS,
+        )
+    alone = workers.request("alone", processes=1, batch_size=batch_size)["alone"]
+    return calibrate(profile, batch_size, probes, alone)
 
 
-def calibrated(profile: Profile, batch_size: int, probes: Mapping[str, Steps], alone: Steps) -> Profile:
-    """`profile` with overheads such that predictions agree with what processes computed in probes: plan -> steps.
+def calibrate(profile: Profile, batch_size: int, probes: Mapping[str, Steps], alone: Steps) -> Profile:
+    """`profile` with overheads that make predictions match the computing times of `probes`: plan -> steps.
 
     Probes ran on one host. `alone` are steps of one process without torch.distributed.
     """
-    used = agreed(alone)
+    used = consistent_median(alone)
     if used is not None:
-        expected = computing(predict.predict(ParallelPlan(), _on_one_host(profile, 1), batch_size))
+        expected = computing_seconds(predict.predict(ParallelPlan(), _on_one_host(profile, 1), batch_size))
         profile = replace(profile, step=max(0.0, used - expected))
     for text, steps in probes.items():
-        plan, used = plans.parse(text), agreed(steps)
+        plan, used = plans.parse(text), consistent_median(steps)
         new = {name: n for name, n in predict.uses(plan, profile).items() if name not in profile.overhead}
         if used is None or not new:
             continue
         here = _on_one_host(profile, plan.processes)
-        extra = max(0.0, used - computing(predict.predict(plan, here, batch_size)))
+        extra = max(0.0, used - computing_seconds(predict.predict(plan, here, batch_size)))
         shares = {name: extra / len(new) / times for name, times in new.items()}
         profile = replace(profile, overhead={**profile.overhead, **shares})
     return profile
 
 
-def agreed(steps: Steps) -> float | None:
-    """Median processor time of steps, or None where they are too far apart to tell."""
+def consistent_median(steps: Steps) -> float | None:
+    """Median processor time of steps, or None where they vary too much."""
     if len(steps) < 2:
         return None
     used = [step[1] for step in steps]
@@ -124,21 +139,21 @@ def agreed(steps: Steps) -> float | None:
     return None if (high - low) / 2 > SPREAD * middle else middle
 
 
-def computing(prediction: predict.Prediction) -> float:
+def computing_seconds(prediction: predict.Prediction) -> float:
     """Seconds in which a process computes."""
     return sum(prediction.parts.get(part, 0.0) for part in FIXED_PARTS)
 
 
 def _on_one_host(profile: Profile, processes: int) -> Profile:
-    """With a core for each, as sharing one adds nothing to processor time."""
+    """`profile` with a core for each process, since sharing one adds nothing to processor time."""
     machine = replace(profile.machine, per_host=processes, cores=processes, slowdown=((processes, 1.0),))
     return replace(profile, machine=machine)
 
 
-def _fits(text: str, profile: Profile, options: Options, processes: int) -> bool:
+def _fits(text: str, profile: Profile, batch_size: int, processes: int) -> bool:
     plan = plans.parse(text)
     try:
-        plans.check(plan, profile.sizes, batch_size=options.batch_size)
+        plan_rules.check(plan, profile.sizes, batch_size=batch_size)
     except plans.PlanError:
         return False
     return plan.processes <= processes
@@ -146,14 +161,16 @@ def _fits(text: str, profile: Profile, options: Options, processes: int) -> bool
 
 def _with_machine(profile: Profile, measured: dict[str, Any]) -> Profile:
     slowdown = tuple((int(count), max(1.0, factor)) for count, factor in measured["slowdown"])
-    samples = [cost.Sample(size, seconds, messages) for size, seconds, messages in measured["link"]]
-    link = cost.fit(samples) if len(samples) > 1 else FREE
+    samples = [
+        collective_cost.Sample(size, seconds, messages) for size, seconds, messages in measured["link"]
+    ]
+    link = collective_cost.fit(samples) if len(samples) > 1 else FREE
     machine = replace(profile.machine, slowdown=slowdown, inside=link, between=link)
     return replace(profile, machine=machine)
 
 
 def _memory_bytes(device: torch.device, per_host: int) -> float:
-    """What a process may use: the GPU's, or its share of what the host has free."""
+    """Memory available to a process: the GPU's, or its share of the host's free memory."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / per_host

@@ -1,7 +1,7 @@
-"""What is known of a model and of the machines it is to train on: measured by `probe`, kept as JSON, edited by hand.
+"""The profile of a model and its machines: measured by `probe`, stored as JSON, editable by hand.
 
-Everything that depends on a plan is a `Cost`: a fixed part and a part for every row of a micro-batch, each of which tp
-divides or not. So a handful of measurements says what any plan costs.
+Everything that depends on a plan is a `Cost`: a fixed part and a part per row of a micro-batch, each of which tp divides
+or not. So a handful of measurements determines the cost of any plan.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from edge_client.files import write_durably
-from models.pretrain.collectives.cost import Link
 from models.pretrain.plan import Sizes
+from models.pretrain.planner.collective_cost import Link
 
 FREE = Link(0.0, 0.0)
 
 
 class ProfileError(ValueError):
-    """Not a profile; the message says where and what was expected."""
+    """Not a valid profile; the message says where and what was expected."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds or bytes of a piece of a model, for so many rows and tp ranks.
+    """Seconds or bytes of a piece of a model, as a function of rows and tp ranks.
 
     Attributes:
-        fixed, per_row: what every tp rank has.
-        split_fixed, split_per_row: what they share.
+        fixed, per_row: the part every tp rank has.
+        split_fixed, split_per_row: the part tp divides.
     """
 
     fixed: float = 0.0
@@ -40,24 +40,24 @@ class Cost:
     split_per_row: float = 0.0
 
     def at(self, rows: float, tp: int = 1) -> float:
-        """Rows may be a fraction: with cp a process has a part of every row."""
+        """The cost for `rows` rows, a fraction with cp, where a process has a part of every row."""
         return self.fixed + self.split_fixed / tp + rows * (self.per_row + self.split_per_row / tp)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A layer, or what comes before or after the layers.
+    """A layer, or everything before or after the layers.
 
     Attributes:
-        values, split_values, expert_values: parameters that every tp rank has, that they share, that ep ranks share.
+        values, split_values, expert_values: parameters that every tp rank has, that tp divides, that ep divides.
         forward: seconds of a forward pass.
-        backward: of a backward pass, by what is recomputed in it.
-        kept: bytes from its forward until its backward pass, output included, by what is recomputed.
-        forward_bytes, backward_bytes: bytes at the worst moment of a pass beyond those before it.
-        output_bytes: of what it gives, a row.
-        columns, rows: matrices that tp splits by output and by input: how often tp ranks exchange a gradient, an output.
-        tensors: its parameters are.
-        attentions, experts: how often cp and ep ranks exchange what they hold.
+        backward: seconds of a backward pass, by recomputation.
+        kept: bytes kept from its forward to its backward pass, output included, by recomputation.
+        forward_bytes, backward_bytes: peak bytes of a pass beyond those before it.
+        output_bytes: bytes of its output, per row.
+        columns, rows: matrices that tp splits by output and by input: exchanges of a gradient, of an output.
+        tensors: number of its parameter tensors.
+        attentions, experts: number of exchanges of cp and ep ranks.
     """
 
     name: str
@@ -83,12 +83,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What a step of the optimizer takes.
+    """The cost of the optimizer's step.
 
     Attributes:
-        fixed, per_value: seconds for a tensor and for every value in it.
-        state: values kept for every parameter.
-        working_bytes: held for a moment, of its largest parameter.
+        fixed, per_value: seconds per tensor and per value.
+        state: values kept per parameter.
+        working_bytes: temporary memory, for its largest parameter.
     """
 
     fixed: float = 0.0
@@ -99,15 +99,14 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Machine:
-    """Hosts that are alike.
+    """A set of identical hosts.
 
     Attributes:
         device: cpu or cuda.
-        cores: of a host; with GPUs, GPUs of a host.
-        per_host: processes that are started on a host.
+        cores: of a host; with GPUs, its number of GPUs.
+        per_host: processes started on a host.
         memory_bytes: of a process.
-        slowdown: (processes that compute on a host at once, how much longer each then takes), from 1 process up.
-        overlaps: whether communication runs beside computation: on GPUs, or while cores are idle.
+        slowdown: (processes computing on a host at once, slowdown of each), from 1 process up.
         inside, between: links inside a host and between hosts.
     """
 
@@ -120,8 +119,8 @@ class Machine:
     between: Link = FREE
 
     def slower(self, active: float) -> float:
-        """How much longer each of `active` processes takes than one alone: between what was measured a line,
-        beyond it as long as it takes to share what there is."""
+        """Slowdown of each of `active` processes against one alone: interpolated between measurements, and beyond
+        them proportional to the load on the cores."""
         before = (0.0, 1.0)
         for count, factor in self.slowdown:
             if active <= count:
@@ -135,12 +134,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Profile:
-    """Everything that predictions are made from.
+    """The input of all predictions.
 
     Attributes:
-        first, layers, last, loss: the pieces of the model in order. One that cannot be taken apart is all in `last`.
+        first, layers, last, loss: the pieces of the model in order. A model that cannot be split is all in `last`.
         step: seconds of a step that no plan changes.
-        overhead: seconds that a way of splitting costs beyond its computation and messages, each time it is used (see
+        overhead: seconds per use of a way of splitting, beyond its computation and messages (see
             `models.pretrain.planner.predict.uses`).
         about: where and when it was measured.
     """
@@ -171,7 +170,7 @@ def write(profile: Profile, path: Path) -> None:
 
 
 def table(profile: Profile) -> dict[str, Any]:
-    """As JSON has it."""
+    """The profile as JSON."""
     return dataclasses.asdict(profile)
 
 
@@ -182,56 +181,55 @@ def read(path: Path) -> Profile:
         ProfileError: no such file, no JSON, or not what a profile has.
     """
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ProfileError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise ProfileError(f"{path} is not JSON: {error}") from error
-    return from_table(given, str(path))
+    return from_table(content, str(path))
 
 
-def from_table(given: object, where: str = "profile") -> Profile:
-    """The profile that `table` gave."""
-    made: Profile = _made(Profile, given, where)
-    return made
+def from_table(table: object, where: str = "profile") -> Profile:
+    """The profile of a table, as `table` returns it."""
+    profile: Profile = _parse(Profile, table, where)
+    return profile
 
 
-def _made(kind: Any, given: object, where: str) -> Any:
-    """`given` as `kind`: a dataclass, a tuple, a dictionary by name, a number or text."""
+def _parse(kind: Any, value: object, where: str) -> Any:
+    """`value` as `kind`: a dataclass, a tuple, a dictionary by name, a number or text."""
     if dataclasses.is_dataclass(kind):
-        if not isinstance(given, Mapping):
-            raise ProfileError(f"{where} is {given!r}, expected an object")
-        hints = typing.get_type_hints(kind)
-        for name in given:
-            if name not in hints:
-                raise ProfileError(f"{where} has the unknown key {name!r}; known: {', '.join(hints)}")
-        required = [
-            f.name
-            for f in dataclasses.fields(kind)
-            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        ]
-        for name in required:
-            if name not in given:
-                raise ProfileError(f"{where}.{name} is missing")
-        made: Any = kind
-        return made(**{name: _made(hints[name], value, f"{where}.{name}") for name, value in given.items()})
+        return _parse_dataclass(kind, value, where)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is dict:
-        if not isinstance(given, Mapping):
-            raise ProfileError(f"{where} is {given!r}, expected an object")
-        return {name: _made(arguments[1], value, f"{where}.{name}") for name, value in given.items()}
+        if not isinstance(value, Mapping):
+            raise ProfileError(f"{where} is {value!r}, expected an object")
+        return {name: _parse(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
     if origin is tuple:
-        if not isinstance(given, list | tuple):
-            raise ProfileError(f"{where} is {given!r}, expected a list")
-        kinds = [arguments[0]] * len(given) if arguments[-1] is ... else arguments
+        if not isinstance(value, list | tuple):
+            raise ProfileError(f"{where} is {value!r}, expected a list")
+        kinds = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
         return tuple(
-            _made(each, value, f"{where}[{index}]")
-            for index, (each, value) in enumerate(zip(kinds, given, strict=True))
+            _parse(each, item, f"{where}[{index}]")
+            for index, (each, item) in enumerate(zip(kinds, value, strict=True))
         )
     if kind is str or kind is bool:
-        if not isinstance(given, kind):
-            raise ProfileError(f"{where} is {given!r}, expected {'text' if kind is str else 'true or false'}")
-        return given
-    if not isinstance(given, int | float) or isinstance(given, bool) or not given >= 0:
-        raise ProfileError(f"{where} is {given!r}, expected a number >= 0")
-    return int(given) if kind is int else float(given)
+        if not isinstance(value, kind):
+            raise ProfileError(f"{where} is {value!r}, expected {'text' if kind is str else 'true or false'}")
+        return value
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+        raise ProfileError(f"{where} is {value!r}, expected a number >= 0")
+    return int(value) if kind is int else float(value)
+
+
+def _parse_dataclass(kind: Any, value: object, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise ProfileError(f"{where} is {value!r}, expected an object")
+    hints = typing.get_type_hints(kind)
+    for name in value:
+        if name not in hints:
+            raise ProfileError(f"{where} has the unknown key {name!r}; known: {', '.join(hints)}")
+    for f in dataclasses.fields(kind):
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and f.name not in value:
+            raise ProfileError(f"{where}.{f.name} is missing")
+    return kind(**{name: _parse(hints[name], item, f"{where}.{name}") for name, item in value.items()})

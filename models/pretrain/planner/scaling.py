@@ -1,4 +1,4 @@
-"""What a larger global batch asks of the learning rate and its warm-up.
+"""Adapts the learning rate and its warm-up to a larger global batch.
 
 linear   lr · k for k times the batch, for SGD, with a warm-up over the first epochs (Goyal 2017, sections 2.1 and 2.2)
 sqrt     lr · √k, for Adam and its kind (Krizhevsky 2014, section 5; Malladi 2022, definition 5.2), which also has
@@ -20,10 +20,10 @@ WARMUP_EPOCHS = 5
 
 
 def scaled(options: Options, base_batch_size: int, rule: Rule, steps_per_epoch: int = 0) -> Options:
-    """`options`, right for batches of `base_batch_size` rows, for batches of `options.batch_size`.
+    """`options`, tuned for batches of `base_batch_size` rows, adapted to batches of `options.batch_size`.
 
-    The number of examples seen stays, so that `steps` shrinks as the batch grows. Linear scaling warms up over five
-    epochs, of `steps_per_epoch` steps each, or a tenth of all steps if that is less, unless a warm-up is given.
+    The number of examples seen is unchanged, so `steps` shrinks as the batch grows. Linear scaling warms up over five
+    epochs, of `steps_per_epoch` steps each, or a tenth of all steps if that is less, unless a warm-up is set.
     """
     factor = options.batch_size / base_batch_size
     if rule == "none" or factor == 1:
@@ -48,27 +48,6 @@ def scaled(options: Options, base_batch_size: int, rule: Rule, steps_per_epoch: 
     )
 
 
-def suited(optimizer: str) -> Rule:
-    """The rule for an optimizer."""
+def rule_for(optimizer: str) -> Rule:
+    """The scaling rule of an optimizer."""
     return "linear" if optimizer == "sgd" else "sqrt"
-
-
-def noise_scale(small: tuple[int, float], large: tuple[int, float]) -> float:
-    """Simple gradient noise scale in rows, from (batch size, mean squared norm of its gradients) of two batch sizes.
-
-    McCandlish 2018, appendix A.1. Infinite where the two norms show no gradient under the noise.
-
-    Raises:
-        ValueError: the second batch is not larger than the first.
-    """
-    (b, g), (large_b, large_g) = small, large
-    if large_b <= b:
-        raise ValueError(f"the larger batch has {large_b} rows, the smaller {b}")
-    signal = (large_b * large_g - b * g) / (large_b - b)
-    noise = (g - large_g) / (1 / b - 1 / large_b)
-    return noise / signal if signal > 0 else math.inf
-
-
-def steps_needed(least_steps: float, batch_size: int, noise: float) -> float:
-    """Steps to the same loss as `least_steps` with an endless batch. McCandlish 2018, equation 2.7."""
-    return least_steps * (1 + noise / batch_size)

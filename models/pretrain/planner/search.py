@@ -1,19 +1,19 @@
-"""All plans for so many processes, those that fit ranked by predicted seconds, the others with what refuses them.
+"""Ranks all plans for a number of processes by predicted seconds, and lists those that do not fit with the reason.
 
-What the given table fixes stays. Left out is what cannot be faster than something that is there:
+Keys in the fixed table are kept. Plans that cannot be faster than another one are left out:
 
-    recomputation       only costs time where memory suffices: the least that fits is taken
+    recomputation       only costs time where memory suffices: the least that fits is used
     split               even, unless another makes the slowest stage faster by a twentieth, embedding, head, loss included
-    micro-batches       without stages one, as more only save memory; with stages from pp / 2 to 4 · pp, where the bubble is
-                        a fifth or less (Huang 2019, section 3.3), to 2 · pp for schedules that have less of it
+    micro-batches       one without stages, as more only save memory; with stages from pp / 2 to 4 · pp, where the bubble is
+                        a fifth or less (Huang 2019, section 3.3), to 2 · pp for schedules with a smaller bubble
     gpipe, naive, zbv   1f1b idles as long as gpipe and holds less, so gpipe is for fewer micro-batches than stages, where
                         there is no 1f1b; naive idles longer; zero-bubble idles no longer than zbv and holds as much
     zero                with 3, params are gathered twice as often as with 2; with stages and 2, for every micro-batch
     sequence            sends as much as without
-    loss_parallel       with stages only on, which sends less; without, either way
+    loss_parallel       always on with stages, since it sends less; both ways without stages
 
-Where one of the plans that are left would not fit in memory without recomputation, those that only save memory are there
-for its degrees too: more micro-batches, zbv, zero of 2 and 3, sequence.
+If one of the remaining plans would not fit in memory without recomputation, plans of its degrees that only save memory
+are included too: more micro-batches, zbv, zero of 2 and 3, sequence.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from models.pretrain import plan as plans
-from models.pretrain.plan import ParallelPlan, PlanError, Recompute
+from models.pretrain import plan_rules
+from models.pretrain.plan import ActivationCheckpoint, ParallelPlan, PlanError
 from models.pretrain.planner import memory, predict
 from models.pretrain.planner.memory import Memory
+from models.pretrain.planner.placement import Placement
 from models.pretrain.planner.predict import Prediction
 from models.pretrain.planner.profile import Piece, Profile
-from models.pretrain.planner.spread import Spread
 
-POLICIES: tuple[Recompute, ...] = get_args(Recompute)
+POLICIES: tuple[ActivationCheckpoint, ...] = get_args(ActivationCheckpoint)
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv")
 MOST_PIECES = 64
 WORTH_UNEVEN = 0.95
@@ -39,11 +40,11 @@ WORTH_UNEVEN = 0.95
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that fits, what is predicted of it, and what `verify` found.
+    """A plan that fits, its prediction, and the result of `verify`.
 
     Attributes:
         measured: seconds of a step.
-        correction: how many times longer than predicted plans like it took.
+        correction: how many times longer than predicted similar plans took.
     """
 
     plan: ParallelPlan
@@ -54,79 +55,100 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step, as well as is known."""
+        """Best known seconds of a step."""
         return self.prediction.seconds * self.correction if self.measured is None else self.measured
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A plan that does not, and why."""
+    """A plan that does not fit, and why."""
 
     plan: ParallelPlan
     reason: str
 
 
 @dataclass(frozen=True)
-class Found:
-    """`ranking`: the fastest first; `refused`: in no order."""
+class SearchResult:
+    """`ranking`: the fastest first; `refused`: unordered."""
 
     ranking: list[Candidate] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
 
 
 def search(
-    profile: Profile, batch_size: int, processes: int, given: Mapping[str, Any] | None = None
-) -> Found:
-    """Every plan for `processes` that agrees with the table `given`.
+    profile: Profile, batch_size: int, processes: int, fixed: Mapping[str, Any] | None = None
+) -> SearchResult:
+    """Ranks every plan for `processes` that agrees with the table `fixed`.
 
     Raises:
-        PlanError: `given` is no part of a plan.
+        PlanError: `fixed` is not part of a valid plan.
     """
-    found = Found()
-    for plan in candidates(profile, batch_size, processes, given or {}):
+    table = plans.canonical(fixed or {})
+    result = SearchResult()
+    for plan in candidates(profile, batch_size, processes, table):
         try:
-            plans.check(plan, profile.sizes, batch_size=batch_size, processes=processes)
+            plan_rules.check(plan, profile.sizes, batch_size=batch_size, processes=processes)
         except PlanError as error:
-            found.refused.append(Refused(plan, str(error).partition(": ")[2]))
+            result.refused.append(Refused(plan, str(error).partition(": ")[2]))
             continue
-        fitting = _fitting(plan, profile, batch_size, fixed="recompute" in (given or {}))
+        fitting = _fitting(plan, profile, batch_size, fixed="activation_checkpoint" in table)
         if isinstance(fitting, Refused):
-            found.refused.append(fitting)
+            result.refused.append(fitting)
         else:
             plan, needs = fitting
-            found.ranking.append(Candidate(plan, predict.predict(plan, profile, batch_size), needs))
-    found.ranking.sort(key=lambda candidate: (candidate.seconds, str(candidate.plan)))
-    return found
+            result.ranking.append(Candidate(plan, predict.predict(plan, profile, batch_size), needs))
+    result.ranking.sort(key=_sort_key)
+    return result
+
+
+def with_fewer(
+    result: SearchResult,
+    profile: Profile,
+    batch_size: int,
+    processes: int,
+    fixed: Mapping[str, Any] | None = None,
+) -> SearchResult:
+    """`result` with the best plan for each smaller number of processes, a divisor or a power of two, that is predicted
+    faster than all for `processes`."""
+    counts = [count for count in range(1, processes) if processes % count == 0 or count & (count - 1) == 0]
+    best = result.ranking[0].seconds if result.ranking else float("inf")
+    fewer = [search(profile, batch_size, count, fixed).ranking[:1] for count in counts]
+    faster = [candidate for ranking in fewer for candidate in ranking if candidate.seconds < best]
+    return replace(result, ranking=sorted([*result.ranking, *faster], key=_sort_key))
+
+
+def _sort_key(candidate: Candidate) -> tuple[float, str]:
+    return candidate.seconds, str(candidate.plan)
 
 
 def candidates(
-    profile: Profile, batch_size: int, processes: int, given: Mapping[str, Any]
+    profile: Profile, batch_size: int, processes: int, fixed: Mapping[str, Any]
 ) -> Iterator[ParallelPlan]:
-    """Plans for so many processes, possible or not; variants of one that is not are left out."""
-    base = plans.from_table(given)
+    """Plans for so many processes, valid or not; variants of an invalid one are left out."""
+    base = plans.from_table(fixed)
     divisors = [number for number in range(1, processes + 1) if processes % number == 0]
     for tp, pp, cp in itertools.product(
-        *(_choices(base, given, key, divisors) for key in ("tp", "pp", "cp"))
+        *(_choices(base, fixed, key, divisors) for key in ("tp", "pp", "cp"))
     ):
         if processes % (tp * pp * cp):
             continue
         dp = processes // (tp * pp * cp)
-        if "dp" in given and base.dp != dp:
+        if "dp" in fixed and base.dp != dp:
             continue
         shape = replace(base, dp=dp, tp=tp, pp=pp, cp=cp)
-        if _refused(replace(shape, zero=0, microbatches=1, schedule="gpipe"), profile, batch_size):
+        if _is_invalid(replace(shape, zero=0, microbatches=1, schedule="gpipe"), profile, batch_size):
             yield replace(shape, microbatches=1, schedule="gpipe")
             continue
-        variants = [*_variants(shape, profile, batch_size, given, saving=False)]
-        if _short(variants, profile, batch_size):
-            variants = [*_variants(shape, profile, batch_size, given, saving=True)]
+        variants = [*_variants(shape, profile, batch_size, fixed, saving=False)]
+        if _exceeds_memory(variants, profile, batch_size):
+            variants = [*_variants(shape, profile, batch_size, fixed, saving=True)]
         yield from variants
 
 
 def _variants(
-    shape: ParallelPlan, profile: Profile, batch_size: int, given: Mapping[str, Any], saving: bool
+    shape: ParallelPlan, profile: Profile, batch_size: int, fixed: Mapping[str, Any], saving: bool
 ) -> Iterator[ParallelPlan]:
-    """Plans of the same degrees; `saving`: with those that only save memory."""
+    """Plans of the same degrees; with `saving`, also those that only save memory."""
     dp, tp, pp = shape.dp, shape.tp, shape.pp
     experts = range(1, dp + 1) if profile.sizes.experts else (1,)
     zeros: Sequence[int] = (0,)
@@ -138,46 +160,46 @@ def _variants(
     if tp > 1 and profile.sizes.head:
         losses = (False, True) if pp == 1 or saving else (True,)
     for ep, zero, sequence, loss in itertools.product(
-        _choices(shape, given, "ep", [ep for ep in experts if dp % ep == 0]),
-        _choices(shape, given, "zero", zeros),
-        _choices(shape, given, "sequence", sequences),
-        _choices(shape, given, "loss_parallel", losses),
+        _choices(shape, fixed, "ep", [ep for ep in experts if dp % ep == 0]),
+        _choices(shape, fixed, "zero", zeros),
+        _choices(shape, fixed, "sequence", sequences),
+        _choices(shape, fixed, "loss_parallel", losses),
     ):
         variant = replace(shape, ep=ep, zero=zero, sequence=sequence, loss_parallel=loss)
-        schedules = _choices(shape, given, "schedule", SCHEDULES if pp > 1 else (shape.schedule,))
-        counts = _choices(shape, given, "microbatches", _piece_counts(batch_size // dp, pp, saving))
+        schedules = _choices(shape, fixed, "schedule", SCHEDULES if pp > 1 else (shape.schedule,))
+        counts = _choices(shape, fixed, "microbatches", _piece_counts(batch_size // dp, pp, saving))
         for schedule, pieces in itertools.product(schedules, counts):
             pieces = 0 if pp == pieces == 1 else pieces
-            timed = replace(variant, schedule=schedule, microbatches=pieces)
-            if saving or _can_be_best(timed, given):
-                yield timed if "split" in given else _split(timed, profile, batch_size)
+            variant_plan = replace(variant, schedule=schedule, microbatches=pieces)
+            if saving or _can_be_best(variant_plan, fixed):
+                yield variant_plan if "split" in fixed else _split(variant_plan, profile, batch_size)
 
 
-def _choices(base: ParallelPlan, given: Mapping[str, Any], key: str, values: Sequence[Any]) -> Sequence[Any]:
-    return (getattr(base, key),) if key in given else values
+def _choices(base: ParallelPlan, fixed: Mapping[str, Any], key: str, values: Sequence[Any]) -> Sequence[Any]:
+    return (getattr(base, key),) if key in fixed else values
 
 
-def _can_be_best(plan: ParallelPlan, given: Mapping[str, Any]) -> bool:
-    """Whether no plan that differs in schedule or micro-batches only is at least as fast in any case."""
-    if plan.pp == 1 or "schedule" in given:
+def _can_be_best(plan: ParallelPlan, fixed: Mapping[str, Any]) -> bool:
+    """Whether no plan with another schedule or number of micro-batches is always at least as fast."""
+    if plan.pp == 1 or "schedule" in fixed:
         return True
-    if plan.pieces < plan.pp or plan.schedule in ("gpipe", "zbv"):
-        return plan.schedule == "gpipe" and plan.pieces < plan.pp
-    return plan.schedule == "1f1b" or plan.pieces <= 2 * plan.pp or "microbatches" in given
+    if plan.num_microbatches < plan.pp or plan.schedule in ("gpipe", "zbv"):
+        return plan.schedule == "gpipe" and plan.num_microbatches < plan.pp
+    return plan.schedule == "1f1b" or plan.num_microbatches <= 2 * plan.pp or "microbatches" in fixed
 
 
-def _short(variants: Sequence[ParallelPlan], profile: Profile, batch_size: int) -> bool:
-    """Whether memory is, for any of them."""
+def _exceeds_memory(variants: Sequence[ParallelPlan], profile: Profile, batch_size: int) -> bool:
+    """Whether any of the valid variants exceeds the memory limit."""
     limit = profile.machine.memory_bytes
     return limit > 0 and any(
-        memory.needed(plan, profile, batch_size).bytes > limit
+        memory.peak(plan, profile, batch_size).bytes > limit
         for plan in variants
-        if not _refused(plan, profile, batch_size)
+        if not _is_invalid(plan, profile, batch_size)
     )
 
 
 def _split(plan: ParallelPlan, profile: Profile, batch_size: int) -> ParallelPlan:
-    """With layers spread unevenly over stages, where that is worth it."""
+    """`plan` with layers split unevenly over stages, where that is worthwhile."""
     if plan.pp == 1 or len(profile.layers) < plan.virtual_stages:
         return plan
     uneven = replace(plan, split=balanced(plan, profile, batch_size))
@@ -188,15 +210,15 @@ def _split(plan: ParallelPlan, profile: Profile, batch_size: int) -> ParallelPla
 def _slowest(plan: ParallelPlan, profile: Profile, batch_size: int) -> float:
     """Seconds of the slowest stage for a micro-batch."""
     cost = _stage_costs(plan, profile, batch_size)
-    ends = [0, *itertools.accumulate(len(layers) for layers in plan.layers_of(len(profile.layers)))]
+    ends = [0, *itertools.accumulate(len(layers) for layers in plan.layers_per_stage(len(profile.layers)))]
     return max(cost(stage, begin, end) for stage, (begin, end) in enumerate(itertools.pairwise(ends)))
 
 
 def balanced(plan: ParallelPlan, profile: Profile, batch_size: int) -> tuple[int, ...]:
-    """Layers of every stage, so that the slowest stage is as fast as can be.
+    """Layers of every stage that minimize the time of the slowest stage.
 
-    By dynamic programming over (stages, layers): the best of s stages for the first n layers is, over the layers k of
-    the last of them, the smaller maximum of that stage and the best of s - 1 for n - k.
+    By dynamic programming over (stages, layers): the best of s stages for the first n layers is, over the number k of
+    layers in the last of them, the minimum of the maximum of that stage and the best of s - 1 stages for n - k layers.
     """
     layers, stages = len(profile.layers), plan.virtual_stages
     cost = _stage_costs(plan, profile, batch_size)
@@ -214,16 +236,18 @@ def balanced(plan: ParallelPlan, profile: Profile, batch_size: int) -> tuple[int
 
 
 def _stage_costs(plan: ParallelPlan, profile: Profile, batch_size: int) -> Callable[[int, int, int], float]:
-    """Seconds of a stage with so many layers, from one up to another, for a micro-batch."""
-    spread = Spread(replace(plan, split=()), profile, batch_size)
+    """Seconds per micro-batch of a stage with a range of layers."""
+    placement = Placement(replace(plan, split=()), profile, batch_size)
     stages = plan.virtual_stages
 
     def seconds(piece: Piece, tp: int) -> float:
-        return piece.forward.at(spread.rows, tp) + piece.backward[spread.policy(piece)].at(spread.rows, tp)
+        return piece.forward.at(placement.rows, tp) + piece.backward[placement.policy(piece)].at(
+            placement.rows, tp
+        )
 
     sums = [0.0, *itertools.accumulate(seconds(layer, plan.tp) for layer in profile.layers)]
     before = seconds(profile.first, plan.tp)
-    after = seconds(profile.last, plan.tp) + seconds(profile.loss, spread.loss_tp())
+    after = seconds(profile.last, plan.tp) + seconds(profile.loss, placement.loss_tp())
 
     def cost(stage: int, begin: int, end: int) -> float:
         extra = (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
@@ -237,11 +261,11 @@ def _fitting(
 ) -> tuple[ParallelPlan, Memory] | Refused:
     """`plan` with as little recomputation as memory allows."""
     limit = profile.machine.memory_bytes
-    tried = [memory.needed(plan, profile, batch_size)]
+    tried = [memory.peak(plan, profile, batch_size)]
     policies = () if fixed or not profile.layers else POLICIES[1:]
-    for policy in (plan.recompute, *policies):
-        plan = replace(plan, recompute=policy)
-        tried.append(memory.needed(plan, profile, batch_size))
+    for policy in (plan.activation_checkpoint, *policies):
+        plan = replace(plan, activation_checkpoint=policy)
+        tried.append(memory.peak(plan, profile, batch_size))
         if not limit or tried[-1].bytes <= limit:
             return plan, tried[-1]
     needs = min(tried, key=lambda memory: memory.bytes)
@@ -252,16 +276,16 @@ def _fitting(
     )
 
 
-def _refused(plan: ParallelPlan, profile: Profile, batch_size: int) -> bool:
+def _is_invalid(plan: ParallelPlan, profile: Profile, batch_size: int) -> bool:
     try:
-        plans.check(plan, profile.sizes, batch_size=batch_size)
+        plan_rules.check(plan, profile.sizes, batch_size=batch_size)
     except PlanError:
         return True
     return False
 
 
 def _piece_counts(rows: int, pp: int, saving: bool) -> list[int]:
-    """Micro-batches to try for so many rows of a process: powers of two, of pp with stages."""
+    """Numbers of micro-batches to try for so many rows of a process: powers of two, multiples of pp with stages."""
     if saving:
         most, counts = max(MOST_PIECES, 4 * pp), [pp * 2**power for power in range(8)]
     else:

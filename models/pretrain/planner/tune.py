@@ -1,18 +1,18 @@
-"""`python -P -m models.pretrain.planner.tune JOB.json`: looks for a learning rate, warm-up and batch size.
+"""`python -P -m models.pretrain.planner.tune JOB.json`: searches for a learning rate, warm-up and batch size.
 
     draw candidates -> train each on few rows -> keep the best third -> train these on three times as many -> … -> best
 
-Successive halving (Jamieson and Talwalkar 2016, figure 3; its bracket in Li 2018, Algorithm 1): as many rows go into every
-round, shared by ever fewer candidates. Rows rather than steps, so that large batches are not trained more than small
-ones. Every training begins anew from the job's seed, and follows its schedule as if it went on to the last step.
-Candidates are judged by rows of the training set that none of them trains on; the test set is not looked at.
+Successive halving (Jamieson and Talwalkar 2016, figure 3; its bracket in Li 2018, Algorithm 1): every round has the same
+total of rows, shared by ever fewer candidates. Rows rather than steps, so that large batches do not get more training
+than small ones. Every training starts anew from the job's seed, and follows its schedule as if it ran to the last step.
+Candidates are evaluated on rows of the training set that none of them trains on; the test set is not used.
 
-Beside what `models.pretrain.worker` reads the job may have `tune`, a table of `Settings`. Writes `result.json`:
+Besides what `models.pretrain.worker` reads, the job may have `tune`, a table of `Settings`. Writes `result.json`:
 
     {"table": [{"round", "candidate", "lr", "warmup", "batch_size", "steps", "loss"}, …],
      "best": {"candidate", "lr", "warmup", "batch_size", "steps", "loss"}}
 
-Candidate 0 is what the job's options say. A loss that is not finite is written as null and is the worst of all.
+Candidate 0 has the job's own options. A loss that is not finite is written as null and ranks last.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from edge_client import process
+from edge_client.processes import process
 from models import job as jobs
 from models.options import bounded
 from models.pretrain import evaluation, initial, params, trainer, world
 from models.pretrain.data import sources
-from models.pretrain.data.batches import Chance, Indices, Rows, Source
+from models.pretrain.data.batches import BatchRandom, Indices, Rows, Source
 from models.pretrain.plan import ParallelPlan
 from models.pretrain.training import Options
 from models.zoo import ModelSpec
@@ -41,16 +41,16 @@ TUNED = ("lr", "warmup", "batch_size")
 
 @dataclass(frozen=True)
 class Settings:
-    """What to look through. Everything is drawn log-uniformly between its bounds.
+    """The search space and budget. Values are drawn log-uniformly between their bounds.
 
     Attributes:
-        candidates: trained in the first round.
-        steps: that each is trained in it, of the job's batch size; later rounds more.
-        eta: one of so many goes on to the next round.
+        candidates: in the first round.
+        steps: of each candidate in the first round, at the job's batch size; later rounds have more.
+        eta: one in `eta` candidates advances to the next round.
         lr_least, lr_most: 0: a thirtieth of the job's, thirty times it.
         warmup_most: steps; 0: a tenth of the training's.
         batch_least, batch_most: rows; 0: the job's.
-        held_back: rows of the training set that candidates are judged by; 0: a tenth of it, at most 1024.
+        held_back: rows of the training set for evaluating candidates; 0: a tenth of it, at most 1024.
     """
 
     candidates: int = bounded(9, 2, 10_000)
@@ -66,7 +66,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Round:
-    """How many candidates train on how many rows each."""
+    """Number of candidates, and rows that each trains on."""
 
     candidates: int
     rows: int
@@ -84,54 +84,54 @@ class Tried:
 
 
 def tune(path: Path, report: process.Report) -> None:
-    """The whole job."""
+    """Tunes a job."""
     torch.set_num_threads(1)
     job = jobs.read(path)
-    spec, given = job.spec(), job.options(Options)
+    spec, base = job.spec(), job.options(Options)
     settings = job.table("tune", Settings) or Settings()
-    train, judge = split(sources.of(job, spec, given.shift).train, settings.held_back, job)
-    spec = initial.starting(job, spec)
-    drawn = draw(settings, given, len(train), np.random.default_rng([job.seed, 1]))
-    plan = rounds(settings.candidates, settings.steps * given.batch_size, settings.eta)
+    train, held_back = split(sources.from_job(job, spec, base.shift).train, settings.held_back, job)
+    spec = initial.with_init(job, spec)
+    drawn = draw(settings, base, len(train), np.random.default_rng([job.seed, 1]))
+    plan = rounds(settings.candidates, settings.steps * base.batch_size, settings.eta)
     trainings, done = sum(each.candidates for each in plan), 0
 
     with world.join(ParallelPlan()) as here:
 
         def loss(options: Options, steps: int) -> float:
             nonlocal done
-            found = train_and_judge(spec, train, judge, options, steps, here, job.seed)
+            result = train_and_evaluate(spec, train, held_back, options, steps, here, job.seed)
             done += 1
-            report(stage="tune", step=done, steps=trainings, loss=found if math.isfinite(found) else None)
-            return found
+            report(stage="tune", step=done, steps=trainings, loss=result if math.isfinite(result) else None)
+            return result
 
         table = halve(drawn, plan, loss)
     jobs.write_result(job.out, {"table": [row(tried) for tried in table], "best": row(winner(table))})
 
 
 def rounds(candidates: int, rows: int, eta: int) -> list[Round]:
-    """Rounds down to fewer than `eta` candidates, the first of all of them with `rows` each.
+    """Rounds until fewer than `eta` candidates are left; the first has all candidates with `rows` each.
 
-    Round i has n / eta^i candidates, rounded down, and rows · eta^i for each, so that none takes more than the first.
+    Round i has n / eta^i candidates, rounded down, with rows · eta^i each, so none takes longer than the first.
     """
-    found = [Round(candidates, rows)]
-    while found[-1].candidates >= eta:
-        found.append(Round(found[-1].candidates // eta, found[-1].rows * eta))
-    return found
+    schedule = [Round(candidates, rows)]
+    while schedule[-1].candidates >= eta:
+        schedule.append(Round(schedule[-1].candidates // eta, schedule[-1].rows * eta))
+    return schedule
 
 
-def draw(settings: Settings, given: Options, rows: int, rng: np.random.Generator) -> list[Options]:
-    """Candidates for a training set of so many rows, the first what is given."""
-    lr = settings.lr_least or given.lr / 30, settings.lr_most or given.lr * 30
-    sizes = settings.batch_least or given.batch_size, settings.batch_most or given.batch_size
-    drawn = [given]
+def draw(settings: Settings, base: Options, rows: int, rng: np.random.Generator) -> list[Options]:
+    """Candidates for a training set of so many rows; the first is `base`."""
+    lr = settings.lr_least or base.lr / 30, settings.lr_most or base.lr * 30
+    sizes = settings.batch_least or base.batch_size, settings.batch_most or base.batch_size
+    drawn = [base]
     while len(drawn) < settings.candidates:
         batch = round(_log_uniform(*sizes, rng))
         options = replace(
-            given,
+            base,
             lr=_log_uniform(*lr, rng),
             batch_size=batch,
-            # the same rows in all
-            steps=max(1, round(given.steps * given.batch_size / batch)) if given.steps else 0,
+            # the same total of rows
+            steps=max(1, round(base.steps * base.batch_size / batch)) if base.steps else 0,
         )
         most = settings.warmup_most or options.steps_of(-(-rows // batch)) // 10
         drawn.append(replace(options, warmup=round(_log_uniform(1, max(1, most), rng))))
@@ -141,7 +141,7 @@ def draw(settings: Settings, given: Options, rows: int, rng: np.random.Generator
 def halve(
     candidates: Sequence[Options], plan: Sequence[Round], loss: Callable[[Options, int], float]
 ) -> list[Tried]:
-    """Every training of every round; `loss` is that after so many steps."""
+    """Results of every training of every round; `loss` trains for so many steps and returns the loss."""
     table: list[Tried] = []
     staying = list(range(len(candidates)))
     for number, each in enumerate(plan):
@@ -165,25 +165,25 @@ def _loss(tried: Tried) -> float:
     return tried.loss if math.isfinite(tried.loss) else math.inf
 
 
-def train_and_judge(
+def train_and_evaluate(
     spec: ModelSpec,
     train: Source,
-    judge: Source,
+    held_back: Source,
     options: Options,
     steps: int,
     here: world.World,
     seed: int,
 ) -> float:
-    """Mean loss on `judge` after `steps` steps of a training, or what it was when it stopped being finite."""
+    """Mean loss on `held_back` after `steps` steps, or the training loss if that is no longer finite."""
     training = trainer.build(spec, train, options, here, seed)
     for _ in range(min(steps, training.steps)):
         training.train_step()
     last = training.losses()[-1]
     if not math.isfinite(last):
         return last
-    whole = params.gather(training.parallel.parts, spec, here)
-    assert whole is not None
-    return evaluation.evaluate(whole.to(here.device), spec, judge, here.device)["test_loss"]
+    module = params.gather(training.parallel.parts, spec, here)
+    assert module is not None
+    return evaluation.evaluate(module.to(here.device), spec, held_back, here.device)["test_loss"]
 
 
 @dataclass(frozen=True)
@@ -196,18 +196,18 @@ class Part:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def read(self, rows: Indices, chance: Chance) -> Rows:
-        return self.source.read(self.rows[rows], chance)
+    def read(self, rows: Indices, random: BatchRandom) -> Rows:
+        return self.source.read(self.rows[rows], random)
 
     def counted(self, rows: Indices) -> int:
         return self.source.counted(self.rows[rows])
 
 
 def split(source: Source, held_back: int, job: jobs.Job) -> tuple[Source, Source]:
-    """What candidates train on, and what they are judged by, drawn from the job's seed.
+    """The rows candidates train on and those they are evaluated on, drawn from the job's seed.
 
     Raises:
-        JobError: as many rows are to be held back as there are.
+        JobError: no rows would be left to train on.
     """
     judged = held_back or max(1, min(1024, len(source) // 10))
     if judged >= len(source):
@@ -219,7 +219,7 @@ def split(source: Source, held_back: int, job: jobs.Job) -> tuple[Source, Source
 
 
 def row(tried: Tried) -> dict[str, Any]:
-    """As JSON has it."""
+    """A result as JSON."""
     options = asdict(tried.options)
     return {
         "round": tried.round,

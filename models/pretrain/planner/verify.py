@@ -1,9 +1,9 @@
-"""The best predicted plans measured on this machine, and what that says of the others.
+"""Measures the best predicted plans on this machine and corrects the predictions of the others.
 
     best of each kind -> a few steps of each, in turns -> correct the predictions -> the same for the best not measured yet
 
-A prediction adds up many small errors, so what is chosen is the fastest measured. Plans of a kind have the same degrees:
-measuring several kinds finds a wrong prediction that measuring the variants of one would not.
+A prediction adds up many small errors, so the fastest measured plan is chosen. Plans of a kind have the same degrees:
+measuring several kinds finds a wrong prediction that measuring variants of one would not.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from typing import Any
 import numpy as np
 
 from models.pretrain.plan import ParallelPlan
-from models.pretrain.planner.crew import Crew
-from models.pretrain.planner.search import Candidate, Found
+from models.pretrain.planner.bench_workers import BenchWorkers
+from models.pretrain.planner.search import Candidate, SearchResult
 
 TURNS = 6
+ENOUGH_SECONDS = 30.0
+"""No further turn starts after this time."""
 SECOND_SHARE = 0.5
-"""How many plans a second round measures, relative to the first."""
+"""Number of plans in the second round, relative to the first."""
 WORTH = 1.5
-"""Corrected predictions up to so many times the best measured are worth measuring."""
+"""Plans whose corrected prediction is at most this many times the best measurement are measured too."""
 PRIOR = 1.0
 """Weight of "predictions are right" against one measured plan."""
 MOST_CORRECTION = 4.0
@@ -32,31 +34,31 @@ MECHANISMS = ("tp", "pp", "cp", "ep", "dp", "zero")
 Key = tuple[Any, ...]
 
 
-def verify(found: Found, crew: Crew, count: int) -> Found:
-    """`found` with up to `count` plans of different kinds and half as many more measured, and the fastest first.
+def verify(result: SearchResult, workers: BenchWorkers, count: int) -> SearchResult:
+    """`result` with up to `count` plans of different kinds and half as many more measured, the fastest first.
 
-    What is not measured keeps its prediction, corrected, and comes after what is.
+    Plans that are not measured have corrected predictions and follow the measured ones.
 
     Raises:
         JobError: a measuring process failed.
     """
-    first = of_kinds(found.ranking, count)
-    measured = _measure(crew, first)
-    ranking = ranked(found.ranking, measured)
+    first = select_diverse(result.ranking, count)
+    measured = _measure(workers, first)
+    ranking = rank(result.ranking, measured)
     best = min(measured.values())
     second = [c for c in ranking if c.measured is None and c.seconds <= WORTH * best]
     second = second[: round(SECOND_SHARE * count)]
     if second:
         # the best so far runs with them, so that both rounds have a plan in common
-        again = _measure(crew, [ranking[0], *second])
+        again = _measure(workers, [ranking[0], *second])
         pace = measured[ranking[0].plan] / again[ranking[0].plan]
         measured |= {c.plan: again[c.plan] * pace for c in second}
-        ranking = ranked(found.ranking, measured)
-    return replace(found, ranking=ranking)
+        ranking = rank(result.ranking, measured)
+    return replace(result, ranking=ranking)
 
 
-def of_kinds(ranking: Sequence[Candidate], count: int) -> list[Candidate]:
-    """The best with each degrees, up to `count` of them; where there are fewer, the best that share params, or do not,
+def select_diverse(ranking: Sequence[Candidate], count: int) -> list[Candidate]:
+    """Up to `count` candidates: the best of each combination of degrees; then the best that shard params, or do not,
     unlike those; then the best others."""
     chosen: dict[ParallelPlan, Candidate] = {}
     keys: tuple[Callable[[ParallelPlan], object], ...] = (degrees, kind, str)
@@ -77,8 +79,8 @@ def kind(plan: ParallelPlan) -> Key:
     return *degrees(plan), plan.zero >= 2
 
 
-def ranked(ranking: Sequence[Candidate], measured: Mapping[ParallelPlan, float]) -> list[Candidate]:
-    """Candidates with what was measured of them, the fastest of these first, then the others by corrected prediction."""
+def rank(ranking: Sequence[Candidate], measured: Mapping[ParallelPlan, float]) -> list[Candidate]:
+    """Candidates with their measurements: the measured ones by seconds, then the others by corrected prediction."""
     factors = corrections({c.plan: c.prediction.seconds for c in ranking}, measured)
     known = [
         replace(
@@ -95,10 +97,10 @@ def ranked(ranking: Sequence[Candidate], measured: Mapping[ParallelPlan, float])
 def corrections(
     predicted: Mapping[ParallelPlan, float], measured: Mapping[ParallelPlan, float]
 ) -> dict[str, float]:
-    """How many times longer plans take than predicted: all of them, and those with each way of splitting besides.
+    """How many times longer than predicted plans take: all of them, and those with each way of splitting.
 
-    The logarithms of measured / predicted, a sum of what each way adds, by least squares with a prior at 0 for each
-    way, which what is measured has to outweigh (ridge regression, Hoerl 1970).
+    Fits the logarithm of measured / predicted as a sum over ways of splitting, by least squares with a prior at 0 for
+    each way, which the measurements have to outweigh (ridge regression, Hoerl 1970).
     """
     plans = list(measured)
     ratios = np.log([measured[plan] / predicted[plan] for plan in plans])
@@ -110,13 +112,18 @@ def corrections(
 
 
 def mechanisms(plan: ParallelPlan) -> list[str]:
-    """Ways of splitting that a plan has."""
-    found = [name for name in ("tp", "pp", "cp", "ep", "dp") if getattr(plan, name) > 1]
-    return [*found, "zero"] if plan.zero >= 2 else found
+    """Ways of splitting that a plan uses."""
+    names = [name for name in ("tp", "pp", "cp", "ep", "dp") if getattr(plan, name) > 1]
+    return [*names, "zero"] if plan.zero >= 2 else names
 
 
-def _measure(crew: Crew, candidates: Sequence[Candidate]) -> dict[ParallelPlan, float]:
-    """Median seconds of a step."""
+def _measure(workers: BenchWorkers, candidates: Sequence[Candidate]) -> dict[ParallelPlan, float]:
+    """Median seconds of a step of each."""
     texts = {str(candidate.plan): candidate.plan for candidate in candidates}
-    steps = crew.ask("steps", plans=list(texts), turns=TURNS, race=True)
+    steps: dict[str, Any] = {}
+    for size in sorted({plan.processes for plan in texts.values()}):
+        alike = [text for text, plan in texts.items() if plan.processes == size]
+        steps |= workers.request(
+            "steps", processes=size, plans=alike, turns=TURNS, race=True, enough_seconds=ENOUGH_SECONDS
+        )
     return {texts[text]: statistics.median(took for took, _ in of) for text, of in steps.items()}

@@ -1,1 +1,1 @@
-"""What outlives a process: checkpoints, the curve, and starting again where processes die, leave or hang."""
+"""Recovery from failures: checkpoints, elastic workers, preemption and hang detection."""

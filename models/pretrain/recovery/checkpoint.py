@@ -1,15 +1,9 @@
-"""Checkpoints of a training: what every process has of it, in one folder, to go on from under any plan.
+"""Checkpoints of a training, from which it resumes under any plan: when to save, writing, and restoring.
 
-    checkpoints/step-00000050/   torch.distributed.checkpoint's files, and about.json
-    checkpoints/step-00000100.tmp/   being written; what a killed process leaves is removed at the next start
-
-Tensors bear the names they have in the whole model: params and buffers their own, optimizer state
-`optim.<param>.<key>`. Every process writes its shards, one of those that have the same writes it, and reads back
-what the plan it runs then gives it, whoever wrote that. Data order and dropout are functions of seed and step (see
-`batches` and `trainer`), so the step is all there is to know of them.
-
-A checkpoint is complete when its folder has its name: it is written aside, made durable and renamed. Training goes on
-meanwhile, on its own copy of the state.
+Every process writes its shards, and reads back those its current plan gives it (`models.pretrain.recovery.state`). A
+checkpoint is written to a temporary folder, made durable and renamed, while training continues on its own copy of the
+state. A damaged checkpoint (`models.pretrain.recovery.manifest`) is renamed to `step-….damaged`, and the training
+resumes from the one before.
 """
 
 from __future__ import annotations
@@ -18,15 +12,14 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -34,20 +27,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from edge_client.files import sync_folder, write_durably
-from models.job import JobError
+from edge_client.files import file_sha256, sync_folder, write_durably
 from models.options import bounded
-from models.pretrain.parallelize import whole_name
-from models.pretrain.params import named_tensors, shapes_of
+from models.pretrain.recovery import manifest
+from models.pretrain.recovery.manifest import CheckpointError, DamagedCheckpoint, Identity, path_of, steps_in
+from models.pretrain.recovery.state import RANK, State
 from models.pretrain.world import World
-
-FORMAT = 1
-OPTIMIZER = "optim."
-_PREFIX, _UNFINISHED, _ABOUT = "step-", ".tmp", "about.json"
-
-
-class CheckpointError(JobError):
-    """A checkpoint cannot be written or read, or belongs to another training; the message says which and why."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +40,11 @@ class Policy:
     """The `checkpoint` table of a job.
 
     Attributes:
-        folder: where they are, counted from the job's `out`.
-        every: steps between two.
-        keep: how many of the latest stay.
-        keep_every: those whose step this divides stay besides; 0: none.
-        background: training goes on while one is written.
+        folder: of the checkpoints, relative to the job's `out`.
+        every: steps between two checkpoints.
+        keep: how many of the latest to keep.
+        keep_every: checkpoints whose step this divides are kept as well; 0: none.
+        background: training continues while a checkpoint is written.
     """
 
     folder: str = "checkpoints"
@@ -68,169 +53,10 @@ class Policy:
     keep_every: int = bounded(0, 0, 100_000_000)
     background: bool = True
 
-    def drops(self, steps: list[int]) -> list[int]:
-        """Which of the checkpoints at `steps` may go."""
+    def expired(self, steps: list[int]) -> list[int]:
+        """Which of the checkpoints at `steps` to delete."""
         latest = sorted(steps)[-self.keep :]
         return [s for s in steps if s not in latest and not (self.keep_every and s % self.keep_every == 0)]
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a training must have in common with one that it continues; its plan and its rates need not be the same.
-
-    Attributes:
-        rows: of the training set.
-        tensors: shape of every tensor of the model.
-    """
-
-    model: str
-    optimizer: str
-    seed: int
-    batch_size: int
-    rows: int
-    tensors: Mapping[str, tuple[int, ...]]
-
-    def check(self, other: Identity, where: Path) -> None:
-        """Makes sure that what is at `where`, `other`, may go on as this.
-
-        Raises:
-            CheckpointError: it may not; names the first tensor or setting that differs.
-        """
-        other.check_tensors(self.tensors, where)
-        for key in ("optimizer", "seed", "batch_size", "rows"):
-            if getattr(self, key) != getattr(other, key):
-                raise CheckpointError(
-                    f"{where} belongs to another training: {key} was {getattr(other, key)!r} and is "
-                    f"{getattr(self, key)!r}; set it back, or name another folder"
-                )
-
-    def check_tensors(self, expected: Mapping[str, tuple[int, ...]], where: Path) -> None:
-        """Makes sure that this, found at `where`, is of a model with the tensors `expected`.
-
-        Raises:
-            CheckpointError: names the first that differs.
-        """
-        for name in sorted({*self.tensors, *expected}):
-            there, here = self.tensors.get(name), expected.get(name)
-            if there != here:
-                raise CheckpointError(
-                    f"{where} belongs to another model: tensor {name!r} is {there or 'missing'} there and "
-                    f"{here or 'missing'} here"
-                )
-
-
-def identity_of(
-    module: nn.Module, model: str, optimizer: str, seed: int, batch_size: int, rows: int
-) -> Identity:
-    """Of a training of `module`, a whole model."""
-    return Identity(model, optimizer, seed, batch_size, rows, shapes_of(module))
-
-
-def steps_in(folder: Path) -> list[int]:
-    """Steps of the whole checkpoints in `folder`, ascending.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-    """
-    try:
-        names = [entry.name for entry in folder.iterdir()]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"checkpoints in {folder} cannot be read: {error.strerror}") from error
-    numbers = [name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX)]
-    return sorted(int(number) for number in numbers if number.isdecimal())
-
-
-def path_of(folder: Path, step: int) -> Path:
-    return folder / f"{_PREFIX}{step:08}"
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint in `folder`, if it has one."""
-    steps = steps_in(folder)
-    return path_of(folder, steps[-1]) if steps else None
-
-
-def about(checkpoint: Path) -> dict[str, Any]:
-    """What its about.json says: `format`, `step`, `run`, `plan`, `identity`.
-
-    Raises:
-        CheckpointError: no checkpoint, or one of a later edition of this program.
-    """
-    path = checkpoint / _ABOUT
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        form = found["format"]
-        found["identity"]["tensors"] = {n: tuple(s) for n, s in found["identity"]["tensors"].items()}
-        found["identity"] = Identity(**found["identity"])
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not the description of a checkpoint: {error}") from error
-    if form != FORMAT:
-        raise CheckpointError(f"{path} has format {form!r}, this program reads {FORMAT}")
-    return cast(dict[str, Any], found)
-
-
-@dataclass(frozen=True)
-class State:
-    """The tensors a process keeps, by name: live ones, which loading fills.
-
-    Attributes:
-        buffers: whether it writes those. Processes that compute different rows have different ones (running
-            means); those of the first count, as when the whole model is gathered.
-    """
-
-    parts: list[nn.Module]
-    optimizers: list[torch.optim.Optimizer]
-    buffers: bool = True
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All but optimizer state."""
-        return {
-            name: tensor.detach()
-            for name, tensor in self._named().items()
-            if self.buffers or isinstance(tensor, nn.Parameter)
-        }
-
-    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        """State there is; none before the first step, and only for the params an optimizer owns."""
-        return {
-            f"{OPTIMIZER}{name}.{key}": value.detach()
-            for name, state, _, _ in self._owned()
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor)
-        }
-
-    def prepare(self, stored: Mapping[str, TensorStorageMetadata]) -> None:
-        """Makes room for the optimizer state there is in a checkpoint, and drops any other."""
-        keys: dict[str, list[str]] = {}
-        for stored_name in stored:
-            if stored_name.startswith(OPTIMIZER):
-                name, _, key = stored_name.removeprefix(OPTIMIZER).rpartition(".")
-                keys.setdefault(name, []).append(key)
-        for name, state, parameter, group in self._owned():
-            state.clear()
-            for key in keys.get(name, []):
-                found = stored[f"{OPTIMIZER}{name}.{key}"]
-                if found.size == parameter.shape:
-                    state[key] = torch.zeros_like(parameter, dtype=found.properties.dtype).detach()
-                else:  # a step count, which fused optimizers want where the params are
-                    device = parameter.device if group.get("fused") or group.get("capturable") else "cpu"
-                    state[key] = torch.zeros(found.size, dtype=found.properties.dtype, device=device)
-
-    def _named(self) -> dict[str, torch.Tensor]:
-        return {
-            whole_name(name): tensor for part in self.parts for name, tensor in named_tensors(part).items()
-        }
-
-    def _owned(self) -> Iterator[tuple[str, dict[str, Any], torch.Tensor, dict[str, Any]]]:
-        names = {id(tensor): name for name, tensor in self._named().items()}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    yield names[id(parameter)], optimizer.state[parameter], parameter, group
 
 
 class Checkpointer:
@@ -238,15 +64,19 @@ class Checkpointer:
 
     Args:
         folder: of all checkpoints of this training.
-        run: names the launch, restarts of its processes included.
+        run: name of the launch, the same after restarts of its processes.
+
+    Attributes:
+        notices: what was unexpected when the training was restored, on the first process.
     """
 
     def __init__(self, folder: Path, policy: Policy, identity: Identity, world: World, run: str = "") -> None:
         self.folder, self.policy, self.identity, self.run = folder, policy, identity, run
         self.plan, self.first = str(world.plan), world.rank == 0
-        # of its own, since it works beside the training, and in host memory
+        # its own group, since it works in parallel with the training, and in host memory
         self.group = dist.new_group(backend="gloo")
         self.saved = -1
+        self.notices: list[str] = []
         self._stager = DefaultStager(StagingOptions(False, False, False, False))
         self._writing: Future[Metadata] | None = None
 
@@ -254,31 +84,32 @@ class Checkpointer:
         return step % self.policy.every == 0 and step != self.saved
 
     def save(self, state: State, step: int) -> None:
-        """Begins to write a checkpoint, having waited for the one before; without `background`, writes it.
+        """Starts to write a checkpoint once the previous one is complete; without `background`, writes it.
 
         Raises:
-            CheckpointError: this one or the one before could not be written; earlier ones are as they were.
+            CheckpointError: this one or the previous one could not be written; earlier ones are unchanged.
         """
         self.wait()
-        tensors = state.tensors() | state.optimizer_tensors()
+        tensors = state.tensors_to_save()
         description = {
-            "format": FORMAT,
+            "format": manifest.FORMAT,
             "step": step,
             "run": self.run,
             "plan": self.plan,
+            "memory": state.rank_state.kind if state.rank_state else "",
             "identity": asdict(self.identity),
         }
         writer = _Writer(self.folder, step, description, self.policy)
         writing = async_save(
             tensors, storage_writer=writer, async_stager=self._stager, process_group=self.group
         )
-        assert isinstance(writing, Future)  # staging was not asked to be asynchronous
+        assert isinstance(writing, Future)  # staging is not asynchronous
         self._writing, self.saved = writing, step
         if not self.policy.background:
             self.wait()
 
     def wait(self) -> None:
-        """Until what is being written is complete.
+        """Waits until the checkpoint being written is complete.
 
         Raises:
             CheckpointError: it could not be written.
@@ -290,57 +121,105 @@ class Checkpointer:
             writing.result()
         except (CheckpointException, OSError) as error:
             kept = steps_in(self.folder)
-            standing = f"; that of step {kept[-1]} is whole" if kept else ""
+            newest = f"; that of step {kept[-1]} is whole" if kept else ""
             raise CheckpointError(
                 f"the checkpoint of step {self.saved} could not be written to {self.folder}: "
-                f"{_cause(error)}{standing}"
+                f"{_describe_cause(error)}{newest}"
             ) from error
 
-    def restore(self, state: State, *, anew: bool = False) -> int:
-        """Fills `state` from the newest checkpoint and gives its step; 0 and nothing done where there is none.
+    def restore(self, state: State, *, same_run: bool = False) -> int:
+        """Loads the newest intact checkpoint into `state` and returns its step; 0, and nothing is done, without one.
+
+        Damaged ones are set aside.
 
         Args:
-            anew: only checkpoints of this very launch count.
+            same_run: accept only checkpoints of this launch.
 
         Raises:
-            CheckpointError: it is another training's, or damaged; or there is one of another launch and `anew`.
+            CheckpointError: it is another training's, or all are damaged; or, with `same_run`, of another launch.
         """
         if self.first:
-            for left in self.folder.glob(f"{_PREFIX}*{_UNFINISHED}"):
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in self.folder.glob(f"{manifest.PREFIX}*{manifest.UNFINISHED}"):
+                shutil.rmtree(leftover, ignore_errors=True)
         # one process looks, so that all see the same
-        found: list[Any] = [None]
+        rank_state = state.rank_state
+        message: list[Any] = [None, rank_state.kind if rank_state else ""]
         if self.first:
-            found = [self._newest(anew)]
-        dist.broadcast_object_list(found, src=0, group=self.group)
-        if isinstance(found[0], str):
-            raise CheckpointError(found[0])
-        if found[0] is None:
+            message[0] = self._newest(same_run)
+        dist.broadcast_object_list(message, src=0, group=self.group)
+        if isinstance(message[0], str):
+            raise CheckpointError(message[0])
+        if message[0] is None:
             return 0
-        self.saved = int(found[0])
-        load(state, path_of(self.folder, self.saved), self.group)
+        (self.saved, plan, kind), own_kind = message
+        fits = bool(own_kind) and own_kind == kind
+        own = load(state, path_of(self.folder, self.saved), self.group, with_rank_state=fits)
+        if rank_state is not None:
+            rank_state.restore(own, self.saved)
+        if not fits and (kind or (own_kind and kind is None)):
+            self.notices.append(self._lost_rank_state(plan, kind))
         return self.saved
 
-    def _newest(self, anew: bool) -> int | str | None:
-        """Its step, none, or what is wrong with it."""
+    def _lost_rank_state(self, plan: str, kind: str | None) -> str:
+        """A notice that the training continues differently than without the interruption."""
+        what = (
+            f"the rank-local state of plan {plan} ({kind}) does not fit plan {self.plan}"
+            if kind
+            else f"it has no rank-local state for plan {self.plan}"
+        )
+        return (
+            f"checkpoint of step {self.saved}: {what}: losses will differ a little from those of an uninterrupted "
+            "training"
+        )
+
+    def _newest(self, same_run: bool) -> tuple[int, str, str | None] | str | None:
+        """Step, plan and kind of rank-local state of the newest intact checkpoint; None without any; an error message
+        if it cannot be resumed from, or all are damaged."""
+        damaged: list[str] = []
         try:
-            newest = latest(self.folder)
-            if newest is None:
-                return None
-            description = about(newest)
-            self.identity.check(description["identity"], newest)
-            if anew and description["run"] != self.run:
-                return (
-                    f"{self.folder} holds checkpoints of an earlier training, up to step {description['step']}: "
-                    "set resume = true to go on from there, or name another folder"
-                )
-            return int(description["step"])
+            for step in reversed(steps_in(self.folder)):
+                newest = path_of(self.folder, step)
+                try:
+                    description = manifest.read_manifest(newest)
+                    self.identity.check(description["identity"], newest)
+                    if same_run and description["run"] != self.run:
+                        return (
+                            f"{self.folder} holds checkpoints of an earlier training, up to step {description['step']}: "
+                            "set resume = true to go on from there, or name another folder"
+                        )
+                    manifest.verify_files(newest, description)
+                except DamagedCheckpoint as error:
+                    damaged.append(str(error))
+                    continue
+                self._set_aside(step, damaged)
+                return int(description["step"]), str(description["plan"]), description.get("memory")
         except CheckpointError as error:
             return str(error)
+        if damaged:
+            return "; ".join(damaged) + "; no whole checkpoint is left: begin anew in another folder"
+        return None
+
+    def _set_aside(self, step: int, damaged: Sequence[str]) -> None:
+        """Renames the damaged checkpoints newer than `step`, so that no training uses them."""
+        for each in steps_in(self.folder):
+            if each > step:
+                path = path_of(self.folder, each)
+                aside = path.with_name(path.name + manifest.DAMAGED)
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+        self.notices += [f"{message}; going on from the checkpoint of step {step}" for message in damaged]
 
 
-def load(state: State, checkpoint: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Fills `state` from a checkpoint, whatever plan wrote it. All processes of `group` call it.
+def load(
+    state: State,
+    checkpoint: Path,
+    group: dist.ProcessGroup | None = None,
+    *,
+    with_rank_state: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Loads a checkpoint of any plan into `state`; returns this process's rank-local state in it if requested.
+
+    All processes of `group` call it.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -348,53 +227,59 @@ def load(state: State, checkpoint: Path, group: dist.ProcessGroup | None = None)
     reader = FileSystemReader(checkpoint)
     try:
         stored = _tensors_in(reader)
-        state.prepare(stored)
-        whole = State(state.parts, state.optimizers)
-        tensors: dict[str, Any] = whole.tensors() | whole.optimizer_tensors()
+        state.allocate_optimizer_state(stored)
+        own = state.allocate_rank_state(stored) if with_rank_state else {}
+        tensors: dict[str, Any] = state.tensors_to_load() | own
         missing = sorted(tensors.keys() - stored.keys())
         if missing:
             raise CheckpointError(f"{checkpoint} has no tensor {missing[0]!r}")
         load_shards(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+        return {name.removeprefix(f"{RANK}{state.rank}."): tensor for name, tensor in own.items()}
     except CheckpointError:
         raise
-    except (CheckpointException, OSError, EOFError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{checkpoint} cannot be read: {_cause(error)}") from error
+    except Exception as error:  # torch raises many kinds of errors on damaged files
+        raise CheckpointError(f"{checkpoint} cannot be read: {_describe_cause(error)}") from error
 
 
 def _tensors_in(reader: FileSystemReader) -> dict[str, TensorStorageMetadata]:
     entries = reader.read_metadata().state_dict_metadata
-    return {name: found for name, found in entries.items() if isinstance(found, TensorStorageMetadata)}
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 class _Writer(FileSystemWriter):
-    """Writes a checkpoint aside; once all processes have written, the first gives it its name and drops old ones."""
+    """Writes to a temporary folder; once all processes have written, the first renames it and deletes expired ones."""
 
     def __init__(self, folder: Path, step: int, description: Mapping[str, Any], policy: Policy) -> None:
         self.final = path_of(folder, step)
-        super().__init__(self.final.with_name(self.final.name + _UNFINISHED), sync_files=True)
+        super().__init__(self.final.with_name(self.final.name + manifest.UNFINISHED), sync_files=True)
         self.description, self.policy = description, policy
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)
         unfinished = Path(self.path)
-        write_durably(unfinished / _ABOUT, json.dumps(self.description).encode())
+        files = sorted(path for path in unfinished.iterdir() if path.is_file())
+        description = {**self.description, "files": {path.name: file_sha256(path) for path in files}}
+        signed = {**description, "sha256": manifest.digest(json.loads(json.dumps(description)))}
+        write_durably(unfinished / manifest.NAME, json.dumps(signed).encode())
         sync_folder(unfinished)
         if self.final.exists():
             shutil.rmtree(self.final)
         unfinished.rename(self.final)
         sync_folder(self.final.parent)
-        for step in self.policy.drops(steps_in(self.final.parent)):
+        for step in self.policy.expired(steps_in(self.final.parent)):
             shutil.rmtree(path_of(self.final.parent, step), ignore_errors=True)
 
 
-def _cause(error: BaseException) -> str:
+def _describe_cause(error: BaseException) -> str:
     """The first process's reason, in a few words."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, OSError) and error.errno is not None:
         return os.strerror(error.errno)
-    # what torch's writer makes of a full disk
+    # how torch's writer reports a full disk
     if "PytorchStreamWriter" in str(error) or "unexpected pos" in str(error):
         return f"{os.strerror(errno.ENOSPC)}, or nearly ({str(error).splitlines()[0]})"
+    if type(error).__name__ == "UnpicklingError" or "weights_only" in str(error):
+        return "a file is damaged"  # torch would advise to read it without its checks
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,9 +1,9 @@
-"""The loss curve of a training, one JSON object a step, in a file that outlives the processes that add to it.
+"""The loss curve of a training, one JSON object a step, in a file that survives the processes that write it.
 
     {"step": 12, "loss": 3.1, "lr": 0.004, "rows_per_second": 900.0, "plan": "dp=2", "restart": 0}
 
-`step` counts from 1. A training that goes on from a checkpoint cuts off what came after that and adds to the rest, so
-that the curve has every step once, whatever happened.
+`step` counts from 1. A training that resumes from a checkpoint truncates the file there and appends, so the curve has
+every step exactly once.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Curve:
     path: Path
 
     def cut(self, step: int) -> None:
-        """Leaves what was up to `step`; 0: nothing."""
+        """Drops every point after `step`."""
         kept = [json.dumps(point) + "\n" for point in self.points() if point["step"] <= step]
         write_durably(self.path, "".join(kept).encode())
 
     def add(self, first: int, losses: list[float], rates: list[float], **about: object) -> None:
-        """Adds `losses` from step `first` on, durably: a checkpoint made afterwards needs them."""
+        """Appends `losses` from step `first` on, durably: a later checkpoint relies on them."""
         lines = [
             json.dumps({"step": first + number, "loss": loss, "lr": rate, **about}) + "\n"
             for number, (loss, rate) in enumerate(zip(losses, rates, strict=True))
@@ -43,7 +43,7 @@ class Curve:
             os.fsync(file.fileno())
 
     def points(self) -> Iterator[dict[str, Any]]:
-        """Every whole line; a killed process may have left half of the last one."""
+        """Every complete line; a killed process may have left half of the last one."""
         if not self.path.exists():
             return
         for line in self.path.read_text(encoding="utf-8").splitlines():

@@ -1,16 +1,16 @@
-"""Processes that may die, leave and join: torch's elastic agent, made to know why one of ours ended.
+"""Processes that may die, leave and join: torch's elastic agent, extended to know why a process ended.
 
-An agent starts this host's processes, meets the other hosts' agents at the rendezvous, and starts all anew when one
-has died or a host has come or gone; they go on from the newest checkpoint, as many as there are.
+An agent starts this host's processes, meets the other hosts' agents at the rendezvous, and restarts all processes
+when one has died or a host has left or joined; they resume from the newest checkpoint, however many there are.
 
-    exit status    killed, or an error    all start again, at most `restarts` times
-                   75, preempted          all start again without those that were asked to leave
-                   78, refused            the end: the job is wrong, and would be again
-                   79, hung               the end: nobody would start again a process that is only stopped
+    exit status    killed, or an error    restart all, at most `restarts` times
+                   75, preempted          restart all but the preempted ones
+                   78, refused            stop: the job is invalid, and would be again
+                   79, hung               stop: restarting would not help a process that is only suspended
 
-Processes are forked from one that has imported all they need, so that starting them again takes no imports. A host
-that is silent for ten seconds is taken for dead. Hosts that come within five seconds after enough are there
-are waited for.
+Processes are forked from a server that has imported everything they need, so restarts cost no imports. A host that is
+silent for ten seconds counts as dead. Once enough hosts have joined, the rendezvous waits five more seconds for
+others.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Workers would otherwise meet at the store of the rendezvous, where they find the keys of those they replace: they
-# hang, or connect to processes that are gone. To be set before torch.distributed.elastic reads it.
+# Otherwise workers meet at the store of the rendezvous, where they find the keys of the workers they replace, and
+# hang or connect to processes that are gone. Must be set before torch.distributed.elastic reads it.
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
 from torch.distributed import DistStoreError
@@ -35,17 +35,17 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
-from edge_client.process import PARENT_VARIABLE, Report
-from edge_client.process import serve as serve_job
+from edge_client.processes.process import PARENT_VARIABLE, Report
+from edge_client.processes.process import serve as serve_job
 from models.pretrain.recovery.hang import HUNG
 from models.pretrain.recovery.preemption import PREEMPTED, REFUSED
 
 MONITOR_SECONDS = 0.1
 GRACE_SECONDS = 30
-"""For a step and a checkpoint, between SIGTERM and SIGKILL."""
+"""Between SIGTERM and SIGKILL, for a step and a checkpoint."""
 
-MEETINGS = 5
-"""Tries to meet, where hosts vanish in between."""
+RENDEZVOUS_ATTEMPTS = 5
+"""Attempts to meet when hosts vanish in between."""
 
 _RENDEZVOUS: Mapping[str, Any] = {
     "keep_alive_interval": 1,
@@ -56,14 +56,14 @@ _RENDEZVOUS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Fleet:
-    """Who trains together.
+    """The hosts and processes that train together.
 
     Attributes:
         ranks: processes on this host.
-        least, most: hosts.
+        least, most: number of hosts.
         endpoint: HOST:PORT of the rendezvous, kept by `serve`; empty: this host alone.
         run: name of the launch, the same on all hosts.
-        restarts: after deaths, at most.
+        restarts: restarts after failures, at most.
         join_seconds: how long to wait for enough hosts.
     """
 
@@ -77,13 +77,13 @@ class Fleet:
 
 
 class Agent(LocalElasticAgent):
-    """Torch's agent of one host; `statuses` are those of the processes it started last."""
+    """Torch's agent of one host. `statuses`: exit statuses of the processes it started last."""
 
     report: Report
 
     @property
     def statuses(self) -> list[int | None]:
-        return [started.exitcode for started in self._processes]
+        return [process.exitcode for process in self._processes]
 
     @property
     def _processes(self) -> list[Any]:
@@ -91,12 +91,12 @@ class Agent(LocalElasticAgent):
         return list(context.processes) if context else []
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        for tries_left in range(MEETINGS - 1, -1, -1):
+        for attempts_left in range(RENDEZVOUS_ATTEMPTS - 1, -1, -1):
             try:
                 super()._rendezvous(worker_group)
             except DistStoreError:
-                # the host that was to tell the others where to meet is gone again
-                if not tries_left:
+                # the host that should announce the meeting point is gone again
+                if not attempts_left:
                     raise
             else:
                 return
@@ -104,16 +104,16 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         statuses = self.statuses
         if any(status not in (None, 0, PREEMPTED, REFUSED) for status in statuses):
-            # the others cannot go on without it and have nothing to save: torch would wait for them
-            for started in self._processes:
-                started.kill()
+            # the others cannot continue without it and have nothing to save, and torch would wait for them
+            for process in self._processes:
+                process.kill()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             statuses = self.statuses
             if {REFUSED, HUNG} & set(statuses):
                 self._remaining_restarts = 0
             elif PREEMPTED in statuses and set(statuses) <= {0, PREEMPTED}:
-                self._remaining_restarts += 1  # it will be taken off again
+                self._remaining_restarts += 1  # torch subtracts one for this restart
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -122,9 +122,9 @@ class Agent(LocalElasticAgent):
 
 
 def run(job: Path, fleet: Fleet, report: Report) -> int:
-    """Trains `job` on this host, with others where the fleet has them; gives an exit status.
+    """Trains `job` on this host, together with others where the fleet has them; returns an exit status.
 
-    Reports `restarting` on standard output, beside what the processes report.
+    Reports `restarting` on standard output, next to the reports of the processes.
     """
     parameters = RendezvousParameters(
         backend="c10d",
@@ -158,10 +158,10 @@ def run(job: Path, fleet: Fleet, report: Report) -> int:
     agent.report = report
     try:
         result = agent.run()
-    except SignalException as asked:
-        # the rendezvous stays open: the other hosts go on
-        saved = asked.sigval == signal.SIGTERM and PREEMPTED in agent.statuses
-        return PREEMPTED if saved else 128 + asked.sigval
+    except SignalException as received:
+        # the rendezvous stays open: the other hosts continue
+        saved = received.sigval == signal.SIGTERM and PREEMPTED in agent.statuses
+        return PREEMPTED if saved else 128 + received.sigval
     except RendezvousTimeoutError:
         report(error=f"{fleet.least} hosts did not meet at {fleet.endpoint} within {fleet.join_seconds} s")
         return REFUSED
@@ -172,9 +172,9 @@ def run(job: Path, fleet: Fleet, report: Report) -> int:
 
 
 def serve(endpoint: str, report: Report) -> None:
-    """Keeps a rendezvous until killed, in a process of its own, so that any host's agent may die.
+    """Serves a rendezvous until killed, in its own process, so that any host's agent may die.
 
-    Reports `endpoint`, with the port that was free where 0 was given.
+    Reports `endpoint`, with the port it chose where 0 was requested.
     """
     from torch._C._distributed_c10d import TCPStore
 
@@ -185,8 +185,8 @@ def serve(endpoint: str, report: Report) -> None:
 
 
 def _work(job: str) -> None:
-    """One process of a pretraining, forked from the server that `launch` has started."""
-    # the server ends with the agent, and this process with the server
+    """One process of a pretraining, forked from the server that `launch` started."""
+    # the server exits with the agent, and this process with the server
     os.environ[PARENT_VARIABLE] = str(os.getppid())
     from models.pretrain import worker
 

@@ -1,9 +1,9 @@
-"""A checkpoint of any plan as a plain params file, without the processes that wrote it.
+"""Exports a checkpoint of any plan as a plain params file, without the processes that wrote it.
 
     python -P -m models.pretrain.recovery.export CHECKPOINT JOB.json OUT.safetensors
 
-`CHECKPOINT` is one `step-…` folder, or the folder of all of them, which means the newest. The file is what a finished
-training writes, so `models.compress` takes it.
+`CHECKPOINT` is one `step-…` folder, or the folder that contains them, which selects the newest. The file is the same
+as a finished training writes, so `models.compress` accepts it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from edge_client import process
+from edge_client.processes import process
 from models import job as jobs
 from models.pretrain import params
-from models.pretrain.recovery import checkpoint as checkpoints
-from models.pretrain.recovery.checkpoint import CheckpointError, State
+from models.pretrain.recovery import manifest
+from models.pretrain.recovery.checkpoint import load
+from models.pretrain.recovery.manifest import CheckpointError
+from models.pretrain.recovery.state import State
 from models.zoo import ModelSpec
 
 
 def export(checkpoint: Path, spec: ModelSpec, path: Path) -> dict[str, Any]:
-    """Writes the params of `spec`'s model in `checkpoint` to `path`, and tells what the file is and its `step`.
+    """Writes the params of `spec`'s model in `checkpoint` to `path`; returns the file's description and its `step`.
 
     Holds one model in memory.
 
@@ -30,15 +32,16 @@ def export(checkpoint: Path, spec: ModelSpec, path: Path) -> dict[str, Any]:
     """
     folder = checkpoint
     if not checkpoint.name.startswith("step-"):
-        newest = checkpoints.latest(checkpoint)
+        newest = manifest.latest(checkpoint)
         if newest is None:
             raise CheckpointError(f"{checkpoint} holds no checkpoint")
         folder = newest
-    about = checkpoints.about(folder)
+    description = manifest.read_manifest(folder)
     module = spec.build(0)
-    about["identity"].check_tensors(params.shapes_of(module), folder)
-    checkpoints.load(State([module], []), folder)
-    return {**params.save(module, path), "step": about["step"]}
+    description["identity"].check_tensors(params.shapes_of(module), folder)
+    manifest.verify_files(folder, description)
+    load(State([module], []), folder)
+    return {**params.save(module, path), "step": description["step"]}
 
 
 def main() -> None:

@@ -1,16 +1,16 @@
-"""What a training does that stands still: after a job's `hang_seconds` without a step it says so, and ends.
+"""Hang detection: after a job's `hang_seconds` without a step, the processes report where they are and exit.
 
-Every process has a thread that waits for the next step. When it does not come, the thread writes into the job's folder
+Every process has a thread that waits for the next step. When none comes, the thread writes into the job's folder
 
-    hang-rank0.txt    where every thread of the process is
-    hang-rank0.json   steps done, and the collectives last called, from torch's flight recorder
+    hang-rank0.txt    stack traces of every thread of the process
+    hang-rank0.json   steps done, and the last collectives, from torch's flight recorder
 
-waits for the others to do the same, and ends the process with a sentence that names those that were waited for:
+waits for the others to do the same, and ends the process with a diagnosis that names the ranks the others waited for:
 
-    1. a process that wrote nothing is stopped, dead, or out of reach
-    2. else those that have done fewest steps
-    3. else those that have called fewest collectives, where gloo and NCCL record them, messages between stages not
-    4. else nobody can be told apart
+    1. processes that wrote nothing: suspended, dead, or unreachable
+    2. else those with the fewest steps done
+    3. else those with the fewest collectives called, where gloo and NCCL record them; messages between stages are not
+    4. else none can be singled out
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from pathlib import Path
 from typing import Any
 
 from edge_client.files import write_durably
-from edge_client.process import Report
+from edge_client.processes.process import Report
 
 HUNG = 79
-"""Exit status of a process that waited too long."""
+"""Exit status of a process after a hang."""
 
 RECORDED = "256"
-"""Collectives that torch remembers."""
+"""Collectives that torch records."""
 
 _GRACE_SECONDS = 5.0
-"""For the others' records."""
+"""Wait for the other processes' records."""
 
 
 def prepare() -> None:
-    """To be called before processes join: has torch record collectives."""
+    """Makes torch record collectives; call it before processes join."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
 
 
-class Watch:
-    """Ends this process when `seconds` have passed without a call of `alive`; waits for the first one.
+class Watchdog:
+    """Ends this process after `seconds` without a call of `heartbeat`; starts with the first one.
 
     Args:
-        end: what to do in the end, with the sentence.
+        end: called with the diagnosis at the end.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="hang", daemon=True)
         self._thread.start()
 
-    def alive(self, step: int) -> None:
-        """`step` steps are done."""
+    def heartbeat(self, step: int) -> None:
+        """Notes that `step` steps are done."""
         with self._changed:
             self._step = step
             self._changed.notify_all()
@@ -84,27 +84,27 @@ class Watch:
             else:
                 return
         record(self.folder, self.rank, self._step)
-        self._end(self._sentence())
+        self._end(self._diagnose())
 
-    def _sentence(self) -> str:
+    def _diagnose(self) -> str:
         until = time.monotonic() + min(self.seconds, _GRACE_SECONDS)
-        while len(found := read(self.folder, self.processes)) < self.processes and time.monotonic() < until:
+        while len(records := read(self.folder, self.processes)) < self.processes and time.monotonic() < until:
             time.sleep(0.05)
-        return sentence(found, self.processes, self.seconds)
+        return diagnosis(records, self.processes, self.seconds)
 
 
-def ending(report: Report) -> Callable[[str], None]:
-    """Tells the parent and leaves at once: the main thread cannot be woken."""
+def exit_with_report(report: Report) -> Callable[[str], None]:
+    """A function that reports a message and exits at once: the main thread cannot be interrupted."""
 
-    def end(words: str) -> None:
-        report(error=words)
+    def end(message: str) -> None:
+        report(error=message)
         os._exit(HUNG)
 
     return end
 
 
 def record(folder: Path, rank: int, step: int) -> None:
-    """Writes where this process is."""
+    """Writes the stack traces and collectives of this process."""
     with _dump(folder, rank, "txt").open("w") as file:
         faulthandler.dump_traceback(file, all_threads=True)
     collectives = _collectives()
@@ -119,43 +119,42 @@ def record(folder: Path, rank: int, step: int) -> None:
 
 
 def read(folder: Path, processes: int) -> dict[int, dict[str, Any]]:
-    """The records there are, by rank."""
-    found = {}
+    """The records written so far, by rank."""
+    records = {}
     for rank in range(processes):
         path = _dump(folder, rank, "json")
         if path.exists():
-            found[rank] = json.loads(path.read_text("utf-8"))
-    return found
+            records[rank] = json.loads(path.read_text("utf-8"))
+    return records
 
 
-def sentence(records: Mapping[int, Mapping[str, Any]], processes: int, seconds: float) -> str:
-    """What is said of a training that stands still."""
+def diagnosis(records: Mapping[int, Mapping[str, Any]], processes: int, seconds: float) -> str:
+    """One sentence that names the ranks the others waited for."""
     step = min(record["step"] for record in records.values()) + 1
-    said = f"step {step} did not end within {seconds:g} s: "
     silent = sorted(set(range(processes)) - set(records))
     lasts = {record["last"]["profiling_name"] for record in records.values() if record["last"]}
     where = f", the last collective is {', '.join(sorted(lasts))}" if lasts else ""
     if silent:
-        told = f"{_named(silent)} said nothing, as if stopped; the others waited"
+        cause = f"{_format_ranks(silent)} did not respond, as if suspended; the others waited"
     else:
         late = _fewest(records, "step") or _fewest(records, "called")
-        told = f"the others waited for {_named(late)}" if late else "all processes stood still"
-    return f"{said}{told}{where}; see hang-rank*.txt"
+        cause = f"the others waited for {_format_ranks(late)}" if late else "all processes hang"
+    return f"step {step} did not end within {seconds:g} s: {cause}{where}; see hang-rank*.txt"
 
 
 def _fewest(records: Mapping[int, Mapping[str, Any]], key: str) -> list[int]:
-    """The ranks with the least of something, unless all have the same."""
+    """The ranks with the lowest value of `key`, unless all have the same."""
     least = min(record[key] for record in records.values())
-    found = sorted(rank for rank, record in records.items() if record[key] == least)
-    return found if len(found) < len(records) else []
+    ranks = sorted(rank for rank, record in records.items() if record[key] == least)
+    return ranks if len(ranks) < len(records) else []
 
 
-def _named(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _collectives() -> list[dict[str, Any]]:
-    """Those torch remembers, oldest first, on whatever backend."""
+    """The recorded collectives, oldest first, on any backend."""
     from torch._C import _distributed_c10d
 
     for name, arguments in (("_dump_fr_trace_json", (True, False)), ("_dump_nccl_trace_json", (True, False))):

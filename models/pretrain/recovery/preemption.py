@@ -1,7 +1,7 @@
-"""Being asked to make room: SIGTERM to one process, and all stop after the same step, which is then saved.
+"""Preemption: on SIGTERM to one process, all processes stop after the same step, which is then saved.
 
-Processes agree by one number a step, the largest of all, exchanged while the step runs and read after it. So a
-training stops at the end of the step after the one in which it was asked.
+Processes agree by an all-reduce of one flag a step, its maximum, exchanged while the step runs and read after it. So
+a training stops at the end of the step after the one in which the signal came.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ import torch
 import torch.distributed as dist
 
 PREEMPTED = 75
-"""Exit status (EX_TEMPFAIL) of a process that stopped because it was asked to, its work saved."""
+"""Exit status (EX_TEMPFAIL) of a process that was preempted after saving its work."""
 
 REFUSED = 78
-"""Exit status (EX_CONFIG) of a process that said what is wrong with its job: a restart would not help."""
+"""Exit status (EX_CONFIG) of a process that rejected its job: a restart would not help."""
 
 
 class Preemption:
-    """Listens for SIGTERM from its making on; every process has one and asks it once a step."""
+    """Handles SIGTERM from its creation on; every process has one and calls `should_stop` once a step."""
 
     def __init__(self) -> None:
-        self.asked = False
-        # its own group: it works beside the training, whose collectives must not be confused with it
+        self.requested = False
+        # its own group: it runs next to the training, whose collectives must not be mixed up with it
         self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         self._flag = torch.zeros(1, dtype=torch.int32)
         self._exchange: Any = None
-        signal.signal(signal.SIGTERM, self._ask)
+        signal.signal(signal.SIGTERM, self._on_signal)
 
-    def agreed(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether this step is the last, the same in all processes."""
         if self._group is None:
-            return self.asked
+            return self.requested
         stop = self._received()
         if not stop:
-            self._flag.fill_(int(self.asked))
+            self._flag.fill_(int(self.requested))
             self._exchange = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return stop
 
     def close(self) -> None:
-        """Takes part in the exchange that is under way; to be called after the last step."""
+        """Completes the all-reduce in flight; call it after the last step."""
         self._received()
 
     def _received(self) -> bool:
@@ -52,5 +52,5 @@ class Preemption:
         exchange.wait()
         return bool(self._flag.item())
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True

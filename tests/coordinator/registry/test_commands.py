@@ -17,11 +17,11 @@ import safetensors.numpy
 from click.testing import Result
 from typer.testing import CliRunner
 
-from coordinator import failpoints, parts
+from coordinator import extras, failpoints
+from coordinator.commands.model import app
 from coordinator.errors import UserError
-from coordinator.model_commands import app
-from coordinator.operator_client import Refused, Unreachable
-from edge_client.process import bound
+from coordinator.operator.client import Refused, Unreachable
+from edge_client.processes.process import tie_to_parent
 from tests.support import model_folders as left
 from tests.support.cli import FEDLOOP, assert_refused, run_cli
 
@@ -37,7 +37,9 @@ def served(home: Path, failpoint: str = "") -> Iterator[subprocess.Popen[bytes]]
     command += ["--device", "127.0.0.1:0"]
     with (home.parent / "serve.log").open("ab") as log, pytest.MonkeyPatch.context() as patch:
         environment = {**os.environ, "FEDLOOP_FAILPOINT": failpoint}
-        process = subprocess.Popen(bound(command), stdout=subprocess.PIPE, stderr=log, env=environment)
+        process = subprocess.Popen(
+            tie_to_parent(command), stdout=subprocess.PIPE, stderr=log, env=environment
+        )
         assert process.stdout is not None
         try:
             patch.setenv("FEDLOOP_COORDINATOR", json.loads(process.stdout.readline())["operator"])
@@ -56,7 +58,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def fedloop(*args: str | Path) -> Result:
-    """`fedloop model …`; a user's mistake is raised as it is."""
+    """`fedloop model …`; a user's mistake is raised as an exception."""
     done = CliRunner().invoke(app, [str(each) for each in args])
     if isinstance(done.exception, UserError):
         raise done.exception
@@ -75,7 +77,7 @@ def test_from_folders_to_a_graph_and_back(coordinator: None, tmp_path: Path) -> 
     assert fedloop("alias", "digits:2", "champion").stdout == "digits@champion means digits:2\n"
     moved = fedloop("alias", "digits:3", "champion", "--expect", "2").stdout
     assert moved == "digits@champion means digits:3, before digits:2\n"
-    with pytest.raises(Refused, match="digits@champion means digits:3 by now"):
+    with pytest.raises(Refused, match="digits@champion now refers to digits:3"):
         fedloop("alias", "digits:1", "champion", "--expect", "2")
     assert fedloop("aliases", "digits").stdout.splitlines()[0].endswith("champion: digits:2 -> digits:3")
 
@@ -103,7 +105,7 @@ def test_from_folders_to_a_graph_and_back(coordinator: None, tmp_path: Path) -> 
     assert again.startswith("digits:3  release")
 
 
-def test_what_was_made_elsewhere_is_imported(coordinator: None, tmp_path: Path) -> None:
+def test_a_model_from_elsewhere_is_imported(coordinator: None, tmp_path: Path) -> None:
     (tmp_path / "m.safetensors").write_bytes(left.params(60))
     fedloop("import", tmp_path / "m.safetensors", "--name", "foreign")
     (tmp_path / "m.tflite").write_bytes(left.tflite(60))
@@ -113,7 +115,7 @@ def test_what_was_made_elsewhere_is_imported(coordinator: None, tmp_path: Path) 
 
 
 def trained_cnn(folder: Path) -> bytes:
-    """A pretraining's folder with a model that can be computed; its params."""
+    """A pretraining's folder with a working model; returns its params."""
     shapes = {"conv1": (2, 1, 3, 3), "conv2": (3, 2, 3, 3), "fc": (10, 48)}
     rng = np.random.default_rng(3)
     tensors = {f"{layer}.weight": rng.normal(size=shape) for layer, shape in shapes.items()}
@@ -128,7 +130,7 @@ def trained_cnn(folder: Path) -> bytes:
     return params
 
 
-def test_out_as_onnx_and_in_again_a_model_has_its_params(coordinator: None, tmp_path: Path) -> None:
+def test_a_model_keeps_its_params_through_onnx(coordinator: None, tmp_path: Path) -> None:
     params = trained_cnn(tmp_path / "trained")
     fedloop("add", tmp_path / "trained", "--name", "net")
     told = json.loads(
@@ -155,7 +157,7 @@ def test_out_as_onnx_and_in_again_a_model_has_its_params(coordinator: None, tmp_
     assert not (tmp_path / "nothing").exists()
 
 
-def test_an_onnx_file_that_is_none_or_does_not_fit_is_refused(coordinator: None, tmp_path: Path) -> None:
+def test_an_invalid_or_unsuitable_onnx_file_is_refused(coordinator: None, tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(b"nothing of the kind")
     done = run_cli("model", "import", tmp_path / "m.onnx", "--name", "net")
     assert_refused(done, str(tmp_path / "m.onnx"), "is not a")
@@ -163,11 +165,11 @@ def test_an_onnx_file_that_is_none_or_does_not_fit_is_refused(coordinator: None,
         ("is unknown, did you mean 'cnn'?", "--model", "cn"),
         ("model.chanels is not an option of cnn", "--model", "cnn", "--option", "chanels=3"),
         ("expected one of the catalog", "--model", "os:system"),
-        ("which is not given", "--option", "hidden=3"),
+        ("--option needs --model", "--option", "hidden=3"),
     ):
         with pytest.raises(UserError, match=re.escape(words)):
             fedloop("import", tmp_path / "m.onnx", "--name", "net", *args)
-    with pytest.raises(UserError, match="are of an ONNX file"):
+    with pytest.raises(UserError, match="apply to ONNX files only"):
         fedloop("import", tmp_path / "m.tflite", "--name", "net", "--model", "cnn")
     with pytest.raises(UserError, match="expected files or onnx"):
         fedloop("export", "net:1", "--format", "onxn", "--out", tmp_path / "out")
@@ -177,7 +179,7 @@ def test_without_the_packages_for_onnx_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        parts, "installed_version", lambda name: None if name == "onnxruntime" else version(name)
+        extras, "installed_version", lambda name: None if name == "onnxruntime" else version(name)
     )
     (tmp_path / "m.onnx").write_bytes(b"")
     with pytest.raises(
@@ -186,7 +188,7 @@ def test_without_the_packages_for_onnx_the_extra_is_named(
         fedloop("import", tmp_path / "m.onnx", "--name", "net")
 
 
-def test_a_large_file_goes_in_pieces(coordinator: None, tmp_path: Path) -> None:
+def test_a_large_file_is_sent_in_pieces(coordinator: None, tmp_path: Path) -> None:
     large = left.tflite(0) + bytes(5 * 2**20)
     (tmp_path / "m.tflite").write_bytes(large)
     fedloop("import", tmp_path / "m.tflite", "--name", "large")
@@ -194,7 +196,7 @@ def test_a_large_file_goes_in_pieces(coordinator: None, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.tflite").read_bytes() == large
 
 
-def test_mistakes_are_told_in_one_line(coordinator: None, tmp_path: Path) -> None:
+def test_mistakes_are_reported_in_one_line(coordinator: None, tmp_path: Path) -> None:
     left.pretrained(tmp_path / "run")
     (tmp_path / "run" / "model.safetensors").write_bytes(left.params(9))
     done = run_cli("model", "add", tmp_path / "run", "--name", "digits")
@@ -203,25 +205,25 @@ def test_mistakes_are_told_in_one_line(coordinator: None, tmp_path: Path) -> Non
     assert_refused(run_cli("model", "import", tmp_path / "model.pt", "--name", "digits"), "pickles")
     with pytest.raises(UserError, match="no name for a model"):
         fedloop("import", _tflite(tmp_path), "--name", "Not/This")
-    with pytest.raises(UserError, match="no release folder"):
+    with pytest.raises(UserError, match="not a release folder"):
         left.pretrained(tmp_path / "run")
         fedloop("add", tmp_path / "run", "--name", "digits", "--renumber")
     with pytest.raises(Refused, match="there is no model nobody"):
         fedloop("show", "nobody:1")
     with pytest.raises(Refused, match="names no version"):
         fedloop("show", "a:b:c")
-    with pytest.raises(Refused, match="there is no run"):
+    with pytest.raises(UserError, match="no run matches 'nobody'; there are no runs"):
         fedloop("add-run", "nobody", "--name", "digits")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_bytes(b"x")
     fedloop("import", _tflite(tmp_path), "--name", "mistakes")
-    with pytest.raises(UserError, match="not an empty folder"):
+    with pytest.raises(UserError, match="the folder is not empty"):
         fedloop("export", "mistakes", "--out", tmp_path / "full")
 
 
-@pytest.mark.parametrize("failpoint", failpoints.NAMES_OF_REGISTRY)
-def test_killed_while_it_registers_nothing_is_half(tmp_path: Path, failpoint: str) -> None:
-    """Whoever got no answer asks once more, and there is one version whatever had happened."""
+@pytest.mark.parametrize("failpoint", failpoints.REGISTRY_NAMES)
+def test_a_kill_during_registration_leaves_nothing_half_done(tmp_path: Path, failpoint: str) -> None:
+    """A client without a response asks again, and there is one version in every case."""
     home = tmp_path / "home"
     left.pretrained(tmp_path / "run")
     with served(home, failpoint) as process:

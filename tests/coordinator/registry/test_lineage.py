@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from sqlalchemy import insert, update
 
-from coordinator import experiment as experiments
+from coordinator.context.services import Services
 from coordinator.db import runs as rows
 from coordinator.db import tables
-from coordinator.registry import drawing, folders, lineage, register
+from coordinator.experiments import experiment as experiments
+from coordinator.operator import lineage_drawing, version_folders
+from coordinator.registry import lineage, registration
 from coordinator.registry.lineage import Graph
-from coordinator.registry.register import Sent
-from coordinator.services import Services
+from coordinator.registry.registration import DeclaredFile
 from tests.support import model_folders as left
 from tests.support.services import services_in
 
@@ -31,11 +32,11 @@ def services(tmp_path: Path, database_url: str) -> Iterator[Services]:
 
 def add(services: Services, folder: Path, name: str) -> str:
     """Registers a folder; how the version is written."""
-    kind, contents = folders.gather(folder)
+    kind, contents = version_folders.gather(folder)
     for content in contents.values():
         services.blobs.put(content.place.read_bytes())
-    sent = {path: Sent(content.sha256, content.size_bytes) for path, content in contents.items()}
-    row, _ = register.register(services, name, kind, sent, renumber=kind == "inference")
+    sent = {path: DeclaredFile(content.sha256, content.size_bytes) for path, content in contents.items()}
+    row, _ = registration.register(services, name, kind, sent, renumber=kind == "inference")
     return str(row.id)
 
 
@@ -69,7 +70,7 @@ RECORD = {
 
 def graph_of(services: Services, version: str) -> Graph:
     model, _, number = version.partition(":")
-    identity = register.VersionId(model, int(number))
+    identity = registration.VersionId(model, int(number))
     return services.database.read(lambda at: lineage.lineage(at, identity))
 
 
@@ -89,9 +90,9 @@ def test_the_whole_circle(services: Services, tmp_path: Path) -> None:
     student, made = folders_of_the_circle(tmp_path)
     teacher, small, release = (add(services, folder, "digits") for folder in made.values())
     run = finished_run(services, student, left.params(50))
-    row, is_new = register.register_run(services, "digits", run)
+    row, is_new = registration.register_run(services, "digits", run)
     assert (str(row.id), row.stage, is_new) == ("digits:4", "run", True)
-    assert register.register_run(services, "digits", run) == (row, False)
+    assert registration.register_run(services, "digits", run) == (row, False)
     expected = {
         (f"data:{left.DATA}", teacher, "data"),
         (teacher, small, "params"),
@@ -171,7 +172,7 @@ def test_what_lies_between_need_not_be_registered(services: Services, tmp_path: 
 
 
 def test_a_long_history_is_cut(services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lineage, "MOST_NODES", 4)
+    monkeypatch.setattr(lineage, "MAX_NODES", 4)
     parent = None
     for number in range(6):
         parent = left.pretrained(tmp_path / str(number), number, parent)
@@ -192,9 +193,9 @@ def test_it_is_drawn_as_a_tree_and_as_dot() -> None:
     made = [("data:" + "d" * 64, "a:1"), ("a:1", "a:2"), ("a:1", 'run:x"\n'), ('run:x"\n', "a:2")]
     listed = [{"parent": parent, "child": child, "relation": "params"} for parent, child in made]
     graph = {"of": "a:1", "nodes": nodes, "edges": listed, "cut": False}
-    text = "\n".join(_lines(drawing.tree(graph)))
+    text = "\n".join(_lines(lineage_drawing.tree(graph)))
     assert "a:1 @champion  pretrain  accuracy 0.9000" in text
-    dot = drawing.dot(graph)
+    dot = lineage_drawing.dot(graph)
     assert dot.count("->") == 4
     assert r'"run:x\"\n"' in dot
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from coordinator import run_report
+from coordinator.context.services import Services
 from coordinator.db import events, registry
 from coordinator.db import runs as rows
 from coordinator.db.registry import VersionId
 from coordinator.registry import contents
 from coordinator.registry.lineage import lineage
-from coordinator.registry.register import register_run
-from coordinator.runs import RunService
-from coordinator.services import Services
-from edge_client.process import bound
+from coordinator.registry.registration import register_run
+from coordinator.reports import run_report
+from coordinator.runs.service import RunService
+from edge_client.processes.process import tie_to_parent
 from tests.support.fake_devices import answering
 from tests.support.services import services_in
 
@@ -60,7 +60,9 @@ def test_killed_at_its_end_a_run_is_finished_and_registered_once_or_neither(
     command = [sys.executable, "-m", "tests.support.registering_run"]
     command += [str(tmp_path / "home"), str(tmp_path / "experiment.json")]
     environment = {**os.environ, "FEDLOOP_FAILPOINT": failpoint}
-    killed = subprocess.run(bound(command), env=environment, capture_output=True, text=True, check=False)
+    killed = subprocess.run(
+        tie_to_parent(command), env=environment, capture_output=True, text=True, check=False
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
 
     with services_in(tmp_path / "home") as services:
@@ -80,7 +82,7 @@ def test_killed_at_its_end_a_run_is_finished_and_registered_once_or_neither(
         ]
         assert [each["registered"] for each in told(services, "run_finished")] == ["digits:1"]
         assert len(told(services, "model_registered")) == len(told(services, "model_alias_moved")) == 1
-        assert services.database.read(partial(run_report.versions, run=run)) == ["digits:1"]
+        assert services.database.read(partial(run_report.find_versions, run=run)) == ["digits:1"]
         graph = services.database.read(partial(lineage, version=version.id))
         assert (f"run:{run}", "digits:1") in {(edge.parent.id, edge.child.id) for edge in graph.edges}
         by_hand, is_new = register_run(services, "digits", run)

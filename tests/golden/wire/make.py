@@ -2,8 +2,8 @@
 
     python -m tests.golden.wire.make
 
-writes `tests/golden/wire/<version>/`. Run it when the version changes, and only then: the folders of older
-versions are what devices in the field send, and are never written again.
+writes `tests/golden/wire/<version>/`. Run it when the version changes, or gains a key before any release has it, and only then:
+the folders of older versions are what devices in the field send, and are never written again.
 
 JSON is recorded in its canonical form (keys sorted, no spaces); the order of keys on the wire says nothing.
 """
@@ -79,6 +79,7 @@ def messages() -> dict[str, Any]:
                     wire.ReleaseEvaluation(40, 31, 12.25, 30, 13.5),
                 ),
             ),
+            release_runtime="tflite-runtime",
         ),
         "checkin_answer": wire.CheckInAnswer(
             CURRENT,

@@ -11,14 +11,14 @@ import torch
 from torch.distributed import _functional_collectives
 from torch.distributed.pipelining import schedules
 
-from models.pretrain import passes
-from models.pretrain.model_parallel import context, experts
+from models.pretrain import forward_backward
+from models.pretrain.parallel.model import context, experts
 
 
 @contextmanager
 def dp() -> Iterator[None]:
     """Gradients stay with whoever computed them."""
-    with patch.object(passes, "_exchanging", lambda module, now: module.no_sync()):
+    with patch.object(forward_backward, "_gradient_sync", lambda module, now: module.no_sync()):
         yield
 
 

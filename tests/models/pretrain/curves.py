@@ -60,7 +60,7 @@ def curves(cases: Sequence[Case]) -> list[list[float]]:
     with world.join(plans.parse(cases[0].plan)) as first:
         for case in cases:
             try:
-                found.append(_curve(case, world.arrange(plans.parse(case.plan), first.device)))
+                found.append(_curve(case, world.build(plans.parse(case.plan), first.device)))
             except Exception as error:
                 error.add_note(f"plan {case.plan}, model {case.model}")
                 raise

@@ -10,7 +10,7 @@ from models import zoo
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
 from models.pretrain.data.batches import Arrays, Source
-from models.pretrain.data.images import Augmentation, augmented
+from models.pretrain.data.images import Augmentation, augment
 from models.pretrain.data.tokens import Masked
 from models.pretrain.training import Options
 
@@ -50,7 +50,7 @@ def source(family: str) -> Source:
     labels = rng.integers(CLASSES, size=20).astype(np.int32)
     if "resnet" in family:
         images = Arrays(rng.random((20, 8, 8), np.float32), labels)
-        return augmented(images, Augmentation(flip=0.5, crop=1, erase=2)) if "varied" in family else images
+        return augment(images, Augmentation(flip=0.5, crop=1, erase=2)) if "varied" in family else images
     text = rng.integers(1, VOCAB, size=(20, LENGTH)).astype(np.int32)
     if family in ("lstm", "gpt tied"):
         return Arrays(text, np.roll(text, -1, axis=1))

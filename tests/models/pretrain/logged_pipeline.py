@@ -14,13 +14,17 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.pretrain import parallelize, passes, world
+from models.pretrain import (
+    forward_backward,
+    parallelize,
+    world,
+)
 from models.pretrain import plan as plans
 from models.pretrain.data.batches import Batch
-from models.pretrain.model_parallel.timetable import Kind, Pass
 from models.pretrain.objective import summed_cross_entropy
+from models.pretrain.parallel.model.pipeline_schedule import Kind, Pass
 from models.pretrain.parallelize import Parallel, Stage, stage_numbers
-from models.pretrain.planner.live import LiveBytes
+from models.pretrain.planner.live_memory import LiveBytes
 from models.zoo import gpt
 
 LENGTH, VOCAB, WIDTH = 32, 32, 64
@@ -43,10 +47,10 @@ def logs(texts: Sequence[str]) -> list[Log]:
     found = []
     with world.join(plans.parse(texts[0])) as first:
         for text in texts:
-            here = world.arrange(plans.parse(text), first.device)
+            here = world.build(plans.parse(text), first.device)
             spec = gpt.spec((LENGTH,), VOCAB, width=WIDTH, layers=4, heads=4)
             parallel = parallelize.parallelize(spec.build(0), spec.layout, here)
-            run = passes.build(parallel, summed_cross_entropy, here)
+            run = forward_backward.build(parallel, summed_cross_entropy, here)
             ids = torch.arange(24 * LENGTH).reshape(24, LENGTH) % VOCAB
             log = Log()
             run(Batch(ids, ids, ids.numel()))  # torch works out shapes in the first step
@@ -107,14 +111,16 @@ def gradient_errors(schedules: Sequence[str]) -> dict[str, float]:
     found = {}
     with world.join(plans.parse("pp=2")) as first:
         for schedule in schedules:
-            here = world.arrange(plans.parse(f"pp=2,schedule={schedule},microbatches=4"), first.device)
+            here = world.build(plans.parse(f"pp=2,schedule={schedule},microbatches=4"), first.device)
             torch.manual_seed(0)
             count = here.plan.virtual_stages
             whole = nn.ModuleDict({str(n): Masked(n == count - 1) for n in range(count)})
             x, y = torch.randn(8, 3, 8), torch.randn(8, 3, 8)
-            numbers = stage_numbers(here.plan, here.place("pp"))
+            numbers = stage_numbers(here.plan, here.coordinate("pp"))
             parallel = Parallel([Stage(whole, [str(number)]) for number in numbers], numbers)
-            run = passes.build(parallel, lambda given, wanted: (given - wanted).square().sum(), here)
+            run = forward_backward.build(
+                parallel, lambda given, wanted: (given - wanted).square().sum(), here
+            )
             run(Batch(x, y, 1))
             mine = {n: p.grad.clone() for n, p in whole.named_parameters() if p.grad is not None}
             whole.zero_grad()

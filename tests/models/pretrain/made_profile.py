@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from models.pretrain.collectives.cost import Link
 from models.pretrain.plan import Sizes
+from models.pretrain.planner.collective_cost import Link
 from models.pretrain.planner.profile import Cost, Machine, Optimizer, Piece, Profile
 
 LINK = Link(1e-5, 1e-10)
@@ -22,7 +22,9 @@ def profile(
     """
     outer = Link(LINK.alpha * between, LINK.beta * between)
     return Profile(
-        sizes=Sizes(layers, heads=8, width=128, hidden=512, vocab=512, length=64, tensor=True),
+        sizes=Sizes(
+            layers, heads=8, width=128, hidden=512, vocab=512, length=64, attention=True, tensor=True
+        ),
         first=piece("first", 0.1, 65_536),
         layers=tuple(piece(f"layer {number}", 1.0, 1_000_000) for number in range(layers)),
         last=piece("last", 0.3 * heavy_head, 65_536),

@@ -17,7 +17,7 @@ import numpy as np
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
 from models.pretrain.data.batches import Arrays
-from models.pretrain.data_parallel import traffic
+from models.pretrain.parallel.data import traffic
 from models.pretrain.training import Options
 from models.zoo import gpt
 
@@ -54,7 +54,7 @@ def trained(plans_: Sequence[str], steps: int = 200, width: int = 64, **options:
         spec = gpt.spec((LENGTH,), VOCAB, width=width, layers=2, heads=4)
         given = Options(**{"steps": steps, "batch_size": 32, "lr": 3e-3, "warmup": 10, **options})
         trainings = [
-            trainer.build(spec, sentences(), given, world.arrange(plans.parse(plan), first.device), seed=1)
+            trainer.build(spec, sentences(), given, world.build(plans.parse(plan), first.device), seed=1)
             for plan in plans_
         ]
         sent: list[int] = [0] * len(trainings)
@@ -64,7 +64,7 @@ def trained(plans_: Sequence[str], steps: int = 200, width: int = 64, **options:
                 before, began = traffic.sent_bytes(), time.perf_counter()
                 training.train_step()
                 if step == steps - 1:
-                    training.agree()
+                    training.synchronize()
                 seconds[number].append(time.perf_counter() - began)
                 sent[number] += traffic.sent_bytes() - before
         return [

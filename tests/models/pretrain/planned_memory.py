@@ -8,8 +8,8 @@ import torch
 
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
-from models.pretrain.planner.live import LiveBytes
-from models.pretrain.planner.ranks import Worlds, examples
+from models.pretrain.planner.bench_rank import Worlds, examples
+from models.pretrain.planner.live_memory import LiveBytes
 from models.pretrain.trainer import Trainer
 from models.pretrain.training import Options
 from models.pretrain.world import World
@@ -39,7 +39,7 @@ def peak(here: World, made: ModelSpec, batch_size: int) -> tuple[int, int]:
         training.train_step()  # buckets are seen once they are used
         live.reset_peak()
         training.train_step()
-    return here.place("pp"), live.peak
+    return here.coordinate("pp"), live.peak
 
 
 def _held(training: Trainer) -> Iterator[torch.Tensor]:

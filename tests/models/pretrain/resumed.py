@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from torch import nn
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
+from models.pretrain.recovery.manifest import path_of, steps_in
 from models.zoo import ModelSpec
 from tests.models.pretrain.curves import settings, spec_of, tokens
 
@@ -40,6 +43,40 @@ def resumed(
             rows = [training.batches.rows(step).tolist() for step in range(training.step, training.steps)]
             found[name] = (steps(training, training.steps), rows)
     return found
+
+
+def trained(
+    plans_: Sequence[str], folders: Sequence[Path | None]
+) -> list[tuple[list[float], float, list[str]]]:
+    """For every plan, trained to the end with a checkpoint after every step, or without any: losses, sum of squares of
+    this process's params, and what was said. Goes on where the plan's folder has a checkpoint."""
+    found = []
+    with world.join(plans.parse(plans_[0])) as first:
+        for plan, folder in zip(plans_, folders, strict=True):
+            here = world.build(plans.parse(plan), first.device)
+            training, checkpointer = begin(here, folder or Path())
+            checkpointer.policy = Policy(every=1, keep=100)
+            if folder is not None:
+                training.step = checkpointer.restore(training.state)
+            losses: list[float] = []
+            trainer.train(
+                training,
+                lambda progress, losses=losses: losses.extend(progress.losses),  # type: ignore[misc]
+                1,
+                None if folder is None else checkpointer,
+            )
+            params = [p.detach() for part in training.parallel.parts for p in part.parameters()]
+            local = [p.to_local() if hasattr(p, "to_local") else p for p in params]
+            total = float(sum(p.double().square().sum() for p in local))
+            found.append((losses, total, checkpointer.notices))
+    return found
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """Removes the checkpoints of later steps."""
+    for later in steps_in(folder):
+        if later > step:
+            shutil.rmtree(path_of(folder, later))
 
 
 def begin(

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_client import process
+from edge_client.processes import process
 from models.pretrain.objective import objective_of
-from models.pretrain.server import replica
-from models.pretrain.server.client import Client
-from models.pretrain.server.role import Training, contribute
-from models.pretrain.server.settings import Servers
-from models.pretrain.server.shard import mean, split
+from models.pretrain.parameter_server import replica
+from models.pretrain.parameter_server.client import Client
+from models.pretrain.parameter_server.role import Training, contribute
+from models.pretrain.parameter_server.settings import Servers
+from models.pretrain.parameter_server.shard import mean, split
 from tests.models.pretrain import curves
 
 SEED = 5
@@ -33,7 +33,7 @@ def part(store: str, steps: int = curves.STEPS, kind: type[Client] = Client, **t
     servers, rank, where = Servers(**table), int(os.environ["RANK"]), f"file://{store}"
     if rank >= servers.workers:
         record = training(servers, steps).serve(rank, where)
-        return {"record": record, "values": [value.numpy() for value in replica._kept[0].shard.values()]}
+        return {"record": record, "values": [value.numpy() for value in replica._own[0].shard.values()]}
     module, records, failovers = training(servers, steps).work(rank, where, kind=kind)
     values = [p.detach().numpy() for parameters in split(module, servers.servers) for p in parameters]
     return {"records": records, "values": values, "failovers": failovers}
@@ -64,7 +64,7 @@ def part_with_dying_primary(store: str, at_update: int, when: str, **table: Any)
     child = os.fork()
     if not child:
         process.die_with_parent()
-        hand_on = replica.Replica._hand_on
+        hand_on = replica.Replica._forward
 
         def die(self: replica.Replica, update: replica.Update) -> bool:
             if update.version == at_update and when == "before":
@@ -74,7 +74,7 @@ def part_with_dying_primary(store: str, at_update: int, when: str, **table: Any)
                 os.kill(os.getpid(), signal.SIGKILL)
             return fine
 
-        replica.Replica._hand_on = die  # type: ignore[method-assign]
+        replica.Replica._forward = die  # type: ignore[method-assign]
         part(store, **table)
         os._exit(0)
     return {"status": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}

@@ -19,10 +19,11 @@ from models.job import JobError
 from models.pretrain import trainer, world
 from models.pretrain.params import params_of
 from models.pretrain.plan import ParallelPlan, parse
-from models.pretrain.recovery import checkpoint
-from models.pretrain.recovery.checkpoint import Checkpointer, CheckpointError, Policy
+from models.pretrain.recovery import checkpoint, manifest, state
+from models.pretrain.recovery.checkpoint import Checkpointer, Policy
 from models.pretrain.recovery.curve import Curve
 from models.pretrain.recovery.export import export
+from models.pretrain.recovery.manifest import CheckpointError
 from tests.models.pretrain import resumed
 from tests.models.pretrain.curves import small_gpt
 from tests.support import ranks
@@ -100,7 +101,7 @@ def test_without_its_optimizer_state_a_training_would_go_on_otherwise(
     """The control: the comparison above notices what is missing."""
     with _one() as here:
         training, _ = resumed.begin(here, saved["dp=1"], MODEL)
-        checkpoint.load(checkpoint.State(training.parallel.parts, []), _newest(saved["dp=1"]))
+        checkpoint.load(state.State(training.parallel.parts, []), _newest(saved["dp=1"]))
         training.step = resumed.SAVED_AT
         losses = resumed.steps(training, training.steps)
     assert losses[0] == pytest.approx(alone[resumed.SAVED_AT], abs=TOLERANCE)
@@ -136,7 +137,7 @@ def test_what_a_killed_process_leaves_is_no_checkpoint(tmp_path: Path, saved: di
     folder = tmp_path / "checkpoints"
     shutil.copytree(saved["dp=1"], folder)
     shutil.copytree(_newest(folder), folder / "step-00000009.tmp")
-    assert checkpoint.steps_in(folder) == [resumed.SAVED_AT]
+    assert manifest.steps_in(folder) == [resumed.SAVED_AT]
     with _one() as here:
         training, checkpointer = resumed.begin(here, folder, MODEL)
         assert checkpointer.restore(training.state) == resumed.SAVED_AT
@@ -156,7 +157,7 @@ def test_another_training_is_refused_by_name(tmp_path: Path, saved: dict[str, Pa
         other, checkpointer = resumed.begin(here, saved["dp=1"], MODEL)
         with pytest.raises(CheckpointError, match=r"earlier training, up to step 3: set resume = true"):
             checkpointer.run = "another launch"
-            checkpointer.restore(other.state, anew=True)
+            checkpointer.restore(other.state, same_run=True)
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, saved: dict[str, Path]) -> None:
@@ -166,7 +167,9 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, saved: dict[str, Path])
     shards.write_bytes(shards.read_bytes()[:1000])
     with _one() as here:
         training, checkpointer = resumed.begin(here, folder, MODEL)
-        with pytest.raises(CheckpointError, match=r"step-00000003 cannot be read"):
+        with pytest.raises(
+            CheckpointError, match=rf"{shards.name} has changed .*no whole checkpoint is left"
+        ):
             checkpointer.restore(training.state)
         (_newest(folder) / "about.json").write_text("{}")
         with pytest.raises(CheckpointError, match=r"about.json is not the description of a checkpoint"):
@@ -174,7 +177,44 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, saved: dict[str, Path])
     not_a_folder = tmp_path / "file"
     not_a_folder.write_text("")
     with pytest.raises(CheckpointError, match="cannot be read: Not a directory"):
-        checkpoint.latest(not_a_folder)
+        manifest.latest(not_a_folder)
+
+
+def test_every_bit_that_flips_is_noticed(tmp_path: Path, saved: dict[str, Path]) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved["dp=1"], folder)
+    newest = _newest(folder)
+    rng = np.random.default_rng(0)
+    files = sorted(newest.iterdir())
+    for turn in range(120):
+        path = files[turn % len(files)]
+        content = bytearray(path.read_bytes())
+        content[rng.integers(len(content))] ^= 1 << int(rng.integers(8))
+        whole = path.read_bytes()
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError):
+            manifest.verify_files(newest, manifest.read_manifest(newest))
+        path.write_bytes(whole)
+    manifest.verify_files(newest, manifest.read_manifest(newest))
+
+
+def test_a_training_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
+    with _one() as here:
+        training, checkpointer = resumed.begin(here, tmp_path, MODEL)
+        for step in (1, 2, 3):
+            resumed.steps(training, 1)
+            checkpointer.save(training.state, step)
+        checkpointer.wait()
+        assert manifest.steps_in(tmp_path) == [2, 3]
+        path = next(manifest.path_of(tmp_path, 3).glob("*.distcp"))
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        again, restoring = resumed.begin(here, tmp_path, MODEL)
+        assert restoring.restore(again.state) == 2
+        (said,) = restoring.notices
+        assert "step-00000003" in said and said.endswith("going on from the checkpoint of step 2")
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000002", "step-00000003.damaged"]
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
@@ -189,13 +229,13 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
         ):
             checkpointer.save(training.state, 1)
             checkpointer.wait()
-        assert checkpoint.steps_in(folder) == [0]
+        assert manifest.steps_in(folder) == [0]
         again, restoring = resumed.begin(here, folder)
         assert restoring.restore(again.state) == 0
         (folder / "filler").unlink()
         checkpointer.save(training.state, 1)
         checkpointer.wait()
-        assert checkpoint.steps_in(folder) == [0, 1]
+        assert manifest.steps_in(folder) == [0, 1]
 
 
 @given(
@@ -204,7 +244,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     keep_every=st.sampled_from([0, 10, 50]),
 )
 def test_the_latest_and_every_so_manieth_stay(steps: list[int], keep: int, keep_every: int) -> None:
-    stay = set(steps) - set(Policy(keep=keep, keep_every=keep_every).drops(steps))
+    stay = set(steps) - set(Policy(keep=keep, keep_every=keep_every).expired(steps))
     assert set(sorted(steps)[-keep:]) <= stay
     assert {step for step in stay if step not in sorted(steps)[-keep:]} == {
         step for step in steps if keep_every and step % keep_every == 0 and step not in sorted(steps)[-keep:]
@@ -216,7 +256,7 @@ def test_a_training_keeps_what_its_policy_says(tmp_path: Path) -> None:
         training, _ = resumed.begin(here, tmp_path)
         policy = Policy(every=1, keep=2, keep_every=3)
         trainer.train(training, lambda _: None, 100, Checkpointer(tmp_path, policy, training.identity, here))
-    assert checkpoint.steps_in(tmp_path) == [3, 5, 6]
+    assert manifest.steps_in(tmp_path) == [3, 5, 6]
 
 
 def test_a_checkpoint_becomes_a_plain_params_file(tmp_path: Path, saved: dict[str, Path]) -> None:
@@ -239,7 +279,8 @@ def test_a_checkpoint_becomes_a_plain_params_file(tmp_path: Path, saved: dict[st
     found = safetensors.numpy.load(out.read_bytes())
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, atol=TOLERANCE, err_msg=name)
+        # Adam divides by the root of squared gradients: where they are tiny, rounding moves a param further than a loss.
+        np.testing.assert_allclose(found[name], value, atol=5 * TOLERANCE, err_msg=name)
     with pytest.raises(JobError, match=r"belongs to another model: tensor 'embedding.token.weight'"):
         export(saved["dp=1"], small_gpt(), out)
     with pytest.raises(JobError, match="holds no checkpoint"):
@@ -262,6 +303,6 @@ def _one() -> AbstractContextManager[world.World]:
 
 
 def _newest(folder: Path) -> Path:
-    newest = checkpoint.latest(folder)
+    newest = manifest.latest(folder)
     assert newest is not None
     return newest

@@ -7,7 +7,7 @@ import pytest
 
 from models.pretrain import optimizers, trainer, world
 from models.pretrain import plan as plans
-from models.pretrain.data_parallel import sharding
+from models.pretrain.parallel.data import sharding
 from models.zoo import ModelSpec
 from tests.models.pretrain.curves import settings, spec_of, tokens
 from tests.support import ranks
@@ -50,7 +50,7 @@ def norms(texts: list[str], model: dict[str, object], largest: float = LARGEST) 
     """Runs in the ranks. By plan, the norm that clipping found, and what it finds a second time."""
     with world.join(plans.parse(texts[0])) as first:
         return [
-            _norms(world.arrange(plans.parse(text), first.device), spec_of(**model), largest)  # type: ignore[arg-type]
+            _norms(world.build(plans.parse(text), first.device), spec_of(**model), largest)  # type: ignore[arg-type]
             for text in texts
         ]
 

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
-from models.pretrain.collectives import cost
-from models.pretrain.collectives.cost import Cost, Link, Sample
+from models.pretrain.planner import collective_cost
+from models.pretrain.planner.collective_cost import (
+    Cost,
+    Link,
+    Sample,
+)
 from tests.support import ranks
 
 LINK = Link(alpha=1e-4, beta=1e-9, gamma=1e-10)
@@ -21,7 +25,7 @@ Sent = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Found:
+class Outcome:
     """In one process: how many results were compared with torch's, and what payloads of `EVEN` and `ODD` sent."""
 
     compared: int
@@ -30,25 +34,25 @@ class Found:
 
 
 @pytest.fixture(scope="module", params=[2, 3, 8])
-def world(request: pytest.FixtureRequest) -> list[Found]:
+def world(request: pytest.FixtureRequest) -> list[Outcome]:
     """What every process of a world found, by rank."""
     return ranks.run(request.param, f"{__name__}:compare_and_measure")
 
 
 @pytest.mark.slow
-def test_collectives_do_what_torchs_do(world: list[Found]) -> None:
+def test_collectives_do_what_torchs_do(world: list[Outcome]) -> None:
     assert all(found.compared > 200 for found in world)
 
 
 @pytest.mark.slow
-def test_bytes_and_messages_are_those_predicted(world: list[Found]) -> None:
+def test_bytes_and_messages_are_those_predicted(world: list[Outcome]) -> None:
     for name, predicted in predictions(len(world), 4 * EVEN).items():
         messages, sent_bytes = (sum(found.even[name][i] for found in world) for i in (0, 1))
         assert (messages, sent_bytes) == pytest.approx((predicted.all_messages, predicted.all_bytes)), name
 
 
 @pytest.mark.slow
-def test_each_process_of_a_ring_sends_2_n_minus_1_nths_of_the_payload(world: list[Found]) -> None:
+def test_each_process_of_a_ring_sends_2_n_minus_1_nths_of_the_payload(world: list[Outcome]) -> None:
     others = len(world) - 1
     for found in world:
         messages, sent_bytes = found.odd["ring"]
@@ -58,86 +62,86 @@ def test_each_process_of_a_ring_sends_2_n_minus_1_nths_of_the_payload(world: lis
 
 @pytest.mark.parametrize("processes", [4, 5, 8, 64, 100])
 def test_short_payloads_go_by_few_messages_and_long_ones_by_few_bytes(processes: int) -> None:
-    short, long = (cost.order(LINK, processes, size) for size in (1024, 100 << 20))
+    short, long = (collective_cost.order(LINK, processes, size) for size in (1024, 100 << 20))
     assert short.index("tree") < short.index("ring")
     assert long.index("ring") < long.index("tree")
     assert short[0] in ("doubling", "tree", "hierarchical")
     assert long[0] in ("ring", "mesh", "halving")
-    by_messages = sorted(short, key=lambda name: cost.all_reduce(processes, 1024, name).messages)
-    by_bytes = sorted(long, key=lambda name: cost.all_reduce(processes, 100 << 20, name).sent_bytes)
+    by_messages = sorted(short, key=lambda name: collective_cost.all_reduce(processes, 1024, name).messages)
+    by_bytes = sorted(
+        long, key=lambda name: collective_cost.all_reduce(processes, 100 << 20, name).sent_bytes
+    )
     assert (
-        cost.all_reduce(processes, 1, short[0]).messages
-        == cost.all_reduce(processes, 1, by_messages[0]).messages
+        collective_cost.all_reduce(processes, 1, short[0]).messages
+        == collective_cost.all_reduce(processes, 1, by_messages[0]).messages
     )
-    assert cost.all_reduce(processes, 1, long[0]).sent_bytes == pytest.approx(
-        cost.all_reduce(processes, 1, by_bytes[0]).sent_bytes
+    assert collective_cost.all_reduce(processes, 1, long[0]).sent_bytes == pytest.approx(
+        collective_cost.all_reduce(processes, 1, by_bytes[0]).sent_bytes
     )
 
 
-@pytest.mark.parametrize("algorithm", cost.ALGORITHMS)
-def test_no_algorithm_sends_less_than_the_least(algorithm: cost.Algorithm) -> None:
+@pytest.mark.parametrize("algorithm", collective_cost.ALGORITHMS)
+def test_no_algorithm_sends_less_than_the_least(algorithm: collective_cost.Algorithm) -> None:
     for processes in range(2, 65):
-        found = cost.all_reduce(processes, 1.0, algorithm)
+        found = collective_cost.all_reduce(processes, 1.0, algorithm)
         assert found.all_bytes >= 2 * (processes - 1) - 1e-9
         assert found.sent_bytes >= 2 * (processes - 1) / processes - 1e-9
         assert found.messages >= (processes - 1).bit_length()
 
 
 def test_one_process_sends_nothing() -> None:
-    for algorithm in cost.ALGORITHMS:
-        assert cost.all_reduce(1, 1e6, algorithm) == Cost(0, 0, 0, 0, 0)
+    for algorithm in collective_cost.ALGORITHMS:
+        assert collective_cost.all_reduce(1, 1e6, algorithm) == Cost(0, 0, 0, 0, 0)
 
 
 def test_fit_finds_the_link_that_made_the_samples() -> None:
     samples = [Sample(size, 3e-5 + 2e-9 * size) for size in (1, 1e3, 1e5, 1e7)]
-    ring = cost.all_reduce(4, 1e6)
+    ring = collective_cost.all_reduce(4, 1e6)
     samples.append(Sample(ring.sent_bytes, ring.seconds(Link(3e-5, 2e-9)), ring.messages))
-    found = cost.fit(samples)
+    found = collective_cost.fit(samples)
     assert (found.alpha, found.beta) == pytest.approx((3e-5, 2e-9))
 
 
 def test_fit_is_never_negative() -> None:
-    assert cost.fit([Sample(1e3, 1e-6), Sample(1e6, 1.0)]).alpha == 0
-    assert cost.fit([Sample(1e3, 1.0), Sample(1e6, 1e-3)]).beta == 0
+    assert collective_cost.fit([Sample(1e3, 1e-6), Sample(1e6, 1.0)]).alpha == 0
+    assert collective_cost.fit([Sample(1e3, 1.0), Sample(1e6, 1e-3)]).beta == 0
 
 
 def test_fit_needs_two_lengths() -> None:
     with pytest.raises(ValueError, match="two lengths"):
-        cost.fit([Sample(1e3, 1e-6), Sample(1e3, 2e-6)])
+        collective_cost.fit([Sample(1e3, 1e-6), Sample(1e3, 2e-6)])
 
 
 def test_a_slow_link_between_hosts_favours_the_hierarchy() -> None:
-    between = Link(1e-3, 1e-7)
-    hierarchy = cost.hierarchical_seconds(LINK, between, 8, 1e6, per_host=4)
-    assert hierarchy < cost.all_reduce_seconds(between, 8, 1e6)
-    assert cost.hierarchical_seconds(LINK, LINK, 8, 1e6, 4) == pytest.approx(
-        cost.all_reduce_seconds(LINK, 8, 1e6, "hierarchical", 4)
-    )
+    slow = Link(1e-3, 1e-7)
+    inside, between = collective_cost.hierarchical(8, 1e6, per_host=4)
+    seconds = inside.seconds(LINK) + between.seconds(slow)
+    assert seconds < collective_cost.all_reduce_seconds(slow, 8, 1e6)
 
 
 def predictions(processes: int, size: int) -> dict[str, Cost]:
     names: dict[str, Callable[[int, float], Cost]] = {
-        "broadcast": cost.broadcast,
-        "reduce": cost.reduce,
-        "gather": lambda n, size: cost.gather(n, n * size),
-        "scatter": lambda n, size: cost.scatter(n, n * size),
-        "all_gather": cost.all_gather,
-        "reduce_scatter": cost.reduce_scatter,
-        "all_to_all": lambda n, size: cost.all_to_all(n, n * size),
+        "broadcast": collective_cost.broadcast,
+        "reduce": collective_cost.reduce,
+        "gather": lambda n, size: collective_cost.gather(n, n * size),
+        "scatter": lambda n, size: collective_cost.scatter(n, n * size),
+        "all_gather": collective_cost.all_gather,
+        "reduce_scatter": collective_cost.reduce_scatter,
+        "all_to_all": lambda n, size: collective_cost.all_to_all(n, n * size),
     }
     found = {name: of(processes, size) for name, of in names.items()}
-    for algorithm in cost.ALGORITHMS:
+    for algorithm in collective_cost.ALGORITHMS:
         per_host = 3 if algorithm == "hierarchical" else 0
-        found[algorithm] = cost.all_reduce(processes, size, algorithm, min(per_host, processes))
+        found[algorithm] = collective_cost.all_reduce(processes, size, algorithm, min(per_host, processes))
     return found
 
 
-def compare_and_measure() -> Found:
+def compare_and_measure() -> Outcome:
     """In a rank."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    return Found(compare_with_torch(), measure(EVEN), measure(ODD))
+    return Outcome(compare_with_torch(), measure(EVEN), measure(ODD))
 
 
 def measure(elements: int) -> Sent:
@@ -145,8 +149,12 @@ def measure(elements: int) -> Sent:
     import torch
     import torch.distributed as dist
 
-    from models.pretrain.collectives import pairwise, ring, tree
-    from models.pretrain.collectives.channel import Channel, everybody
+    from models.pretrain.reference import (
+        pairwise,
+        ring,
+        tree,
+    )
+    from models.pretrain.reference.channel import Channel, default_channel
 
     size = dist.get_world_size()
     rows = torch.zeros(size, elements)
@@ -162,7 +170,7 @@ def measure(elements: int) -> Sent:
     }
     found = {}
     for name, way in ways.items():
-        channel = everybody()
+        channel = default_channel()
         way(channel, torch.zeros(elements))
         found[name] = (channel.traffic.messages, channel.traffic.sent_bytes)
     return found
@@ -173,11 +181,15 @@ def compare_with_torch() -> int:
     import torch
     import torch.distributed as dist
 
-    from models.pretrain.collectives import pairwise, ring, tree
-    from models.pretrain.collectives.channel import everybody
+    from models.pretrain.reference import (
+        pairwise,
+        ring,
+        tree,
+    )
+    from models.pretrain.reference.channel import default_channel
 
     rank, size, checked = dist.get_rank(), dist.get_world_size(), 0
-    channel = everybody()
+    channel = default_channel()
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 0.05, torch.int64: 0}
 
     for dtype, within in tolerance.items():
@@ -238,7 +250,13 @@ def compare_with_torch() -> int:
 def all_reductions() -> dict[str, Any]:
     import torch.distributed as dist
 
-    from models.pretrain.collectives import doubling, hierarchical, mesh, ring, tree
+    from models.pretrain.reference import (
+        doubling,
+        hierarchical,
+        mesh,
+        ring,
+        tree,
+    )
 
     def by_hosts(channel: Any, tensor: Any, *operation: Any) -> None:
         hierarchical.all_reduce(channel, tensor, min(3, dist.get_world_size()), *operation)
@@ -248,6 +266,6 @@ def all_reductions() -> dict[str, Any]:
         "tree": tree.all_reduce,
         "mesh": mesh.all_reduce,
         "doubling": doubling.all_reduce,
-        "halving": doubling.all_reduce_in_halves,
+        "halving": doubling.all_reduce_halving,
         "hierarchical": by_hosts,
     }

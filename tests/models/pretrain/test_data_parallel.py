@@ -72,13 +72,13 @@ def test_params_are_alike_and_foreign_gradients_gone_under_zero1() -> None:
 
 
 def test_a_process_may_own_nothing() -> None:
-    from models.pretrain.data_parallel.zero1 import owned
+    from models.pretrain.parallel.data.zero1 import owned
 
     assert owned([5], 3) == [[0], [], []]
 
 
 def test_owners_are_balanced() -> None:
-    from models.pretrain.data_parallel.zero1 import owned
+    from models.pretrain.parallel.data.zero1 import owned
 
     sizes = [7, 7, 6, 6, 5, 5, 4, 4, 4]
     shares = owned(sizes, 3)
@@ -96,7 +96,7 @@ def test_nothing_of_params_and_state_stays_resident_on_disk() -> None:
 def test_a_file_goes_with_the_last_tensor_that_uses_it() -> None:
     import torch
 
-    from models.pretrain.data_parallel import offload
+    from models.pretrain.parallel.data import offload
 
     tensor = offload.mapped(torch.arange(5000.0))
     offload.release(tensor)
@@ -168,7 +168,7 @@ def order(bucket_bytes: int) -> list[str]:
 
     from models.pretrain import plan as plans
     from models.pretrain import trainer, world
-    from models.pretrain.data_parallel import sharding
+    from models.pretrain.parallel.data import sharding
     from tests.models.pretrain.curves import settings, small_gpt, tokens
 
     sharding.BUCKET_BYTES = bucket_bytes

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.models.pretrain.resumed import SAVED_AT
+from models.pretrain.plan import parse
+from tests.models.pretrain.resumed import SAVED_AT, drop_after
 from tests.support import ranks
 
 pytestmark = pytest.mark.slow
@@ -18,8 +20,14 @@ ZERO1, DISK, NESTEROV, ONEBIT = (
     "dp=2,zero=1",
     "dp=2,zero=3,offload=disk",
     "dp=2,sync_every=1,outer=nesterov",
-    "dp=2,exchange=onebit,exchange_warmup=0",
+    "dp=2,grad_compression=onebit,exchange_warmup=0",
 )
+POWERSGD, LOCAL = "dp=2,grad_compression=powersgd,exchange_warmup=0", "dp=2,sync_every=2"
+REMEMBERING = [
+    [POWERSGD, ONEBIT, LOCAL, f"{LOCAL},outer=nesterov", NESTEROV],
+    [f"{LOCAL},tp=2", f"{LOCAL},pp=2"],
+]
+TRAINED = "tests.models.pretrain.resumed:trained"
 
 
 def _resumed(plan: str, processes: int, folders: dict[str, Path], **options: Any) -> dict[str, list[float]]:
@@ -47,10 +55,42 @@ def test_outer_momentum_is_kept(tmp_path: Path) -> None:
     assert np.abs(np.subtract(without, losses)).max() > 1e-3
 
 
-def test_onebit_goes_on_compressing_with_errors_begun_anew(tmp_path: Path) -> None:
-    losses = ranks.run(2, SAVED, ONEBIT, tmp_path)[0][SAVED_AT:]
-    found = _resumed(ONEBIT, 2, {"": tmp_path})[""]
-    assert found[0] == pytest.approx(losses[0], abs=1e-5)  # of the params as saved
-    np.testing.assert_allclose(found, losses, rtol=0.05)
-    alone = _resumed("dp=1", 1, {"": tmp_path})[""]
-    assert alone[0] == pytest.approx(losses[0], abs=1e-5)
+@pytest.mark.parametrize("plans", REMEMBERING, ids=["2 processes", "4 processes"])
+def test_what_an_exchange_remembers_goes_on(plans: list[str], tmp_path: Path) -> None:
+    """Saved between two agreements of sync_every, and after the first step that powersgd and onebit code."""
+    processes, folders = parse(plans[0]).processes, [tmp_path / plan for plan in plans]
+    straight = ranks.run(processes, TRAINED, plans, [None] * len(plans))[0]
+    checkpointed = ranks.run(processes, TRAINED, plans, folders)[0]
+    for folder in folders:
+        drop_after(folder, SAVED_AT)
+    resumed = ranks.run(processes, TRAINED, plans, folders)[0]
+    for plan, whole, saved, (losses, total, notices) in zip(
+        plans, straight, checkpointed, resumed, strict=True
+    ):
+        assert saved == whole, plan  # saving changes nothing
+        np.testing.assert_allclose(losses, whole[0][SAVED_AT:], atol=1e-6, err_msg=plan)
+        assert total == pytest.approx(whole[1], abs=1e-4)
+        assert not notices
+
+
+def test_another_plan_says_that_it_goes_on_without(tmp_path: Path) -> None:
+    cases = [
+        (
+            POWERSGD,
+            "dp=2",
+            r"plan dp=2,grad_compression=powersgd,exchange_warmup=0 \(powersgd of rank 4, 2",
+        ),
+        (LOCAL, "dp=2", "plan dp=2,sync_every=2 \\("),
+        (LOCAL, "dp=2,sync_every=3", "does not fit plan dp=2,sync_every=3"),
+        ("dp=2", POWERSGD, ""),
+    ]
+    before, after, said = zip(*cases, strict=True)
+    folders = [tmp_path / str(number) for number in range(len(cases))]
+    straight = ranks.run(2, TRAINED, before, folders)[0]
+    for folder in folders:
+        drop_after(folder, SAVED_AT)
+    resumed = ranks.run(2, TRAINED, after, folders)[0]
+    for words, whole, (losses, _, notices) in zip(said, straight, resumed, strict=True):
+        assert len(notices) == bool(words)
+        assert not words or re.search(words, notices[0])
+        np.testing.assert_allclose(losses, whole[0][SAVED_AT:], rtol=0.05)

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.pretrain.data_parallel import onebit
+from models.pretrain.parallel.data import onebit
 from tests.support import ranks
 
 HERE = "tests.models.pretrain.test_exchange"
 CURVE = "tests.models.pretrain.curves:curve"
-PLANS = ["dp=2", *(f"dp=2,exchange={kind}" for kind in ("fp16", "bf16", "powersgd", "onebit"))]
+PLANS = ["dp=2", *(f"dp=2,grad_compression={kind}" for kind in ("fp16", "bf16", "powersgd", "onebit"))]
 
 
 @given(blocks=st.integers(1, 4), seed=st.integers(0, 2**31))
@@ -48,9 +48,9 @@ def test_what_rounding_leaves_out_comes_later(processes: int) -> None:
 @pytest.mark.slow
 def test_the_warm_up_of_onebit_is_adam() -> None:
     alone = ranks.run(1, CURVE, "dp=1")[0]
-    for found in ranks.run(2, CURVE, "dp=2,exchange=onebit,exchange_warmup=100"):
+    for found in ranks.run(2, CURVE, "dp=2,grad_compression=onebit,exchange_warmup=100"):
         np.testing.assert_allclose(found, alone, atol=1e-5)
-    coded = ranks.run(2, CURVE, "dp=2,exchange=onebit,exchange_warmup=0")[0]
+    coded = ranks.run(2, CURVE, "dp=2,grad_compression=onebit,exchange_warmup=0")[0]
     assert np.abs(np.subtract(coded, alone)).max() > 1e-4
 
 
@@ -62,10 +62,10 @@ def test_losses_and_bytes_of_every_exchange() -> None:
     # a ring all-reduce sends 2 (N-1)/N of the gradients
     assert plain.sent_bytes == pytest.approx(200 * 4 * plain.values, rel=0.01)
     for plan, share, tolerance in (
-        ("dp=2,exchange=fp16", 0.5, 0.01),
-        ("dp=2,exchange=bf16", 0.5, 0.01),
-        ("dp=2,exchange=powersgd", 0.35, 0.06),
-        ("dp=2,exchange=onebit", 0.2, 0.02),
+        ("dp=2,grad_compression=fp16", 0.5, 0.01),
+        ("dp=2,grad_compression=bf16", 0.5, 0.01),
+        ("dp=2,grad_compression=powersgd", 0.35, 0.06),
+        ("dp=2,grad_compression=onebit", 0.2, 0.02),
     ):
         assert found[plan].sent_bytes <= share * 1.01 * plain.sent_bytes, plan
         assert found[plan].loss <= (1 + tolerance) * plain.loss, plan
@@ -74,7 +74,11 @@ def test_losses_and_bytes_of_every_exchange() -> None:
 @pytest.mark.slow
 def test_onebit_among_four_processes() -> None:
     plain, coded = ranks.run(
-        4, "tests.models.pretrain.markov:trained", ["dp=4", "dp=4,exchange=onebit"], steps=150, width=48
+        4,
+        "tests.models.pretrain.markov:trained",
+        ["dp=4", "dp=4,grad_compression=onebit"],
+        steps=150,
+        width=48,
     )[0]
     assert coded.loss <= 1.02 * plain.loss
     assert coded.sent_bytes <= plain.sent_bytes / 5
@@ -83,9 +87,9 @@ def test_onebit_among_four_processes() -> None:
 @pytest.mark.slow
 def test_onebit_refuses_what_needs_the_whole_gradient() -> None:
     with pytest.raises(ranks.RankFailed, match=r"PlanError: .*clip_norm is 1\.0, expected 0"):
-        ranks.run(2, CURVE, "dp=2,exchange=onebit", clip_norm=1.0)
+        ranks.run(2, CURVE, "dp=2,grad_compression=onebit", clip_norm=1.0)
     with pytest.raises(ranks.RankFailed, match=r"PlanError: .*optimizer is 'sgd', expected 'adamw'"):
-        ranks.run(2, CURVE, "dp=2,exchange=onebit", optimizer="sgd")
+        ranks.run(2, CURVE, "dp=2,grad_compression=onebit", optimizer="sgd")
 
 
 # what the processes run
@@ -95,11 +99,11 @@ def fed_back() -> tuple[list[float], list[float], list[float], float]:
     """Sums over 40 calls of what the mean was told to be and what it was, and what is left of it in the errors."""
     from models.pretrain import plan as plans
     from models.pretrain import world
-    from models.pretrain.data_parallel.onebit import BLOCK, CompressedMean
+    from models.pretrain.parallel.data.onebit import BLOCK, CompressedMean
 
     size, processes = 3 * BLOCK + 5, int(os.environ["WORLD_SIZE"])
     with world.join(plans.parse(f"dp={processes}")) as here:
-        mean = CompressedMean(here.group("dp"))
+        mean = CompressedMean(here.group("dp"), size)
         told, meant = torch.zeros(size), torch.zeros(size)
         worst = 0.0
         for call in range(40):

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from models.pretrain import params, trainer, world
+from models.pretrain import params, plan_rules, trainer, world
 from models.pretrain import plan as plans
-from models.pretrain.data_parallel import sharding
-from models.pretrain.model_parallel import experts
+from models.pretrain.parallel.data import sharding
+from models.pretrain.parallel.model import experts
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
 from models.zoo import moe
 from tests.models.pretrain.curves import settings, spec_of, tokens
@@ -121,7 +121,7 @@ def test_experts_that_processes_cannot_share_are_refused() -> None:
     from models.pretrain.parallelize import sizes_of
 
     with pytest.raises(plans.PlanError, match="ep=3 must divide the 4 experts"):
-        plans.check(plans.parse("dp=3,ep=3"), sizes_of(spec_of(**MODEL)), batch_size=12)
+        plan_rules.check(plans.parse("dp=3,ep=3"), sizes_of(spec_of(**MODEL)), batch_size=12)
 
 
 def _experts() -> moe.Experts:
@@ -149,7 +149,7 @@ def _gradient_of_all(counts: list[list[int]]) -> torch.Tensor:
 def spread_answers(counts: list[list[int]]) -> tuple[Any, ...]:
     """Runs in the ranks."""
     with world.join(plans.parse("dp=2,ep=2")) as here:
-        spread = experts.Spread(_experts(), here.axis("shard"))
+        spread = experts.ShardedExperts(_experts(), here.axis("shard"))
         mine = counts[here.rank]
         x = _rows(mine)
         answers = spread(x, torch.tensor(mine))

@@ -38,7 +38,7 @@ def alone(family: str) -> list[float]:
         ("resnet", "pp=2"),
         ("resnet varied", "dp=4"),
         ("gpt tied", "dp=2"),
-        ("gpt tied", "dp=2,zero=3,recompute=full"),
+        ("gpt tied", "dp=2,zero=3,activation_checkpoint=full"),
     ],
 )
 def test_several_processes_train_what_one_does(family: str, plan: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.pretrain.recovery import hang
-from models.pretrain.recovery.hang import HUNG, Watch
+from models.pretrain.recovery.hang import HUNG, Watchdog
 from tests.support import pretraining
 
 
@@ -18,27 +18,27 @@ def record(step: int, called: int, last: str = "gloo:all_reduce") -> dict[str, A
 
 
 def test_a_process_that_left_no_record_is_named() -> None:
-    said = hang.sentence({0: record(4, 9), 2: record(4, 9)}, 4, 60)
+    said = hang.diagnosis({0: record(4, 9), 2: record(4, 9)}, 4, 60)
     assert "step 5 did not end within 60 s" in said
-    assert "ranks 1, 3 said nothing" in said
+    assert "ranks 1, 3 did not respond" in said
     assert "gloo:all_reduce" in said
 
 
 @pytest.mark.parametrize("late", [record(3, 9), record(4, 8)])
 def test_else_who_has_done_least_is_named(late: dict[str, Any]) -> None:
-    assert "waited for rank 1," in hang.sentence({0: record(4, 9), 1: late}, 2, 60)
+    assert "waited for rank 1," in hang.diagnosis({0: record(4, 9), 1: late}, 2, 60)
 
 
 def test_nobody_is_named_where_all_are_alike() -> None:
-    said = hang.sentence({0: record(4, 9), 1: record(4, 9)}, 2, 60)
+    said = hang.diagnosis({0: record(4, 9), 1: record(4, 9)}, 2, 60)
     assert "rank 0" not in said
     assert "rank 1" not in said
 
 
 def test_watch_ends_a_process_without_steps_and_leaves_its_stacks(tmp_path: Path) -> None:
     said: list[str] = []
-    watch = Watch(tmp_path, 0, 1, 0.05, said.append)
-    watch.alive(0)
+    watch = Watchdog(tmp_path, 0, 1, 0.05, said.append)
+    watch.heartbeat(0)
     watch._thread.join()
     assert "step 1 did not end" in said[0]
     assert "Current thread" in (tmp_path / "hang-rank0.txt").read_text()
@@ -50,8 +50,8 @@ def test_watch_ends_a_process_without_steps_and_leaves_its_stacks(tmp_path: Path
 
 def test_watch_that_is_closed_ends_nothing(tmp_path: Path) -> None:
     said: list[str] = []
-    watch = Watch(tmp_path, 0, 1, 1000, said.append)
-    watch.alive(0)
+    watch = Watchdog(tmp_path, 0, 1, 1000, said.append)
+    watch.heartbeat(0)
     watch.close()
     assert not said
     assert not list(tmp_path.iterdir())
@@ -69,6 +69,6 @@ def test_a_stopped_process_is_named_and_the_job_ends(tmp_path: Path) -> None:
         assert not any(pretraining.is_alive(worker) for worker in workers)
     (error,) = [line["error"] for line in agent.lines if "error" in line]
     (waited,) = [rank for rank in (0, 1) if (tmp_path / f"hang-rank{rank}.json").exists()]
-    assert f"rank {1 - waited} said nothing, as if stopped" in error
+    assert f"rank {1 - waited} did not respond, as if suspended" in error
     assert "gloo:all_reduce" in error
     assert "train_step" in (tmp_path / f"hang-rank{waited}.txt").read_text()

@@ -68,7 +68,7 @@ def outer_steps() -> tuple[list[float], list[float]]:
     """A param after four agreements, each after one step against a gradient of the process's own; and torch's."""
     from models.pretrain import plan as plans
     from models.pretrain import world
-    from models.pretrain.data_parallel.local_updates import LocalUpdates
+    from models.pretrain.parallel.data.local_updates import LocalUpdates
 
     with world.join(plans.parse("dp=2")) as here:
         mine = torch.nn.Parameter(torch.zeros(3))
@@ -101,5 +101,5 @@ def asked_early() -> tuple[float, float]:
         training.train_step()
         training.train_step()
         apart = total(training)
-        training.agree()
+        training.synchronize()
         return apart, total(training)

@@ -16,13 +16,21 @@ import numpy as np
 import pytest
 import torch.distributed.rpc as rpc
 
-from edge_client.process import worker_environment
+from edge_client.processes.process import worker_environment
 from models import job as jobs
-from models.pretrain.server import check, replica, rules
-from models.pretrain.server.__main__ import bearable
-from models.pretrain.server.rules import AsTheyCome, Contribution, Together
-from models.pretrain.server.settings import Servers
-from models.pretrain.server.shard import split
+from models.pretrain.parameter_server import (
+    check,
+    replica,
+    rules,
+)
+from models.pretrain.parameter_server.__main__ import survivable
+from models.pretrain.parameter_server.rules import (
+    AsyncRule,
+    Contribution,
+    SyncRule,
+)
+from models.pretrain.parameter_server.settings import Servers
+from models.pretrain.parameter_server.shard import split
 from tests.models.pretrain import curves, serving
 from tests.support import ranks
 
@@ -132,7 +140,7 @@ def test_backup_that_missed_updates_is_noticed(store: str) -> None:
 def test_job_ends_well_though_its_primary_is_killed(tmp_path: Path) -> None:
     steps = 150
     job = a_job(tmp_path, {"workers": 2, "replicas": 2}, steps=steps)
-    command = [sys.executable, "-P", "-m", "models.pretrain.server", str(job)]
+    command = [sys.executable, "-P", "-m", "models.pretrain.parameter_server", str(job)]
     pids: dict[str, int] = {}
     with subprocess.Popen(
         command, env=worker_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -185,27 +193,47 @@ def test_replica_that_was_given_up_answers_nobody(monkeypatch: pytest.MonkeyPatc
     assert repeated.version == 3
 
 
+def test_a_wrong_push_is_refused_and_the_server_goes_on() -> None:
+    of = serving.training(Servers(workers=2, mode="async"))
+    server = of.replica(2)
+    gradients = [value * 0 for value in server.shard.values()]
+    for wrong, reason in (
+        (Contribution(2, 0, 0, 1.0, gradients), "no worker 2, expected 0 to 1"),
+        (Contribution(-1, 0, 0, 1.0, gradients), "no worker -1"),
+        (Contribution(0, 10**6, 0, 1.0, gradients), "pushes for batch 1000000"),
+        (Contribution(0, 0, 0, 1.0, gradients[1:]), "gradients of shapes"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            server.push(wrong)
+    with pytest.raises(ValueError, match="no worker 7"):
+        server.leave(7)
+    for worker in (0, 1):
+        answer = server.push(Contribution(worker, 0, 0, 1.0, gradients)).wait()
+        assert answer is not None and answer.clock == 1
+    assert server.record()["updates"] == 2
+
+
 def test_contributions_that_are_late_are_dropped_and_repeated_ones_are_not() -> None:
-    rule = Together(workers=3, needed=2)
+    rule = SyncRule(workers=3, needed=2)
     for worker in (2, 0):
         rule.offer(contribution(worker, 0))
     assert [one.worker for one in rule.next()] == [0, 2]  # in order, whoever was first
-    rule.made(rule.next())
+    rule.applied(rule.next())
     rule.offer(contribution(0, 0))
     assert rule.dropped == 0
     rule.offer(contribution(1, 0))
     assert rule.dropped == 1
-    assert [rule.goes_on(worker) for worker in range(3)] == [1, 1, 1]
+    assert [rule.next_clock(worker) for worker in range(3)] == [1, 1, 1]
 
 
 def test_contribution_of_a_worker_that_is_ahead_waits_for_its_turn() -> None:
-    rule = Together(workers=2, needed=2)
+    rule = SyncRule(workers=2, needed=2)
     rule.offer(contribution(0, 1))
     assert rule.next() == []
-    assert rule.goes_on(0) is None
+    assert rule.next_clock(0) is None
     for worker in (0, 1):
         rule.offer(contribution(worker, 0))
-    rule.made(rule.next())
+    rule.applied(rule.next())
     rule.offer(contribution(1, 1))
     assert len(rule.next()) == 2
 
@@ -214,15 +242,15 @@ def test_contribution_of_a_worker_that_is_ahead_waits_for_its_turn() -> None:
 def test_no_order_of_arrivals_breaks_the_bound(bound: int) -> None:
     rng = np.random.default_rng(bound)
     for _ in range(50):
-        rule, clocks = AsTheyCome(3, bound), [0, 0, 0]
+        rule, clocks = AsyncRule(3, bound), [0, 0, 0]
         for worker in rng.integers(3, size=60):
-            if clocks[worker] and rule.goes_on(worker) is None:
+            if clocks[worker] and rule.next_clock(worker) is None:
                 continue
             rule.offer(contribution(int(worker), clocks[worker]))
-            rule.made(rule.next())
+            rule.applied(rule.next())
             clocks[worker] += 1
             assert max(clocks) - min(clocks) <= bound + 1
-        assert all(rule.lead(w) <= bound for w in range(3) if rule.goes_on(w) is not None)
+        assert all(rule.lead(w) <= bound for w in range(3) if rule.next_clock(w) is not None)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
@@ -250,18 +278,18 @@ def test_impossible_server_is_refused(
     table: dict[str, Any], options: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(jobs.JobError, match=reason):
-        check.of(jobs.read(a_job(tmp_path, table, **options)))
+        check.from_job(jobs.read(a_job(tmp_path, table, **options)))
 
 
 def test_job_bears_the_loss_of_what_is_there_twice() -> None:
     servers = Servers(workers=3, servers=2, mode="k-of-n", keep=2, replicas=2)
-    assert bearable(servers, {3, 5})
-    assert not bearable(servers, {3, 4})
-    assert bearable(servers, {2})
-    assert not bearable(servers, {1, 2})
-    assert not bearable(servers, {0})
-    assert not bearable(Servers(workers=3), {2})
-    assert isinstance(rules.of(servers), Together)
+    assert survivable(servers, {3, 5})
+    assert not survivable(servers, {3, 4})
+    assert survivable(servers, {2})
+    assert not survivable(servers, {1, 2})
+    assert not survivable(servers, {0})
+    assert not survivable(Servers(workers=3), {2})
+    assert isinstance(rules.from_settings(servers), SyncRule)
 
 
 def contribution(worker: int, clock: int) -> Contribution:

@@ -28,20 +28,20 @@ PLANS = [
     "dp=2,zero=2",
     "dp=2,zero=2,microbatches=2",
     "dp=2,zero=3",
-    "dp=2,recompute=full",
-    "dp=2,recompute=selective",
-    "dp=2,zero=3,recompute=full",
+    "dp=2,activation_checkpoint=full",
+    "dp=2,activation_checkpoint=selective",
+    "dp=2,zero=3,activation_checkpoint=full",
     "tp=2",
     "tp=2,loss_parallel=true",
     "tp=2,sequence=true",
     "tp=2,sequence=true,loss_parallel=true,microbatches=2",
-    "tp=2,sequence=true,recompute=selective",
+    "tp=2,sequence=true,activation_checkpoint=selective",
     "cp=2",
     "cp=2,zero=3",
     "pp=2,schedule=naive,microbatches=1",
     "pp=2,schedule=gpipe",
     "pp=2,schedule=1f1b",
-    "pp=2,schedule=1f1b,split=1+3,recompute=full",
+    "pp=2,schedule=1f1b,split=1+3,activation_checkpoint=full",
     "pp=2,schedule=interleaved",
     "pp=2,schedule=zero-bubble",
     "pp=2,schedule=zbv",
@@ -80,7 +80,7 @@ EXPERTS = {"name": "moe", "experts": 4, "chosen": 2}
 WITH_EXPERTS = [
     "dp=2",
     "dp=2,ep=2",
-    "dp=2,ep=2,microbatches=2,recompute=full",
+    "dp=2,ep=2,microbatches=2,activation_checkpoint=full",
     "tp=2,sequence=true",
     "dp=4,ep=2",
     "dp=2,ep=2,cp=2",
@@ -89,6 +89,21 @@ WITH_EXPERTS = [
 
 ANNOTATED = {"name": "tests.models.pretrain.annotated:build"}
 WITH_ANNOTATIONS = ["tp=2", "dp=2,tp=2", "dp=2,tp=2,zero=3"]
+
+TIED = {"tie": True}
+WITH_TIED = ["cp=2", "dp=2,cp=2", "cp=4", "cp=2,zero=3"]
+
+DROPPING = {"dropout": 0.3}
+WITH_DROPOUT = [
+    "tp=2",
+    "tp=2,sequence=true",
+    "tp=2,sequence=true,activation_checkpoint=full,loss_parallel=true",
+    "tp=4,sequence=true",
+]
+
+FROZEN = {"freeze": "layers.1,layers.3.norm1,norm", "clip_norm": 0.5}
+WITH_FROZEN = ["tp=2,sequence=true", "tp=2,sequence=true,zero=3,dp=2", "tp=2,loss_parallel=true"]
+WITH_FROZEN_EXPERTS = ["dp=2,ep=2", "dp=4,ep=2", "tp=2,sequence=true"]
 
 HALF = ["dp=2", "tp=2,sequence=true,loss_parallel=true", "pp=2", "cp=2"]
 HALF_SHARED_OUT = ["dp=2,zero=2", "dp=2,zero=3", "tp=2,zero=3"]
@@ -99,6 +114,10 @@ CASES = [
     *(Case(plan, UNEVEN) for plan in UNEVENLY),
     *(Case(plan, EXPERTS, {"clip_norm": 0.5}) for plan in WITH_EXPERTS),
     *(Case(plan, ANNOTATED, {"clip_norm": 0.5}) for plan in WITH_ANNOTATIONS),
+    *(Case(plan, TIED, {"clip_norm": 0.5}) for plan in WITH_TIED),
+    *(Case(plan, DROPPING) for plan in WITH_DROPOUT),
+    *(Case(plan, {}, FROZEN) for plan in WITH_FROZEN),
+    *(Case(plan, EXPERTS, FROZEN) for plan in WITH_FROZEN_EXPERTS),
     Case("dp=2", options={"batch_size": 7}),
     Case("dp=2", options={"optimizer": "sgd", "lr": 0.1}),
 ]

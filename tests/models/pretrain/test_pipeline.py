@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from models.pretrain.model_parallel import timetable
-from models.pretrain.model_parallel.timetable import Pass
-from models.pretrain.plan import ParallelPlan, PlanError, Sizes, check, parse
+from models.pretrain.parallel.model import pipeline_schedule
+from models.pretrain.parallel.model.pipeline_schedule import Pass
+from models.pretrain.plan import ParallelPlan, PlanError, Sizes, parse
+from models.pretrain.plan_rules import check
 from tests.models.pretrain.curves import Case
 from tests.support import ranks
 
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5
-SIZES = Sizes(layers=64, heads=4, width=32, hidden=128, vocab=48, length=16, tensor=True)
+SIZES = Sizes(layers=64, heads=4, width=32, hidden=128, vocab=48, length=16, attention=True, tensor=True)
 
 OF_TWO = [
     "pp=2,schedule=naive,microbatches=4",
@@ -32,9 +33,9 @@ OF_TWO = [
     "pp=2,schedule=interleaved,microbatches=1",
     "pp=2,schedule=interleaved,stages=4",
     "pp=2,schedule=zero-bubble,microbatches=1",
-    "pp=2,schedule=zero-bubble,stages=4,recompute=full",
+    "pp=2,schedule=zero-bubble,stages=4,activation_checkpoint=full",
     "pp=2,schedule=zbv,microbatches=2,split=1+2+3+2",
-    "pp=2,schedule=interleaved,recompute=selective",
+    "pp=2,schedule=interleaved,activation_checkpoint=selective",
     "pp=2,devices=cpu+cpu",
     "pp=2,devices=cpu+cpu,schedule=zbv",
 ]
@@ -84,14 +85,18 @@ def test_bubble_is_as_the_law_says(p: int, m: int) -> None:
         laws["zbv"] = laws["zero-bubble"]
     for schedule, law in laws.items():
         plan = parse(f"pp={p},microbatches={m},schedule={schedule}")
-        assert timetable.simulate(plan, _seconds).bubble == pytest.approx(float(law), abs=1e-12), schedule
+        assert pipeline_schedule.simulate(plan, _seconds).bubble == pytest.approx(float(law), abs=1e-12), (
+            schedule
+        )
 
 
 def test_a_transfer_that_takes_time_is_waited_for() -> None:
     plan = parse("pp=4,schedule=gpipe,microbatches=4")
     there_and_back = 2 * 3 * 0.25
-    slower = timetable.simulate(plan, _seconds, lambda stage: 0.25)
-    assert slower.seconds == pytest.approx(timetable.simulate(plan, _seconds).seconds + there_and_back)
+    slower = pipeline_schedule.simulate(plan, _seconds, lambda stage: 0.25)
+    assert slower.seconds == pytest.approx(
+        pipeline_schedule.simulate(plan, _seconds).seconds + there_and_back
+    )
 
 
 @pytest.mark.parametrize("pieces", [4, 8, 32])
@@ -104,7 +109,9 @@ def test_1f1b_holds_no_more_micro_batches_than_stages_and_gpipe_all(pieces: int)
 
 def _held(text: str) -> list[float]:
     """Micro-batches at every place, with the one in a pass."""
-    return [1 + max(timetable.beside(order)) for order in timetable.orders(parse(text))]
+    return [
+        1 + max(pipeline_schedule.held_by_others(order)) for order in pipeline_schedule.orders(parse(text))
+    ]
 
 
 LOGGED = [
@@ -121,7 +128,7 @@ def test_processes_keep_to_the_timetable() -> None:
     """The law is about the order in which processes really compute."""
     found = ranks.run(2, "tests.models.pretrain.logged_pipeline:logs", LOGGED)
     for number, text in enumerate(LOGGED):
-        expected = timetable.orders(parse(text))
+        expected = pipeline_schedule.orders(parse(text))
         for place in range(2):
             assert found[place][number].passes == expected[place], f"{text}, place {place}"
 
@@ -173,7 +180,7 @@ def test_a_plan_is_refused_exactly_when_torch_refuses_it(schedule: str) -> None:
         ("pp=2,stages=3,schedule=zbv", "exactly two stages"),
         ("pp=2,stages=2", "one stage a rank"),
         ("dp=2,pp=2,zero=3,schedule=zero-bubble", "use zero=2"),
-        ("pp=2,schedule=zbv,recompute=selective", "use recompute=full"),
+        ("pp=2,schedule=zbv,activation_checkpoint=selective", "use activation_checkpoint=full"),
         ("pp=2,schedule=zero-bubble,compile=true", "compile fuses"),
         ("pp=2,devices=cpu+cpu+cuda", "3 places along pp, there are 2"),
         ("pp=2,tp=2,devices=cpu+cuda", "devices goes with"),
@@ -190,7 +197,7 @@ def _seconds(each: Pass) -> float:
 
 def _refused(plan: ParallelPlan) -> bool:
     try:
-        check(plan, SIZES, batch_size=plan.pieces)
+        check(plan, SIZES, batch_size=plan.num_microbatches)
     except PlanError:
         return True
     return False
@@ -201,9 +208,9 @@ def _refused_by_torch(plan: ParallelPlan) -> bool:
     try:
         if plan.schedule in single:
             stage = SimpleNamespace(stage_index=0, num_stages=plan.pp, group_size=plan.pp, group_rank=0)
-            single[plan.schedule](stage, n_microbatches=plan.pieces)
+            single[plan.schedule](stage, n_microbatches=plan.num_microbatches)
         else:
-            timetable.orders(plan)
+            pipeline_schedule.orders(plan)
     except ValueError:
         return True
     return False

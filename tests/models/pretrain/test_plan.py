@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.pretrain import plan as plans
-from models.pretrain.plan import ParallelPlan, PlanError, Sizes, check, parse
+from models.pretrain import plan_rules
+from models.pretrain.plan import ParallelPlan, PlanError, Sizes, parse
+from models.pretrain.plan_rules import check
 
-SIZES = Sizes(layers=8, heads=4, width=32, hidden=128, vocab=50, length=16, tensor=True)
+SIZES = Sizes(layers=8, heads=4, width=32, hidden=128, vocab=50, length=16, attention=True, tensor=True)
 
 
 def _values(field: dataclasses.Field[object], hint: object) -> st.SearchStrategy[object]:
@@ -61,7 +63,7 @@ def test_layers_are_shared_out_without_remainder(
     layers: int, pp: int, schedule: plans.Schedule, stages: int
 ) -> None:
     plan = ParallelPlan(pp=pp, schedule=schedule, stages=stages)
-    of_stages = plan.layers_of(layers)
+    of_stages = plan.layers_per_stage(layers)
     assert [layer for stage in of_stages for layer in stage] == list(range(layers))
     assert len(of_stages) == plan.virtual_stages
     assert max(map(len, of_stages)) - min(map(len, of_stages)) <= 1
@@ -70,7 +72,7 @@ def test_layers_are_shared_out_without_remainder(
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6))
 def test_a_split_is_followed(counts: list[int]) -> None:
     plan = parse(f"pp={len(counts)},split={'+'.join(map(str, counts))}")
-    of_stages = plan.layers_of(sum(counts))
+    of_stages = plan.layers_per_stage(sum(counts))
     assert [len(stage) for stage in of_stages] == counts
     assert [layer for stage in of_stages for layer in stage] == list(range(sum(counts)))
 
@@ -118,7 +120,7 @@ REFUSED = [
     ("stages=2", "stages needs pp of 2 or more"),
     ("dp=2,shards=2", "shards needs zero=2 or 3"),
     ("dp=4,zero=3,shards=3", "shards=3 must divide dp=4"),
-    ("dp=2,tp=2,exchange=bf16", "exchange=bf16 goes with dp alone"),
+    ("dp=2,tp=2,grad_compression=bf16", "grad_compression=bf16 goes with dp alone"),
     ("dp=2,zero=2,offload=cpu", "offload=cpu needs zero=3"),
     ("dp=64", "a batch of 48 rows cannot be shared by dp=64 ranks"),
     ("pp=2,microbatches=5,schedule=gpipe", "dp·microbatches=5 must divide the 48 rows"),
@@ -142,15 +144,37 @@ def test_all_reasons_are_given_at_once() -> None:
 
 def test_a_model_that_cannot_be_taken_apart_is_only_replicated() -> None:
     check(parse("dp=4"), Sizes(), batch_size=8)
+    with pytest.raises(PlanError, match="where its attention is"):
+        check(parse("cp=2"), dataclasses.replace(SIZES, attention=False), batch_size=8)
     for text, reason in [("tp=2", "`layout`"), ("pp=2", "the model has 0"), ("cp=2", "attention")]:
         with pytest.raises(PlanError, match=reason):
             check(parse(text), Sizes(), batch_size=8)
 
 
+@pytest.mark.parametrize(
+    ("former", "text"),
+    [
+        ("exchange=powersgd", "grad_compression=powersgd"),
+        ("recompute=full", "activation_checkpoint=full"),
+        ("rows=3+1", "batch_shares=3+1"),
+    ],
+)
+def test_former_names_of_keys_are_read(former: str, text: str) -> None:
+    key, _, value = former.partition("=")
+    assert parse(f"dp=2,{former}") == parse(f"dp=2,{text}") == plans.from_table({"dp": 2, key: value})
+    assert str(parse(former)) == text
+    assert parse(text, {key: value}) == parse(former, {text.partition("=")[0]: value}) == parse(text)
+
+
+def test_a_key_under_both_its_names_is_refused() -> None:
+    with pytest.raises(PlanError, match="recompute is the former name of activation_checkpoint"):
+        parse("recompute=full,activation_checkpoint=full")
+
+
 def test_micro_batches_default_to_two_a_stage() -> None:
-    assert parse("dp=8").pieces == 1
-    assert parse("pp=4").pieces == 8
-    assert parse("pp=4,microbatches=5").pieces == 5
+    assert parse("dp=8").num_microbatches == 1
+    assert parse("pp=4").num_microbatches == 8
+    assert parse("pp=4,microbatches=5").num_microbatches == 5
 
 
 @given(any_plan, st.sampled_from([SIZES, Sizes()]), st.integers(1, 64))
@@ -159,3 +183,10 @@ def test_checking_ends_in_nothing_or_a_reason(plan: ParallelPlan, sizes: Sizes, 
         check(plan, sizes, batch_size=batch_size)
     except PlanError as error:
         assert str(error) != f"plan {plan}: "
+
+
+def test_options_that_a_plan_cannot_follow_are_refused_with_every_reason() -> None:
+    plan_rules.check_options(parse("dp=2,grad_compression=onebit"), optimizer="adamw", clip_norm=0.0)
+    plan_rules.check_options(parse("dp=2"), optimizer="sgd", clip_norm=1.0)
+    with pytest.raises(PlanError, match=r"optimizer is 'sgd'.*clip_norm is 1\.0, expected 0"):
+        plan_rules.check_options(parse("dp=2,grad_compression=onebit"), optimizer="sgd", clip_norm=1.0)

@@ -7,7 +7,7 @@ import torch
 
 from models.pretrain import plan as plans
 from models.pretrain.parallelize import sizes_of
-from models.pretrain.planner import memory, pieces
+from models.pretrain.planner import layer_profile, memory
 from models.pretrain.planner.profile import Machine, Profile
 from models.pretrain.training import Options
 from tests.models.pretrain.planned_memory import BATCH, spec
@@ -23,8 +23,8 @@ PLANS = [
     "dp=2,zero=2,microbatches=2",
     "dp=2,zero=3",
     "dp=2,zero=3,microbatches=2",
-    "dp=2,recompute=full",
-    "dp=2,recompute=selective",
+    "dp=2,activation_checkpoint=full",
+    "dp=2,activation_checkpoint=selective",
     "tp=2",
     "tp=2,loss_parallel=true",
     "tp=2,sequence=true",
@@ -34,7 +34,7 @@ PLANS = [
     "pp=2,schedule=interleaved,microbatches=4",
     "pp=2,schedule=zero-bubble,microbatches=4",
     "pp=2,schedule=zbv,microbatches=4",
-    "pp=2,schedule=1f1b,recompute=full",
+    "pp=2,schedule=1f1b,activation_checkpoint=full",
 ]
 OF_FOUR = ["dp=2,pp=2,microbatches=2", "dp=2,tp=2,zero=2"]
 
@@ -49,14 +49,14 @@ OF_FOUR = ["dp=2,pp=2,microbatches=2", "dp=2,tp=2,zero=2"]
 )
 def test_predicted_memory_is_measured_memory(model: dict[str, int], of_two: list[str]) -> None:
     made, cpu = spec(**model), torch.device("cpu")
-    found = pieces.measure(made, BATCH, cpu)
+    found = layer_profile.measure(made, BATCH, cpu)
     profile = Profile(
         sizes_of(made),
         found.first,
         found.layers,
         found.last,
         found.loss,
-        pieces.optimizer(made, Options(), cpu),
+        layer_profile.optimizer(made, Options(), cpu),
         Machine(),
     )
     off = {}
@@ -64,5 +64,5 @@ def test_predicted_memory_is_measured_memory(model: dict[str, int], of_two: list
         measured = ranks.run(processes, "tests.models.pretrain.planned_memory:peaks", texts, **model)
         for number, text in enumerate(texts):
             most = max(peaks[number][1] for peaks in measured)
-            off[text] = memory.needed(plans.parse(text), profile, BATCH).bytes / most - 1
+            off[text] = memory.peak(plans.parse(text), profile, BATCH).bytes / most - 1
     assert all(abs(error) <= WITHIN for error in off.values()), {k: round(v, 3) for k, v in off.items()}

@@ -6,8 +6,8 @@ import dataclasses
 import io
 import itertools
 import json
-import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,16 @@ import pytest
 
 from models import options
 from models.pretrain import plan as plans
-from models.pretrain.collectives.cost import Link
 from models.pretrain.planner import __main__ as entry
 from models.pretrain.planner import memory, predict, profile, scaling
-from models.pretrain.planner.crew import Crew
+from models.pretrain.planner.bench_workers import BenchWorkers
+from models.pretrain.planner.collective_cost import Link
 from models.pretrain.planner.explain import explain, rows
-from models.pretrain.planner.probe import calibrated, computing
+from models.pretrain.planner.placement import Placement
+from models.pretrain.planner.probe import calibrate, computing_seconds
 from models.pretrain.planner.profile import Machine, ProfileError
-from models.pretrain.planner.search import balanced, search
-from models.pretrain.planner.spread import Spread
-from models.pretrain.planner.verify import corrections, degrees, of_kinds, verify
+from models.pretrain.planner.search import balanced, search, with_fewer
+from models.pretrain.planner.verify import corrections, degrees, select_diverse, verify
 from models.pretrain.training import Options
 from tests.models.pretrain.made_profile import LINK
 from tests.models.pretrain.made_profile import profile as made
@@ -97,7 +97,7 @@ def test_slow_links_between_hosts_end_the_sharing_of_params() -> None:
 
 
 def test_tp_inside_a_host_uses_its_link() -> None:
-    spread = Spread(plans.parse("dp=2,tp=2"), made(between=100), BATCH)
+    spread = Placement(plans.parse("dp=2,tp=2"), made(between=100), BATCH)
     assert spread.link("tp").beta == LINK.beta
     # both tp ranks of a host exchange gradients over its one way out
     assert spread.link("data").beta == pytest.approx(200 * LINK.beta)
@@ -115,7 +115,7 @@ def test_split_is_the_best_of_all() -> None:
     heavy = made(heavy_head=9)
 
     def slowest(split: tuple[int, ...]) -> float:
-        spread = Spread(dataclasses.replace(plan, split=split), heavy, BATCH)
+        spread = Placement(dataclasses.replace(plan, split=split), heavy, BATCH)
         sums = [sum(p.forward.at(1) + p.backward["none"].at(1) for p in pieces) for pieces in spread.stages()]
         return max(sums[0], sums[1] + heavy.loss.forward.at(1) + heavy.loss.backward["none"].at(1))
 
@@ -124,25 +124,48 @@ def test_split_is_the_best_of_all() -> None:
 
 
 def test_memory_that_is_short_is_saved_by_sharing_out_or_recomputing() -> None:
-    alone = memory.needed(plans.parse("dp=4"), made(), BATCH).bytes
+    alone = memory.peak(plans.parse("dp=4"), made(), BATCH).bytes
     found = search(made(memory_bytes=alone / 2), BATCH, 4)
     assert found.ranking and all(c.memory.bytes <= alone / 2 for c in found.ranking)
     assert any("MiB a process" in refused.reason for refused in found.refused)
-    assert search(made(), BATCH, 4).ranking[0].plan.recompute == "none"
+    assert search(made(), BATCH, 4).ranking[0].plan.activation_checkpoint == "none"
 
 
 def test_zero_stages_share_out_what_they_say() -> None:
     values = made().values * 4
-    parts = {zero: memory.needed(plans.parse(f"dp=4,zero={zero}"), made(), 4).parts for zero in range(4)}
+    parts = {zero: memory.peak(plans.parse(f"dp=4,zero={zero}"), made(), 4).parts for zero in range(4)}
     assert parts[0]["params"] == parts[1]["params"] == values
     assert parts[0]["optimizer"] == 2 * values
     assert parts[1]["optimizer"] == parts[2]["optimizer"] == parts[3]["optimizer"] == values / 2
     assert parts[3]["params"] < parts[2]["params"] == values * 1.25  # a quarter, and what is gathered
 
 
+def test_fewer_processes_are_proposed_where_they_are_faster() -> None:
+    slow = replace(made(), machine=replace(made().machine, inside=Link(0.05, 1e-7), between=Link(0.05, 1e-7)))
+    all_of_them = search(slow, BATCH, 4)
+    found = with_fewer(all_of_them, slow, BATCH, 4)
+    assert found.ranking[0].plan.processes == 1
+    assert found.ranking[0].seconds < all_of_them.ranking[0].seconds
+    text = "\n".join(explain(found, slow, 4))
+    assert f"1 of the 4 processes: the best plan for all of them, {all_of_them.ranking[0].plan}, is" in text
+    assert rows(found)[0]["processes"] == 1
+    # with the links as they are all are of use, and what is fixed stays
+    assert with_fewer(search(made(), BATCH, 4), made(), BATCH, 4) == search(made(), BATCH, 4)
+    assert with_fewer(search(slow, BATCH, 4, {"dp": 4}), slow, BATCH, 4, {"dp": 4}).ranking[0].plan.dp == 4
+
+
+def test_fewer_processes_are_proposed_where_no_plan_for_all_fits() -> None:
+    small = made(layers=3)
+    found = with_fewer(search(small, 2, 7), small, 2, 7)
+    assert found.ranking and {candidate.plan.processes for candidate in found.ranking} <= {1, 2, 4}
+    assert "no plan for all of them fits" in "\n".join(explain(found, small, 7))
+
+
 def test_fixed_keys_stay() -> None:
     found = search(made(), BATCH, 4, {"tp": 2, "zero": 0})
     assert {(c.plan.tp, c.plan.zero) for c in found.ranking} == {(2, 0)}
+    found = search(made(), BATCH, 4, {"recompute": "full"})  # a former name
+    assert {c.plan.activation_checkpoint for c in found.ranking} == {"full"}
 
 
 def test_explanation_names_choice_limit_next_best_and_refusals() -> None:
@@ -152,6 +175,7 @@ def test_explanation_names_choice_limit_next_best_and_refusals() -> None:
         assert words in text
 
 
+@pytest.mark.slow
 def test_nothing_fits_is_said() -> None:
     found = search(made(memory_bytes=1), BATCH, 4)
     assert explain(found, made(), 4)[0] == "No plan fits 4 processes."
@@ -163,13 +187,13 @@ def steps(used: float, took: float = 9.0) -> list[list[float]]:
 
 
 def computed(plan: str, of: profile.Profile) -> float:
-    return computing(predict.predict(plans.parse(plan), of, BATCH))
+    return computing_seconds(predict.predict(plans.parse(plan), of, BATCH))
 
 
 def test_overhead_makes_computation_agree_with_probes() -> None:
     quiet = dataclasses.replace(made(per_host=2), machine=dataclasses.replace(made().machine, cores=2))
     slower = {text: 1.3 * computed(text, quiet) for text in ("tp=2", "cp=2", "pp=2,microbatches=4")}
-    found = calibrated(
+    found = calibrate(
         quiet, BATCH, {text: steps(used) for text, used in slower.items()}, steps(computed("dp=1", quiet))
     )
     for text, used in slower.items():
@@ -178,24 +202,24 @@ def test_overhead_makes_computation_agree_with_probes() -> None:
 
 def test_overhead_is_never_negative_and_none_where_steps_disagree() -> None:
     alone = steps(computed("dp=1", made()))
-    faster = calibrated(made(), BATCH, {"tp=2": steps(1e-3)}, alone)
+    faster = calibrate(made(), BATCH, {"tp=2": steps(1e-3)}, alone)
     assert faster.overhead == {"tp": 0.0}
-    apart = calibrated(made(), BATCH, {"tp=2": [[1.0, 0.1], [1.0, 0.9], [1.0, 5.0]]}, alone)
+    apart = calibrate(made(), BATCH, {"tp=2": [[1.0, 0.1], [1.0, 0.9], [1.0, 5.0]]}, alone)
     assert apart.overhead == {}
 
 
 @dataclasses.dataclass(frozen=True)
-class Timed(Crew):
+class Timed(BenchWorkers):
     """Processes that take `factor(plan)` times what is predicted, for a step."""
 
     profile: profile.Profile = dataclasses.field(default_factory=made)
     factor: Callable[[plans.ParallelPlan], float] = lambda plan: 1.0
-    asked: list[str] = dataclasses.field(default_factory=list)
+    requested: list[str] = dataclasses.field(default_factory=list)
 
-    def ask(self, what: str, **given: Any) -> dict[str, Any]:
-        self.asked.extend(given["plans"])
+    def request(self, what: str, **parameters: Any) -> dict[str, Any]:
+        self.requested.extend(parameters["plans"])
         found = {}
-        for text in given["plans"]:
+        for text in parameters["plans"]:
             plan = plans.parse(text)
             seconds = predict.predict(plan, self.profile, BATCH).seconds * self.factor(plan)
             found[text] = [[seconds * noise, seconds] for noise in (1.0, 3.0, 0.9, 1.1, 1.0)]
@@ -209,9 +233,9 @@ def timed(factor: Callable[[plans.ParallelPlan], float]) -> Timed:
 def test_the_fastest_measured_is_chosen_and_both_figures_are_told() -> None:
     found = search(made(), BATCH, 4)
     slow = found.ranking[0].plan
-    crew = timed(lambda plan: 5.0 if plan == slow else 1.2)
-    ranking = verify(found, crew, 6).ranking
-    best = min(set(crew.asked) - {str(slow)}, key=lambda text: seconds(text).seconds)
+    workers = timed(lambda plan: 5.0 if plan == slow else 1.2)
+    ranking = verify(found, workers, 6).ranking
+    best = min(set(workers.requested) - {str(slow)}, key=lambda text: seconds(text).seconds)
     assert str(ranking[0].plan) == best
     assert ranking[0].measured == pytest.approx(1.2 * ranking[0].prediction.seconds)
     assert sorted(str(c.plan) for c in ranking) == sorted(str(c.plan) for c in found.ranking)
@@ -221,10 +245,10 @@ def test_the_fastest_measured_is_chosen_and_both_figures_are_told() -> None:
 
 def test_plans_of_different_kinds_are_measured_first() -> None:
     ranking = search(made(), BATCH, 4).ranking
-    chosen = of_kinds(ranking, 6)
+    chosen = select_diverse(ranking, 6)
     assert len({degrees(candidate.plan) for candidate in chosen}) == 6
     assert chosen[0] == ranking[0]
-    assert len(of_kinds(ranking, 1000)) == len(ranking)
+    assert len(select_diverse(ranking, 1000)) == len(ranking)
 
 
 def test_what_is_measured_of_some_corrects_the_prediction_of_others() -> None:
@@ -247,6 +271,7 @@ def test_corrections_are_those_that_plans_were_slowed_by() -> None:
     assert factors["tp"] == factors["ep"] == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_no_plan_left_out_is_predicted_faster_than_those_kept() -> None:
     """Against every plan there is, where memory is no concern."""
     kept = search(made(), BATCH, 4).ranking
@@ -341,10 +366,3 @@ def test_learning_rate_grows_with_the_batch_by_rule() -> None:
 def test_linear_scaling_warms_up_where_nothing_did() -> None:
     given = Options(batch_size=64, lr=0.1, optimizer="sgd", epochs=100)
     assert scaling.scaled(given, 16, "linear", steps_per_epoch=7).warmup == 35
-
-
-def test_noise_scale_of_gradients_made_of_signal_and_noise() -> None:
-    # E|g|² = |G|² + tr(Σ) / B with |G|² = 2 and tr(Σ) = 60
-    assert scaling.noise_scale((4, 2 + 15), (40, 2 + 1.5)) == pytest.approx(30)
-    assert scaling.noise_scale((4, 15), (40, 1.5)) == math.inf
-    assert scaling.steps_needed(100, 30, 30) == 200

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.pretrain.data.batches import Arrays, Batch, Batches, Chance, Indices, Rows, Share
+from models.pretrain.data.batches import Arrays, Batch, Batches, BatchRandom, Indices, Rows, Share
 from models.pretrain.data.prefetch import Loader
 
 EXAMPLES = Arrays(np.arange(20, dtype=np.float32)[:, None], np.arange(20, dtype=np.int32))
@@ -45,10 +45,10 @@ class Counted(Arrays):
     gate = threading.Semaphore(0)
     read_rows: list[int]
 
-    def read(self, rows: Indices, chance: Chance | None = None) -> Rows:
+    def read(self, rows: Indices, random: BatchRandom | None = None) -> Rows:
         self.gate.acquire()
         self.read_rows.append(len(rows))
-        return super().read(rows, chance)
+        return super().read(rows, random)
 
 
 def test_no_more_than_depth_batches_wait() -> None:
@@ -64,10 +64,10 @@ def test_no_more_than_depth_batches_wait() -> None:
 
 
 class Broken(Arrays):
-    def read(self, rows: Indices, chance: Chance | None = None) -> Rows:
+    def read(self, rows: Indices, random: BatchRandom | None = None) -> Rows:
         if 7 in rows:
             raise OSError("disk gone")
-        return super().read(rows, chance)
+        return super().read(rows, random)
 
 
 @pytest.mark.parametrize("depth", [0, 3])

@@ -15,10 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator import profile_report
+from coordinator.datacenter import profile_report
 from models.pretrain import plan as plans
 from models.pretrain import profiling, trainer, world
-from models.pretrain.profiling import Span, Split, flops_of_row, length, subtracted, united
+from models.pretrain.profiling import Span, Split, flops_of_row, length, merge, subtract
 from models.pretrain.training import Profile
 from models.zoo import gpt
 from tests.models.pretrain import curves
@@ -37,7 +37,7 @@ def moments(given_: Sequence[Span]) -> set[int]:
 
 @given(spans)
 def test_united_spans_cover_the_same_and_lie_apart(some: list[Span]) -> None:
-    found = united(some)
+    found = merge(some)
     assert moments(found) == moments(some)
     assert all(first[1] < second[0] for first, second in pairwise(found))
     assert length(some) == len(moments(some))
@@ -45,8 +45,8 @@ def test_united_spans_cover_the_same_and_lie_apart(some: list[Span]) -> None:
 
 @given(spans, spans)
 def test_what_others_cover_is_subtracted(some: list[Span], others: list[Span]) -> None:
-    assert moments(subtracted(some, others)) == moments(some) - moments(others)
-    assert length(subtracted(some, others)) + len(moments(some) & moments(others)) == length(some)
+    assert moments(subtract(some, others)) == moments(some) - moments(others)
+    assert length(subtract(some, others)) + len(moments(some) & moments(others)) == length(some)
 
 
 @given(spans, spans, spans, spans)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.pretrain.data_parallel import shares
+from models.pretrain.parallel.data import shares
 from tests.models.pretrain.curves import Case
 from tests.support import ranks
 
@@ -74,12 +74,12 @@ def test_unequal_shares_train_the_same() -> None:
     cases = [
         Case(f"dp=2,{rest}")
         for rest in (
-            "rows=3+1",
-            "rows=1+7",
-            "rows=1+100",
-            "rows=3+1,microbatches=2",
-            "rows=3+1,zero=1",
-            "rows=1+3,zero=3",
+            "batch_shares=3+1",
+            "batch_shares=1+7",
+            "batch_shares=1+100",
+            "batch_shares=3+1,microbatches=2",
+            "batch_shares=3+1,zero=1",
+            "batch_shares=1+3,zero=3",
         )
     ]
     for case, found in zip(cases, ranks.run(2, CURVES, cases)[0], strict=True):

@@ -19,8 +19,8 @@ from models.job import JobError
 from models.labels import PADDING
 from models.pretrain import evaluation
 from models.pretrain.data import sources
-from models.pretrain.data.batches import Arrays, Batches, Chance, Share
-from models.pretrain.data.images import Augmentation, Scaled, augmented, scale_of
+from models.pretrain.data.batches import Arrays, Batches, BatchRandom, Share
+from models.pretrain.data.images import Augmentation, Scaled, augment, scale_of
 from models.pretrain.data.tokens import Masked, Windows
 
 GPT = {"name": "gpt", "input_shape": [4], "classes": 9, "input_dtype": "int32", "task": "next_token"}
@@ -33,13 +33,13 @@ def job(folder: Path, **settings: Any) -> jobs.Job:
 
 
 def data_of(read: jobs.Job, shift: int = 0) -> sources.Data:
-    return sources.of(read, read.spec(), shift)
+    return sources.from_job(read, read.spec(), shift)
 
 
 def all_of(source: Any) -> tuple[np.ndarray, np.ndarray]:
     rows = np.arange(len(source))
     found: tuple[np.ndarray, np.ndarray] = source.read(
-        rows, Chance(np.random.default_rng(0), len(rows), rows)
+        rows, BatchRandom(np.random.default_rng(0), len(rows), rows)
     )
     return found
 
@@ -82,6 +82,11 @@ def test_hiding_tokens_needs_a_model_that_finds_them(text: Path) -> None:
     data = data_of(job(text, model=model, tokens=TOKENS, objective="masked"))
     assert isinstance(data.train, Masked)
     assert isinstance(data.test, Masked)
+    assert isinstance(
+        data_of(job(text, model=model, tokens=TOKENS)).train, Masked
+    )  # nothing else can be meant
+    with pytest.raises(JobError, match=r"objective is 'labels', but model 'bert' finds hidden tokens"):
+        data_of(job(text, model=model, tokens=TOKENS, objective="labels"))
     with pytest.raises(JobError, match=r"objective is 'masked', but model 'gpt' has no mask token"):
         data_of(job(text, model=GPT, tokens=TOKENS, objective="masked"))
 
@@ -152,7 +157,7 @@ def test_a_changed_image_does_not_depend_on_who_reads_it(
     how: Augmentation, seed: int, shares: list[int]
 ) -> None:
     x = np.random.default_rng(0).random((14, 3, 6, 5), np.float32)
-    source = augmented(Arrays(x, np.arange(14, dtype=np.int32)), how)
+    source = augment(Arrays(x, np.arange(14, dtype=np.int32)), how)
     whole = Batches(source, 8, seed, Share())
     for step in range(3):
         parts = [Batches(source, 8, seed, Share(tuple(shares), place))[step] for place in range(len(shares))]
@@ -167,11 +172,11 @@ def test_a_changed_image_does_not_depend_on_who_reads_it(
 def test_a_flipped_image_is_the_image_or_its_mirror_and_an_erased_one_lacks_a_square(seed: int) -> None:
     x = np.random.default_rng(seed).random((40, 6, 5), np.float32) + 1
     arrays = Arrays(x, np.zeros(40, np.int32))
-    flipped, _ = all_of(augmented(arrays, Augmentation(flip=0.5)))
+    flipped, _ = all_of(augment(arrays, Augmentation(flip=0.5)))
     mirrored = [bool((now == was[:, ::-1]).all()) for now, was in zip(flipped, x, strict=True)]
     assert all(m or (now == was).all() for m, now, was in zip(mirrored, flipped, x, strict=True))
     assert 0 < sum(mirrored) < 40
-    erased, _ = all_of(augmented(arrays, Augmentation(erase=3)))
+    erased, _ = all_of(augment(arrays, Augmentation(erase=3)))
     for now, was in zip(erased, x, strict=True):
         down, right = np.nonzero(now == 0)
         height, width = np.ptp(down) + 1, np.ptp(right) + 1

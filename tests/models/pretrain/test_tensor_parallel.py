@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.pretrain import params, trainer, world
+from models.pretrain import params, plan_rules, trainer, world
 from models.pretrain import plan as plans
-from models.pretrain.data_parallel import sharding
+from models.pretrain.parallel.data import sharding
 from models.pretrain.parallelize import sizes_of
 from tests.models.pretrain.curves import BATCH, LENGTH, settings, spec_of, tokens
 from tests.support import ranks
@@ -83,7 +83,7 @@ def test_torch_exchanges_what_annotated_operators_want_elsewhere() -> None:
 
 def test_model_without_a_head_is_refused_split_logits() -> None:
     with pytest.raises(plans.PlanError, match="loss_parallel needs a model that says what its head is"):
-        plans.check(plans.parse("tp=2,loss_parallel=true"), sizes_of(spec_of(**ANNOTATED)), batch_size=8)
+        plan_rules.check(plans.parse("tp=2,loss_parallel=true"), sizes_of(spec_of(**ANNOTATED)), batch_size=8)
 
 
 def trained(texts: list[str], model: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -91,7 +91,7 @@ def trained(texts: list[str], model: Mapping[str, Any]) -> list[dict[str, Any]] 
     found = []
     with world.join(plans.parse(texts[0])) as first:
         for text in texts:
-            here, spec = world.arrange(plans.parse(text), first.device), spec_of(**model)
+            here, spec = world.build(plans.parse(text), first.device), spec_of(**model)
             training = trainer.build(spec, tokens(), settings(steps=3), here, seed=5)
             for _ in range(training.steps):
                 training.train_step()

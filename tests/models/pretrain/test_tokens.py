@@ -14,7 +14,7 @@ from models.datasets.dataset import DataError
 from models.job import JobError
 from models.labels import PADDING
 from models.pretrain.data import tokens
-from models.pretrain.data.batches import Arrays, Batches, Chance, Share
+from models.pretrain.data.batches import Arrays, Batches, BatchRandom, Share
 from tests.support import require
 
 TEXT = "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\r\n" * 40
@@ -117,16 +117,16 @@ def test_windows_label_every_token_with_the_next(count: int, length: int) -> Non
 def test_a_file_of_tokens_is_looked_at_before_the_training(tmp_path: Path) -> None:
     path = tmp_path / "tokens.npy"
     np.save(path, np.array([0, 3, 7, 2], np.uint16))
-    assert len(tokens.mapped(path, 3, 8)) == 1
+    assert len(tokens.load(path, 3, 8)) == 1
     with pytest.raises(JobError, match=r"tokens from 0 to 7, expected 0 to 6"):
-        tokens.mapped(path, 3, 7)
+        tokens.load(path, 3, 7)
     with pytest.raises(JobError, match=r"has 4 tokens, expected more than the 4 of one example"):
-        tokens.mapped(path, 4, 8)
+        tokens.load(path, 4, 8)
     with pytest.raises(JobError, match=r"does not exist"):
-        tokens.mapped(tmp_path / "none.npy", 4, 8)
+        tokens.load(tmp_path / "none.npy", 4, 8)
     np.save(path, np.zeros((2, 2)))
     with pytest.raises(JobError, match=r"float64 \(2, 2\), expected whole numbers of shape \(tokens,\)"):
-        tokens.mapped(path, 4, 8)
+        tokens.load(path, 4, 8)
 
 
 VOCAB = 50
@@ -143,7 +143,7 @@ def test_hidden_tokens_are_the_share_of_the_paper_and_their_own_labels() -> None
     x = texts()
     masked = tokens.Masked(Arrays(x, np.zeros(len(x), np.int32)), VOCAB)
     rows = np.arange(len(x))
-    seen, y = masked.read(rows, Chance(np.random.default_rng(1), len(x), rows))
+    seen, y = masked.read(rows, BatchRandom(np.random.default_rng(1), len(x), rows))
     chosen, real = y != PADDING, x != tokens.PAD
     assert (seen == x)[~chosen].all()
     assert (y == x)[chosen].all()

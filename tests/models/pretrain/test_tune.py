@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_client import process
+from edge_client.processes import process
 from models.pretrain.planner import tune
 from models.pretrain.training import Options
 

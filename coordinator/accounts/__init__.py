@@ -1,0 +1,1 @@
+"""The admin token, the certificate authority, and the enrolment of devices."""

@@ -1,0 +1,165 @@
+"""Operator API: why a device takes part in each run, or does not (`fedloop device why`).
+
+For a device that does not match a run, the answer is the reason of the matching; for one that matches, it follows from
+the rows of its tasks and of the rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel
+from sqlalchemy import Connection
+
+from coordinator.api.deps import ServicesDep
+from coordinator.context.services import Services
+from coordinator.db import participants, rounds, run_states
+from coordinator.db.rounds import TaskRow
+from coordinator.db.run_states import LastRound, RunRow
+from coordinator.db.tables import LIVE_RUNS
+from coordinator.errors import Refusal
+from coordinator.scheduling import matching
+from coordinator.scheduling.deployments import Deployment
+from coordinator.scheduling.matching import Candidate
+
+ENDED_RUNS = 3
+"""Number of ended runs in the answer."""
+
+router = APIRouter()
+
+
+class WhyReason(BaseModel):
+    """A stable code, and a message for people."""
+
+    code: str
+    words: str
+
+
+class WhyRun(BaseModel):
+    """A device's part in one run. `matches`: it may be selected; None for runs that are not in progress."""
+
+    run: str
+    name: str
+    state: str
+    matches: bool | None
+    reasons: list[WhyReason]
+
+
+class Why(BaseModel):
+    """`reasons` exclude the device from every run; `runs` are the live ones and the last few, newest first."""
+
+    device: str
+    name: str
+    state: str
+    reasons: list[WhyReason]
+    runs: list[WhyRun]
+
+
+@router.get("/devices/{device}/why")
+def device_why(
+    device: str,
+    services: ServicesDep,
+    run: Annotated[str | None, Query(description="Only this run.")] = None,
+) -> Why:
+    """Why this device takes part, or does not."""
+    return services.database.read(lambda connection: _explain(connection, services, device, run))
+
+
+def _explain(connection: Connection, services: Services, device: str, run: str | None) -> Why:
+    now = services.clock()
+    candidate = participants.candidate(connection, device)
+    if candidate is None:
+        raise Refusal(
+            404, "not_found", f"there is no device {device[:100]!r}; `fedloop device list` shows all"
+        )
+    runs = run_states.recent_runs(connection, ENDED_RUNS, only=run)
+    if run is not None and not runs:
+        raise Refusal(404, "not_found", f"there is no run {run[:100]!r}")
+    live = {deployment.run: deployment for deployment in services.deployments.active()}
+    return Why(
+        device=candidate.id,
+        name=candidate.name,
+        state=candidate.state,
+        reasons=[_reason(reason.code, reason.message) for reason in matching.absence_reasons(candidate, now)],
+        runs=[_explain_run(connection, candidate, each, live.get(each.id), now) for each in runs],
+    )
+
+
+def _explain_run(
+    connection: Connection, device: Candidate, run: RunRow, deployment: Deployment | None, now: datetime
+) -> WhyRun:
+    blocking = matching.blocking_reasons(device, deployment, now) if deployment is not None else ()
+    latest = run_states.last_round(connection, run.id)
+    task = rounds.last_task(connection, run.id, device.id)
+    reasons = [_reason(reason.code, reason.message) for reason in blocking]
+    history = _history(run, latest, task, is_blocked=bool(blocking))
+    reasons += [_reason(code, message) for code, message in history]
+    return WhyRun(
+        run=run.id,
+        name=run.name,
+        state=run.state,
+        matches=not blocking if deployment is not None else None,
+        reasons=reasons,
+    )
+
+
+def _history(
+    run: RunRow, latest: LastRound | None, task: TaskRow | None, *, is_blocked: bool
+) -> Iterator[tuple[str, str]]:
+    """Codes and messages about the device's part in this run, latest first."""
+    live = run.state in LIVE_RUNS
+    if latest is None:
+        if live and not is_blocked:
+            yield (
+                "waiting",
+                "the run has not begun its first round; it waits for devices or prepares its model",
+            )
+        elif not live:
+            yield (
+                "no_round",
+                f"the run {run.state} before its first round" + (f": {run.error}" if run.error else ""),
+            )
+        return
+    selected = task is not None and task.round == latest.number
+    if not selected and not is_blocked:
+        yield (
+            "not_chosen",
+            f"not selected in round {latest.number}: the cohort had {latest.cohort} of {latest.population} devices",
+        )
+    if task is not None:
+        yield _outcome(task)
+    elif is_blocked or not live:
+        yield "never_asked", "no round of this run selected it"
+
+
+def _outcome(task: TaskRow) -> tuple[str, str]:
+    """The code and message of its latest task."""
+    detail = f": {task.words}" if task.words else ""
+    outcomes = {
+        "waiting": ("asked", f"selected in round {task.round}; its task waits for its next check-in"),
+        "leased": ("training", f"it works on round {task.round}{_until(task.leased_until)}"),
+        "accepted": ("accepted", f"its update of round {task.round} was accepted{_at(task.answered_at)}"),
+        "rejected": ("rejected", f"its update of round {task.round} was rejected{detail}"),
+        "declined": ("declined", f"it declined round {task.round}{detail}"),
+        "cancelled": ("cancelled", f"round {task.round} ended before it answered"),
+    }
+    if task.state in outcomes:
+        return outcomes[task.state]
+    if task.reason == "deadline":
+        return "too_late", f"it did not answer by the deadline of round {task.round}"
+    return "lease_expired", f"its task of round {task.round} expired{detail}"
+
+
+def _at(moment: datetime | None) -> str:
+    return f" at {moment:%Y-%m-%d %H:%M:%S} UTC" if moment is not None else ""
+
+
+def _until(moment: datetime | None) -> str:
+    return f"; it must check in by {moment:%H:%M:%S} UTC" if moment is not None else ""
+
+
+def _reason(code: str, message: str) -> WhyReason:
+    return WhyReason(code=code, words=message)

@@ -1,0 +1,1 @@
+"""The `fedloop` command, one module per command group."""

@@ -1,0 +1,194 @@
+"""The `fedloop` command.
+
+Each command parses, calls one function and prints. A user's mistake ends with one clear message on standard
+error and exit code 2; an interrupted run says how to continue and exits with 1.
+
+Commands import what they need when they run: `main` first checks who owns our generic package names, because
+these imports fail if another package shadows one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from coordinator import import_guard
+from coordinator.commands import (
+    compress,
+    device,
+    documentation,
+    export,
+    fleet,
+    model,
+    pretrain,
+    release,
+    rollout,
+)
+from coordinator.commands import doctor as checks
+from coordinator.commands.options import DataDir, ExperimentFile, Json, RunFolder, Sets
+from coordinator.commands.output import print_json, print_summary
+from coordinator.errors import NothingLearnt, RunInterrupted, UserError
+from coordinator.output_folders import default_folder
+from edge_client.wire.strict import printable_lines
+
+_ERROR_CHARACTERS = 4_000
+"""Limit of an error message, which may quote a device or a file."""
+
+app = typer.Typer(
+    help="Federated learning from the datacenter to the device and back.",
+    no_args_is_help=True,
+    suggest_commands=False,  # click does
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+@app.command(
+    epilog="Example: fedloop simulate my.toml --set local.lr=0.1 --set 'model.hidden=[64]' --out runs/mine"
+)
+def simulate(
+    experiment: ExperimentFile = None,
+    sets: Sets = None,
+    out: RunFolder = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            help="Resume the run in this folder from its last committed round.",
+            metavar="DIR",
+        ),
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate a federation on this machine and report on it.
+
+    EXPERIMENT.toml describes it (docs/experiment.md lists every key); without one the defaults run, on digits.
+    """
+    from coordinator.commands.progress import RichProgress
+    from coordinator.commands.summaries import show_report
+    from coordinator.experiments import experiment as experiments
+    from coordinator.runs import simulation
+
+    console = Console(stderr=True)
+    with RichProgress(console) as progress:
+        surroundings = simulation.Environment(data_dir=data_dir, progress=progress)
+        if resume is not None:
+            if experiment is not None or sets or out is not None:
+                raise UserError("--resume takes everything from its folder: omit EXPERIMENT, --set and --out")
+            if simulation.is_finished(resume):
+                console.print(f"{resume}: this run is already finished")
+            report, folder = simulation.resume(resume, surroundings), resume
+        else:
+            loaded = experiments.load(experiment, sets or [])
+            folder = out or default_folder(loaded.name)
+            report = simulation.simulate(loaded, folder, surroundings)
+    show_report(report, folder, as_json=as_json)
+
+
+@app.command(epilog="Example: fedloop demo --out runs/my-demo")
+def demo(out: RunFolder = None, as_json: Json = False) -> None:
+    """Run the whole loop on digits: pretrain, distil, quantize, federate, and show the result of each stage."""
+    from coordinator.commands.progress import RichProgress
+    from coordinator.commands.summaries import demo_summary
+    from coordinator.demos import demo as demonstration
+    from coordinator.runs import simulation
+
+    folder = out or default_folder("demo")
+    with RichProgress(Console(stderr=True)) as progress:
+        result = demonstration.demo(folder, simulation.Environment(progress=progress))
+    print_summary(json.loads((folder / "demo.json").read_bytes()), demo_summary(result), as_json=as_json)
+
+
+@app.command("demo-fleet", epilog="Example: fedloop demo-fleet --out runs/my-fleet")
+def demo_fleet(out: RunFolder = None, as_json: Json = False) -> None:
+    """Run a real federation on this machine, with a coordinator and four device daemons, and its simulation."""
+    from coordinator.commands.progress import RichProgress
+    from coordinator.commands.summaries import fleet_demo_summary
+    from coordinator.demos import demo_fleet as demonstration
+    from coordinator.runs import simulation
+
+    folder = out or default_folder("demo-fleet")
+    with RichProgress(Console(stderr=True)) as progress:
+        result = demonstration.demo_fleet(folder, simulation.Environment(progress=progress))
+    print_summary(
+        json.loads((folder / "demo-fleet.json").read_bytes()), fleet_demo_summary(result), as_json=as_json
+    )
+
+
+@app.command("demo-loop", epilog="Example: fedloop demo-loop --out runs/my-loop")
+def demo_loop(out: RunFolder = None, as_json: Json = False) -> None:
+    """Run the whole cycle on this machine: pretrain, compress, release, roll out to daemons, train there, release again."""
+    from coordinator.commands.progress import RichProgress
+    from coordinator.commands.summaries import loop_demo_summary
+    from coordinator.demos import demo_loop as demonstration
+
+    folder = out or default_folder("demo-loop")
+    with RichProgress(Console(stderr=True)) as progress:
+        result = demonstration.demo_loop(folder, progress, lambda line: typer.echo(f"  $ {line}", err=True))
+    print_summary(
+        json.loads((folder / "demo-loop.json").read_bytes()), loop_demo_summary(result), as_json=as_json
+    )
+
+
+@app.command(epilog="Example: fedloop doctor --json")
+def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Check this installation: who owns our package names, which runtimes work, where data files are."""
+    findings = checks.examine(data_dir)
+    if as_json:
+        print_json([finding.to_json() for finding in findings])
+    else:
+        checks.show(findings, Console())
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(1)
+
+
+app.command(epilog="Example: fedloop docs real-fleet")(documentation.docs)
+app.command(epilog="Example: fedloop serve --device 0.0.0.0:8443 --name fed.example.org")(fleet.serve)
+app.command(epilog="Example: fedloop run my.toml --set federation.rounds=5 --out runs/fleet")(fleet.run)
+app.command(epilog="Example: fedloop compress runs/shakespeare --student charlm --set student.width=48")(
+    compress.compress
+)
+app.command(
+    "compress-search", epilog="Example: fedloop compress-search runs/digits --memory 64KB --accuracy 0.95"
+)(compress.compress_search)
+app.command(epilog="Example: fedloop export runs/compressed --name digits --out runs/release")(export.export)
+app.add_typer(device.app, name="device")
+app.add_typer(model.app, name="model")
+app.add_typer(pretrain.app, name="pretrain")
+app.add_typer(rollout.app, name="rollout")
+app.add_typer(release.app, name="release")
+
+
+def main() -> None:
+    """Entry point of the `fedloop` command."""
+    contested = import_guard.problems()
+    # `doctor` reports contested names itself, in full.
+    if contested and sys.argv[1:2] != ["doctor"]:
+        _fail("\n".join(contested), 2)
+    try:
+        app()
+    except UserError as error:
+        _fail(str(error), 2)
+    except (RunInterrupted, NothingLearnt) as error:
+        _fail(str(error), 1)
+    except BrokenPipeError:
+        os._exit(1)
+
+
+def _fail(message: str, code: int) -> None:
+    text = escape(printable_lines(message, _ERROR_CHARACTERS))
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {text}", highlight=False)
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""`fedloop device`: enrol devices, inspect them, revoke them.
+
+`coordinator.operator.references` says how a device or a run may be named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.commands.options import Json, command_group
+from coordinator.commands.output import format_time, make_table, output_console, print_json, print_result
+from coordinator.errors import UserError
+from coordinator.operator.client import Coordinator, OperatorClient, connect
+from coordinator.operator.references import device_id, run_id
+from edge_client.wire.strict import printable
+
+app = command_group("Devices: enrolment tokens, the list of devices, and why a device takes part or not.")
+
+DeviceReference = Annotated[
+    str,
+    typer.Argument(metavar="DEVICE", help="Its id, the beginning of it, or its name.", show_default=False),
+]
+Group = Annotated[str, typer.Option("--group", help="Group that the devices belong to.")]
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_PAGE = 1000
+
+
+@app.command(epilog="Example: fedloop device token --uses 20 --ttl 2h --group clinic")
+def token(
+    uses: Annotated[
+        int | None,
+        typer.Option(
+            "--uses",
+            min=1,
+            max=1_000_000,
+            help="Number of devices that it admits. Default: 1; with --listed, any.",
+        ),
+    ] = None,
+    ttl: Annotated[str, typer.Option("--ttl", help="How long it is valid: 90s, 15m, 2h, 7d.")] = "15m",
+    group: Group = "default",
+    approve: Annotated[bool, typer.Option("--approve", help="A person approves each device.")] = False,
+    listed: Annotated[
+        bool,
+        typer.Option("--listed", help="Admit only machines of `fedloop device import`, into their groups."),
+    ] = False,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Make an enrolment token and print what to type on the device."""
+    request = {
+        "uses": uses,
+        "ttl_seconds": _seconds(ttl),
+        "group": group,
+        "needs_approval": approve,
+        "listed_serials_only": listed,
+    }
+    created = connect(coordinator).post("/tokens", request)
+    if as_json:
+        print_json(created)
+        return
+    how_many = (
+        "any listed machine"
+        if listed
+        else "1 device"
+        if created["uses"] == 1
+        else f"{created['uses']} devices"
+    )
+    typer.echo(f"fedloop-edge enroll {created['url']} {created['token']}")
+    typer.echo(f"valid for {how_many}, until {format_time(created['expires_at'])}", err=True)
+
+
+@app.command("tokens", epilog="Example: fedloop device tokens")
+def list_tokens(coordinator: Coordinator = None, as_json: Json = False) -> None:
+    """List the tokens that still admit devices. Their secret was shown once and is not stored."""
+    tokens = connect(coordinator).get("/tokens")
+    if as_json:
+        print_json(tokens)
+    elif not tokens:
+        typer.echo("no tokens; make one: fedloop device token")
+    for each in () if as_json else tokens:
+        who = "any listed machine" if each["listed_serials_only"] else f"group {printable(each['group'])}"
+        uses = f"{each['uses_left']} more device{'s' * (each['uses_left'] != 1)}"
+        ends = format_time(each["expires_at"])
+        typer.echo(f"{each['id']}  {who}, {uses}, until {ends}{', with approval' * each['needs_approval']}")
+
+
+@app.command(epilog="Example: fedloop device withdraw 0b9f2c1e-…")
+def withdraw(
+    token: Annotated[str, typer.Argument(metavar="TOKEN-ID", help="As `fedloop device tokens` shows it.")],
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Withdraw a token now; devices that enrolled with it stay."""
+    withdrawn = connect(coordinator).post(f"/tokens/{quote(token, safe='')}/withdraw")
+    print_result(withdrawn, f"token {withdrawn['id']} admits no more devices", as_json=as_json)
+
+
+@app.command("import", epilog="Example: fedloop device import serials.txt --group line-3")
+def import_serials(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Serial numbers, one a line; # begins a comment.")
+    ],
+    group: Group = "default",
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """List machines by serial number: each may enrol once, with a token made by `token --listed`."""
+    numbers = _serials(file)
+    added = connect(coordinator).post("/serials", {"serial_numbers": numbers, "group": group})
+    print_result(
+        added,
+        f"{added['added']} listed in group {group}, {added['already_listed']} were listed already",
+        as_json=as_json,
+    )
+
+
+@app.command("list", epilog="Example: fedloop device list --state pending")
+def list_devices(
+    state: Annotated[
+        str | None, typer.Option("--state", help="Only devices that are pending, active, revoked or left.")
+    ] = None,
+    group: Annotated[str | None, typer.Option("--group", help="Only devices of this group.")] = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """List the enrolled devices."""
+    client = connect(coordinator)
+    devices = list(_all(client, state=state, group=group))
+    if as_json:
+        print_json(devices)
+    elif not devices:
+        typer.echo("no devices; make a token for one: fedloop device token")
+    else:
+        output_console().print(_table(devices))
+
+
+@app.command(epilog="Example: fedloop device show gateway-7")
+def show(device: DeviceReference, coordinator: Coordinator = None, as_json: Json = False) -> None:
+    """Show the record of a device."""
+    client = connect(coordinator)
+    record = client.get(f"/devices/{device_id(client, device)}")
+    if as_json:
+        print_json(record)
+        return
+    report = record.pop("report")
+    for key, value in {**record, **report}.items():
+        typer.echo(f"{key.replace('_', ' '):18} {_format_value(key, value)}")
+
+
+@app.command(epilog="Example: fedloop device approve 3f2a")
+def approve(device: DeviceReference, coordinator: Coordinator = None, as_json: Json = False) -> None:
+    """Approve a pending device."""
+    _change(coordinator, device, "approve", "may take part", as_json)
+
+
+@app.command(epilog="Example: fedloop device revoke 3f2a")
+def revoke(device: DeviceReference, coordinator: Coordinator = None, as_json: Json = False) -> None:
+    """Revoke a device for good, from its next request on."""
+    _change(coordinator, device, "revoke", "is revoked", as_json)
+
+
+@app.command(epilog="Example: fedloop device why gateway-7")
+def why(
+    device: DeviceReference,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", metavar="RUN", help="Only this run: its id, the beginning of it, or its name."),
+    ] = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Explain why a device takes part in the runs, or does not."""
+    client = connect(coordinator)
+    only = run_id(client, run) if run is not None else None
+    explanation = client.get(f"/devices/{device_id(client, device)}/why", run=only)
+    print_result(explanation, "\n".join(_explanation_lines(explanation)), as_json=as_json)
+
+
+def _change(coordinator: str | None, device: str, verb: str, outcome: str, as_json: bool) -> None:
+    client = connect(coordinator)
+    changed = client.post(f"/devices/{device_id(client, device)}/{verb}")
+    print_result(changed, f"{printable(changed['name'])} ({changed['id']}) {outcome}", as_json=as_json)
+
+
+def _all(client: OperatorClient, **filters: str | None) -> Iterator[dict[str, Any]]:
+    after: str | None = None
+    while True:
+        page = client.get("/devices", limit=_PAGE, after=after, **filters)
+        yield from page["devices"]
+        after = page["next"]
+        if after is None:
+            return
+
+
+def _seconds(text: str) -> float:
+    parsed = _DURATION.fullmatch(text.strip())
+    if parsed is None:
+        raise UserError(f"--ttl {text!r}: expected a number and a unit, such as 90s, 15m, 2h or 7d")
+    return float(parsed[1]) * _UNIT_SECONDS[parsed[2]]
+
+
+def _serials(file: Path) -> list[str]:
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file}: not text in UTF-8") from None
+    numbers = [number for line in lines if (number := line.partition("#")[0].strip())]
+    if not numbers:
+        raise UserError(f"{file}: holds no serial number; expected one a line")
+    for number in numbers:
+        if len(number) > 200 or not number.isprintable():
+            raise UserError(
+                f"{file}: {number[:40]!r} is not a serial number: at most 200 printable characters"
+            )
+    return numbers
+
+
+def _table(devices: list[dict[str, Any]]) -> Table:
+    table = make_table("id", "name", "group", "state", "last seen", "runtimes")
+    for each in devices:
+        cells = (
+            each["id"][:8],
+            each["name"],
+            each["group"],
+            each["state"],
+            format_time(each["last_seen_at"]) if each["last_seen_at"] else "never",
+            ", ".join(each["report"].get("runtimes", ())),
+        )
+        table.add_row(*(Text(printable(cell)) for cell in cells))
+    return table
+
+
+def _explanation_lines(explanation: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{printable(explanation['name'])} ({explanation['device']}) is {explanation['state']}"
+    for reason in explanation["reasons"]:
+        yield f"  {printable(reason['words'])}"
+    if not explanation["runs"]:
+        yield "no runs to take part in"
+    for run in explanation["runs"]:
+        yield f"run {printable(run['name'])} ({run['run']}, {run['state']})"
+        for reason in run["reasons"]:
+            yield f"  {printable(reason['words'])}"
+
+
+def _format_value(key: str, value: Any) -> str:
+    if value is None or value in ({}, [], ""):
+        return "-"
+    if key.endswith(("_at", "_until")):
+        return format_time(value)
+    if isinstance(value, dict):
+        return printable(", ".join(f"{name} {each}" for name, each in value.items()))
+    if isinstance(value, list):
+        return printable("; ".join(map(str, value)))
+    return printable(str(value))

@@ -1,0 +1,65 @@
+"""`fedloop docs`: the documentation, read without a network.
+
+The wheel carries the pages in `coordinator/docs`; a checkout has them in `docs`.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+
+from coordinator.errors import UserError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_BUILT = ("index.md", "reference")
+"""What only the site needs (`make docs`)."""
+
+
+def docs(
+    page: Annotated[
+        str | None,
+        typer.Argument(metavar="PAGE", help="A page, such as real-fleet. Default: list all pages."),
+    ] = None,
+) -> None:
+    """Read the documentation, which is installed with Fedloop."""
+    pages = _pages(documentation_folder())
+    console = Console()
+    if page is None:
+        width = max(map(len, pages))
+        lines = [f"{name:{width}}  {_title(path)}" for name, path in pages.items()]
+        typer.echo("\n".join([*lines, "", "fedloop docs PAGE shows one of them."]))
+        return
+    path = pages.get(page.removeprefix("docs/").removesuffix(".md"))
+    if path is None:
+        near = get_close_matches(page, pages, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"no page is named {page!r}; {hint}`fedloop docs` lists all pages")
+    with console.pager(styles=True) if console.is_terminal else nullcontext():
+        console.print(Markdown(path.read_text("utf-8")))
+
+
+def _pages(folder: Path) -> dict[str, Path]:
+    paths = [
+        path.relative_to(folder) for path in [*sorted(folder.glob("*.md")), *sorted(folder.glob("*/*.md"))]
+    ]
+    return {path.with_suffix("").as_posix(): folder / path for path in paths if path.parts[0] not in _BUILT}
+
+
+def _title(path: Path) -> str:
+    return path.read_text("utf-8").partition("\n")[0].removeprefix("# ")
+
+
+def documentation_folder() -> Path:
+    """The folder of the installed pages. Raises UserError where an installation lacks them."""
+    for folder in (_PACKAGE / "docs", _PACKAGE.parent / "docs"):
+        if (folder / "experiment.md").is_file():
+            return folder
+    raise UserError(
+        f"the documentation is missing from this installation, expected in {_PACKAGE / 'docs'}; reinstall fedloop"
+    )

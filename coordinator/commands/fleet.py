@@ -1,0 +1,152 @@
+"""`fedloop serve` and `fedloop run`: the real fleet from the command line."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+from rich.console import Console
+
+from coordinator.commands.options import ExperimentFile, Json, RunFolder, Sets
+from coordinator.errors import UserError
+from coordinator.operator.client import Coordinator
+from coordinator.option_parsers import Address
+from coordinator.output_folders import default_folder, require_new
+from coordinator.settings import Settings, options, read_settings
+
+
+def serve(**values: Any) -> None:
+    """Serve devices and operators until stopped. Prints its addresses on standard output, in one line of JSON."""
+    settings = read_settings(values)
+    from coordinator.server import logs
+    from coordinator.server import serve as serving
+
+    logs.configure(settings.log_format)
+    serving.serve(settings, lambda event: typer.echo(json.dumps(event)))
+
+
+def _serve_signature() -> inspect.Signature:
+    """The parameters of `serve`, from which typer makes its options: one for each option in `Settings`."""
+    defaults = {field.name: field.default for field in fields(Settings)}
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=False if kind is bool else None,
+                annotation=Annotated[
+                    _command_line_type(kind),
+                    typer.Option(
+                        option.flag,
+                        envvar=option.variable,
+                        show_envvar=option.variable is not None,
+                        metavar=option.metavar,
+                        help=option.help + _default_help(defaults[name]),
+                    ),
+                ],
+            )
+            for name, (kind, option) in options().items()
+        ]
+    )
+
+
+def _command_line_type(kind: Any) -> Any:
+    """Numbers and addresses arrive as text: `read_settings` then reports every bad value at once."""
+    if kind is bool:
+        return bool
+    item = Path if Path in (kind, *get_args(kind)) else str
+    return list[item] | None if get_origin(kind) is tuple else item | None  # type: ignore[valid-type]
+
+
+def _default_help(default: Any) -> str:
+    match default:
+        case bool() | "":
+            return ""
+        case float():
+            return f" Default: {default:g}"
+        case int() | str() | Address():
+            return f" Default: {default}"
+    return ""
+
+
+serve.__signature__ = _serve_signature()  # type: ignore[attr-defined]
+
+
+def run(
+    experiment: ExperimentFile = None,
+    sets: Sets = None,
+    out: RunFolder = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Start the run, print its id, and return.")
+    ] = False,
+    follow: Annotated[
+        str | None,
+        typer.Option(
+            "--follow",
+            help="Follow a run that was started earlier: its id, the beginning of it, or its name.",
+            metavar="RUN",
+        ),
+    ] = None,
+    cancel: Annotated[
+        str | None, typer.Option("--cancel", help="Cancel a run, named as for --follow.", metavar="RUN")
+    ] = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Train on the fleet of devices of a running coordinator and report on it."""
+    from coordinator.operator import run_follower
+    from coordinator.operator.client import connect
+    from coordinator.operator.references import run_id
+
+    if cancel is not None:
+        _require_alone("--cancel", experiment, sets, out, detach, follow)
+        client = connect(coordinator)
+        shown = client.post(f"/runs/{run_id(client, cancel)}/cancel")
+        typer.echo(json.dumps(shown) if as_json else f"run {shown['id']} is cancelled")
+        return
+    if follow is not None:
+        _require_alone("--follow", experiment, sets, None, detach, None)
+    if out is not None:
+        require_new(out)
+    document = _document(experiment, sets or []) if follow is None else {}
+    client = connect(coordinator)
+    shown = client.get(f"/runs/{run_id(client, follow)}") if follow else run_follower.submit(client, document)
+    if detach:
+        typer.echo(json.dumps(shown) if as_json else shown["id"])
+        return
+    _follow(client, shown, out, as_json)
+
+
+def _follow(client: Any, shown: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    from coordinator.commands.progress import RichProgress
+    from coordinator.commands.summaries import show_report
+    from coordinator.operator import run_follower
+
+    folder = out or default_folder(shown["name"])
+    console = Console(stderr=True)
+    console.print(f"run {shown['id']}", highlight=False)
+    with RichProgress(console) as progress:
+        report = run_follower.follow(client, shown["id"], folder, progress)
+    show_report(report, folder, as_json=as_json)
+
+
+def _document(experiment: Path | None, sets: list[str]) -> dict[str, Any]:
+    """The experiment as written, with absolute paths. Checked here so that errors name the file."""
+    from coordinator.experiments import experiment as experiments
+
+    document = experiments.apply_settings(experiments.read_toml(experiment) if experiment else {}, sets)
+    resolved = experiments.resolve(document, str(experiment) if experiment else "experiment", "devices")
+    for table, key in (("data", "path"), ("model", "init")):
+        value = getattr(getattr(resolved, table), key)
+        if value is not None:
+            document[table][key] = value
+    return document
+
+
+def _require_alone(option: str, *others: object) -> None:
+    if any(other for other in others):
+        raise UserError(f"{option} takes everything from the run: omit the other options")

@@ -1,0 +1,388 @@
+"""`fedloop model`: the model registry from the command line.
+
+A version is written `name:number` or `name@alias`; a name alone means its newest version.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from coordinator.commands.options import Json, command_group
+from coordinator.commands.output import make_table, output_console, print_json, print_result
+from coordinator.errors import UserError
+from coordinator.operator.client import Coordinator, OperatorClient, connect
+from coordinator.operator.references import run_id
+from edge_client.wire.strict import printable
+
+app = command_group("Models: versions that were trained, compressed and released, and their lineage.")
+
+VersionReference = Annotated[
+    str, typer.Argument(metavar="VERSION", help="name:number, name@alias, or a name: its newest version.")
+]
+Name = Annotated[str, typer.Option("--name", help="Name of the model in the registry.")]
+Parents = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--parent",
+        metavar="VERSION",
+        help="A version that it was made from, if its own documents do not name it; may be repeated.",
+    ),
+]
+
+_PAGE = 1000
+
+
+@app.command(epilog="Example: fedloop model add runs/digits --name digits")
+def add(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Folder that pretrain, simulate, run, compress or export wrote."),
+    ],
+    name: Name,
+    parent: Parents = None,
+    renumber: Annotated[
+        bool,
+        typer.Option(
+            "--renumber",
+            help="For a release: write the name and the next number into its manifest. Then export it from here.",
+        ),
+    ] = False,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Register a folder as the next version of a model. Its files must match its own documents."""
+    from coordinator.operator import version_folders
+    from coordinator.registry.kinds import examine
+
+    kind, contents = version_folders.gather(folder)
+    if renumber and kind != "inference":
+        raise UserError(f"--renumber: {folder} is not a release folder, so it has no version number")
+    with _errors_prefixed(folder):
+        examine(kind, contents)
+    _register(kind, contents, name, parent or [], renumber, coordinator, as_json)
+
+
+@app.command("import", epilog="Example: fedloop model import distilbert/ --name teacher")
+def import_(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="A .safetensors, .tflite or .onnx file, or a Hugging Face folder of safetensors.",
+        ),
+    ],
+    name: Name,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="For an ONNX file: the model of the catalog whose params it holds."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="KEY=VALUE", help="Option of that model; may be repeated."),
+    ] = None,
+    parent: Parents = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Register a model from elsewhere, unchanged. Pickle files (.bin, .pt) are refused unopened.
+
+    An ONNX file is checked first. With --model its weights are kept as params too, so that training can continue.
+    """
+    from coordinator.operator import onnx_models, version_folders
+    from coordinator.registry.kinds import examine
+    from coordinator.storage.private_folders import private_folder
+
+    is_onnx = path.suffix == ".onnx"
+    if not is_onnx and (model is not None or option):
+        raise UserError(f"--model and --option apply to ONNX files only, and {path} is none")
+    with private_folder() as scratch:
+        if is_onnx:
+            kind, contents = onnx_models.gather(path, model, option or [], scratch)
+        else:
+            kind, contents = version_folders.gather_foreign(path)
+            if path.is_dir() and (pickles := version_folders.pickles(path)):
+                typer.echo(f"left out, files of Python pickles: {', '.join(pickles)}", err=True)
+        with _errors_prefixed(path):
+            examine(kind, contents)
+        _register(kind, contents, name, parent or [], False, coordinator, as_json)
+
+
+@app.command("add-run", epilog="Example: fedloop model add-run 5f0c9a52-… --name digits")
+def add_run(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="A finished run of `fedloop run`: its id, the beginning of it, or its name."
+        ),
+    ],
+    name: Name,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Register the result of a finished run on devices as the next version of a model."""
+    client = connect(coordinator)
+    version = client.post(f"/models/{quote(name, safe='')}/versions", {"run": run_id(client, run)})
+    _print_version(version, as_json)
+
+
+@app.command("list", epilog="Example: fedloop model list digits")
+def list_(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Versions of this model; without it, all models.")
+    ] = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """List models, or the versions of one."""
+    client = connect(coordinator)
+    if name is None:
+        items = list(_pages(client, "/models", "models", "after"))
+        table = make_table("model", "versions", "aliases", "since")
+        for model in items:
+            aliases = ", ".join(f"{alias} = {number}" for alias, number in model["aliases"].items())
+            table.add_row(model["name"], str(model["latest"]), aliases, model["created_at"][:16])
+    else:
+        items = list(_pages(client, f"/models/{quote(name, safe='')}/versions", "versions", "before"))
+        table = make_table("version", "stage", "kind", "aliases", "figures", "since")
+        for version in items:
+            table.add_row(*_row(version))
+    if as_json:
+        print_json(items)
+    elif not items:
+        typer.echo("no models; register one: fedloop model add DIR --name NAME")
+    else:
+        output_console().print(table)
+
+
+@app.command(epilog="Example: fedloop model show digits@champion")
+def show(version: VersionReference, coordinator: Coordinator = None, as_json: Json = False) -> None:
+    """Show a version: its origin, metrics and files."""
+    shown = _version(connect(coordinator), version)
+    if as_json:
+        print_json(shown)
+        return
+    aliases = "".join(f" @{alias}" for alias in shown["aliases"])
+    typer.echo(f"{shown['version']}{aliases}  {shown['stage']}, {shown['kind']}, {shown['created_at'][:16]}")
+    for key, value in shown["about"].items():
+        if value not in (None, {}, []):
+            typer.echo(f"  {printable(key)}: {printable(json.dumps(value), 200)}")
+    for each in shown["inputs"]:
+        typer.echo(f"  made from {each['relation']} {each['ref']}")
+    for stage, figures in shown["metrics"].items():
+        values = ", ".join(f"{key} {value:.6g}" for key, value in figures.items())
+        typer.echo(f"  {printable(stage)}: {printable(values)}")
+    for file in shown["files"]:
+        typer.echo(f"  {file['sha256'][:12]}  {file['size_bytes']:>12,}  {file['path']}")
+
+
+@app.command(epilog="Example: fedloop model alias digits:3 champion")
+def alias(
+    version: VersionReference,
+    name: Annotated[str, typer.Argument(metavar="ALIAS", help="champion, candidate, or a name of your own.")],
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the alias.")] = False,
+    expect: Annotated[
+        int | None,
+        typer.Option("--expect", min=0, help="Only if it points to this number now; 0: to no version."),
+    ] = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Point an alias at a version, atomically; its history keeps the earlier versions."""
+    client = connect(coordinator)
+    target = _version(client, version)
+    path = f"/models/{target['model']}/aliases/{quote(name, safe='')}"
+    if remove:
+        moved = client.delete(path)
+    else:
+        moved = client.put(path, {"version": target["number"], "expected": expect})
+    before = f", before {target['model']}:{moved['before']}" if moved["before"] else ""
+    now = f"means {target['version']}" if moved["number"] else "is removed"
+    print_result(moved, f"{target['model']}@{name} {now}{before}", as_json=as_json)
+
+
+@app.command(epilog="Example: fedloop model aliases digits")
+def aliases(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the model.")],
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Show the history of a model's aliases, the latest change first."""
+    moves = connect(coordinator).get(f"/models/{quote(name, safe='')}/moves", limit=_PAGE)
+    if as_json:
+        print_json(moves)
+        return
+    for move in moves:
+        before, number = (f"{name}:{move[key]}" if move[key] else "nothing" for key in ("before", "number"))
+        typer.echo(f"{move['moved_at'][:19]}  {move['alias']}: {before} -> {number}")
+
+
+@app.command(epilog="Example: fedloop model lineage digits:4 --dot | dot -Tsvg > lineage.svg")
+def lineage(
+    version: VersionReference,
+    as_dot: Annotated[bool, typer.Option("--dot", help="Print the graph for Graphviz.")] = False,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Show the lineage of a version in both directions: data, trainings, compressions, releases, runs."""
+    from coordinator.operator import lineage_drawing
+
+    graph = connect(coordinator).get(f"/versions/{quote(version, safe='')}/lineage")
+    if as_json:
+        print_json(graph)
+    elif as_dot:
+        typer.echo(lineage_drawing.dot(graph), nl=False)
+    else:
+        output_console().print(lineage_drawing.tree(graph))
+
+
+@app.command(epilog="Example: fedloop model export digits:3 --out runs/digits-3")
+def export(
+    version: VersionReference,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the files; new or empty.")],
+    form: Annotated[
+        str,
+        typer.Option("--format", help="files: unchanged; onnx: model.onnx made from its float params."),
+    ] = "files",
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Fetch the files of a version, checked by their hashes; or an ONNX file, verified against PyTorch."""
+    if form not in ("files", "onnx"):
+        raise UserError(f"--format {form}: expected files or onnx")
+    client = connect(coordinator)
+    exported = _version(client, version)
+    if form == "onnx":
+        _export_onnx(client, exported, out, as_json)
+    else:
+        _export_files(client, exported, out, as_json)
+
+
+def _export_files(client: OperatorClient, version: dict[str, Any], out: Path, as_json: bool) -> None:
+    from coordinator.operator import version_transfer
+
+    with _progress_bar("fetching", sum(file["size_bytes"] for file in version["files"])) as advance:
+        version_transfer.export(client, version, out, advance)
+    print_result({"out": str(out), **version}, f"{version['version']} is in {out}/", as_json=as_json)
+
+
+def _export_onnx(client: OperatorClient, version: dict[str, Any], out: Path, as_json: bool) -> None:
+    from coordinator.operator import onnx_models
+
+    sources = onnx_models.source_files(version)
+    with _progress_bar("fetching", sum(file["size_bytes"] for file in sources)) as advance:
+        about = onnx_models.export(client, version, out, advance)
+    print_result(
+        {"out": str(out), **about},
+        f"{version['version']} is in {out}/model.onnx, opset {about['opset']['ai.onnx']}, {about['bytes']:,} bytes; "
+        f"logits differ from PyTorch's by {about['verified']['largest_difference']:.2g} at most",
+        as_json=as_json,
+    )
+
+
+@app.command(epilog="Example: fedloop model diff digits@champion digits@candidate")
+def diff(
+    before: VersionReference, after: VersionReference, coordinator: Coordinator = None, as_json: Json = False
+) -> None:
+    """Show the differences between two versions: model, metrics, files."""
+    from coordinator.operator import version_differences
+
+    client = connect(coordinator)
+    first, second = _version(client, before), _version(client, after)
+    differences = version_differences.compare(first, second)
+    if as_json:
+        print_json({"before": first["version"], "after": second["version"], "differences": differences})
+        return
+    table = make_table("", first["version"], second["version"])
+    for row in differences:
+        values = ("-" if row[key] is None else printable(str(row[key]), 100) for key in ("before", "after"))
+        table.add_row(printable(row["what"], 100), *values)
+    if differences:
+        output_console().print(table)
+    else:
+        typer.echo(f"{first['version']} and {second['version']} have the same model, metrics and files")
+
+
+def _register(
+    kind: Any,
+    contents: Any,
+    name: str,
+    parents: list[str],
+    renumber: bool,
+    coordinator: str | None,
+    as_json: bool,
+) -> None:
+    from coordinator import model_references
+    from coordinator.operator import version_transfer
+
+    model_references.check_model_name(name)
+    client = connect(coordinator)
+    with _progress_bar("sending", sum(content.size_bytes for content in contents.values())) as advance:
+        version = version_transfer.add(
+            client, name, kind, contents, parents, renumber=renumber, on_bytes=advance
+        )
+    _print_version(version, as_json)
+
+
+def _print_version(version: Mapping[str, Any], as_json: bool) -> None:
+    from coordinator.operator import lineage_drawing
+
+    if as_json:
+        print_json(version)
+        return
+    figures = lineage_drawing.figures(version["stage"], version["metrics"])
+    typer.echo(f"{version['version']}  {version['stage']}{f', {figures}' if figures else ''}")
+
+
+@contextmanager
+def _errors_prefixed(path: Path) -> Iterator[None]:
+    """Puts the path before the message of a `UserError`."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{path}: {error}", error.code) from None
+
+
+@contextmanager
+def _progress_bar(description: str, total_bytes: int) -> Iterator[Any]:
+    """A progress bar on a terminal; yields the function that adds bytes to it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(description, total=total_bytes)
+        yield lambda count: progress.advance(task, count)
+
+
+def _version(client: OperatorClient, which: str) -> dict[str, Any]:
+    version: dict[str, Any] = client.get(f"/versions/{quote(which, safe='')}")
+    return version
+
+
+def _pages(client: OperatorClient, path: str, key: str, cursor: str) -> Iterator[dict[str, Any]]:
+    position = None
+    while True:
+        page = client.get(path, limit=_PAGE, **{cursor: position})
+        yield from page[key]
+        position = page["next"]
+        if position is None:
+            return
+
+
+def _row(version: Mapping[str, Any]) -> tuple[str, ...]:
+    from coordinator.operator import lineage_drawing
+
+    return (
+        version["version"],
+        version["stage"],
+        version["kind"],
+        ", ".join(version["aliases"]),
+        printable(lineage_drawing.figures(version["stage"], version["metrics"]), 100),
+        version["created_at"][:16],
+    )

@@ -1,0 +1,215 @@
+"""`fedloop pretrain`: train a model in the datacenter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from click import Command, Context
+from rich.console import Console
+from typer.core import TyperGroup
+
+from coordinator.commands.options import DataDir, Json, RunFolder, Sets
+from coordinator.commands.output import print_summary
+from coordinator.errors import UserError
+from coordinator.output_folders import default_folder
+
+if TYPE_CHECKING:
+    from coordinator.datacenter.pretrain_queue import Queue
+
+RUN = "run"
+
+
+class DefaultCommandGroup(TyperGroup):
+    """A group whose default command is `run`: the arguments are its own, unless they begin with another command."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args if args and args[0] in self.commands else [RUN, *args])
+
+    def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return ("" if name == RUN else name), command, rest
+
+
+app = typer.Typer(
+    cls=DefaultCommandGroup,
+    no_args_is_help=False,
+    suggest_commands=False,
+    help="Train a model in the datacenter.",
+)
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Argument(help="Configuration (TOML); without one, the defaults: digits.", metavar="[CONFIG.toml]"),
+]
+PlanText = Annotated[
+    str,
+    typer.Option(
+        "--plan", help="How to spread it over processes, such as dp=2,tp=2,pp=2; see docs/pretraining.md."
+    ),
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume",
+        help="Resume the pretraining in this folder from its last checkpoint. --plan replaces its plan; --set "
+        "changes how long it trains, its rates and its checkpoints, such as train.steps=800.",
+        metavar="DIR",
+    ),
+]
+Profile = Annotated[
+    bool,
+    typer.Option(
+        "--profile",
+        help="Also show where the time of a few steps goes: a page, and a trace of every process.",
+    ),
+]
+Slots = Annotated[
+    int | None,
+    typer.Option(
+        "--slots",
+        min=1,
+        envvar="FEDLOOP_PRETRAIN_SLOTS",
+        show_envvar=True,
+        help="Processes that may train on this machine at once; a job waits for free slots. Default: no limit.",
+    ),
+]
+Priority = Annotated[
+    int | None,
+    typer.Option(
+        "--priority",
+        help="With --slots: higher goes first; jobs with a lower one save their work, make room, and resume later. Default: 0.",
+    ),
+]
+QueueDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--queue",
+        envvar="FEDLOOP_PRETRAIN_QUEUE",
+        show_envvar=True,
+        help="Folder through which the jobs that share the slots coordinate. Default: among the user's state.",
+        metavar="DIR",
+    ),
+]
+
+
+@app.command(
+    RUN,
+    hidden=True,
+    epilog="Example: fedloop pretrain my.toml --plan dp=2,tp=2 --set train.lr=1e-3 --out runs/mine. "
+    "Longer and with another plan: fedloop pretrain --resume runs/mine --plan dp=2 --set train.steps=800. "
+    "On a machine with 4 slots, before waiting jobs: fedloop pretrain my.toml --plan dp=4 --slots 4 --priority 5. "
+    "See also: fedloop pretrain plan --help",
+)
+def run(
+    config: ConfigFile = None,
+    plan: PlanText = "",
+    sets: Sets = None,
+    out: RunFolder = None,
+    resume: Resume = None,
+    profile: Profile = False,
+    slots: Slots = None,
+    priority: Priority = None,
+    queue: QueueDir = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Train a model in processes on this machine with any mix of parallelism, and report on it.
+
+    CONFIG.toml describes it (docs/pretraining.md lists every key); without one the defaults run, on digits.
+    """
+    from coordinator.commands.progress import RichProgress
+    from coordinator.commands.summaries import pretraining_summary
+    from coordinator.datacenter import pretrain_config, pretraining
+    from coordinator.datacenter.environment import Environment
+
+    console = Console(stderr=True)
+    with RichProgress(console) as progress:
+        environment = Environment(data_dir, progress, queue=_queue(slots, priority, queue))
+        if resume is not None:
+            if config is not None or out is not None or profile:
+                raise UserError(
+                    "--resume takes model and data from its folder: omit CONFIG, --out and --profile"
+                )
+            if pretraining.is_finished(resume) and not (sets or plan):
+                console.print(f"{resume}: this pretraining is already finished")
+            report, folder = pretraining.resume(resume, environment, sets or [], plan), resume
+        else:
+            loaded = pretrain_config.load(config, sets or [], plan, profile=profile)
+            folder = out or default_folder(loaded.name)
+            report = pretraining.pretrain(loaded, folder, environment)
+    print_summary({"out": str(folder), **report}, pretraining_summary(report, folder), as_json=as_json)
+
+
+def _queue(slots: int | None, priority: int | None, folder: Path | None) -> Queue | None:
+    from coordinator.datacenter.pretrain_queue import Queue, default_folder
+
+    if slots is None:
+        if priority is not None:
+            raise UserError(
+                "--priority needs --slots, or FEDLOOP_PRETRAIN_SLOTS: without a limit no job waits"
+            )
+        return None
+    return Queue(folder.absolute() if folder else default_folder(), slots, priority or 0)
+
+
+@app.command(
+    "plan",
+    epilog="Example: fedloop pretrain plan my.toml --processes 8 --hosts 2 --set planner.memory_mib=2048",
+)
+def plan(
+    config: ConfigFile = None,
+    processes: Annotated[int, typer.Option("--processes", min=1, help="Number of processes in all.")] = 2,
+    hosts: Annotated[
+        int, typer.Option("--hosts", min=1, help="Number of hosts that they are spread over.")
+    ] = 1,
+    sets: Sets = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Profile a few steps and rank the possible plans, with the time and memory of each.
+
+    --set planner.KEY=VALUE sets the planner itself: memory_mib, slow_between, scaling, base_batch_size, profile, measure.
+    """
+    from coordinator.commands.progress import RichProgress
+    from coordinator.commands.summaries import plan_summary
+    from coordinator.datacenter import pretrain_config, pretraining
+    from coordinator.datacenter.environment import Environment
+    from coordinator.experiments.experiment import apply_settings, read_toml
+
+    if processes % hosts:
+        raise UserError(
+            f"--processes {processes} --hosts {hosts}: every host must have the same number of processes"
+        )
+    document = apply_settings(read_toml(config) if config else {}, sets or [])
+    planner = document.pop("planner", {})
+    resolved = pretrain_config.resolve(document, str(config) if config else "pretraining")
+    planner = {**planner, "processes": processes, "per_host": processes // hosts}
+    with RichProgress(Console(stderr=True)) as progress:
+        ranking = pretraining.plan(resolved, planner, Environment(data_dir, progress))
+    print_summary(ranking, plan_summary(ranking), as_json=as_json)
+
+
+@app.command(
+    "tune", epilog="Example: fedloop pretrain tune my.toml --set tune.candidates=27 --set tune.steps=10"
+)
+def tune(
+    config: ConfigFile = None, sets: Sets = None, data_dir: DataDir = None, as_json: Json = False
+) -> None:
+    """Search learning rate, warm-up and batch size with many short trainings and a few longer ones.
+
+    --set tune.KEY=VALUE sets the search: candidates, steps, eta, lr_least, lr_most, warmup_most, batch_least, batch_most.
+    """
+    from coordinator.commands.progress import RichProgress
+    from coordinator.commands.summaries import tuning_summary
+    from coordinator.datacenter import pretrain_config, pretraining
+    from coordinator.datacenter.environment import Environment
+    from coordinator.experiments.experiment import apply_settings, read_toml
+
+    document = apply_settings(read_toml(config) if config else {}, sets or [])
+    tuner = document.pop("tune", {})
+    resolved = pretrain_config.resolve(document, str(config) if config else "pretraining")
+    with RichProgress(Console(stderr=True)) as progress:
+        results = pretraining.tune(resolved, tuner, Environment(data_dir, progress))
+    print_summary(results, tuning_summary(results), as_json=as_json)

@@ -1,0 +1,282 @@
+"""Summaries that the commands print when they are done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.table import Table
+
+from coordinator.commands.output import format_bytes, format_metric, print_summary
+from coordinator.errors import NothingLearnt
+
+if TYPE_CHECKING:
+    # They import the server's packages, which takes longer than a short run.
+    from coordinator.demos.demo import Demo
+    from coordinator.demos.demo_fleet import FleetDemo
+    from coordinator.demos.demo_loop import LoopDemo
+
+_MAX_ROWS = 10
+
+
+def run_summary(report: dict[str, Any], folder: Path) -> str:
+    """The result of a run: accuracy, clients, traffic, rejections."""
+    final = report["final"]
+    runtimes = ", ".join(f"{count} {name}" for name, count in report["runtimes"].items())
+    lines = [
+        _scores(final) + f" after {len(report['rounds'])} rounds",
+        f"{report['clients']} clients: {runtimes};  {format_bytes(report['bytes_up'])} up, "
+        f"{format_bytes(report['bytes_down'])} down",
+    ]
+    if report["rejections"]:
+        lines.append(
+            "rejected: " + ", ".join(f"{count} {reason}" for reason, count in report["rejections"].items())
+        )
+    unchanged = sum(row["accepted"] == 0 for row in report["rounds"])
+    if unchanged:
+        lines.append(
+            f"{unchanged} of {len(report['rounds'])} rounds changed nothing: too few updates by the deadline"
+        )
+    lines.append(f"model {final['model_sha256'][:16]}…  report, curves and model in {folder}/")
+    return "\n".join(lines)
+
+
+def show_report(report: dict[str, Any], folder: Path, *, as_json: bool) -> None:
+    """Prints the result of a run on standard output.
+
+    Raises:
+        NothingLearnt: no round changed the model.
+    """
+    print_summary({"out": str(folder), **report}, run_summary(report, folder), as_json=as_json)
+    rounds = report["rounds"]
+    if rounds and not any(row["accepted"] for row in rounds):
+        silent = sum(row["silent"] for row in rounds)
+        on_devices = "; why a device sent none: fedloop device why DEVICE" if "run" in report else ""
+        raise NothingLearnt(
+            f"no round changed the model: of {sum(row['selected'] for row in rounds)} clients selected, {silent} sent no update and "
+            f"{sum(row['rejected'] for row in rounds)} were rejected; the model is the initial one{on_devices}"
+        )
+
+
+def pretraining_summary(report: dict[str, Any], folder: Path) -> str:
+    """The result of a pretraining: accuracy, size, plan, time."""
+    final, profile = report["final"], report.get("profile")
+    profile_lines = [f"{name}: {value}" for name, value in profile.items()] if profile else []
+    return "\n".join(
+        [
+            f"test accuracy {final['test_accuracy']:.4f}, test loss {final['test_loss']:.4f} on "
+            f"{report['data']['rows']['test']} held-out rows after {report['steps']} steps",
+            f"{final['parameters']:,} parameters, {'plan ' + report['plan'] if report['plan'] else 'parameter server'}, {report['processes']} process{'es' * (report['processes'] > 1)}, "
+            f"{report['about']['seconds']:.1f} s",
+            f"model {final['model_sha256'][:16]}…  report, curve and model in {folder}/",
+            *profile_lines,
+        ]
+    )
+
+
+def plan_summary(result: dict[str, Any]) -> Group:
+    """The best plans with predicted time and memory, and why the first one is best."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("plan", "ms a step", "predicted", "measured", "memory"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    for row in result["ranking"][:_MAX_ROWS]:
+        times = (row["seconds"], row["predicted"], row["measured"])
+        milliseconds = ("-" if seconds is None else f"{seconds * 1e3:.1f}" for seconds in times)
+        count = row["processes"]
+        fewer = f" (on {count} process{'es' * (count > 1)} only)" if count < result["processes"] else ""
+        table.add_row(f"{row['plan']}{fewer}", *milliseconds, format_bytes(row["memory_bytes"]))
+    more = len(result["ranking"]) - _MAX_ROWS
+    rest = [f"and {more} slower ones"] if more > 0 else []
+    refused = [f"{len(result['refused'])} plans refused"] if result["refused"] else []
+    return Group(table, *rest, *refused, "", *result["explanation"])
+
+
+def tuning_summary(result: dict[str, Any]) -> Group:
+    """The best options, each with the loss of its longest training, and how to use the first."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("lr", "warmup", "batch", "steps", "loss"):
+        table.add_column(heading, justify="right")
+    longest = {row["candidate"]: row for row in sorted(result["table"], key=lambda row: row["round"])}
+    ranked = sorted(
+        longest.values(),
+        key=lambda row: (-row["round"], row["loss"] is None, row["loss"] or 0.0),
+    )
+    for row in ranked[:_MAX_ROWS]:
+        loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+        table.add_row(f"{row['lr']:.3g}", str(row["warmup"]), str(row["batch_size"]), str(row["steps"]), loss)
+    best = result["best"]
+    use = " ".join(
+        f"--set train.{key}={best[key]:.4g}" if key == "lr" else f"--set train.{key}={best[key]}"
+        for key in ("lr", "warmup", "batch_size")
+    )
+    return Group(table, "", f"use: {use}")
+
+
+def compression_summary(report: dict[str, Any], folder: Path) -> Group:
+    """Cost and accuracy of a model before and after every compression step."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("step", "", "accuracy", "nonzero", "MACs", "bytes", "zipped", "latency"):
+        table.add_column(heading, justify="left" if heading in ("step", "") else "right", no_wrap=True)
+    for row in (report["source"], *report["steps"]):
+        table.add_row(
+            f"{row['step']} {row['kind']}" if row["step"] else row["kind"],
+            row["model"] if row["precision"] == "float32" else row["precision"],
+            format_metric(row["accuracy"], 4),
+            f"{row['nonzero']:,}",
+            f"{row['macs']:,}",
+            f"{row['bytes']:,}",
+            f"{row['compressed_bytes']:,}",
+            "-" if row["latency_us"] is None else f"{row['latency_us']:.1f} us",
+        )
+    measured = [
+        line
+        for row in report["steps"]
+        if "measured" in row["facts"]
+        for line in _precision_lines(row["facts"]["measured"])
+    ]
+    notes = [f"accuracy on {report['test_rows']} {report['scored']}", *measured, *report["notices"]]
+    return Group(table, "", *notes, f"files, report and pareto.png in {folder}/")
+
+
+def _precision_lines(measured: Mapping[str, Any]) -> list[str]:
+    """The result of each precision on training rows."""
+    lines = [f"chosen by the least bytes times latency, with accuracy on {measured['rows']} training rows:"]
+    for each in measured["tried"]:
+        figures = f"{each['bytes']:,} bytes, {each['latency_us']:.1f} us, accuracy {each['accuracy']:.4f}"
+        parts = [figures] * bool(each["bytes"]) + [each["refused"]] * bool(each["refused"])
+        lines.append(f"  {each['precision']}: {'; '.join(parts)}")
+    return lines
+
+
+def search_summary(report: dict[str, Any], folder: Path) -> Group:
+    """Every pipeline that was tried, which one was chosen and why, and its result."""
+    search = report["search"]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("pipeline", "", "accuracy", "bytes", "memory", "", "latency", ""):
+        table.add_column(heading, justify="left" if heading in ("pipeline", "") else "right", no_wrap=True)
+    refused: list[str] = []
+    for row in search["candidates"]:
+        if "refused" in row:
+            table.add_row(row["name"], "refused")
+            refused.append(f"{row['name']} refused: {row['refused']}")
+            continue
+        misses = ", ".join(row["missed"])
+        table.add_row(
+            row["name"] + (" *" if row["front"] else ""),
+            "few epochs" if row["rung"] == "short" else row["precision"],
+            f"{row['accuracy']:.4f}",
+            f"{row['bytes']:,}",
+            f"{row['memory_bytes']:,}",
+            row["runtime"],
+            f"{row['latency_us']:.1f} us",
+            "chosen" if row["name"] == search["chosen"] else f"misses {misses}" if misses else "fits",
+        )
+    notes = [
+        *refused,
+        f"accuracy on {search['rows']} rows for the choice; * Pareto-optimal",
+    ]
+    if search["chosen"] is None:
+        notes.append(f"none fits {_bounds(search['budget'])}; {_nearest(search)}")
+    else:
+        notes += [
+            f"chosen: {search['chosen']}, the smallest of those that fit {_bounds(search['budget'])} and are as accurate as "
+            "the best of them within a standard error",
+            *_chosen_result(report),
+        ]
+    return Group(table, "", *notes, f"all candidates and pareto.png in {folder / 'search'}/")
+
+
+def _bounds(budget: Mapping[str, Any]) -> str:
+    bounds = [f"accuracy >= {budget['accuracy']:.4f}"]
+    bounds += [f"memory <= {budget['memory_bytes']:,} bytes"] if budget["memory_bytes"] else []
+    bounds += [f"size <= {budget['size_bytes']:,} bytes"] if budget["size_bytes"] else []
+    bounds += [f"latency <= {budget['latency_us']:,.0f} us"] if budget["latency_us"] else []
+    return ", ".join(bounds)
+
+
+def _nearest(search: Mapping[str, Any]) -> str:
+    for row in search["candidates"]:
+        if row["name"] == search["nearest"]:
+            by = " and ".join(f"{name} by {100 * share:.1f} %" for name, share in row["missed"].items())
+            return f"the nearest is {row['name']}, which misses {by}"
+    return "every pipeline was refused"
+
+
+def _chosen_result(report: Mapping[str, Any]) -> list[str]:
+    """The result of the chosen pipeline on rows that had no part in the choice."""
+    final, last = report["final"], report["steps"][-1]
+    result = f"accuracy {final['accuracy']:.4f} on {report['test_rows']} other held-out rows, {final['bytes']:,} bytes"
+    if "arena_bytes" in last["facts"]:
+        facts = last["facts"]
+        result += (
+            f"; in tflite-micro {facts['micro_accuracy']:.4f}, in an arena of {facts['arena_bytes']:,} bytes"
+        )
+    below = final["accuracy"] < report["search"]["budget"]["accuracy"]
+    return [result] + (["this is below the bound; a tighter --accuracy leaves more room"] if below else [])
+
+
+def _scores(final: dict[str, Any]) -> str:
+    if final["test_accuracy"] is None:
+        return "not scored: the coordinator has no rows of its own and devices.evaluate_every is 0;"
+    loss = "not finite" if final["test_loss"] is None else f"{final['test_loss']:.4f}"
+    return (
+        f"test accuracy {final['test_accuracy']:.4f}, test loss {loss} on {final['test_rows']} held-out rows"
+    )
+
+
+def demo_summary(demo: Demo) -> Group:
+    """The demo's stages side by side, and where the files are."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("stage", "accuracy", "bytes", ""):
+        table.add_column(heading, justify="right" if heading in ("accuracy", "bytes") else "left")
+    for stage in demo.stages:
+        table.add_row(stage.name, f"{stage.accuracy:.4f}", f"{stage.bytes:,}", stage.detail)
+    runtimes = ", ".join(f"{count} {name}" for name, count in demo.runtimes.items())
+    return Group(
+        "",
+        table,
+        "",
+        f"accuracy on the same {demo.test_rows} held-out rows throughout",
+        f"clients: {runtimes};  {format_bytes(demo.bytes_up)} up, {format_bytes(demo.bytes_down)} down",
+        f"report: {demo.report}",
+        f"curves: {demo.curves}",
+    )
+
+
+def fleet_demo_summary(demo: FleetDemo) -> Group:
+    """The fleet beside the simulation, and how its processes ended."""
+    runtimes = ", ".join(f"{name} ({runtime})" for name, runtime in demo.runtimes.items())
+    failed = {name: status for name, status in demo.stopped.items() if status}
+    return Group(
+        "",
+        f"fleet       test accuracy {demo.fleet_accuracy:.4f} on {demo.test_rows[0]} held-out rows after {demo.rounds} rounds",
+        f"simulation  test accuracy {demo.simulated_accuracy:.4f} on {demo.test_rows[1]} held-out rows with the same shares",
+        "",
+        f"devices: {runtimes};  {format_bytes(demo.bytes_up)} up, {format_bytes(demo.bytes_down)} down",
+        f"all {len(demo.stopped)} processes ended cleanly" if not failed else f"processes failed: {failed}",
+        f"report: {demo.report}",
+    )
+
+
+def loop_demo_summary(demo: LoopDemo) -> Group:
+    """Both turns of the cycle, the lineage, and how the processes ended."""
+    lines = []
+    for origin, turn in (("pretrained", demo.shipped), ("trained on devices", demo.learnt)):
+        on_devices = ""
+        if turn.device_accuracy is not None and turn.before is not None:
+            on_devices = f"; on the devices, which share the held-out rows, on {turn.device_rows} of them {turn.device_accuracy:.4f}, the release before {turn.before:.4f}"
+        lines.append(
+            f"digits:{turn.version}  {origin}: {turn.bytes:,} bytes, accuracy {turn.accuracy:.4f} on {turn.test_rows} {turn.scored}{on_devices}; rollout {turn.rollout}"
+        )
+    failed = {name: status for name, status in demo.stopped.items() if status}
+    return Group(
+        "",
+        *lines,
+        "",
+        demo.lineage.rstrip(),
+        "",
+        f"all {len(demo.stopped)} processes ended cleanly" if not failed else f"processes failed: {failed}",
+        f"report: {demo.report}",
+    )

@@ -1,0 +1,1 @@
+"""Services that all parts of a serving coordinator share."""

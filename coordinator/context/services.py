@@ -1,0 +1,77 @@
+"""The services of a coordinator process, created once by `coordinator.server.serve`.
+
+Routes read them from `request.app.state.services`; runs and fleets take them as an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+
+from coordinator.accounts.certificate_authority import Authority
+from coordinator.context.device_log import DeviceLog
+from coordinator.context.signals import Signals
+from coordinator.db.store import Database
+from coordinator.limits.device_requests import DeviceRequests
+from coordinator.limits.uploads_in_flight import UploadSlots
+from coordinator.limits.wrong_tokens import WrongTokens
+from coordinator.releases.incoming import Incoming
+from coordinator.releases.repository import Repository
+from coordinator.scheduling.deployments import Deployments
+from coordinator.scheduling.pacing import Pacing
+from coordinator.settings import Settings
+from coordinator.storage.blobs import Blobs
+from coordinator.storage.partial_uploads import PartFiles
+
+Clock = Callable[[], datetime]
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+@dataclass(frozen=True)
+class Services:
+    """Settings, stores and signals of one process."""
+
+    settings: Settings
+    database: Database
+    blobs: Blobs
+    signals: Signals
+    authority: Authority
+    clock: Clock = utc_now
+    deployments: Deployments = field(default_factory=Deployments)
+    pacing: Pacing = field(default_factory=Pacing)
+    limits: DeviceRequests = field(default_factory=DeviceRequests)
+    device_log: DeviceLog = field(default_factory=DeviceLog)
+    admin_guesses: WrongTokens = field(default_factory=WrongTokens)
+    enrolment_guesses: WrongTokens = field(default_factory=WrongTokens)
+
+    @cached_property
+    def uploads_in_flight(self) -> UploadSlots:
+        """Bounds the uploads that are received at the same time."""
+        return UploadSlots(self.settings.upload_memory_bytes)
+
+    @cached_property
+    def part_files(self) -> PartFiles:
+        """Uploads that are not complete yet."""
+        return PartFiles(self.settings.home / "uploads")
+
+    @cached_property
+    def releases(self) -> Repository:
+        """Signed releases that devices may install."""
+        return Repository(self.settings.home / "releases", self.clock)
+
+    @cached_property
+    def incoming_releases(self) -> Incoming:
+        """Uploads of releases to publish."""
+        return Incoming(self.settings.home / "releases" / "incoming")
+
+    @cached_property
+    def incoming_models(self) -> Incoming:
+        """Uploads of models to register. Incomplete ones of an earlier process are dropped; clients send them again."""
+        incoming = Incoming(self.settings.home / "models" / "incoming")
+        incoming.clear()
+        return incoming

@@ -1,0 +1,1 @@
+"""Datacenter jobs: pretraining, compression, export."""

@@ -1,0 +1,176 @@
+"""From a device's budget to the pipeline that makes a model fit it.
+
+    1. the source, as for a compression; half of its held-out rows choose the pipeline, the other half are for the report
+    2. the search, in a worker process, into `search/` (`models.compress.search`)
+    3. the chosen pipeline, as an ordinary compression of the same source with the same seed, scored on the rows for the report
+
+Candidates depend on the source, the rows and the seed, not on the budget: a second budget in the same folder trains only
+candidates that are not there yet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.datacenter import compression, jobs
+from coordinator.datacenter.compression import Request
+from coordinator.datacenter.compression_sources import Source, SourceReader
+from coordinator.datacenter.documents import LINEAGE, MODEL, PARAMS, PIPELINE, REPORT, TFLITE
+from coordinator.datacenter.environment import Environment
+from coordinator.datacenter.job_worker import JobFailed
+from coordinator.datacenter.jobs import Job
+from coordinator.errors import UserError
+from coordinator.experiments.validation import to_user_error
+from coordinator.storage.private_folders import private_folder
+
+FOLDER = "search"
+
+_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_MICROSECONDS = {"US": 1, "MS": 10**3, "S": 10**6}
+_OUTPUTS = (PIPELINE, PARAMS, TFLITE, MODEL, LINEAGE, REPORT)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits of a device; 0 means unlimited, and for `accuracy` two points below the source's."""
+
+    memory_bytes: int = 0
+    size_bytes: int = 0
+    latency_us: float = 0.0
+    accuracy: float = 0.0
+
+
+def parse_budget(memory: str | None, size: str | None, latency: str | None, accuracy: float | None) -> Budget:
+    """The budget in the options of a command.
+
+    Raises:
+        UserError: listing every problem, or that no option is given.
+    """
+    problems: list[str] = []
+
+    def read(option: str, text: str | None, units: Mapping[str, int], example: str) -> float:
+        if text is None:
+            return 0
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip(), re.IGNORECASE)
+        unit = None if match is None else units.get(match[2].upper())
+        if match is None or unit is None or not 1 <= float(match[1]) * unit <= 2**40:
+            names = ", ".join(
+                unit.replace("IB", "iB") if units is _BYTES else unit.lower() for unit in units if unit
+            )
+            problems.append(
+                f"{option} {text}: expected a number above 0 and a unit ({names}), such as {example}"
+            )
+            return 0
+        return float(match[1]) * unit
+
+    read_memory, read_size = (
+        int(read(option, text, _BYTES, example))
+        for option, text, example in (("--memory", memory, "64KB"), ("--size", size, "100KB"))
+    )
+    read_latency = read("--latency", latency, _MICROSECONDS, "500us")
+    if accuracy is not None and not 0 < accuracy <= 1:
+        problems.append(f"--accuracy {accuracy}: expected a share above 0 and at most 1, such as 0.95")
+    if memory is None and size is None and latency is None:
+        problems.append("no budget is given; expected at least one of --memory, --size, --latency")
+    if problems:
+        raise to_user_error("compress-search", problems)
+    return Budget(read_memory, read_size, read_latency, accuracy or 0.0)
+
+
+def search(
+    folder: Path,
+    request: Request,
+    budget: Budget,
+    out: Path,
+    environment: Environment,
+    *,
+    first: bool = False,
+) -> dict[str, Any]:
+    """Searches for a pipeline for the model in `folder`, and returns the report of its compression in `out`, with `search`.
+
+    `out` is new, empty, or from an earlier search. If nothing fits, the report holds the search alone.
+
+    Args:
+        request: rows, seed, student, and options for all steps of a kind.
+        first: stops at the first candidate that fits.
+
+    Raises:
+        UserError: `folder` holds no trained model, the request is wrong, or `out` is something else.
+        RunInterrupted: the worker failed; the message says where its log is.
+    """
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / FOLDER).is_dir())):
+        raise UserError(f"--out {out}: the folder is not empty; name another one")
+    with private_folder() as scratch:
+        pipeline = request.pipeline.model_copy(update={"test_rows": 2 * request.pipeline.test_rows})
+        source = SourceReader(pipeline, scratch, environment, request.data_options).read(folder)
+        choosing, scoring = _halves(source)
+        result = _run_search(choosing, request, budget, out / FOLDER, environment, first)
+        for name in _OUTPUTS:  # of an earlier choice
+            (out / name).unlink(missing_ok=True)
+        if result["chosen"] is None:
+            return {"search": result}
+        environment.progress.stage(f"chosen: {result['chosen']}")
+        steps = result["steps"]
+        chosen = request.pipeline.model_copy(update={"step": steps, "seed": source.seed})
+        compression.write_pipeline(out, chosen)
+        compressed = compression.run_steps(scoring, steps, out, environment, origin=result["chosen"])
+    return compression.write_report(scoring, compressed, out, search=result)
+
+
+def _halves(source: Source) -> tuple[Source, Source]:
+    """The source with one half of its held-out rows, and with the other."""
+    count = len(source.arrays["x_test"])
+    if count < 2:
+        raise UserError(f"{source.params.parent}: has {count} held-out rows; a search needs at least two")
+    order = np.random.default_rng([source.seed, count]).permutation(count)
+    return _with_test_rows(source, order[: count // 2]), _with_test_rows(source, order[count // 2 :])
+
+
+def _with_test_rows(source: Source, rows: npt.NDArray[np.intp]) -> Source:
+    chosen = {key: np.ascontiguousarray(source.arrays[key][np.sort(rows)]) for key in ("x_test", "y_test")}
+    return replace(source, arrays={**source.arrays, **chosen})
+
+
+def _run_search(
+    source: Source, request: Request, budget: Budget, out: Path, environment: Environment, first: bool
+) -> dict[str, Any]:
+    student = compression.student_of(request.student, source.model)
+    job = Job(
+        "search",
+        source.model,
+        source.arrays,
+        seed=source.seed,
+        params=source.params,
+        more={
+            "budget": asdict(budget),
+            "first": first,
+            "sets": {kind: dict(options) for kind, options in request.sets.items()},
+            **({"student": student} if student else {}),
+        },
+    )
+    display = _CandidateDisplay(environment.progress.stage, environment.progress.trained)
+    try:
+        return jobs.run(job, out, display, environment.clock)
+    except JobFailed as error:
+        raise compression.failure(error, display.checked) from None
+
+
+class _CandidateDisplay:
+    """Displays each candidate once."""
+
+    def __init__(self, stage: Callable[[str], None], trained: Callable[[Mapping[str, Any]], None]) -> None:
+        self.checked = False
+        self._stage, self._trained = stage, trained
+
+    def __call__(self, line: Mapping[str, Any]) -> None:
+        self.checked = self.checked or bool(line.get("checked"))
+        if "candidate" in line:
+            self._stage(line["candidate"] + (" with few epochs" if line["rung"] == "short" else ""))
+        self._trained(line)

@@ -1,0 +1,335 @@
+"""From a trained model to one that a device can run, by a pipeline of steps.
+
+1. the source: a trained model with its data (`coordinator.datacenter.compression_sources`)
+2. the pipeline: from a TOML file; by default distillation into a student if needed, then quantization in the measured best precision
+3. the steps, in a worker process, each stored as soon as it is done (`models.compress.pipeline`)
+4. the report, with the lineage of every file
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from pydantic import ValidationError
+
+from coordinator.datacenter import jobs
+from coordinator.datacenter.compression_sources import Pipeline, Source, SourceReader
+from coordinator.datacenter.documents import (
+    LINEAGE,
+    MODEL,
+    PARAMS,
+    PIPELINE,
+    PUBLIC,
+    REPORT,
+    TFLITE,
+    read_model,
+    write_document,
+)
+from coordinator.datacenter.environment import Environment
+from coordinator.datacenter.imported_models import DataOptions, parse_data_options
+from coordinator.datacenter.job_worker import JobFailed
+from coordinator.datacenter.jobs import Job
+from coordinator.datacenter.pretrain_config import Model
+from coordinator.errors import RunInterrupted, UserError
+from coordinator.experiments import experiment
+from coordinator.experiments.experiment import apply_settings
+from coordinator.experiments.validation import format_error, to_user_error
+from coordinator.storage.private_folders import private_folder
+from edge_client.files import file_sha256, write_durably
+from models import catalog
+
+_SLOWER = 1.1
+"""Ratio of latencies above which a model counts as slower; repeated measurements vary by less."""
+
+_STUDENTS = {"token sequences": "charlm", "tokens": "textcls", "images": "cnn", "any": "mlp"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A requested compression.
+
+    Attributes:
+        pipeline: the default one if it has no step.
+        origin: its name in messages.
+        student: of the default pipeline, as `name` and options.
+        sets: kind of a step -> options for all steps of that kind.
+        data_options: the data set and the model that the command names.
+    """
+
+    pipeline: Pipeline
+    origin: str
+    student: Model = field(default_factory=Model)
+    sets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    data_options: DataOptions = field(default_factory=DataOptions)
+
+
+def parse_request(
+    file: Path | None, student: str | None, sets: Sequence[str], data: str | None = None
+) -> Request:
+    """The compression that a command's options request.
+
+    Raises:
+        UserError: listing every problem at once.
+    """
+    origin = "compress" if file is None else str(file)
+    document = {} if file is None else experiment.read_toml(file)
+    if file is not None and not document.get("step"):
+        raise UserError(f"{file}: has no step; expected tables [[step]], each with a kind and its options")
+    settings = apply_settings({}, sets)
+    data_options = parse_data_options(
+        data, {key: settings.pop(key) for key in ("data", "model") if key in settings}, origin
+    )
+    overrides = {key: settings.pop(key) for key in ("rows", "test_rows", "seed", "step") if key in settings}
+    student_settings = settings.pop("student", {})
+    if student is not None:
+        student_settings = {
+            **(student_settings if isinstance(student_settings, dict) else {}),
+            "name": student,
+        }
+    if student_settings and file is not None:
+        raise UserError(
+            f"--student is for the default pipeline; in {file} a step of kind distil names the student"
+        )
+    options = {kind: value for kind, value in settings.items() if isinstance(value, dict)}
+    problems = [
+        f"{key} is not a known key; known: rows, test_rows, seed, student, data, model, and kinds of steps with an option, such as quantize.precision"
+        for key in settings
+        if key not in options
+    ]
+    try:
+        pipeline = Pipeline.model_validate({**document, **overrides})
+    except ValidationError as error:
+        problems += [format_error(item, Pipeline) for item in error.errors()]
+    try:
+        model = Model.model_validate(student_settings)
+    except ValidationError as error:
+        problems += [f"student.{format_error(item, Model)}" for item in error.errors()]
+    if problems:
+        raise to_user_error(origin, problems)
+    return Request(pipeline, origin, model, options, data_options)
+
+
+def compress(
+    folder: Path, request: Request, out: Path, environment: Environment, *, keep_on_failure: bool = True
+) -> dict[str, Any]:
+    """Compresses the model in `folder` into `out` and returns the report.
+
+    `out` is new, empty, or from an earlier compression: steps that it already holds are not run again.
+
+    Args:
+        keep_on_failure: whether `out` remains when a step fails, so that the message may offer to continue.
+
+    Raises:
+        UserError: `folder` holds no trained model, the pipeline is wrong, or `out` is something else.
+        RunInterrupted: a step failed; the message says which and where its log is.
+    """
+    started = (out / PIPELINE).is_file()
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not started)):
+        raise UserError(f"--out {out}: the folder is not empty; name another one")
+    with private_folder() as scratch:
+        source = SourceReader(request.pipeline, scratch, environment, request.data_options).read(folder)
+        pipeline = _complete(request, source)
+        teachers = _teachers(pipeline, request.origin)
+        out.mkdir(parents=True, exist_ok=True)
+        write_pipeline(out, pipeline)
+        try:
+            result = run_steps(
+                source,
+                pipeline.step,
+                out,
+                environment,
+                origin=request.origin,
+                teachers=teachers,
+                keep_on_failure=keep_on_failure,
+            )
+        except UserError:
+            if not started:
+                shutil.rmtree(out)  # so that the same command works once the mistake is corrected
+            raise
+    return write_report(source, result, out)
+
+
+def write_pipeline(out: Path, pipeline: Pipeline) -> None:
+    """Stores the complete pipeline in `out`."""
+    document = pipeline.model_dump(mode="json", exclude_none=True)
+    write_durably(out / PIPELINE, tomlkit.dumps(document).encode())
+
+
+def run_steps(
+    source: Source,
+    steps: Sequence[Mapping[str, Any]],
+    out: Path,
+    environment: Environment,
+    *,
+    origin: str,
+    teachers: Mapping[str, Source] | None = None,
+    keep_on_failure: bool = True,
+) -> dict[str, Any]:
+    """Runs `steps` on `source` in `out`, as a job, and returns its result.
+
+    Raises:
+        UserError: the worker rejected the request before it started.
+        RunInterrupted: a step failed.
+    """
+    checked = False
+
+    def on_progress(line: Mapping[str, Any]) -> None:
+        nonlocal checked
+        checked = checked or bool(line.get("checked"))
+        if line.get("stage") in ("compress", "kept") and line["pipeline_step"]:
+            message = f"step {line['pipeline_step']} of {line['steps_in_all']}: {line['kind']}"
+            progress.stage(message + (", kept from before" if line["stage"] == "kept" else ""))
+        progress.trained(line)
+
+    progress = environment.progress
+    described_teachers = {
+        name: {"model": dict(teacher.model), "params": str(teacher.params.absolute())}
+        for name, teacher in (teachers or {}).items()
+    }
+    job = Job(
+        "compress",
+        source.model,
+        source.arrays,
+        seed=source.seed,
+        params=source.params,
+        more={"steps": [dict(step) for step in steps], "pipeline": origin, "teachers": described_teachers},
+    )
+    try:
+        return jobs.run(job, out, on_progress, environment.clock)
+    except JobFailed as error:
+        raise failure(error, checked, resumable=keep_on_failure) from None
+
+
+def failure(error: JobFailed, checked: bool, *, resumable: bool = True) -> UserError | RunInterrupted:
+    """The error of a worker that failed: the user's mistake, unless the worker had `checked` the request before."""
+    if not checked:
+        return UserError(error.reason)
+    if not resumable:
+        return RunInterrupted(error.summary)
+    return RunInterrupted(f"{error}; the same command continues after the last finished step")
+
+
+def write_report(source: Source, result: Mapping[str, Any], out: Path, **more: Any) -> dict[str, Any]:
+    """Writes the model's description, lineage and report into `out`; `more` are further keys of the report."""
+    first, *steps = result["rows"]
+    last = result["lineage"][-1]
+    model = out / PARAMS
+    report = {
+        "source": first,
+        "steps": steps,
+        "final": {
+            "model": result["model"]["name"],
+            "params": PARAMS,
+            "file": TFLITE if last["tflite_sha256"] else None,
+            **{key: result["rows"][-1][key] for key in ("accuracy", "bytes", "latency_us", "precision")},
+        },
+        "notices": notices(first, result["rows"][-1]),
+        "test_rows": len(source.arrays["x_test"]),
+        "scored": source.scored,
+        "lineage": {
+            "parent": source.lineage,
+            "model_sha256": file_sha256(model),
+            "tflite_sha256": last["tflite_sha256"],
+            "data_fingerprint": result["data_fingerprint"],
+            PUBLIC: source.lineage.get(PUBLIC) is True,
+            "steps": result["lineage"],
+            "seed": source.seed,
+            "code_version": version("fedloop"),
+        },
+        **more,
+    }
+    about = {**result["model"], "precision": report["final"]["precision"]}
+    write_document(out / MODEL, {**about, "sha256": report["lineage"]["model_sha256"]})
+    write_document(out / LINEAGE, report["lineage"])
+    write_document(out / REPORT, report)
+    return report
+
+
+def notices(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Warnings about a compressed model that is larger than its source, or slower by more than repeated measurements vary."""
+    warnings = []
+    if after["bytes"] > before["bytes"]:
+        warnings.append(f"LARGER than the source: {after['bytes']:,} bytes, before {before['bytes']:,}")
+    old, new = before["latency_us"], after["latency_us"]
+    if old and new and new > _SLOWER * old:
+        warnings.append(
+            f"SLOWER than the source: {new:.1f} us a row, before {old:.1f} us ({new / old:.1f} times)"
+        )
+    if warnings and after["precision"] != "float32":
+        warnings.append(
+            f"{after['precision']} is a poor choice for this model on this machine; --set quantize.precision=auto measures and chooses"
+            if "measured" not in after["facts"]
+            else "it still has the lowest product of bytes and latency; --set quantize.precision=float32 keeps the speed"
+        )
+    return warnings
+
+
+def _complete(request: Request, source: Source) -> Pipeline:
+    """The requested pipeline, or the default one, with every step and its options."""
+    steps = [dict(step) for step in request.pipeline.step] or _default(request, source.model)
+    kinds = [step.get("kind") for step in steps]
+    problems = [
+        f"{kind} is set, but the pipeline has no step of that kind; it has {', '.join(map(str, kinds))}"
+        for kind in request.sets
+        if kind not in kinds
+    ]
+    if problems:
+        raise to_user_error(request.origin, problems)
+    steps = [{**step, **request.sets.get(str(step.get("kind")), {})} for step in steps]
+    return request.pipeline.model_copy(update={"step": steps, "seed": source.seed})
+
+
+def _default(request: Request, model: Mapping[str, Any]) -> list[dict[str, Any]]:
+    student = student_of(request.student, model)
+    quantize = {"kind": "quantize", "precision": "auto"}
+    if student is None:
+        return [quantize]
+    return [{"kind": "distil", "student": student, "epochs": 6, "lr": 4e-3}, quantize]
+
+
+def _teachers(pipeline: Pipeline, origin: str) -> dict[str, Source]:
+    """The models in the folders that steps name as teachers."""
+    names = [step["teachers"] for step in pipeline.step if isinstance(step.get("teachers"), str)]
+    folders = {part.strip() for name in names for part in name.split(",") if part.strip()}
+    teachers = {}
+    for folder in sorted(folders):
+        path = Path(folder)
+        if not (path / PARAMS).is_file() or not (path / MODEL).is_file():
+            raise UserError(
+                f"{origin}: teachers: {folder} has no {PARAMS} with its {MODEL}; expected a folder of `fedloop pretrain`"
+            )
+        teachers[folder] = Source(read_model(path), path / PARAMS, {}, 0, {})
+    return teachers
+
+
+def student_of(student: Model, model: Mapping[str, Any]) -> str | None:
+    """The model to distil into, as an option of that step; None if devices can run the source itself."""
+    name, options = student.name, student.options
+    entry = catalog.MODELS.get(model["name"])
+    if name is None:
+        if not options and (entry is None or "litert" in entry.runtimes):
+            return None
+        name = _STUDENTS[entry.inputs if entry else "any"]
+    target = catalog.MODELS.get(name)
+    if target is None and ":" not in name:
+        raise UserError(f"student.name = {name!r} is unknown; known: {', '.join(catalog.MODELS)}")
+    if target is not None:
+        if "litert" not in target.runtimes:
+            raise UserError(f"student.name = {name!r} cannot be exported for devices; choose {_exportable()}")
+        try:
+            target.options.model_validate(options)
+        except ValidationError as error:
+            raise to_user_error(
+                "student", [format_error(item, target.options) for item in error.errors()]
+            ) from None
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})" if options else name
+
+
+def _exportable() -> str:
+    return ", ".join(name for name, entry in catalog.MODELS.items() if "litert" in entry.runtimes)

@@ -1,0 +1,246 @@
+"""The trained model that a command starts from, with rows to calibrate and score it on.
+
+| source                                    | rows                                                          |
+|-------------------------------------------|---------------------------------------------------------------|
+| folder of `fedloop pretrain`              | its own, or those of `--data`                                 |
+| folder of `fedloop compress`              | the same                                                      |
+| folder of a finished run                  | its held-out rows: one half calibrates, the other half scores |
+| params from elsewhere, or a `.keras` file | those of `--data`                                             |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from coordinator.datacenter import training_data
+from coordinator.datacenter.documents import (
+    EXPERIMENT,
+    LINEAGE,
+    MODEL,
+    MODEL_KEYS,
+    PARAMS,
+    PIPELINE,
+    PUBLIC,
+    read_document,
+    read_model,
+)
+from coordinator.datacenter.environment import Environment
+from coordinator.datacenter.imported_models import (
+    DataOptions,
+    is_imported,
+    load_rows,
+    model_for,
+    params_in,
+    require_data_options,
+)
+from coordinator.datacenter.training_data import Arrays, sample_rows
+from coordinator.errors import UserError
+from coordinator.experiments import experiment
+from coordinator.experiments.schema import Experiment, Section
+from edge_client.files import file_sha256
+from models import user_code
+
+
+class Pipeline(Section):
+    """A compression pipeline.
+
+    Attributes:
+        rows: at most so many rows train and calibrate.
+        test_rows: at most so many rows score every step.
+        seed: of rows and steps; by default the source's own.
+        step: `kind` and the options of that kind, one table a step.
+    """
+
+    rows: int = Field(2000, ge=1)
+    test_rows: int = Field(500, ge=1)
+    seed: int | None = Field(None, ge=0)
+    step: list[dict[str, Any]] = Field(default_factory=list)
+
+    @property
+    def limits(self) -> dict[str, int]:
+        return {"train": self.rows, "test": self.test_rows}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trained model.
+
+    Attributes:
+        model: as job files describe it.
+        params: its `.safetensors`, or a `.keras` file.
+        arrays: `x_train`, `y_train` to train and calibrate with, `x_test`, `y_test` to score on.
+        lineage: the origin of its params.
+        scored: which rows accuracies are measured on, for people.
+    """
+
+    model: Mapping[str, Any]
+    params: Path
+    arrays: Arrays
+    seed: int
+    lineage: Mapping[str, Any]
+    scored: str = "held-out rows"
+
+
+@dataclass(frozen=True)
+class SourceReader:
+    """Reads trained models.
+
+    Attributes:
+        pipeline: how many rows to use, and the seed that draws them.
+        scratch: folder for the arrays and params that have to be made.
+        options: data set and model named by the command.
+    """
+
+    pipeline: Pipeline
+    scratch: Path
+    environment: Environment
+    options: DataOptions = field(default_factory=DataOptions)
+
+    def read(self, path: Path) -> Source:
+        """The trained model in the folder `path`, or in the `.keras` file `path`.
+
+        Raises:
+            UserError: there is none, or the command's options lack something that it needs.
+        """
+        if path.suffix == user_code.KERAS_FILE:
+            return self._keras_file(path)
+        if is_imported(path):
+            require_data_options(path, self.options)
+        params = params_in(path, self.scratch)
+        if (path / LINEAGE).is_file():
+            return self._pretrained(path)
+        if (path / EXPERIMENT).is_file():
+            return self._run(path)
+        return self._imported(path, params)
+
+    def _pretrained(self, folder: Path) -> Source:
+        model = read_model(folder)
+        lineage = read_document(folder / LINEAGE, "model_sha256", "seed")
+        if file_sha256(folder / PARAMS) != lineage["model_sha256"]:
+            raise UserError(
+                f"{folder / PARAMS}: is not the file that {LINEAGE} describes; it was replaced since"
+            )
+        seed = lineage["seed"] if self.pipeline.seed is None else self.pipeline.seed
+        if self.options.data is not None:
+            arrays, loaded = load_rows(self.options.data, seed, self.scratch, self.environment)
+            model = model_for(folder, model, self.options, loaded)
+            lineage = {
+                **lineage,
+                "data_fingerprint": loaded["fingerprint"],
+                PUBLIC: self.options.data.is_public,
+            }
+        else:
+            # A compression keeps its rows in its own folder, so its result can be compressed again.
+            compressed = (folder / PIPELINE).is_file()
+            arrays = _compression_rows(folder / "arrays") if compressed else training_data.read_arrays(folder)
+        return self._sampled(model, folder / PARAMS, arrays, seed, lineage)
+
+    def _imported(self, folder: Path, params: Path) -> Source:
+        known = read_model(folder) if (folder / MODEL).is_file() else None
+        require_data_options(folder, self.options)
+        assert self.options.data is not None
+        seed = self.pipeline.seed or 0
+        arrays, loaded = load_rows(self.options.data, seed, self.scratch, self.environment)
+        model = model_for(folder, known, self.options, loaded)
+        lineage = {
+            "imported": str(folder.absolute()),
+            "model_sha256": file_sha256(params),
+            "data_fingerprint": loaded["fingerprint"],
+            PUBLIC: self.options.data.is_public,
+            "seed": seed,
+        }
+        return self._sampled(model, params, arrays, seed, lineage)
+
+    def _keras_file(self, path: Path) -> Source:
+        if not path.is_file():
+            raise UserError(f"{path}: there is no such file")
+        if self.options.data is None:
+            raise UserError(
+                f"{path}: --data is missing: the data set to calibrate and score it on, such as digits"
+            )
+        arrays, loaded = load_rows(self.options.data, 0, self.scratch, self.environment)
+        model = {"name": str(path), "options": {}, **{key: loaded[key] for key in MODEL_KEYS}}
+        lineage = {
+            "model_sha256": file_sha256(path),
+            "data_fingerprint": loaded["fingerprint"],
+            PUBLIC: self.options.data.is_public,
+        }
+        rows = sample_rows(arrays, self.pipeline.limits, np.random.default_rng(0))
+        return Source(model, path, rows, 0, lineage)
+
+    def _run(self, folder: Path) -> Source:
+        if self.options.model.name is not None:
+            raise UserError(
+                f"model.name = {self.options.model.name!r}: {folder} is a run, which names its model itself; remove the option"
+            )
+        path = folder / EXPERIMENT
+        run = experiment.resolve(experiment.read_toml(path), str(path), "devices")
+        held_out, loaded = self._held_out(run)
+        seed = run.seed if self.pipeline.seed is None else self.pipeline.seed
+        rng = np.random.default_rng(seed)
+        order = rng.permutation(len(held_out["x"]))
+        parts = {"train": order[: len(order) // 2], "test": order[len(order) // 2 :]}
+        arrays = {f"{key}_{part}": held_out[key][rows] for part, rows in parts.items() for key in "xy"}
+        lineage = {
+            "run": str(folder.absolute()),
+            "model_sha256": file_sha256(folder / PARAMS),
+            "data_fingerprint": loaded["fingerprint"],
+            PUBLIC: (self.options.data or run.data).is_public,
+            "seed": run.seed,
+        }
+        return Source(
+            {
+                "name": run.model.name,
+                "options": run.model.options,
+                **{key: loaded[key] for key in MODEL_KEYS},
+            },
+            folder / PARAMS,
+            sample_rows(arrays, self.pipeline.limits, rng),
+            seed,
+            lineage,
+            f"of the run's {len(order)} held-out rows; the other half trains and calibrates",
+        )
+
+    def _held_out(self, run: Experiment) -> tuple[Arrays, dict[str, Any]]:
+        """The rows `x` and `y` that the run held out, or those of `--data`, and the result of loading them."""
+        if self.options.data is not None:
+            arrays, loaded = load_rows(self.options.data, run.seed, self.scratch, self.environment)
+            return {key: arrays[f"{key}_test"] for key in "xy"}, loaded
+        data = run.data.model_dump(exclude_none=True)
+        keys = ("dataset", "path", "label", "site", "split", "features", "length", "vocab")
+        settings = {key: data[key] for key in keys if key in data}
+        loaded = training_data.load_data(settings, run.seed, self.scratch, self.environment)
+        folder = self.scratch / "arrays"
+        return {key: np.load(folder / f"{key}_test.npy", mmap_mode="r") for key in "xy"}, loaded
+
+    def _sampled(
+        self,
+        model: Mapping[str, Any],
+        params: Path,
+        arrays: Arrays,
+        seed: int,
+        lineage: Mapping[str, Any],
+    ) -> Source:
+        """The source with as many of its rows as the pipeline uses."""
+        count, limit = len(arrays["x_test"]), self.pipeline.test_rows
+        scored = (
+            f"held-out rows, drawn from {count:,} (test_rows = {limit})" if count > limit else "held-out rows"
+        )
+        rows = sample_rows(arrays, self.pipeline.limits, np.random.default_rng(seed))
+        return Source(model, params, rows, seed, lineage, scored)
+
+
+def _compression_rows(folder: Path) -> dict[str, npt.NDArray[Any]]:
+    """The rows that an earlier compression used."""
+    names = ("x_train", "y_train", "x_test", "y_test")
+    try:
+        return {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: the rows of that compression cannot be read: {error}") from None

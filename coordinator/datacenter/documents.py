@@ -1,0 +1,55 @@
+"""The JSON documents that a datacenter command leaves in its output folder, and their names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coordinator.errors import UserError
+from edge_client.files import write_durably
+
+CONFIG, PIPELINE, EXPERIMENT = "config.toml", "pipeline.toml", "experiment.toml"
+REPORT, LINEAGE, MODEL = "report.json", "lineage.json", "model.json"
+PARAMS, TFLITE = "model.safetensors", "model.tflite"
+MODEL_KEYS = ("input_shape", "classes", "input_dtype", "task")
+PUBLIC = "data_public"
+"""Key of `lineage.json`: whether rows of the data may be published."""
+
+
+def read_document(path: Path, *keys: str) -> dict[str, Any]:
+    """The JSON object in `path`, which has at least `keys`.
+
+    Raises:
+        UserError: the file is missing, is not a JSON object, or lacks a key.
+    """
+    try:
+        document = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{path.parent}: there is no {path.name} here; expected one of `fedloop compress`, `fedloop pretrain` or a finished run"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{path} holds {type(document).__name__}, expected an object")
+    if missing := [key for key in keys if key not in document]:
+        raise UserError(f"{path} lacks the key {missing[0]!r}; expected the file as the command left it")
+    return document
+
+
+def read_model(folder: Path) -> dict[str, Any]:
+    """The model described by `model.json`, with the keys of a job file.
+
+    Raises:
+        UserError: as `read_document`.
+    """
+    keys = ("name", "options", *MODEL_KEYS)
+    document = read_document(folder / MODEL, *keys)
+    return {key: document[key] for key in keys}
+
+
+def write_document(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes `document` as JSON, durably."""
+    write_durably(path, (json.dumps(document, indent=2) + "\n").encode())

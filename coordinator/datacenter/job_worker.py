@@ -1,0 +1,171 @@
+"""The worker process of a datacenter job: started, followed line by line, and killed with its parent.
+
+A worker prints JSON objects on standard output: progress, `error`, or `status`. Its temporary files lie in a private folder.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from coordinator.storage.private_folders import private_folder
+from edge_client.processes.process import worker_environment
+
+Stage = Literal[
+    "load",
+    "check",
+    "plan",
+    "tune",
+    "pretrain",
+    "serve",
+    "compress",
+    "search",
+    "export",
+    "keras",
+    "onnx-export",
+    "onnx-import",
+]
+OnProgress = Callable[[Mapping[str, Any]], None]
+Supervisor = Callable[[Callable[[], None]], AbstractContextManager[None]]
+"""Runs beside a worker. It receives a function, callable from any thread, that makes the worker save its work and stop."""
+
+LOG_NAME = "log.txt"
+
+_MODULES: Mapping[Stage, str] = {
+    "load": "models.datasets.worker",
+    "check": "models.pretrain.check",
+    "plan": "models.pretrain.planner",
+    "tune": "models.pretrain.planner.tune",
+    "pretrain": "models.pretrain.worker",
+    "serve": "models.pretrain.parameter_server",
+    "compress": "models.compress.worker",
+    "search": "models.compress.search",
+    "export": "models.release.inference",
+    "keras": "models.release.keras_inference",
+    "onnx-export": "models.onnx.export",
+    "onnx-import": "models.onnx.import_file",
+}
+
+
+class JobFailed(RuntimeError):
+    """A job ended without a result.
+
+    Attributes:
+        reason: one sentence for a person.
+        summary: the stage and the reason, for output where the log does not remain.
+        log: the worker's standard error.
+    """
+
+    def __init__(self, stage: Stage, reason: str, log: Path) -> None:
+        super().__init__(f"{stage} failed: {reason} (log: {log})")
+        self.summary = f"{stage} failed: {reason}"
+        self.reason = reason
+        self.log = log
+
+
+class JobPreempted(JobFailed):
+    """A job saved its work and made room for another; `jobs.resume` continues it."""
+
+
+def run_worker(
+    stage: Stage, processes: int, folder: Path, on_progress: OnProgress, supervisor: Supervisor
+) -> None:
+    """Runs the worker of the job in `folder` until it ends.
+
+    Raises:
+        JobPreempted: the worker was told to stop and saved its work.
+        JobFailed: it reported an error or exited with one.
+    """
+    log = folder / LOG_NAME
+    errors: list[str] = []
+    preempted, stopping = False, threading.Event()
+    command = _command(stage, processes, folder.absolute() / "job.json")
+    with (
+        private_folder() as scratch,
+        log.open("wb") as stderr,
+        _started(command, stderr, scratch) as worker,
+        supervisor(_stop_function(worker, stopping)),
+    ):
+        for line in _objects(worker.stdout):
+            if "error" in line:
+                errors.append(str(line["error"]))
+            elif line.get("status") == "preempted":
+                preempted = True
+            elif line.get("status") == "restarting":
+                errors.clear()  # its processes restart from their last checkpoint
+                preempted = False
+            else:
+                on_progress(line)
+        status = worker.wait()
+    # A worker that is stopped before its first step may exit with any status; it has nothing to save.
+    if (preempted and not errors) or (status and stopping.is_set()):
+        raise JobPreempted(stage, "it was stopped to make room and saved its work", log)
+    if status or errors:
+        # When one rank fails, the others fail because of it: the first reason is the cause.
+        raise JobFailed(stage, errors[0] if errors else _exit_reason(status, log), log)
+
+
+def _command(stage: Stage, processes: int, path: Path) -> list[str]:
+    # -P keeps the working directory, where a user may have a models.py, off sys.path
+    python = [sys.executable, "-P", "-m"]
+    if stage == "pretrain" and processes > 1:
+        return [*python, "models.pretrain.launch", str(processes), str(path)]
+    return [*python, _MODULES[stage], str(path)]
+
+
+@contextmanager
+def _started(command: list[str], stderr: IO[bytes], scratch: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The worker, killed on exit if it still runs. Its temporary files, which may hold rows, lie in `scratch`.
+
+    It runs in its own session, so Ctrl-C in a terminal reaches only this process, which then kills the worker.
+    """
+    worker = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env=worker_environment() | {"TMPDIR": str(scratch)},
+        start_new_session=True,
+    )
+    try:
+        yield worker
+    finally:
+        worker.kill()  # its own children die with it, see edge_client.processes.process
+        worker.wait()
+        if worker.stdout is not None:
+            worker.stdout.close()
+
+
+def _stop_function(worker: subprocess.Popen[bytes], stopping: threading.Event) -> Callable[[], None]:
+    def stop() -> None:
+        stopping.set()
+        worker.terminate()
+
+    return stop
+
+
+def _objects(stream: IO[bytes] | None) -> Iterator[dict[str, Any]]:
+    """The JSON objects among the lines of `stream`; torchrun prints other lines too."""
+    for line in stream or ():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def _exit_reason(status: int, log: Path) -> str:
+    """Why a worker that reported no error exited with `status`."""
+    if status < 0:
+        name = signal.Signals(-status).name
+        return f"the worker was ended by {name}" + ("; was memory short?" if name == "SIGKILL" else "")
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return f"the worker exited with status {status}" + (f": {lines[-1].strip()}" if lines else "")

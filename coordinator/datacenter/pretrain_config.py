@@ -1,0 +1,269 @@
+"""The configuration of a pretraining: one TOML document, validated before anything starts.
+
+`load(path, sets, plan)` reads the file, applies `--set` and `--plan`, fills in defaults, and reports
+every bad value at once. The result is complete: stored (`to_toml`), it documents the whole training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomlkit
+from pydantic import BaseModel, ConfigDict, Field
+
+from coordinator.experiments.checks import dataset_name_problem
+from coordinator.experiments.experiment import apply_settings, read_toml
+from coordinator.experiments.schema import Section
+from coordinator.experiments.validation import find_model_problems, to_user_error, validate
+from models import catalog, options
+from models.datasets.sources import is_public
+from models.pretrain import plan as plans
+from models.pretrain.parameter_server.settings import Servers
+from models.pretrain.plan import ParallelPlan, PlanError
+from models.pretrain.planner import scaling
+from models.pretrain.training import Options, Profile
+
+TEST_ROWS = 1000
+TEXT = "text"
+"""The name of the data set that reads the user's own text file."""
+
+_ENCODING = r"^(characters|bytes|bpe\(\d+\))$"
+
+
+class Data(Section):
+    """The training data.
+
+    Attributes:
+        encoding: of a text's tokens, `characters`, `bytes` or `bpe(n)`.
+        test_rows: at most so many of the held-out rows are scored; 0: all.
+        public_samples: train only on so many rows, which an experiment of the same seed and number withholds from its clients; 0: all.
+        public: rows may be published, as those of public data sets.
+    """
+
+    dataset: str = "digits"
+    path: str | None = None
+    label: str | None = None
+    split: str | None = None
+    features: list[str] | None = None
+    length: Annotated[int, Field(ge=1, le=65536)] | None = None
+    vocab: Annotated[int, Field(ge=3, le=1_000_000)] | None = None
+    encoding: Annotated[str, Field(pattern=_ENCODING)] | None = None
+    test_rows: Annotated[int, Field(ge=0)] = TEST_ROWS
+    public_samples: Annotated[int, Field(ge=0)] = 0
+    public: bool = False
+
+    @property
+    def is_public(self) -> bool:
+        """Whether rows of it may be published."""
+        return self.public or is_public(self.dataset, self.path)
+
+
+class Model(BaseModel):
+    """The model: `name` and initial params; every other key is an option of the model.
+
+    `init` is a `.safetensors` file, `head` says whether its last module is used too.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str | None = None
+    init: str | None = None
+    head: Literal["same", "new"] | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Checkpoint(Section):
+    """`every`: steps between two checkpoints, 0 for none; `keep`: how many of the latest remain; `keep_every`: steps to keep besides."""
+
+    every: Annotated[int, Field(ge=0, le=100_000_000)] = 50
+    keep: Annotated[int, Field(ge=1, le=1_000_000)] = 2
+    keep_every: Annotated[int, Field(ge=0, le=100_000_000)] = 0
+    background: bool = True
+
+
+class Scaling(Section):
+    """The batch size that `[train]` was chosen for, and the rule for another one (`models.pretrain.planner.scaling`)."""
+
+    base_batch_size: Annotated[int, Field(ge=1, le=1_000_000)]
+    rule: Literal["linear", "sqrt"] | None = None
+
+
+class Pretraining(Section):
+    name: str = ""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 7
+    data: Data = Data()
+    model: Model = Model()
+    train: dict[str, Any] = Field(default_factory=dict)
+    scaling: Scaling | None = None
+    plan: dict[str, Any] = Field(default_factory=dict)
+    checkpoint: Checkpoint = Checkpoint()
+    profile: dict[str, Any] | None = None
+    hang_seconds: Annotated[int, Field(ge=1, le=86_400)] = 300
+    server: dict[str, Any] | None = None
+
+    @property
+    def parallel_plan(self) -> ParallelPlan:
+        return plans.from_table(self.plan)
+
+    def options(self, train_rows: int) -> Options:
+        """The training options for so many rows: `[train]` after `[scaling]`."""
+        training = options.read(Options, self.train, "train")
+        if self.scaling is None:
+            return training
+        rule = self.scaling.rule or scaling.rule_for(training.optimizer)
+        return scaling.scaled(
+            training, self.scaling.base_batch_size, rule, -(-train_rows // training.batch_size)
+        )
+
+    def to_toml(self) -> str:
+        """The configuration as a TOML document; without keys that have no value."""
+        return tomlkit.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+# Defaults by data set.
+_MODELS = {"digits": "cnn", "mnist": "cnn", "shakespeare": "gpt", TEXT: "gpt", "phrasebank": "textcls"}
+_TEXT: Mapping[str, Mapping[str, int]] = {
+    "shakespeare": {"length": 64},
+    TEXT: {"length": 64},
+    "phrasebank": {"length": 32, "vocab": 2048},
+}
+_LANGUAGE = {"steps": 400, "batch_size": 32, "lr": 2e-3, "warmup": 20, "decay": "cosine"}
+_TRAIN: Mapping[str, Mapping[str, Any]] = {
+    "shakespeare": _LANGUAGE,
+    TEXT: _LANGUAGE,
+    "phrasebank": {"epochs": 8, "batch_size": 32, "lr": 2e-3},
+}
+_OTHER_TRAIN = {"epochs": 20, "batch_size": 32, "lr": 2e-3}
+_AFFECTS = {"data.dataset": ("data", "model"), "model.name": ("model",)}
+"""Key -> tables whose defaults or meaning depend on it."""
+
+_OWN_KEYS: Mapping[str, tuple[str, ...]] = {
+    "path": ("csv", TEXT),
+    "label": ("csv",),
+    "split": ("csv",),
+    "features": ("csv",),
+    "length": ("shakespeare", "phrasebank", TEXT),
+    "encoding": ("shakespeare", TEXT),
+    "vocab": ("phrasebank",),
+}
+
+
+def load(
+    path: Path | None, sets: Sequence[str] = (), plan: str = "", *, profile: bool = False
+) -> Pretraining:
+    """The pretraining in a file (or all defaults) after `--set key=value` settings, `--plan` and `--profile`.
+
+    Raises:
+        UserError: naming the file, every bad key with its value, and what was expected.
+    """
+    document = apply_settings(read_toml(path) if path else {}, sets)
+    if profile:
+        document = {"profile": {}} | dict(document)
+    return resolve(document, str(path) if path else "pretraining", plan)
+
+
+def resolve(document: Mapping[str, Any], source: str, plan: str = "") -> Pretraining:
+    """A valid pretraining with every default filled in; `plan` is "key=value,…" and overrides `[plan]`.
+
+    Raises:
+        UserError: listing every problem at once; `source` names the document in messages.
+    """
+    config, problems = validate(Pretraining, document, lambda config: _problems(config, plan), _AFFECTS)
+    if config is None or problems:
+        raise to_user_error(source, problems)
+    return _complete(config, plans.parse(plan, config.plan))
+
+
+def _problems(config: Pretraining, plan: str) -> Iterator[str]:
+    """Problems that involve several keys; `plan` is the command's option."""
+    if plan and config.server is not None:
+        yield "--plan cannot be combined with [server]"
+    try:
+        plans.parse(plan, config.plan)
+    except PlanError as error:
+        yield str(error)
+    data = config.data
+    if data.dataset != TEXT and (problem := dataset_name_problem(data.dataset)):
+        yield f"data.dataset: {problem}; for your own text file use {TEXT!r} with data.path"
+    if data.dataset in ("csv", TEXT) and data.path is None:
+        yield f"data.dataset = {data.dataset!r} needs data.path, the file to read"
+    if data.public_samples and data.dataset in ("shakespeare", TEXT):
+        yield f"data.public_samples = {data.public_samples} is for data sets of rows, but data.dataset = {data.dataset!r} is one text"
+    for key, datasets in _OWN_KEYS.items():
+        if getattr(data, key) is not None and data.dataset not in datasets:
+            yield f"data.{key} = {getattr(data, key)!r} is for {' and '.join(datasets)}, but data.dataset = {data.dataset!r}"
+    yield from find_model_problems(_model_name(config), config.model.options)
+    if config.model.head is not None and config.model.init is None:
+        yield "model.head selects what to use of model.init, which is missing"
+    yield from options.problems(Options, config.train, "train")
+    if config.profile is not None:
+        yield from options.problems(Profile, config.profile, "profile")
+    if config.server is not None:
+        if config.profile is not None:
+            yield "server and profile are both given; a profile needs a plan, and a parameter server has none"
+        wrong_server = options.problems(Servers, config.server, "server")
+        yield from wrong_server
+        if not wrong_server and not options.problems(Options, config.train, "train"):
+            train = options.read(Options, config.train, "train")
+            servers = options.read(Servers, config.server, "server")
+            yield from (
+                f"server: {problem}" for problem in servers.problems(train.batch_size, train.clip_norm)
+            )
+        if config.plan:
+            yield "server and plan are both given; the workers of a parameter server share the batch"
+
+
+def _complete(config: Pretraining, plan: ParallelPlan) -> Pretraining:
+    data, name = config.data, _model_name(config)
+    text: dict[str, Any] = {k: v for k, v in _TEXT.get(data.dataset, {}).items() if getattr(data, k) is None}
+    if data.path is not None:
+        text["path"] = str(Path(data.path).expanduser().absolute())
+    if data.dataset == TEXT and data.encoding is None:
+        text["encoding"] = "characters"
+    data = data.model_copy(update=text)
+    entry = catalog.MODELS.get(name)
+    model_options = config.model.options
+    if entry is not None:
+        if "vocab" in entry.options.model_fields and data.vocab is not None:
+            model_options = {"vocab": data.vocab, **model_options}
+        model_options = entry.options.model_validate(model_options).model_dump()
+    init = {"init": str(Path(config.model.init).expanduser().absolute())} if config.model.init else {}
+    model = Model.model_validate({"name": name, **init, "head": config.model.head, **model_options})
+    defaults = _TRAIN.get(data.dataset, _OTHER_TRAIN)
+    if "epochs" in config.train:
+        defaults = {key: value for key, value in defaults.items() if key != "steps"}
+    train = dataclasses.asdict(options.read(Options, {**defaults, **config.train}, "train"))
+    return config.model_copy(
+        update={
+            "name": config.name or _default_name(data),
+            "data": data,
+            "model": model,
+            "train": train,
+            "plan": {} if config.server is not None else _table(plan),
+        }
+    )
+
+
+def _model_name(config: Pretraining) -> str:
+    return config.model.name or _MODELS.get(config.data.dataset, "mlp")
+
+
+def _table(plan: ParallelPlan) -> dict[str, Any]:
+    """The degrees, and all other values that differ from the default."""
+    always = {"dp", "tp", "pp"}
+    return {
+        field.name: list(value) if isinstance(value, tuple) else value
+        for field in dataclasses.fields(plan)
+        if (value := getattr(plan, field.name)) != field.default or field.name in always
+    }
+
+
+def _default_name(data: Data) -> str:
+    return Path(data.path).stem if data.path is not None else re.split(r"\W", data.dataset, maxsplit=1)[0]

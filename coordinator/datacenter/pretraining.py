@@ -1,0 +1,290 @@
+"""A pretraining from its configuration to its report.
+
+    1. the folder: store the resolved configuration
+    2. the data: loaded in a worker, as arrays in `data/`
+    3. the plan: check that model and batch can follow it, before anything starts
+    4. the training: as a job, which resumes from its last checkpoint after an interruption
+    5. the report: curves, the model's description (`model.json`), its lineage (`lineage.json`)
+
+Everything that imports a framework or runs a user's code happens in worker processes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from coordinator.datacenter import jobs, pretrain_changes, training_data
+from coordinator.datacenter.documents import CONFIG, REPORT
+from coordinator.datacenter.environment import Environment
+from coordinator.datacenter.job_worker import JobFailed, Stage, Supervisor
+from coordinator.datacenter.jobs import Job
+from coordinator.datacenter.pretrain_config import Pretraining
+from coordinator.datacenter.pretrain_report import model_settings, write_report
+from coordinator.datacenter.training_data import as_user_errors
+from coordinator.errors import RunInterrupted, UserError
+from coordinator.experiments.experiment import read_toml
+from coordinator.storage.private_folders import private_folder
+from edge_client.files import write_durably
+from models import options
+from models.pretrain.parameter_server.settings import Servers
+
+_CHECKED = "checked.json"
+
+
+def pretrain(config: Pretraining, out: Path, environment: Environment) -> dict[str, Any]:
+    """Trains into the empty or new folder `out` and returns the report.
+
+    Raises:
+        UserError: the configuration or its data is wrong, or `out` is not empty.
+        RunInterrupted: the training stopped for another reason; it can be resumed.
+    """
+    _check_queue(config, environment)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(
+            f"--out {out}: the folder is not empty; name another one, or resume with: fedloop pretrain --resume {out}"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_durably(out / CONFIG, config.to_toml().encode())
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    return _run(config, out, environment)
+
+
+def resume(out: Path, environment: Environment, sets: Sequence[str] = (), plan: str = "") -> dict[str, Any]:
+    """Continues the pretraining in `out` from its last checkpoint, with the changes of `--set` and `--plan`.
+
+    Returns the report of a finished one, unless the changes make it longer.
+
+    Raises:
+        UserError: `out` holds no pretraining, or one that cannot continue with these changes.
+        RunInterrupted: as `pretrain`.
+    """
+    path = out / CONFIG
+    if not path.exists():
+        raise UserError(f"--resume {out}: there is no pretraining here (no {CONFIG})")
+    config, changes = pretrain_changes.apply(read_toml(path), str(path), sets, plan)
+    if is_finished(out) and not changes:
+        report: dict[str, Any] = json.loads((out / REPORT).read_text("utf-8"))
+        return report
+    _check_queue(config, environment)
+    if changes:
+        _reconfigure(config, out, environment)
+    for change in changes:
+        environment.progress.note(change)
+    return _run(config, out, environment)
+
+
+def _reconfigure(config: Pretraining, out: Path, environment: Environment) -> None:
+    """Stores `config` in `out` if the model, the data and the checkpoints there allow it.
+
+    Raises:
+        UserError: they do not.
+    """
+    if jobs.read(out) is not None:
+        data = _load_data(config, out / "data", environment)
+        rows = data["rows"]["train"]
+        training = config.options(rows)
+        steps, done = training.steps_of(-(-rows // training.batch_size)), _steps_done(out)
+        if steps < done or (steps == done and is_finished(out)):
+            raise UserError(
+                f"--resume {out}: it has been trained for {done} steps and cannot be set to {steps}; raise the number with "
+                "--set train.steps=…"
+            )
+        write_durably(out / _CHECKED, json.dumps(check(config, data)).encode())
+    (out / REPORT).unlink(missing_ok=True)
+    write_durably(out / CONFIG, config.to_toml().encode())
+
+
+def _steps_done(out: Path) -> int:
+    """Steps of the newest checkpoint in `out`."""
+    names = [path.name.removeprefix("step-") for path in (out / "checkpoints").glob("step-*")]
+    return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def is_finished(out: Path) -> bool:
+    """Whether the pretraining in `out` has its report."""
+    return (out / REPORT).exists()
+
+
+def check(config: Pretraining, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's sizes, if it can follow the plan.
+
+    Raises:
+        UserError: it cannot, with every reason.
+    """
+    with private_folder() as folder, as_user_errors():
+        return jobs.run(_job("check", config, data, folder), folder)
+
+
+def plan(config: Pretraining, planner: Mapping[str, Any], environment: Environment) -> dict[str, Any]:
+    """The plans possible with `planner["processes"]` processes, fastest first, from a profile of a few steps.
+
+    `planner` holds keys of the planner's settings; the configuration's own `[plan]` fixes the degrees it names.
+
+    Raises:
+        UserError: the model, the data or the fixed degrees leave no plan.
+    """
+    progress = environment.progress
+    with private_folder() as folder:
+        progress.stage(f"loading {config.data.dataset}")
+        data = _load_data(config, folder / "data", environment)
+        progress.stage(f"profiling {config.model.name} on this machine")
+        job = _job("plan", config, data, folder / "data" / "arrays")
+        job = replace(job, plan=_fixed_degrees(config), more={**job.more, "planner": dict(planner)})
+        with as_user_errors():
+            return jobs.run(job, folder, progress.trained, environment.clock)
+
+
+def tune(config: Pretraining, tuner: Mapping[str, Any], environment: Environment) -> dict[str, Any]:
+    """Learning rate, warm-up and batch size chosen by short trainings (`models.pretrain.planner.tune`).
+
+    `tuner` holds keys of its settings.
+
+    Raises:
+        UserError: the model, the data or the settings are wrong.
+    """
+    progress = environment.progress
+    with private_folder() as folder:
+        progress.stage(f"loading {config.data.dataset}")
+        data = _load_data(config, folder / "data", environment)
+        progress.stage(f"trying options of {config.model.name}")
+        job = _job("tune", config, data, folder / "data" / "arrays")
+        job = replace(job, plan={}, processes=1, more={**job.more, "tune": dict(tuner)})
+        with as_user_errors():
+            return jobs.run(job, folder, progress.trained, environment.clock)
+
+
+def _fixed_degrees(config: Pretraining) -> dict[str, Any]:
+    """The part of the plan that a configuration fixes: every value but 1."""
+    return {key: value for key, value in config.plan.items() if value != 1}
+
+
+def _load_data(config: Pretraining, folder: Path, environment: Environment) -> dict[str, Any]:
+    """Loads the data of a pretraining as arrays into `folder`, or reuses what is already complete there.
+
+    Returns and raises as `training_data.load_data`.
+    """
+    done = jobs.read(folder)
+    if done is not None and done.state == "finished":
+        return jobs.resume(folder)
+    settings = config.data.model_dump(exclude_none=True)
+    return training_data.load_data(settings, config.seed, folder, environment)
+
+
+def _run(config: Pretraining, out: Path, environment: Environment) -> dict[str, Any]:
+    progress = environment.progress
+    with _resumable(out):
+        try:
+            progress.stage(f"loading {config.data.dataset}")
+            data = _load_data(config, out / "data", environment)
+            for line in data["preview"]:
+                progress.note(line)
+            if jobs.read(out) is None:
+                progress.stage("checking the plan")
+                write_durably(out / _CHECKED, json.dumps(check(config, data)).encode())
+        except UserError:
+            if jobs.read(out) is None:
+                _empty(out)  # so that the same command works once the mistake is corrected
+            raise
+        checked = json.loads((out / _CHECKED).read_text("utf-8"))
+        for line in _describe_scaling(config, data):
+            progress.note(line)
+        progress.stage(
+            f"training {config.model.name}, {checked['parameters']:,} parameters, {_describe_processes(config)}"
+        )
+        stage: Stage = "pretrain" if config.server is None else "serve"
+        result = _train(_job(stage, config, data, out / "data" / "arrays"), out, environment)
+        progress.stage("writing the report")
+        return write_report(config, data, result, out)
+
+
+def _describe_scaling(config: Pretraining, data: Mapping[str, Any]) -> list[str]:
+    """One line for each training option that `[scaling]` changes."""
+    if config.scaling is None:
+        return []
+    scaled = asdict(config.options(data["rows"]["train"]))
+    return [
+        f"train.{key}: {config.train[key]:g} -> {value:g}, for {config.train['batch_size']} rows a batch, not "
+        f"{config.scaling.base_batch_size}"
+        for key, value in scaled.items()
+        if value != config.train[key]
+    ]
+
+
+def _describe_processes(config: Pretraining) -> str:
+    if config.server is not None:
+        return f"with a parameter server: {options.read(Servers, config.server, 'server')}"
+    plan = config.parallel_plan
+    return f"on {plan.processes} process{'es' * (plan.processes > 1)}: {plan}"
+
+
+def _check_queue(config: Pretraining, environment: Environment) -> None:
+    """Refuses a pretraining that would wait in the queue for ever."""
+    if environment.queue is not None:
+        saves = config.checkpoint.every > 0 and config.server is None
+        environment.queue.check(config.parallel_plan.processes, saves=saves)
+
+
+def _train(job: Job, out: Path, environment: Environment) -> dict[str, Any]:
+    """The result of the training in `out`, started or resumed as often as the queue preempts it."""
+    progress = environment.progress
+
+    def attempt(supervisor: Supervisor) -> dict[str, Any]:
+        if jobs.read(out) is None:
+            return jobs.run(job, out, progress.trained, environment.clock, supervisor)
+        jobs.reconfigure(job, out)
+        return jobs.resume(out, progress.trained, environment.clock, supervisor)
+
+    if environment.queue is None:
+        return attempt(lambda stop: nullcontext())
+    return environment.queue.run(str(out), job.processes, attempt, progress.stage)
+
+
+def _job(stage: Stage, config: Pretraining, data: Mapping[str, Any], arrays: Path) -> Job:
+    more: dict[str, Any] = {}
+    if config.checkpoint.every and config.server is None:
+        more["checkpoint"] = config.checkpoint.model_dump()
+    if config.server is None:
+        more["hang_seconds"] = config.hang_seconds
+    if config.profile is not None:
+        more["profile"] = config.profile
+    if config.model.init is not None:
+        more["init"] = {"params": config.model.init, "head": config.model.head or "same"}
+    if "tokens" in data:
+        more["tokens"] = {part: str((arrays / name).absolute()) for part, name in data["tokens"].items()}
+    if config.server is not None:
+        more["server"] = config.server
+    return Job(
+        stage,
+        model_settings(config, data),
+        arrays,
+        options=asdict(config.options(data["rows"]["train"])),
+        seed=config.seed,
+        processes=config.parallel_plan.processes,
+        plan=config.plan,
+        more=more,
+    )
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextmanager
+def _resumable(out: Path) -> Iterator[None]:
+    """Adds the command that resumes the training to errors that interrupt it."""
+    how = f"resume with: fedloop pretrain --resume {out}"
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise RunInterrupted(f"interrupted; {how}") from None
+    except (JobFailed, OSError) as error:
+        raise RunInterrupted(f"{error}; {how}") from None

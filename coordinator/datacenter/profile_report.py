@@ -1,0 +1,113 @@
+"""Renders `profile.json` of a training as one self-contained HTML page with a plot."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edge_client.files import write_durably
+
+PAGE = "profile.html"
+KINDS = {
+    "compute": "#1f6feb",
+    "communication": "#d1242f",
+    "bubble": "#bf8700",
+    "loader": "#8250df",
+    "other": "#c8c8c8",
+}
+
+
+def write_page(folder: Path) -> Path:
+    """Writes the page beside the `profile.json` in `folder` and returns its path.
+
+    Raises:
+        OSError: the profile is missing, or the page cannot be written.
+    """
+    profile = json.loads((folder / "profile.json").read_text("utf-8"))
+    path = folder / PAGE
+    write_durably(path, render_page(profile).encode())
+    return path
+
+
+def render_page(profile: Mapping[str, Any]) -> str:
+    """The HTML of a profile."""
+    plot = base64.b64encode(draw_plot(profile)).decode()
+    rows = "".join(
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
+        for name, value in figures(profile).items()
+    )
+    traces = ", ".join(
+        f'<a href="trace-rank{rank["rank"]}.json">rank {rank["rank"]}</a>' for rank in profile["ranks"]
+    )
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Profile: {html.escape(profile["plan"])}</title>
+<style>body {{ font: 15px system-ui; margin: 2em auto; max-width: 70em; }} th {{ text-align: left; padding-right: 2em; }}
+img {{ max-width: 100%; }}</style>
+<h1>Where the time goes: {html.escape(profile["plan"])}</h1>
+<table>{rows}</table>
+<img alt="Seconds of a step by process, and bytes allocated over time" src="data:image/png;base64,{plot}">
+<p>Each moment of a step counts for the first of these that applies: waiting for a batch; computing; communication while
+nothing is computed; messages between stages (bubble); other: Python, and processor stalls.
+Open a trace in chrome://tracing or ui.perfetto.dev: {traces}.</p>
+</html>
+"""
+
+
+def figures(profile: Mapping[str, Any]) -> dict[str, str]:
+    """The figures on the page and the command line, by name."""
+    last = profile["first_step"] + profile["steps"] - 1
+    tokens = profile["tokens_per_second"]
+    return {
+        "steps": f"{profile['first_step']} to {last}, of {len(profile['ranks'])} processes on {profile['device']}, {profile['backend']}",
+        "step": f"{profile['step_seconds']:.4g} s (median)",
+        "speed": f"{profile['rows_per_second']:,.0f} rows/s"
+        + (f", {tokens:,.0f} tokens/s" if tokens else ""),
+        "computing": f"{profile['mean_seconds']['compute'] / sum(profile['mean_seconds'].values()):.1%} of a step",
+        "exposed communication": f"{profile['exposed_share']:.1%}",
+        "pipeline bubble": f"{profile['bubble_share']:.1%}",
+        "waiting for batches": f"{profile['loader_share']:.1%}",
+        "MFU": f"{profile['mfu']:.1%} of {profile['peak_flops'] / 1e12:.3g} TFLOP/s ({profile['peak_from']}); "
+        f"{profile['flops_per_step']:.3g} operations a step ({profile['flops_from']})",
+        "peak memory": f"{max(rank['memory']['peak_bytes'] for rank in profile['ranks']) / 2**20:,.1f} MiB a process "
+        f"({profile['ranks'][0]['memory']['from']})",
+    }
+
+
+def draw_plot(profile: Mapping[str, Any]) -> bytes:
+    """A PNG: the time of a step by process and activity, and memory over the profiled steps."""
+    # Figure and canvas directly: pyplot keeps global state and looks for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    ranks = profile["ranks"]
+    names = [str(rank["rank"]) for rank in ranks]
+    before = [0.0] * len(ranks)
+    for kind, colour in KINDS.items():
+        seconds = [1e3 * rank["mean_seconds"][kind] for rank in ranks]
+        left.barh(names, seconds, left=before, color=colour, label=kind)
+        before = [each + more for each, more in zip(before, seconds, strict=True)]
+    left.invert_yaxis()
+    left.set_xlabel("milliseconds of a step")
+    left.set_ylabel("rank")
+    left.legend(fontsize=8, ncols=len(KINDS), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    for rank in ranks:
+        memory = rank["memory"]
+        mebibytes = [bytes_ / 2**20 for bytes_ in memory["bytes"]]
+        right.plot(memory["seconds"], mebibytes, lw=0.8, drawstyle="steps-post", label=f"rank {rank['rank']}")
+    right.set_xlabel("seconds")
+    right.set_ylabel(f"MiB, {ranks[0]['memory']['from']}")
+    right.legend(fontsize=8)
+    for axes in (left, right):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
+    return buffer.getvalue()

@@ -1,0 +1,1 @@
+"""The demonstrations `fedloop demo`, `demo-fleet` and `demo-loop`."""

@@ -1,0 +1,163 @@
+"""`fedloop demo`: the whole loop on digits, in one command.
+
+    1. pretrain  a teacher on a small public part of the data, two processes, DistributedDataParallel
+    2. compress  distil a student that fits a small device, quantize it to int8, as a device would run it
+    3. federate  train the student over 20 clients that keep the rest of the data private
+    4. compress  quantize the federated model
+
+Every stage writes its files into a separate folder; `demo.json` holds the summary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coordinator.datacenter import job_worker, jobs
+from coordinator.datacenter.job_worker import JobFailed
+from coordinator.datacenter.jobs import Job
+from coordinator.errors import RunInterrupted
+from coordinator.experiments import experiment
+from coordinator.experiments.schema import Experiment
+from coordinator.output_folders import require_new
+from coordinator.reports.progress import Progress
+from coordinator.runs import simulation
+from edge_client.files import write_durably
+from models import datasets
+
+PUBLIC_SAMPLES = 150
+SEED = 7
+_TEACHER = {"channels": [32, 64], "hidden": 64}
+_INT8 = {"kind": "quantize", "precision": "static-int8"}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the summary. `bytes` is the size of the file that a device would get."""
+
+    name: str
+    accuracy: float
+    bytes: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class Demo:
+    """The results of the demo, and paths of its files."""
+
+    stages: tuple[Stage, ...]
+    test_rows: int
+    runtimes: Mapping[str, int]
+    bytes_up: int
+    bytes_down: int
+    report: Path
+    curves: Path
+
+
+def demo(out: Path, surroundings: simulation.Environment) -> Demo:
+    """Runs all stages into the new or empty folder `out`.
+
+    Raises:
+        UserError: `out` is not empty.
+        RunInterrupted: a stage failed; the message says which and where its log is.
+    """
+    require_new(out)
+    try:
+        result = _stages(out, surroundings)
+    except JobFailed as error:
+        raise RunInterrupted(str(error)) from None
+    document = {
+        "stages": [vars(stage) for stage in result.stages],
+        "test_rows": result.test_rows,
+        "runtimes": dict(result.runtimes),
+        "bytes_up": result.bytes_up,
+        "bytes_down": result.bytes_down,
+        "report": str(result.report),
+    }
+    write_durably(out / "demo.json", json.dumps(document, indent=2).encode())
+    return result
+
+
+def _stages(out: Path, surroundings: simulation.Environment) -> Demo:
+    show_stage = surroundings.progress.stage
+    data = _public_data()
+    model = {"name": "cnn", "input_shape": [8, 8], "classes": 10}
+    teacher_model = {**model, "options": _TEACHER}
+
+    def run_job(stage: job_worker.Stage, folder: str, **settings: Any) -> dict[str, Any]:
+        job = Job(stage, arrays=data, seed=SEED, **{"model": model, **settings})
+        return jobs.run(job, out / folder, lambda line: _show_epoch(surroundings.progress, line))
+
+    def params(folder: str) -> Path:
+        return out / folder / "model.safetensors"
+
+    show_stage(f"1/4 pretraining a teacher on {PUBLIC_SAMPLES} public samples, 2 processes")
+    teacher = run_job("pretrain", "teacher", model=teacher_model, options={"shift": 1}, processes=2)
+    show_stage("2/4 distilling a student, and quantizing it")
+    steps = [{"kind": "distil", "student": "cnn"}, _INT8]
+    compressed = run_job(
+        "compress", "student", model=teacher_model, params=params("teacher"), more={"steps": steps}
+    )
+    _, student, student_int8 = compressed["rows"]
+    show_stage("3/4 federated training: 20 clients, three runtimes")
+    federated = simulation.simulate(_experiment(params("student")), out / "federated", surroundings)
+    show_stage("4/4 quantizing the federated model")
+    final = run_job("compress", "federated-int8", params=params("federated"), more={"steps": [_INT8]})
+    final_int8 = final["rows"][-1]
+
+    rounds, clients = len(federated["rounds"]), federated["clients"]
+    return Demo(
+        stages=(
+            Stage("teacher", teacher["test_accuracy"], teacher["bytes"], f"{teacher['parameters']:,} parameters, DDP on 2 processes"),
+            Stage("student", student["accuracy"], student["bytes"], f"{student['parameters']:,} parameters, distilled"),
+            Stage("student int8", student_int8["accuracy"], student_int8["bytes"], "static int8 .tflite"),
+            Stage("federated", federated["final"]["test_accuracy"], params("federated").stat().st_size, f"{rounds} rounds, {clients} clients"),
+            Stage("federated int8", final_int8["accuracy"], final_int8["bytes"], "static int8 .tflite"),
+        ),
+        test_rows=len(data["x_test"]),
+        runtimes=federated["runtimes"],
+        bytes_up=federated["bytes_up"],
+        bytes_down=federated["bytes_down"],
+        report=out / "federated" / "report.json",
+        curves=out / "federated" / "curves.png",
+    )  # fmt: skip
+
+
+def _show_epoch(progress: Progress, line: Mapping[str, Any]) -> None:
+    if "epochs" in line:
+        progress.step(line["epoch"], line["epochs"])
+
+
+def _public_data() -> dict[str, Any]:
+    """The public rows for training, and the held-out rows that score every stage."""
+    dataset = datasets.load("digits", seed=SEED)
+    public = datasets.public_rows(dataset, PUBLIC_SAMPLES, SEED)
+    held_out = np.flatnonzero(dataset.test)
+    return {
+        "x_train": dataset.x[public],
+        "y_train": dataset.y[public],
+        "x_test": dataset.x[held_out],
+        "y_test": dataset.y[held_out],
+    }
+
+
+def _experiment(student: Path) -> Experiment:
+    document = {
+        "name": "demo",
+        "seed": SEED,
+        "data": {"dataset": "digits", "partition": "dirichlet(0.3)", "public_samples": PUBLIC_SAMPLES},
+        "model": {"name": "cnn", "init": str(student.absolute())},
+        "federation": {
+            "clients": 20,
+            "clients_per_round": 10,
+            "rounds": 30,
+            "runtimes": {"litert": 0.4, "torch": 0.3, "tensorflow": 0.3},
+        },
+        "local": {"epochs": 5, "batch_size": 16, "lr": 0.02},
+    }
+    return experiment.resolve(document, "demo")

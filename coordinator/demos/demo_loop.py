@@ -1,0 +1,248 @@
+"""`fedloop demo-loop`: the whole cycle on digits, with the commands that a user would run.
+
+    1. pretrain   a teacher on a small public part of the data, compress it to an int8 student
+    2. release    sign it offline, publish it, roll it out to device daemons that hold the rest of the data
+    3. federate   the devices train the student together, on rows that never leave them
+    4. release    the federated model, quantized; in the rollout, devices compare it with the one they run
+    5. lineage    print it, back to the data
+
+Prints every command. Each writes into a separate folder; `demo-loop.json` holds the result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import tomlkit
+
+from coordinator.demos.demo_fleet import device_config, split_arrays
+from coordinator.demos.local_fleet import STALL_SECONDS, LocalFleet, ProcessFailed, StallDetector, local_fleet
+from coordinator.errors import RunInterrupted
+from coordinator.output_folders import require_new
+from coordinator.reports.progress import Progress
+from edge_client.files import write_durably
+from models import datasets
+
+IDLE_CPU_SECONDS = 6.0
+"""Upper bound of the processor time of an idle coordinator and four idle daemons in `STALL_SECONDS`."""
+NAME, SEED = "digits", 7
+PUBLIC_SAMPLES = 150
+DEVICES = ("north", "east", "south", "west")
+STUDENT = f"{NAME}:2"
+"""Version in the registry; the teacher is the first."""
+_BIN = Path(sys.executable).parent
+_EXPERIMENT: dict[str, Any] = {
+    "name": "demo-loop",
+    "seed": SEED,
+    "data": {"dataset": NAME},
+    "federation": {"clients": len(DEVICES), "rounds": 12, "runtimes": {"litert": 1.0}},
+    "local": {"epochs": 3, "batch_size": 16, "lr": 0.05},
+}
+
+
+@dataclass(frozen=True)
+class Released:
+    """One turn of the cycle.
+
+    Attributes:
+        version: in the registry.
+        accuracy: of the released file on `test_rows` of the coordinator's rows; `scored` says which.
+        device_accuracy, before: of this release and of its predecessor over the `device_rows`, pooled as in a gate. These rows are
+            the coordinator's held-out rows, distributed over the devices; no device counts for more than the median one.
+        rollout: final state of its rollout.
+    """
+
+    version: int
+    bytes: int
+    accuracy: float
+    rollout: str
+    device_accuracy: float | None
+    before: float | None
+    test_rows: int
+    scored: str
+    device_rows: int
+
+
+@dataclass(frozen=True)
+class LoopDemo:
+    """The results of the cycle. `lineage`: the printed graph; `stopped`: exit status of every process."""
+
+    shipped: Released
+    learnt: Released
+    lineage: str
+    stopped: Mapping[str, int]
+    report: Path
+
+
+@dataclass(frozen=True)
+class _Commands:
+    """Runs `fedloop` commands against one coordinator, and shows them."""
+
+    fleet: LocalFleet
+    folder: Path
+    show: Callable[[str], None]
+
+    def __call__(self, *arguments: str | Path) -> str:
+        """Runs a command; returns its output.
+
+        Raises:
+            RunInterrupted: it failed; with its own message.
+        """
+        self.show(shlex.join(["fedloop", *map(str, arguments)]))
+        environment = {
+            **os.environ,
+            "FEDLOOP_HOME": str(self.fleet.home),
+            "FEDLOOP_COORDINATOR": self.fleet.operator_url,
+        }
+        completed = subprocess.run(
+            [_BIN / "fedloop", *arguments],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if completed.returncode:
+            raise RunInterrupted(f"fedloop {arguments[0]} failed: {completed.stderr.strip()[-2000:]}")
+        return completed.stdout
+
+    def json(self, *arguments: str | Path) -> Any:
+        return json.loads(self(*arguments, "--json"))
+
+
+def demo_loop(out: Path, progress: Progress, show: Callable[[str], None] = lambda line: None) -> LoopDemo:
+    """Runs the demo into the new or empty folder `out`. Calls `show` with every command.
+
+    Raises:
+        UserError: `out` is not empty.
+        RunInterrupted: a command or a process failed; the message says which, and why.
+    """
+    require_new(out)
+    out = out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with local_fleet(out / "fleet") as fleet:
+            for name, share in zip(DEVICES, device_data(), strict=True):
+                fleet.add(name, {**device_config("litert"), "releases": {"trial_seconds": 5}}, share).start()
+            commands = _Commands(fleet, out, show)
+            shipped = _ship(commands, progress)
+            learnt = _learn(commands, progress)
+            progress.stage("5/5 printing the lineage")
+            lineage = commands("model", "lineage", f"{NAME}:{learnt.version}")
+            stopped = fleet.stop()
+    except ProcessFailed as error:
+        raise RunInterrupted(str(error)) from None
+    result = LoopDemo(shipped, learnt, lineage, stopped, out / "demo-loop.json")
+    write_durably(
+        result.report, json.dumps({**asdict(result), "report": str(result.report)}, indent=2).encode()
+    )
+    return result
+
+
+def device_data() -> list[dict[str, npt.NDArray[Any]]]:
+    """The arrays of each device: a part of the rows that are not public, with an uneven share of the classes."""
+    dataset = datasets.load(NAME, seed=SEED)
+    public = datasets.public_rows(dataset, PUBLIC_SAMPLES, SEED)
+    parts = datasets.partition("dirichlet(0.5)", dataset, clients=len(DEVICES), seed=SEED, exclude=public)
+    return split_arrays(dataset, parts, SEED)
+
+
+def _ship(fedloop: _Commands, progress: Progress) -> Released:
+    """Brings the datacenter's model to every device."""
+    progress.stage(f"1/5 pretraining on {PUBLIC_SAMPLES} public rows, compressing")
+    rows = f"data.public_samples={PUBLIC_SAMPLES}"
+    fedloop(
+        "pretrain", "--set", rows, "--set", "train.epochs=60", "--set", "train.shift=1", "--out", "teacher"
+    )
+    fedloop("model", "add", "teacher", "--name", NAME)
+    fedloop("compress", "teacher", "--student", "cnn", "--out", "student")
+    fedloop("model", "add", "student", "--name", NAME)
+
+    progress.stage("2/5 signing a release offline, rolling it out to four devices")
+    _initialize_repository(fedloop)
+    return _release(fedloop, "student", "release-1")
+
+
+def _learn(fedloop: _Commands, progress: Progress) -> Released:
+    """Trains the model on the devices and brings the result to every device."""
+    progress.stage("3/5 training on the devices")
+    experiment = {
+        **_EXPERIMENT,
+        "model": {"name": "cnn", "init": STUDENT},
+    }
+    write_durably(fedloop.folder / "experiment.toml", tomlkit.dumps(experiment).encode())
+    fedloop("run", "experiment.toml", "--out", "federated")
+    fedloop("model", "add", "federated", "--name", NAME)
+
+    progress.stage("4/5 releasing the federated model, comparing it on the devices with the previous one")
+    return _release(fedloop, "federated", "release-2")
+
+
+def _initialize_repository(fedloop: _Commands) -> None:
+    """Makes keys, and a repository without releases."""
+    fedloop("release", "keygen", "keys", "--no-passphrase")
+    write_durably(fedloop.folder / "online.json", fedloop("release", "online-keys").encode())
+    fedloop("release", "init", "--keys", "keys", "--online", "online.json", "--staging", "stick")
+    _sign(fedloop)
+
+
+def _sign(fedloop: _Commands) -> None:
+    fedloop("release", "sign", "--keys", "keys", "--staging", "stick")
+    fedloop("release", "publish", "--staging", "stick")
+
+
+def _release(fedloop: _Commands, folder: str, release: str) -> Released:
+    """Exports, registers, signs, publishes and rolls out the model in `folder`."""
+    version = 1 + max(each["number"] for each in fedloop.json("model", "list", NAME))
+    exported = fedloop.json(
+        "export", folder, "--name", NAME, "--version", str(version), "--dataset", NAME, "--out", release
+    )
+    fedloop("model", "add", release, "--name", NAME)
+    fedloop("release", "add", release, "--staging", "stick")
+    _sign(fedloop)
+    rollout = _roll_out(fedloop, version)
+    fedloop("model", "alias", f"{NAME}:{version}", "champion")
+    comparisons = [phase["comparison"] for phase in rollout["phases"] if phase["comparison"]]
+    return Released(
+        version,
+        exported["bytes"],
+        exported["accuracy"],
+        rollout["state"],
+        _pooled(comparisons, "accuracy"),
+        _pooled(comparisons, "champion_accuracy"),
+        exported["test_rows"],
+        exported["scored"],
+        round(sum(each["labels"] for each in comparisons)),
+    )
+
+
+def _pooled(comparisons: list[dict[str, Any]], figure: str) -> float | None:
+    """The mean over the labels of all phases; None if no device compared."""
+    labels = sum(each["labels"] for each in comparisons)
+    return sum(each["labels"] * each[figure] for each in comparisons) / labels if labels else None
+
+
+def _roll_out(fedloop: _Commands, version: int) -> dict[str, Any]:
+    """Rolls out a version; returns the rollout at its end."""
+    started = fedloop.json("rollout", "start", f"{NAME}:{version}", "--phases", "25,100")
+    stall = StallDetector(min_cpu_seconds=IDLE_CPU_SECONDS)
+    while True:
+        rollout: dict[str, Any] = fedloop.fleet.client.get(f"/rollouts/{started['id']}")
+        if rollout["state"] in ("finished", "halted", "rolled_back", "aborted"):
+            return rollout
+        if stall.is_stalled(rollout, fedloop.fleet.pids()):
+            raise RunInterrupted(
+                f"the rollout of {NAME}:{version} is {rollout['state']}, and has made no progress for {STALL_SECONDS:.0f} s; "
+                f"logs: {fedloop.fleet.folder}/logs"
+            )
+        time.sleep(0.5)

@@ -1,0 +1,128 @@
+"""Default values of an experiment that depend on its other values."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from coordinator.experiments.schema import (
+    Data,
+    Experiment,
+    Federation,
+    FleetKind,
+    Local,
+    Model,
+    StrategySection,
+)
+from coordinator.model_references import is_version
+from models import catalog
+from strategies import presets
+
+COHORT = 10
+"""Clients per round by default, if there are that many."""
+
+# By data set: model, partition, local learning rate. Transformers need a larger rate with plain SGD: at 0.05 they predict
+# only the majority class for many rounds.
+_DEFAULTS: dict[str, tuple[str, str, float]] = {
+    "digits": ("cnn", "dirichlet(0.3)", 0.05),
+    "mnist": ("cnn", "dirichlet(0.3)", 0.05),
+    "shakespeare": ("charlm", "natural", 0.3),
+    "phrasebank": ("textcls", "dirichlet(0.3)", 0.2),
+}
+_OTHER_DEFAULTS = ("mlp", "dirichlet(0.3)", 0.05)
+
+_TEXT_DEFAULTS: dict[str, dict[str, int]] = {
+    "shakespeare": {"length": 32},
+    "phrasebank": {"length": 32, "vocab": 2048},
+}
+
+
+def with_defaults(experiment: Experiment, fleet: FleetKind) -> Experiment:
+    """The experiment with every default filled in. Invalid options stay as they are; the checks report them."""
+    model, partition, lr = _DEFAULTS.get(experiment.data.dataset, _OTHER_DEFAULTS)
+    data = _data(experiment.data, partition)
+    return experiment.model_copy(
+        update={
+            "name": experiment.name or _default_name(data),
+            "data": data,
+            "model": _model(experiment.model, model, data, fleet),
+            "federation": _federation(experiment.federation, data),
+            "local": _local(experiment.local, lr),
+            "simulation": experiment.simulation.model_copy(update={"engine": "processes"}),
+            "strategy": _strategy(experiment.strategy),
+        }
+    )
+
+
+def _data(data: Data, partition: str) -> Data:
+    text = {
+        key: value
+        for key, value in _TEXT_DEFAULTS.get(data.dataset, {}).items()
+        if getattr(data, key) is None
+    }
+    return data.model_copy(
+        update={
+            "partition": data.partition or ("natural" if data.site else partition),
+            "path": None if data.path is None else _absolute(data.path),
+            **text,
+        }
+    )
+
+
+def _model(model: Model, default: str, data: Data, fleet: FleetKind) -> Model:
+    name = model.name or default
+    entry = catalog.MODELS.get(name)
+    options = model.options
+    if entry is not None:
+        if "vocab" in entry.options.model_fields and data.vocab is not None:
+            options = {"vocab": data.vocab, **options}
+        with suppress(ValidationError):
+            options = entry.options.model_validate(options).model_dump()
+    return Model.model_validate(
+        {
+            "name": name,
+            **({"init": _init(model.init, fleet)} if model.init else {}),
+            **({"adapt": model.adapt} if model.adapt is not None else {}),
+            **({"register": model.registered} if model.registered is not None else {}),
+            **options,
+        }
+    )
+
+
+def _federation(federation: Federation, data: Data) -> Federation:
+    if federation.clients is None and data.partition != "natural":
+        federation = federation.model_copy(update={"clients": 20})
+    if federation.clients_per_round is None and federation.clients is not None:
+        federation = federation.model_copy(update={"clients_per_round": min(COHORT, federation.clients)})
+    return federation
+
+
+def _local(local: Local, lr: float) -> Local:
+    if local.lr is None:
+        local = local.model_copy(update={"lr": lr})
+    if local.epochs is None and local.steps is None:
+        local = local.model_copy(update={"epochs": 5})
+    return local
+
+
+def _strategy(strategy: StrategySection) -> StrategySection:
+    options = strategy.options
+    with suppress(presets.OptionError):
+        options = presets.resolve_options(strategy.name, options)
+    return StrategySection.model_validate({"name": strategy.name, **options})
+
+
+def _init(init: str, fleet: FleetKind) -> str:
+    """Only a coordinator has versions; in a simulation `model.init` is always a file."""
+    return init if fleet == "devices" and is_version(init) else _absolute(init)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def _default_name(data: Data) -> str:
+    return Path(data.path).stem if data.path is not None else re.split(r"\W", data.dataset, maxsplit=1)[0]

@@ -1,0 +1,157 @@
+"""The schema of the experiment file: its tables, their keys, types and ranges.
+
+A key's type checks one value; `coordinator.experiments.checks` compares keys with each other.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import tomlkit
+from pydantic import BaseModel, ConfigDict, Field
+
+from coordinator.model_references import RegisterAs, parse_register_as
+from models.datasets import sources
+
+Runtime = Literal["litert", "torch", "tensorflow"]
+Fault = Literal[
+    "nan",
+    "wrong_shape",
+    "wrong_dtype",
+    "missing_tensor",
+    "extra_tensor",
+    "stale_base",
+    "duplicate",
+    "no_examples",
+]
+
+FleetKind = Literal["simulated", "devices"]
+
+
+class Section(BaseModel):
+    """A table of the file; unknown keys are errors, values are never coerced from strings."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Data(Section):
+    dataset: str = "digits"
+    path: str | None = None
+    label: str = "label"
+    site: str | None = None
+    split: str | None = None
+    features: list[str] | None = None
+    length: Annotated[int, Field(ge=1, le=65536)] | None = None
+    vocab: Annotated[int, Field(ge=3, le=1_000_000)] | None = None
+    partition: str | None = None
+    public_samples: Annotated[int, Field(ge=0)] = 0
+    public: bool = False
+    input_shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=4)] | None = None
+    classes: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
+    input_dtype: Literal["float32", "int32"] | None = None
+    task: Literal["classification", "next_token"] | None = None
+
+    @property
+    def is_public(self) -> bool:
+        """Whether its rows may be published."""
+        return self.public or sources.is_public(self.dataset, self.path)
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the file describes the rows, so that the coordinator does not need the data."""
+        return self.input_shape is not None and self.classes is not None
+
+
+class Model(BaseModel):
+    """`name`, `init`, `adapt` and `register`; every other key is an option of the model."""
+
+    model_config = ConfigDict(extra="allow", strict=True, serialize_by_alias=True)
+
+    name: str | None = None
+    init: str | None = None
+    adapt: str | None = None
+    # A field named `register` would hide the method of that name that every abstract class has.
+    registered: str | None = Field(default=None, alias="register")
+
+    @property
+    def register_as(self) -> RegisterAs | None:
+        """The model in the registry of which the result becomes a version, or None."""
+        return None if self.registered is None else parse_register_as(self.registered)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Federation(Section):
+    clients: Annotated[int, Field(ge=1)] | None = None
+    clients_per_round: Annotated[int, Field(ge=1)] | None = None
+    rounds: Annotated[int, Field(ge=1)] = 30
+    runtimes: Annotated[dict[Runtime, Annotated[float, Field(gt=0, le=1e9)]], Field(min_length=1)] = {
+        "litert": 0.5,
+        "torch": 0.5,
+    }
+    mode: Literal["sync"] = "sync"
+    over_select: Annotated[float, Field(ge=1, le=10)] = 1.0
+    deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
+    min_updates: Annotated[int, Field(ge=1)] = 1
+    max_examples: Annotated[int, Field(ge=1, le=2**53)] | None = None
+    weight_cap: Annotated[float, Field(ge=0, le=1e9)] = 10.0
+    outlier_factor: Annotated[float, Field(ge=0, le=1e30)] = 100.0
+
+
+class Local(Section):
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    steps: Annotated[int, Field(ge=1)] | None = None
+    batch_size: Annotated[int, Field(ge=1, le=65536)] = 16
+    lr: Annotated[float, Field(gt=0)] | None = None
+
+
+class StrategySection(BaseModel):
+    """`name`; every other key is an option of the strategy."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str = "fedavg"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Simulation(Section):
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
+    engine: Literal["auto", "processes"] = "auto"
+    seconds_per_step: Annotated[float, Field(gt=0)] = 0.05
+    speed_spread: Annotated[float, Field(ge=0, le=5)] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    faults: dict[Fault, Annotated[int, Field(ge=1)]] = {}
+    names: list[Annotated[str, Field(min_length=1, max_length=200)]] | None = None
+
+
+class Devices(Section):
+    """Keys of a real fleet: which devices take part, and when they evaluate. `classes` are device classes."""
+
+    groups: list[str] = []
+    labels: dict[str, str] = {}
+    classes: list[str] = []
+    memory_bytes: Annotated[int, Field(ge=0)] = 0
+    patience_seconds: Annotated[float, Field(ge=0, le=86400)] = 60.0
+    evaluate_every: Annotated[int, Field(ge=0)] = 0
+    evaluate_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
+
+
+class Experiment(Section):
+    name: str = ""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 7
+    data: Data = Data()
+    model: Model = Model()
+    federation: Federation = Federation()
+    local: Local = Local()
+    strategy: StrategySection = StrategySection()
+    simulation: Simulation = Simulation()
+    devices: Devices = Devices()
+
+    def to_toml(self) -> str:
+        """The experiment as a TOML document; keys without a value are left out."""
+        return tomlkit.dumps(self.model_dump(mode="json", exclude_none=True))

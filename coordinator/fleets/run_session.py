@@ -1,0 +1,83 @@
+"""Database and signals of one run, as its fleet uses them: writes wait while disk or database fails, waits end on `stop`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import TypeVar
+
+from sqlalchemy import Connection
+
+from coordinator.context.services import Services
+from coordinator.context.stalls import StallLog
+from coordinator.rounds.fleet import Stopped
+from coordinator.storage.errors import is_temporary
+
+LONGEST_WAIT_SECONDS = 5.0
+"""Longest wait before the clock is read again, because it may be set."""
+
+_RETRY_SECONDS = 2.0
+"""Between attempts to write to a disk or database that fails temporarily."""
+
+T = TypeVar("T")
+
+
+class RunSession:
+    """For the thread of one run; `stop` may be called from any thread."""
+
+    def __init__(self, services: Services, run: str) -> None:
+        self._services = services
+        self._topic = f"run:{run}"
+        self._stalls = StallLog(services, run)
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        """Ends all present and later waits with `Stopped`."""
+        self._stop.set()
+        self._services.signals.notify(self._topic, "devices")
+
+    def require_running(self) -> None:
+        """Raises: Stopped: the run was stopped, or the process is ending."""
+        if self._stop.is_set() or self._services.signals.closed:
+            raise Stopped
+
+    def read(self, work: Callable[[Connection], T]) -> T:
+        return self._services.database.read(work)
+
+    def write(self, work: Callable[[Connection], T]) -> T:
+        """Writes a transaction, with retries."""
+        return self.retry(lambda: self._services.database.write(work).result())
+
+    def retry(self, act: Callable[[], T]) -> T:
+        """The result of `act`, retried while disk or database fails temporarily; the stall is reported."""
+        while True:
+            self.require_running()
+            try:
+                result = act()
+            except Exception as error:
+                if not is_temporary(error):
+                    raise
+                self._stalls.report(error)
+            else:
+                self._stalls.clear()
+                return result
+            self._stop.wait(_RETRY_SECONDS)
+
+    def seen(self) -> int:
+        """The counter of the run's topic, for `wait`."""
+        return self._services.signals.seen(self._topic)
+
+    def wait(self, seen: int, left: timedelta) -> None:
+        """Waits for a signal to the run, at most as long as is `left`."""
+        seconds = min(max(left.total_seconds(), 0.01), LONGEST_WAIT_SECONDS)
+        self._services.signals.wait(self._topic, seen, seconds)
+
+    def wait_for_devices(self, seen: int, seconds: float, pause_seconds: float) -> None:
+        """Waits for a check-in of any device, but at least `pause_seconds`."""
+        self._stop.wait(min(seconds, pause_seconds))
+        self._services.signals.wait("devices", seen, min(seconds, LONGEST_WAIT_SECONDS))
+
+    def notify(self, devices: Iterable[str]) -> None:
+        """Wakes these devices and the event streams."""
+        self._services.signals.notify("events", *(f"device:{device}" for device in devices))

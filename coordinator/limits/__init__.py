@@ -1,0 +1,1 @@
+"""Limits on requests, uploads and wrong tokens."""

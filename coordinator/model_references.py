@@ -1,0 +1,124 @@
+"""The syntax of models, versions, aliases and files of a version.
+
+A version is `name:number` or `name@alias`; a name alone means its newest version.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from coordinator.errors import UserError
+from coordinator.releases.roles import ReleaseName
+
+FILES_LIMIT = 1000
+"""Most files of one version."""
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_PATH = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}/){0,3}[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A requested version: by number, by alias, or with neither the newest one."""
+
+    model: str
+    number: int | None = None
+    alias: str | None = None
+
+
+@dataclass(frozen=True)
+class RegisterAs:
+    """Where to register a new version: as the next number of `model`, with `alias` moved to it if there is one."""
+
+    model: str
+    alias: str | None = None
+
+    def __str__(self) -> str:
+        return self.model + (f"@{self.alias}" if self.alias else "")
+
+
+def parse_reference(text: str) -> Reference:
+    """Parses `name:number`, `name@alias` or `name`.
+
+    Raises:
+        UserError: `bad_reference`.
+    """
+    model, mark, which = re.fullmatch(r"([^:@]*)([:@]?)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    if _NAME.fullmatch(model):
+        if not mark:
+            return Reference(model)
+        if mark == ":" and re.fullmatch(r"[1-9][0-9]{0,8}", which):
+            return Reference(model, number=int(which))
+        if mark == "@" and _NAME.fullmatch(which):
+            return Reference(model, alias=which)
+    raise UserError(
+        f"{text[:100]!r} names no version; expected name:number or name@alias, such as digits:3 or digits@champion",
+        "bad_reference",
+    )
+
+
+def is_version(text: str) -> bool:
+    """Whether this is a version with a number or an alias, and not the path of a file, which has a slash."""
+    model, mark, which = text.partition(":" if ":" in text else "@")
+    return bool(mark and _NAME.fullmatch(model) and _NAME.fullmatch(which))
+
+
+def parse_register_as(text: str) -> RegisterAs:
+    """Parses `name` or `name@alias` of a version that does not exist yet.
+
+    Raises:
+        UserError: `bad_name`.
+    """
+    model, mark, alias = text.partition("@")
+    return RegisterAs(check_model_name(model), check_alias(alias) if mark else None)
+
+
+def check_model_name(text: str) -> str:
+    """Returns a valid name of a model unchanged. Releases and files on devices use it too.
+
+    Raises:
+        UserError: `bad_name`.
+    """
+    if not ReleaseName(text, 1).is_valid:
+        raise UserError(
+            f"{text[:100]!r} is no name for a model; expected 1 to 63 small letters, digits and dashes, no dash first, "
+            "and not `rollouts`",
+            "bad_name",
+        )
+    return text
+
+
+def check_alias(text: str) -> str:
+    """Returns a valid alias unchanged. Raises: UserError: `bad_name`."""
+    if not _NAME.fullmatch(text):
+        raise UserError(
+            f"{text[:100]!r} is no alias; expected 1 to 63 small letters, digits and dashes, no dash first",
+            "bad_name",
+        )
+    return text
+
+
+def check_file_path(text: str) -> str:
+    """Returns a valid path of a file in a version unchanged: at most three folders deep, not outside, not hidden.
+
+    Raises:
+        UserError: `bad_path`.
+    """
+    if not _PATH.fullmatch(text):
+        raise UserError(
+            f"{text[:100]!r} is no path for a file of a version; expected letters, digits, `.`, `_`, `-`, at most three "
+            "folders and no name that begins with a dot",
+            "bad_path",
+        )
+    return text
+
+
+def check_sha256(text: str) -> str:
+    """Returns a SHA-256 in hex unchanged. Raises: UserError: `bad_digest`."""
+    if not _DIGEST.fullmatch(text):
+        raise UserError(
+            f"{text[:100]!r} is no SHA-256; expected 64 hexadecimal digits in small letters", "bad_digest"
+        )
+    return text

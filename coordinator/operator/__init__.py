@@ -1,0 +1,1 @@
+"""The operator's side of the API: client, following a run, registry transfers, offline signing."""

@@ -1,0 +1,231 @@
+"""The command line's client of the operator API.
+
+`connect(url)` returns a client; its calls return parsed JSON or raise `UserError` with the coordinator's own
+message. The address is `--coordinator`, `FEDLOOP_COORDINATOR` or the default of `fedloop serve`; the token is
+`FEDLOOP_ADMIN_TOKEN` or the file that `fedloop serve` wrote into the default home.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlencode, urlsplit
+
+import typer
+import urllib3
+
+from coordinator.errors import UserError
+from coordinator.settings import DEFAULT_OPERATOR, default_home
+
+DEFAULT_URL = f"http://{DEFAULT_OPERATOR}"
+PREFIX = "/api/v1"
+_TIMEOUT = urllib3.Timeout(connect=5, read=60)
+
+Coordinator = Annotated[
+    str | None,
+    typer.Option(
+        "--coordinator",
+        envvar="FEDLOOP_COORDINATOR",
+        show_envvar=True,
+        help=f"Address of the operator API. Default: {DEFAULT_URL}",
+        metavar="URL",
+    ),
+]
+"""The option of every command that calls a coordinator."""
+
+
+class Unreachable(UserError):
+    """No coordinator answers, for now."""
+
+
+class Refused(UserError):
+    """The coordinator refused, with its own message; `code` is stable, `details` holds further keys for programs."""
+
+    def __init__(
+        self, status: int, code: str, message: str, details: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(message, code)
+        self.status = status
+        self.details = details or {}
+
+
+class OperatorClient:
+    """Calls to one coordinator. Paths are below `/api/v1`, such as `/devices`.
+
+    Every call raises `Unreachable` if nobody answers and `Refused` if the coordinator refuses.
+    """
+
+    def __init__(self, url: str, token: str) -> None:
+        self.url = url
+        self._headers = {"Authorization": f"Bearer {token}"}
+        # Ignores proxies of the environment: the operator API is on this machine or tunnelled to it.
+        self._pool = urllib3.PoolManager(retries=False, timeout=_TIMEOUT)
+
+    def get(self, path: str, **query: Any) -> Any:
+        """The JSON at `path`; omits parameters that are None."""
+        return json.loads(self._call("GET", _with_query(path, query)).data)
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """The response to `body`; None if it is empty."""
+        response = self._call("POST", path, {} if body is None else body).data
+        return json.loads(response) if response else None
+
+    def put_bytes(self, path: str, piece: bytes, **query: Any) -> Any:
+        """The response to these bytes."""
+        headers = {"Content-Type": "application/octet-stream"}
+        return json.loads(self._call("PUT", _with_query(path, query), content=piece, headers=headers).data)
+
+    def put(self, path: str, body: Any) -> Any:
+        """The response to `body`."""
+        return json.loads(self._call("PUT", path, body).data)
+
+    def delete(self, path: str) -> Any:
+        """The response; None if it is empty."""
+        response = self._call("DELETE", path).data
+        return json.loads(response) if response else None
+
+    def download(self, path: str) -> bytes:
+        """The bytes at `path`."""
+        return self._call("GET", path).data
+
+    def fetch(self, path: str, into: Path, on_bytes: Callable[[int], None]) -> None:
+        """Writes the bytes at `path` into a file, piece by piece; calls `on_bytes` with the size of each.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with self._stream(path) as response, into.open("wb") as file:
+            for piece in response.stream(2**20):
+                file.write(piece)
+                on_bytes(len(piece))
+
+    def events(self, path: str, after: int = 0) -> Iterator[dict[str, Any]]:
+        """Server-Sent Events from `path` after the event `after`: the JSON of each, as they arrive.
+
+        Ends when the coordinator ends the stream; the caller reconnects after the last id it received.
+        """
+        headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
+        with self._stream(path, headers) as response:
+            for data in _sse_data(response):
+                yield json.loads(data)
+
+    @contextmanager
+    def _stream(self, path: str, headers: dict[str, str] | None = None) -> Iterator[urllib3.BaseHTTPResponse]:
+        response = self._call("GET", path, headers=headers, preload=False)
+        try:
+            yield response
+        except (urllib3.exceptions.HTTPError, ConnectionError, TimeoutError) as error:
+            raise Unreachable(
+                f"the coordinator at {self.url} ended the connection: {_reason(error)}"
+            ) from None
+        finally:
+            response.release_conn()
+            response.close()
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        content: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        preload: bool = True,
+    ) -> urllib3.BaseHTTPResponse:
+        try:
+            response = self._pool.request(
+                method,
+                self.url + PREFIX + path,
+                headers={**self._headers, **(headers or {})},
+                json=body,
+                body=content,
+                preload_content=preload,
+                redirect=False,
+            )
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise Unreachable(
+                f"no coordinator answers at {self.url}: {_reason(error)}; start one with `fedloop serve`, or give its "
+                "address with --coordinator or FEDLOOP_COORDINATOR"
+            ) from None
+        if response.status >= 300:
+            raise _refusal(response, self.url)
+        return response
+
+
+def connect(coordinator: str | None = None) -> OperatorClient:
+    """A client for the coordinator at this address, by default the one of this machine.
+
+    Raises:
+        UserError: the address is invalid, or there is no admin token.
+    """
+    url = (coordinator or os.environ.get("FEDLOOP_COORDINATOR") or DEFAULT_URL).rstrip("/")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(f"--coordinator {url!r} is not an address; expected one such as {DEFAULT_URL}")
+    return OperatorClient(url, _token())
+
+
+def _token() -> str:
+    if token := os.environ.get("FEDLOOP_ADMIN_TOKEN", "").strip():
+        return token
+    path = default_home() / "admin.token"
+    try:
+        return path.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UserError(
+            f"no admin token: {path}: {reason}; give the token in FEDLOOP_ADMIN_TOKEN, or the home of "
+            "`fedloop serve` in FEDLOOP_HOME"
+        ) from None
+
+
+def _with_query(path: str, query: dict[str, Any]) -> str:
+    present = {key: value for key, value in query.items() if value is not None}
+    return f"{path}?{urlencode(present, doseq=True)}" if present else path
+
+
+def _refusal(response: urllib3.BaseHTTPResponse, url: str) -> Refused:
+    try:
+        error = json.loads(response.data)["error"]
+        code, message = str(error["code"]), str(error["message"])
+        details = {key: value for key, value in error.items() if key not in ("code", "message")}
+    except (ValueError, KeyError, TypeError):
+        return Refused(
+            response.status,
+            "not_a_coordinator",
+            f"{url} answered {response.status}, but not as a coordinator does; is the address right?",
+        )
+    if code in ("no_token", "bad_token", "too_many_guesses"):
+        message += f"; the one used is from {_token_source()}"
+    return Refused(response.status, code, message, details)
+
+
+def _token_source() -> str:
+    if os.environ.get("FEDLOOP_ADMIN_TOKEN", "").strip():
+        return "FEDLOOP_ADMIN_TOKEN"
+    return str(Path(default_home(), "admin.token"))
+
+
+def _reason(error: BaseException) -> str:
+    if "RemoteDisconnected" in repr(error) or "WRONG_VERSION_NUMBER" in repr(error):
+        return (
+            "something else answers there, such as the port for devices; the operator's port (8080 unless set) speaks plain "
+            "HTTP, behind a proxy HTTPS"
+        )
+    if isinstance(error, urllib3.exceptions.NewConnectionError):
+        return "connection refused" if "refused" in str(error) else str(error).rpartition(": ")[2]
+    return str(error) or type(error).__name__
+
+
+def _sse_data(response: urllib3.BaseHTTPResponse) -> Iterator[str]:
+    """The data of each event. Skips comments and other fields."""
+    rest = b""
+    for piece in response.stream(65536):
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip().decode()

@@ -1,0 +1,114 @@
+"""Drawings of a lineage graph from the API: a tree for a terminal, and Graphviz's DOT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.text import Text
+from rich.tree import Tree
+
+from edge_client.wire.strict import printable
+
+Graph = Mapping[str, Any]
+"""`of`, `nodes` with `id`, `kind` and `facts`, `edges` with `parent`, `child` and `relation`."""
+
+_SHAPES = {"version": "box", "data": "cylinder", "run": "ellipse", "params": "note"}
+_FIGURES = ("test_accuracy", "accuracy", "bytes")
+
+
+def tree(graph: Graph) -> Tree:
+    """The graph as a tree, from sources to results; a node with several parents is expanded below the first."""
+    nodes = {node["id"]: node for node in graph["nodes"]}
+    children: dict[str, list[str]] = {}
+    for edge in graph["edges"]:
+        children.setdefault(edge["parent"], []).append(edge["child"])
+    derived = {edge["child"] for edge in graph["edges"]}
+    drawn: set[str] = set()
+    root = Tree(Text(f"lineage of {graph['of']}"))
+
+    # Not recursive: a lineage may be hundreds of versions deep.
+    roots = sorted(
+        (name for name in nodes if name not in derived), key=lambda name: len(_descendants(name, children))
+    )
+    waiting = [
+        (root, name) for name in roots
+    ]  # popped from the end: the root with the most descendants first
+    while waiting:
+        above, name = waiting.pop()
+        line = Text(_line(nodes[name]), style="bold" if name == graph["of"] else "")
+        if name in drawn and children.get(name):
+            above.add(line.append(" (see above)", style="dim"))
+            continue
+        drawn.add(name)
+        branch = above.add(line)
+        waiting += [(branch, child) for child in reversed(children.get(name, []))]
+    if graph["cut"]:
+        root.add(Text("there is more; ask for one of the versions at the edge", style="dim"))
+    return root
+
+
+def dot(graph: Graph) -> str:
+    """The graph for Graphviz: `dot -Tsvg`."""
+    lines = ["digraph lineage {", "  rankdir=LR;", '  node [fontname="sans-serif"];']
+    for node in graph["nodes"]:
+        label = "\n".join(printable(part) for part in _describe(node))
+        marked = ", penwidth=2" if node["id"] == graph["of"] else ""
+        lines.append(
+            f"  {_quoted(node['id'])} [label={_quoted(label)}, shape={_SHAPES[node['kind']]}{marked}];"
+        )
+    for edge in graph["edges"]:
+        ends = f"{_quoted(edge['parent'])} -> {_quoted(edge['child'])}"
+        lines.append(f"  {ends} [label={_quoted(edge['relation'])}];")
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def figures(stage: str, metrics: Mapping[str, Mapping[str, float]]) -> str:
+    """Accuracy and size of a version by stage, without the steps of a compression."""
+    stages = []
+    for name, values in metrics.items():
+        known = [_figure(key, values[key]) for key in _FIGURES if key in values]
+        if known and name != "source" and not name.startswith("step-"):
+            stages.append(" ".join([*[name] * (name not in (stage, "final")), *known]))
+    return ", ".join(stages)
+
+
+def _descendants(name: str, children: Mapping[str, list[str]]) -> set[str]:
+    """All nodes that derive from one."""
+    descendants: set[str] = set()
+    waiting = [name]
+    while waiting:
+        for child in children.get(waiting.pop(), ()):
+            if child not in descendants:
+                descendants.add(child)
+                waiting.append(child)
+    return descendants
+
+
+def _line(node: Mapping[str, Any]) -> str:
+    return printable("  ".join(_describe(node)), 300)
+
+
+def _describe(node: Mapping[str, Any]) -> list[str]:
+    facts = node["facts"]
+    if node["kind"] == "version":
+        aliases = "".join(f" @{alias}" for alias in facts["aliases"])
+        measured = figures(facts["stage"], facts["metrics"])
+        return [each for each in (f"{node['id']}{aliases}", facts["stage"], measured) if each]
+    kind, _, ref = node["id"].partition(":")
+    if kind == "run":
+        run = f"run {ref[:8]}"
+        if not facts:
+            return [f"{run} (of another coordinator)"]
+        accuracy = [f"accuracy {facts['test_accuracy']:.4f}"] if "test_accuracy" in facts else []
+        return [f"{run} {facts['name']}", f"{facts['rounds']} rounds, {facts['state']}", *accuracy]
+    return [f"{kind} {ref[:12]}"] + ["not registered"] * (kind == "params")
+
+
+def _figure(key: str, value: float) -> str:
+    return f"{value:,.0f} bytes" if key == "bytes" else f"accuracy {value:.4f}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

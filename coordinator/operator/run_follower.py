@@ -1,0 +1,191 @@
+"""Following a run on a real fleet from the command line: submit it, watch its events, save its results.
+
+The coordinator may restart meanwhile: the follower reconnects to the stream after the last event it received, so it
+misses no event and reports none twice.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from coordinator.errors import RunInterrupted, UserError
+from coordinator.experiments.experiment import resolve
+from coordinator.operator.client import OperatorClient, Refused, Unreachable
+from coordinator.reports import run_files
+from coordinator.reports.curves import draw_curves
+from coordinator.reports.progress import Progress
+from coordinator.rounds.events import LineFile
+from coordinator.rounds.records import RoundRecord
+from edge_client.files import write_durably
+from edge_client.wire import arrays
+
+ENDS = ("run_finished", "run_failed", "run_cancelled")
+UNAVAILABLE = (503, 507)
+"""The coordinator answers, but waits for its disk or database."""
+_RETRY_SECONDS = 1.0
+_PATIENCE_SECONDS = 600.0
+"""How long to wait for a coordinator that does not answer."""
+
+
+def submit(client: OperatorClient, experiment: Mapping[str, Any]) -> dict[str, Any]:
+    """Starts a run of an experiment; returns it as the API shows it."""
+    run: dict[str, Any] = client.post("/runs", {"experiment": experiment})
+    return run
+
+
+def follow(
+    client: OperatorClient,
+    run: str,
+    out: Path,
+    progress: Progress,
+    wait: Callable[[float], None] = time.sleep,
+) -> dict[str, Any]:
+    """Watches a run to its end, writes the files of a simulation into `out`, and returns its report.
+
+    Raises:
+        UserError: there is no such run, or `out` cannot be written.
+        RunInterrupted: it failed or was cancelled, or the coordinator stays unreachable.
+    """
+    shown = client.get(f"/runs/{run}")
+    experiment = resolve(shown["experiment"], f"run {run}", "devices")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_durably(out / "experiment.toml", experiment.to_toml().encode())
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    notices = list(shown["notices"])
+    for notice in notices:
+        progress.note(notice)
+    lines = run_files.open_lines(out, None)
+    try:
+        last = _watch(client, run, lines, progress, experiment.federation.rounds, notices, wait)
+    except KeyboardInterrupt:
+        raise RunInterrupted(
+            f"stopped following; the run continues. Follow it with: fedloop run --follow {run}, "
+            f"cancel it with: fedloop run --cancel {run}"
+        ) from None
+    finally:
+        for file in lines.values():
+            file.close()
+    if last["event"] != "run_finished":
+        raise RunInterrupted(_failure_message(run, last))
+    return _save_results(client, run, out, experiment.name)
+
+
+def events_of(
+    client: OperatorClient,
+    run: str,
+    wait: Callable[[float], None],
+    patience_seconds: float = _PATIENCE_SECONDS,
+) -> Iterator[dict[str, Any]]:
+    """Every event of a run, each once, across restarts of the coordinator.
+
+    Raises:
+        RunInterrupted: it does not answer for `patience_seconds`.
+    """
+    last, waited = 0, 0.0
+    while True:
+        try:
+            for event in client.events(f"/events?run={run}", after=last):
+                last, waited = event["id"], 0.0
+                yield event
+        except (Unreachable, Refused) as error:
+            if isinstance(error, Refused) and error.status not in UNAVAILABLE:
+                raise
+            if waited >= patience_seconds:
+                raise RunInterrupted(
+                    f"{error}\nfollow the run again with: fedloop run --follow {run}"
+                ) from None
+        wait(_RETRY_SECONDS)
+        waited += _RETRY_SECONDS
+
+
+def _watch(
+    client: OperatorClient,
+    run: str,
+    lines: Mapping[str, LineFile],
+    progress: Progress,
+    rounds: int,
+    notices: Sequence[str],
+    wait: Callable[[float], None],
+) -> dict[str, Any]:
+    """Writes and shows events until the one that ends the run; returns that. `notices` have been shown already."""
+    progress.stage("waiting for the coordinator to prepare the run")
+    for event in events_of(client, run, wait):
+        lines["events.jsonl"].append(json.dumps(event))
+        match event["event"]:
+            case "run_started":
+                for notice in client.get(f"/runs/{run}")["notices"]:  # the prepared run may have more
+                    if notice not in notices:
+                        progress.note(notice)
+                progress.begin(rounds, 0)
+            case "run_resumed":
+                progress.note(f"the coordinator restarted; the run continues after round {event['round']}")
+            case "run_stalled":
+                progress.note(f"the run waits, and will continue by itself: {event['reason']}")
+            case "round_waiting":
+                progress.note(_format_waiting(event))
+            case "round_committed":
+                record = record_of(event)
+                run_files.append_round(lines["rounds.csv"], record)
+                progress.round(record)
+            case name if name in ENDS:
+                _note_registration(progress, event)
+                return event
+    raise AssertionError("the stream of events has no end of its own")
+
+
+def _format_waiting(event: Mapping[str, Any]) -> str:
+    """How many devices can take part in a waiting round, how many it wants, and when it begins."""
+    eligible, wanted, enrolled = event["eligible"], event["wanted"], event["enrolled"]
+    if not enrolled:
+        return (
+            f"round {event['round']} waits: no device is enrolled; admit one with the command that `fedloop device token` "
+            "prints, typed on the device"
+        )
+    counts = (
+        f"{eligible} of {enrolled} enrolled device{'s' * (enrolled != 1)} can take part, {wanted} are wanted"
+    )
+    if eligible >= event["least"] and event["seconds"]:
+        start = f"it begins with the eligible ones in {event['seconds']} s (devices.patience_seconds)"
+    else:
+        start = f"it begins when {event['least']} can"
+    return f"round {event['round']} waits: {counts}; {start}; why one cannot: fedloop device why DEVICE"
+
+
+def _note_registration(progress: Progress, last: Mapping[str, Any]) -> None:
+    if "registered" in last:
+        progress.note(f"registered as {last['registered']}")
+    if "not_registered" in last:
+        progress.note(f"the run has finished, but its model was not registered: {last['not_registered']}")
+
+
+def record_of(event: Mapping[str, Any]) -> RoundRecord:
+    """The line of the report in a `round_committed` event; ignores further keys."""
+    return RoundRecord(**{field.name: event[field.name] for field in fields(RoundRecord)})
+
+
+def _save_results(client: OperatorClient, run: str, out: Path, name: str) -> dict[str, Any]:
+    """Saves the model, the curves, and last the report."""
+    model = client.download(f"/runs/{run}/model")
+    document: dict[str, Any] = client.get(f"/runs/{run}/report")
+    if arrays.sha256(model) != document["final"]["model_sha256"]:
+        raise RunInterrupted(
+            f"the model of run {run} does not have the hash in its report; try again with: "
+            f"fedloop run --follow {run}; if that does not help, the coordinator's disk has damaged it"
+        )
+    write_durably(out / "model.safetensors", model)
+    draw_curves(out / "curves.png", name, document["start"], document["rounds"])
+    write_durably(out / "report.json", json.dumps(document, indent=2).encode())
+    return document
+
+
+def _failure_message(run: str, last: Mapping[str, Any]) -> str:
+    if last["event"] == "run_failed":
+        return f"run {run} failed: {last.get('error', 'no reason was given')}"
+    return f"run {run} was cancelled"

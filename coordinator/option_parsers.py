@@ -1,0 +1,138 @@
+"""Parsers for the values of command-line options.
+
+Each takes what the command line or the environment holds, returns the value, and raises `ValueError` saying what was
+expected.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+_HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_-]{1,63})*")
+
+
+class Address(NamedTuple):
+    """A host and a port; as text `127.0.0.1:8080` or `[::1]:8080`. Port 0 lets the kernel choose."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        return ip_address(self.host).is_loopback if is_ip_address(self.host) else self.host == "localhost"
+
+
+def address(text: str) -> Address:
+    """The address in `HOST:PORT`."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError("expected HOST:PORT, such as 127.0.0.1:8080")
+    return Address(host, int(port))
+
+
+def number(least: float, most: float) -> Callable[[str], float]:
+    """A parser of numbers in a range."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not least <= value <= most:
+            raise ValueError(f"expected a number from {least:g} to {most:g}")
+        return value
+
+    return parse
+
+
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """A parser of integers in a range."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise ValueError(f"expected an integer from {least} to {most}")
+        return value
+
+    return parse
+
+
+def choice(*choices: str) -> Callable[[str], str]:
+    """A parser that accepts these words only."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"expected one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def host_names(texts: Sequence[str]) -> tuple[str, ...]:
+    """Host names or IP addresses, without duplicates."""
+    for text in texts:
+        if not _HOST_NAME.fullmatch(text) and not is_ip_address(text):
+            raise ValueError(f"{text!r} is neither a host name nor an address")
+    return tuple(dict.fromkeys(texts))
+
+
+def https_origin(text: str) -> str:
+    """A URL such as `https://HOST:PORT`, without a slash at the end."""
+    parts = urlsplit(text)
+    if parts.scheme != "https" or not parts.hostname or parts.path not in ("", "/"):
+        raise ValueError("expected https://HOST:PORT, as devices reach the device API")
+    return text.rstrip("/")
+
+
+def networks(texts: Sequence[str]) -> tuple[str, ...]:
+    """IP addresses or networks."""
+    for text in texts:
+        ip_network(text)
+    return tuple(texts)
+
+
+def existing_path(path: Path) -> Path:
+    """The absolute path of a file or folder that exists."""
+    path = path.expanduser().absolute()
+    if not path.exists():
+        raise ValueError("there is no such file or folder")
+    return path
+
+
+def existing_folders(paths: Sequence[Path]) -> tuple[Path, ...]:
+    """The absolute paths of folders that exist."""
+    for path in paths:
+        if not path.is_dir():
+            raise ValueError(f"{path}: there is no such folder")
+    return tuple(path.absolute() for path in paths)
+
+
+def code_references(texts: Sequence[str]) -> tuple[str, ...]:
+    """References `package.module:function` to a user's code, without duplicates."""
+    # Imported here: if another package shadows `models`, commands must still start and report it.
+    from models import user_code
+
+    for text in texts:
+        if not user_code.REFERENCE.fullmatch(text):
+            raise ValueError(f"{text!r}: expected package.module:function")
+    return tuple(dict.fromkeys(texts))
+
+
+def is_ip_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Reports: progress of a run, and the files it leaves in its folder."""

@@ -1,0 +1,89 @@
+"""Curves of a run: loss and accuracy over rounds, as a PNG file."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edge_client.files import write_durably
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def draw_curves(
+    path: Path, title: str, start: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]
+) -> None:
+    """Draws loss and accuracy per round, with the spread of accuracy over clients. Round 0 is the initial model.
+
+    Values that are None leave gaps.
+    """
+    # Figure and canvas directly: pyplot has global state and looks for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    _draw_loss(left, start, rounds)
+    _draw_accuracy(right, start, rounds)
+    figure.suptitle(title)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
+    write_durably(path, buffer.getvalue())
+
+
+def _draw_loss(axes: Axes, start: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> None:
+    numbers = [row["round"] for row in rounds]
+    trained = [row for row in rounds if row["train_loss"] is not None]
+    axes.plot(
+        [row["round"] for row in trained],
+        [row["train_loss"] for row in trained],
+        label="training (clients' mean)",
+        color="#8a8a8a",
+    )
+    axes.plot([0, *numbers], _curve([start, *rounds], "test_loss"), label="test", color="#1f6feb")
+    _style(axes, "loss (cross-entropy)", numbers)
+    axes.set_ylim(bottom=0)
+
+
+def _draw_accuracy(axes: Axes, start: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> None:
+    numbers = [row["round"] for row in rounds]
+    of_clients = [row for row in rounds if row["client_accuracy_median"] is not None]
+    if of_clients:
+        scored = [row["round"] for row in of_clients]
+        low, high = _curve(of_clients, "client_accuracy_min"), _curve(of_clients, "client_accuracy_max")
+        axes.fill_between(
+            scored, low, high, color="#1f6feb", alpha=0.15, lw=0, label="clients, minimum to maximum"
+        )
+        middle = _curve(of_clients, "client_accuracy_median")
+        axes.plot(scored, middle, color="#1f6feb", ls=":", label="clients, median")
+    axes.plot(
+        [0, *numbers], _curve([start, *rounds], "test_accuracy"), color="#1f6feb", label="all test rows"
+    )
+    _style(axes, "test accuracy", numbers)
+    axes.set_ylim(0, 1.01)
+    last = rounds[-1]["test_accuracy"]
+    if last is not None:
+        axes.annotate(
+            f"{last:.3f}", (numbers[-1], last), xytext=(-4, -14), textcoords="offset points", ha="right"
+        )
+
+
+def _curve(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [math.nan if row[key] is None else row[key] for row in rows]
+
+
+def _style(axes: Axes, label: str, numbers: Sequence[int]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("round")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(0, max(numbers))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)

@@ -1,0 +1,35 @@
+"""Progress of long jobs: the protocol of those that show it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from coordinator.rounds.records import RoundRecord
+
+
+class Progress(Protocol):
+    """Receives the stages, notes and rounds of a job."""
+
+    def stage(self, message: str, /) -> None: ...
+
+    def note(self, message: str, /) -> None: ...
+
+    def step(self, done: int, total: int) -> None: ...
+
+    def begin(self, rounds: int, done: int) -> None: ...
+
+    def round(self, record: RoundRecord) -> None: ...
+
+
+class Quiet:
+    """Ignores all progress."""
+
+    def stage(self, message: str, /) -> None: ...
+
+    def note(self, message: str, /) -> None: ...
+
+    def step(self, done: int, total: int) -> None: ...
+
+    def begin(self, rounds: int, done: int) -> None: ...
+
+    def round(self, record: RoundRecord) -> None: ...

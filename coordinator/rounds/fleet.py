@@ -1,0 +1,140 @@
+"""The Fleet protocol: carries tasks to clients and their results back.
+
+A fleet has its own clock, which starts at zero with each `submit`: virtual seconds in a simulation, real ones with
+devices. It knows nothing of strategies. The fleet passes every result through `rounds.intake.check` where the result
+arrives: in the simulation's process, or in the device API before the update is acknowledged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from coordinator.rounds.intake import Expected, Rejection
+from coordinator.rounds.tasks import Task
+from edge_client.wire import arrays
+from strategies.params import Params, Tensors
+from strategies.update import Update
+
+
+class Stopped(Exception):
+    """The run was cancelled, or the process is ending; the open round stays open."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model that all tasks of a round start from, ready to send.
+
+    Attributes:
+        params: all tensors, including frozen ones.
+        streams: further tensors that the client rule broadcasts.
+        base: SHA-256 of the encoded params.
+        payload_bytes: download size of one client.
+    """
+
+    params: Tensors
+    streams: Mapping[str, Tensors]
+    base: str
+    payload_bytes: int
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The rules of one round.
+
+    Attributes:
+        expected: what a result must contain.
+        wanted: number of accepted results that ends the round.
+        deadline_seconds: on the fleet's clock.
+        population: clients that could have been chosen.
+    """
+
+    expected: Expected
+    wanted: int
+    deadline_seconds: float
+    population: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A client's result after the intake's check. `seconds` on the fleet's clock.
+
+    The tensors of an accepted update may be on disk; then they are read on access.
+    """
+
+    task: Task
+    verdict: Update | Rejection
+    payload_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Silence:
+    """A client that did not answer, with the reason: it failed, left, or was never reached."""
+
+    task: Task
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class OpenRound:
+    """A round with its tasks: a new one, or one that was open when the process died.
+
+    `weight_limit`: as in `intake.Expected`, fixed when the round is opened.
+    """
+
+    tasks: tuple[Task, ...]
+    population: int
+    weight_limit: int | None = None
+
+
+class Fleet(Protocol):
+    """Carries tasks to clients. Every method may raise `Stopped`."""
+
+    def find_open_round(self, round_number: int) -> OpenRound | None:
+        """This round if it was submitted but not committed; submitting it again continues it."""
+
+    def clients(self, wanted: int) -> Sequence[str]:
+        """Names of all clients that can take part, in a fixed order.
+
+        A fleet of devices waits for `wanted` of them; when its patience ends, a quorum is enough.
+        """
+
+    def declared_examples(self, clients: Sequence[str]) -> Mapping[str, int]:
+        """Number of examples by client, for those clients that report one."""
+
+    def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
+        """Prepares params for sending, and releases those prepared before."""
+
+    def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
+        """Sends tasks; the fleet's clock starts at zero, or continues if the round was open before."""
+
+    def results(self) -> Iterator[Answer | Silence]:
+        """Answers in the order they arrive, up to the deadline; ends early when none is outstanding.
+
+        A round that was open before first yields the updates accepted so far. At most `wanted` answers are accepted. Every
+        update that was acknowledged to its client is among them, unless a disk has damaged it since.
+
+        A second call before `cancel` yields the same results again; a simulation trains again for it.
+        """
+
+    def cancel(self, tasks: Sequence[Task]) -> None:
+        """Cancels tasks; results that still arrive are dropped."""
+
+    def client_state(self, accepted: Sequence[str]) -> Mapping[str, Mapping[str, Params]]:
+        """New state of accepted clients that the coordinator must save with the round.
+
+        Clients that were not accepted keep their old state. Empty for fleets whose clients store their own state.
+        """
+
+    def restore(self, states: Mapping[str, Mapping[str, Params]]) -> None:
+        """On resume, restores what `client_state` returned over all rounds."""
+
+
+def encode_model(params: Tensors, streams: Mapping[str, Tensors]) -> Model:
+    """A model whose `base` is the hash of its params as encoded here."""
+    encoded = arrays.encode(params)
+    extra = sum(value.nbytes for tensors in streams.values() for value in tensors.values())
+    return Model(params, streams, arrays.sha256(encoded), len(encoded) + extra)

@@ -1,0 +1,1 @@
+"""Runs, in simulation and on devices: preparation, rounds, completion."""

@@ -1,0 +1,135 @@
+"""Admission: which code, files and versions an experiment from the operator API may name.
+
+A token for the API is not an account on the coordinator's machine. So such an experiment may only name models of the catalog,
+entry points that the administrator installed, code on the list of `--allow-code`, versions of the registry, and regular
+files in the data folders (`--data-dir`, `--allow-path`). Local commands run as their user and are not restricted.
+
+Every route that takes an experiment calls `admit`; a resumed run calls `require_code`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from io import BufferedReader
+from pathlib import Path
+
+from coordinator.context.services import Services
+from coordinator.db.registry import VersionRow
+from coordinator.errors import UserError
+from coordinator.experiments.schema import Experiment
+from coordinator.model_references import is_version, parse_reference
+from coordinator.registry import registration
+from coordinator.registry.kinds import PARAMS
+from coordinator.settings import Settings
+from edge_client.files import is_beneath, open_beneath, read_all, read_regular
+from models import user_code
+from models.datasets import sources
+
+
+def admit(experiment: Experiment, services: Services) -> Experiment:
+    """The experiment with an alias in `model.init` replaced by its version.
+
+    Raises:
+        UserError: `code_not_allowed`, `path_not_allowed`, `bad_file`, `no_params`; it says what to do.
+        Refusal: 404, there is no such version.
+    """
+    require_code(experiment, services.settings)
+    for key, path in _named_files(experiment):
+        _require_file(key, path, services.settings)
+    init = experiment.model.init
+    if init is None or not is_version(init):
+        return experiment
+    pinned = str(_find_version(init, services).id)
+    return experiment.model_copy(update={"model": experiment.model.model_copy(update={"init": pinned})})
+
+
+def require_code(experiment: Experiment, settings: Settings) -> None:
+    """Checks that all code that the experiment names is allowed at present.
+
+    Raises:
+        UserError: `code_not_allowed`.
+    """
+    model, dataset = experiment.model.name or "", experiment.data.dataset
+    if user_code.is_reference(model) and model not in settings.allow_code:
+        raise _not_allowed(
+            "model.name", model, "; or install it, as an entry point of the group fedloop.models"
+        )
+    if sources.is_code(dataset) and dataset not in settings.allow_code:
+        raise _not_allowed("data.dataset", dataset)
+
+
+def init_params(experiment: Experiment, services: Services) -> bytes | None:
+    """Contents of the safetensors file that `model.init` of an admitted experiment names; None if it names none.
+
+    Raises:
+        UserError: the file no longer exists, or is not a regular file.
+        Refusal: 404, there is no such version.
+    """
+    init = experiment.model.init
+    if init is None:
+        return None
+    if is_version(init):
+        return read_regular(services.blobs.path(_params_blob(_find_version(init, services))))
+    with _open("model.init", init, services.settings) as file:
+        return read_all(file)
+
+
+def _not_allowed(key: str, name: str, more: str = "") -> UserError:
+    return UserError(
+        f"{key} = {name!r} is code on the coordinator's machine, which it runs only where its administrator allows that: "
+        f"fedloop serve --allow-code {name}{more}",
+        "code_not_allowed",
+    )
+
+
+def _named_files(experiment: Experiment) -> Iterator[tuple[str, str]]:
+    """Keys that name a file, with the file."""
+    model, data = experiment.model, experiment.data
+    if data.path is not None:
+        yield "data.path", data.path
+    if model.init is not None and not is_version(model.init):
+        yield "model.init", model.init
+    if model.name is not None and model.name.endswith(user_code.KERAS_FILE):
+        yield "model.name", model.name
+
+
+def _require_file(key: str, path: str, settings: Settings) -> None:
+    _open(key, path, settings).close()
+
+
+def _open(key: str, path: str, settings: Settings) -> BufferedReader:
+    folders = settings.folders
+    try:
+        if not is_beneath(Path(path), folders):
+            raise UserError(f"{key} = {path!r} {_explain_folders(folders, key)}", "path_not_allowed")
+        return open_beneath(Path(path), folders)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{key} = {path!r} on the coordinator's machine: {reason}", "bad_file") from None
+
+
+def _explain_folders(folders: tuple[Path, ...], key: str) -> str:
+    place = ", ".join(map(str, folders))
+    problem = f"lies in none of the folders that this coordinator reads: {place}" if folders else (
+        "is a file, and this coordinator reads none that experiments name"
+    )  # fmt: skip
+    version = "; or register the model and give its version, such as digits:3" if key == "model.init" else ""
+    return f"{problem}; its administrator adds folders with fedloop serve --allow-path DIR{version}"
+
+
+def _find_version(text: str, services: Services) -> VersionRow:
+    version = services.database.read(partial(registration.require_version, which=parse_reference(text)))
+    _params_blob(version)
+    return version
+
+
+def _params_blob(version: VersionRow) -> str:
+    """The blob of the version's params. Raises: UserError: `no_params`."""
+    for file in version.files:
+        if file.path == PARAMS:
+            return file.sha256
+    raise UserError(
+        f"model.init: {version.id} is {version.kind} of stage {version.stage} and has no {PARAMS}",
+        "no_params",
+    )

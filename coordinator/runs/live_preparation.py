@@ -1,0 +1,248 @@
+"""What a run on devices needs before its first round: the model, its initial params and artifact, and rows to score it on.
+
+Frameworks and a user's code run in worker processes. The result is stored with the run (`Prepared`), so that a restarted
+coordinator continues with the same model, and detects changed data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.errors import UserError
+from coordinator.experiments import adapters
+from coordinator.experiments.checks import dataset_name_problem
+from coordinator.experiments.model_description import MODEL_KEYS, describe_model
+from coordinator.experiments.schema import Experiment
+from coordinator.runs.model_setup import export_model, load_data, set_up_model
+from coordinator.sandbox import policy
+from coordinator.settings import Settings
+from coordinator.storage.blobs import Blobs
+from coordinator.workers.evaluation import evaluate, score_sites
+from coordinator.workers.pool import WorkerPool
+from edge_client.files import read_regular
+from edge_client.train.trainer import Evaluation
+from edge_client.wire import strict
+from edge_client.wire.device import BlobRef, ModelRef, RuntimeName
+from models.conversion import request as export_request
+from models.conversion import request_cache
+from strategies.params import Params, Tensors
+
+_PREFERRED: tuple[RuntimeName, ...] = ("litert", "torch", "tensorflow")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run's model, as stored with it.
+
+    Attributes:
+        trainable: names of the tensors that clients train.
+        runtimes: allowed runtimes, the preferred one first.
+        data: description of the data if the coordinator could load it; then it scores every round.
+        start: `test_loss` and `test_accuracy` of the initial params, and the number of `test_rows`.
+    """
+
+    model: ModelRef
+    trainable: tuple[str, ...]
+    runtimes: tuple[RuntimeName, ...]
+    artifact: BlobRef | None
+    manifest: BlobRef | None
+    data: Mapping[str, Any] | None
+    start: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read(document: Mapping[str, Any]) -> Prepared:
+    """The inverse of `Prepared.to_json`."""
+    return strict.parse(Prepared, document, "prepared")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is prepared: its folder, its workers, and the coordinator's blobs and settings."""
+
+    folder: Path
+    pool: WorkerPool
+    blobs: Blobs
+    settings: Settings
+
+
+def prepare(experiment: Experiment, place: Place, init: bytes | None) -> tuple[Prepared, Params, list[str]]:
+    """The run's model, its initial params, and notices where the run differs from its experiment file.
+
+    `init`: contents of the file that `model.init` names.
+
+    Raises:
+        UserError: the data, the model or their combination is wrong.
+    """
+    notices: list[str] = []
+    data = _data(experiment, place, notices)
+    shape = _shape(experiment, data)
+    model = describe_model(experiment, shape)
+    model, params, trainable = set_up_model(
+        experiment, model, place.folder, place.pool, init, 0 if data is None else data.get("ids", 0)
+    )
+    runtimes = tuple(name for name in _PREFERRED if name in experiment.federation.runtimes)
+    if experiment.model.adapt is not None:
+        runtimes = _runtimes_with_backbone(runtimes, experiment.model.adapt, notices)
+    artifact: tuple[BlobRef, BlobRef] | None = None
+    if "litert" in runtimes:
+        artifact = _artifact(experiment, model, place, notices)
+    if artifact is None:
+        runtimes = tuple(name for name in runtimes if name != "litert")
+    reference = ModelRef(
+        name=experiment.model.name or "",
+        options=experiment.model.options,
+        input_shape=tuple(shape["input_shape"]),
+        classes=shape["classes"],
+        input_dtype=shape["input_dtype"],
+        task=shape["task"],
+    )
+    tflite, manifest = artifact or (None, None)
+    return Prepared(reference, trainable, runtimes, tflite, manifest, data), params, notices
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The coordinator's held-out rows, and workers to score a model on them.
+
+    Attributes:
+        rows: number of rows.
+        sites: index of each row's site; empty if the data has no sites.
+    """
+
+    pool: WorkerPool
+    rows: int
+    sites: npt.NDArray[np.int32]
+    site_names: tuple[str, ...]
+
+    def score(self, params: Tensors) -> Evaluation:
+        return evaluate(self.pool, self.rows, params)
+
+    def per_site(self, scored: Evaluation) -> dict[str, dict[str, Any]]:
+        """Rows and accuracy of each site."""
+        return score_sites(scored, self.sites, self.site_names) if self.sites.size else {}
+
+
+def open_held_out(
+    experiment: Experiment, prepared: Prepared, folder: Path, pool: WorkerPool, data_dir: Path | None
+) -> HeldOut | None:
+    """The coordinator's held-out rows, loaded again if necessary; None if it has none.
+
+    Raises:
+        UserError: the data is not what the run began with.
+    """
+    if prepared.data is None:
+        return None
+    data_info = load_data(experiment, folder, pool, data_dir, quotes=False)
+    if data_info["fingerprint"] != prepared.data["fingerprint"]:
+        raise UserError("the data is not what the run began with (its fingerprint differs)")
+    model = adapters.adapt_model(experiment, describe_model(experiment, data_info), folder)
+    pool.broadcast({"kind": "open", "folder": str(folder), "model": model})
+    test_rows = np.load(folder / "test_rows.npy", allow_pickle=False)
+    sites = np.load(folder / "sites.npy", allow_pickle=False)
+    of_rows = sites[test_rows] if sites.size else sites
+    return HeldOut(pool, len(test_rows), of_rows, tuple(data_info["site_names"])) if len(test_rows) else None
+
+
+def _data(experiment: Experiment, place: Place, notices: list[str]) -> dict[str, Any] | None:
+    """Description of the data; None, with a notice, if only the devices have it."""
+    data = experiment.data
+    if (problem := dataset_name_problem(data.dataset)) is None:
+        try:
+            data_info = load_data(experiment, place.folder, place.pool, place.settings.data_dir, quotes=False)
+        except UserError as error:
+            if not data.is_described:
+                raise
+            problem = str(error)
+        else:
+            _require_described(experiment, data_info)
+            notices.append(
+                f"test figures are of the coordinator's own held-out rows of {data.dataset!r} (seed {experiment.seed}); a test "
+                "only where no device trains on them"
+            )
+            return {
+                key: data_info[key] for key in ("fingerprint", *MODEL_KEYS, "ids", "preview", "site_names")
+            }
+    notices.append(
+        f"data.dataset = {data.dataset!r}: the coordinator has no rows of its own to score the model on ({problem})"
+    )
+    return None
+
+
+def _require_described(experiment: Experiment, data_info: Mapping[str, Any]) -> None:
+    for key in MODEL_KEYS:
+        declared = getattr(experiment.data, key)
+        if declared is not None and declared != data_info[key]:
+            raise UserError(f"data.{key} = {declared!r}, but the data set has {data_info[key]!r}")
+
+
+def _shape(experiment: Experiment, data_info: Mapping[str, Any] | None) -> dict[str, Any]:
+    if data_info is not None:
+        return {key: data_info[key] for key in MODEL_KEYS}
+    data = experiment.data
+    return {
+        "input_shape": data.input_shape,
+        "classes": data.classes,
+        "input_dtype": data.input_dtype or "float32",
+        "task": data.task or "classification",
+    }
+
+
+def _artifact(
+    experiment: Experiment, model: Mapping[str, Any], place: Place, notices: list[str]
+) -> tuple[BlobRef, BlobRef] | None:
+    """The `.tflite` and its manifest as blobs; None, with a notice, if the export fails and there are other runtimes."""
+    cache = _cache(experiment, place)
+    try:
+        exported = export_model(experiment, model, cache, policy.launch(place.settings, place.folder, cache))
+    except UserError as error:
+        if experiment.federation.runtimes.keys() == {"litert"}:
+            raise
+        notices.append(f"no LiteRT device takes part: {error}")
+        return None
+    tflite, manifest = (
+        _put(place.blobs, read_regular(path)) for path in (exported.tflite, exported.manifest)
+    )
+    return tflite, manifest
+
+
+def _cache(experiment: Experiment, place: Place) -> Path:
+    """The folder of converted artifacts: shared for models of the catalog, else private to the run.
+
+    Code that converts a model can write to the folder, and could change what other runs read there.
+    """
+    if request_cache.is_ours(experiment.model.name or ""):
+        return export_request.default_cache_dir()
+    return place.folder / "artifacts"
+
+
+def _runtimes_with_backbone(
+    runtimes: tuple[RuntimeName, ...], adapt: str, notices: list[str]
+) -> tuple[RuntimeName, ...]:
+    """The runtimes whose devices get the backbone: only the LiteRT artifact contains it.
+
+    Raises:
+        UserError: LiteRT is not among them.
+    """
+    if "litert" not in runtimes:
+        raise UserError(
+            f"model.adapt = {adapt!r}: devices get the frozen backbone with the LiteRT artifact; "
+            "allow litert in federation.runtimes"
+        )
+    if len(runtimes) > 1:
+        notices.append(
+            f"model.adapt = {adapt!r}: only LiteRT devices take part, whose artifact holds the backbone"
+        )
+    return ("litert",)
+
+
+def _put(blobs: Blobs, content: bytes) -> BlobRef:
+    return BlobRef(blobs.put(content), len(content))

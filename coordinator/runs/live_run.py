@@ -1,0 +1,179 @@
+"""One run on devices, from its current state to its end: prepare it unless that is done, then run the missing rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from coordinator.context.services import Services
+from coordinator.db import runs as rows
+from coordinator.experiments import adapters, planning
+from coordinator.experiments.defaults import COHORT
+from coordinator.experiments.schema import Experiment
+from coordinator.rounds import engine
+from coordinator.rounds.fleet import Stopped
+from coordinator.rounds.records import RunState
+from coordinator.runs import (
+    admission,
+    completion,
+    live_preparation,
+)
+from coordinator.runs.federated_evaluation import EvaluatingFleet
+from coordinator.runs.live_evaluation import LiveEvaluation, start_figures
+from coordinator.runs.live_preparation import HeldOut, Prepared
+from coordinator.runs.live_store import LiveStore
+from coordinator.scheduling.deployments import Deployment, Selection
+from coordinator.workers.pool import WorkerPool
+
+
+class LiveRun:
+    """A run in the thread that calls it.
+
+    `make_pool` starts the worker processes; it is called at most once, and only if they are needed.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        run: str,
+        folder: Path,
+        monotonic: Callable[[], float],
+        make_pool: Callable[[], WorkerPool],
+    ) -> None:
+        self._services = services
+        self._run = run
+        self._folder = folder
+        self._monotonic = monotonic
+        self._make_pool = make_pool
+        self._row = self._read()
+        self._experiment = Experiment.model_validate(self._row.experiment)
+        self._held_out: HeldOut | None = None
+
+    def known_deployment(self) -> Deployment | None:
+        """The run's deployment if an earlier process prepared it.
+
+        Devices that check in while data and model are opened again are then held, not sent away.
+        """
+        if self._row.prepared is None:
+            return None
+        return self._deployment(live_preparation.read(self._row.prepared))
+
+    def prepare(self) -> tuple[Deployment, float]:
+        """The run's deployment, and how many seconds to wait for devices.
+
+        Raises:
+            UserError: the data or the model is wrong, has changed since the run began, or is no longer allowed.
+            BlobDamaged: the artifact that devices download is damaged.
+            Stopped: the run was cancelled meanwhile.
+        """
+        admission.require_code(self._experiment, self._services.settings)
+        if self._row.prepared is None:
+            prepared = self._prepare()
+        else:
+            prepared = live_preparation.read(self._row.prepared)
+            for ref in (prepared.artifact, prepared.manifest):
+                if ref is not None:
+                    self._services.blobs.require_intact(ref.sha256)
+            if prepared.data is not None:
+                self._open_held_out(prepared, self._make_pool())
+            LiveStore(self._services, self._run).emit("run_resumed", round=self._row.round)
+        self._prepared = prepared
+        self._row = self._read()
+        return self._deployment(prepared), self._experiment.devices.patience_seconds
+
+    def run_rounds(self, fleet: EvaluatingFleet) -> None:
+        """Runs the missing rounds and ends the run.
+
+        Raises:
+            Stopped: the run was cancelled, or the process is ending.
+        """
+        experiment = self._experiment
+        cohort = experiment.federation.clients_per_round or COHORT
+        run_plan = planning.make_run_plan(experiment, self._prepared.trainable, cohort)
+        evaluation = LiveEvaluation(experiment, fleet, self._held_out)
+        store = LiveStore(self._services, self._run, evaluation.more_figures)
+        try:
+            engine.run(
+                run_plan,
+                fleet,
+                store.load(self._row),
+                store,
+                evaluate=evaluation.score,
+                emit=store.emit,
+                monotonic=self._monotonic,
+            )
+        finally:
+            store.release()
+        with self._services.blobs.reference_lock:
+            completion.finish(self._services, self._run, self._final_model(), experiment.model.register_as)
+        self._services.signals.notify("events")
+
+    def _final_model(self) -> str:
+        """The blob of the final model; if the run trained few of its params, they are merged with the others."""
+        blobs, last = self._services.blobs, self._read().params
+        if self._experiment.model.adapt is None:
+            return str(last)
+        params = adapters.merge(self._experiment, blobs.open_arrays(last), self._folder)
+        return blobs.put_arrays(params).sha256
+
+    def _read(self) -> Any:
+        return self._services.database.read(partial(rows.find, run=self._run))
+
+    def _prepare(self) -> Prepared:
+        services, experiment = self._services, self._experiment
+        experiment = admission.admit(experiment, services)
+        init = admission.init_params(experiment, services)
+        pool = self._make_pool()
+        place = live_preparation.Place(self._folder, pool, services.blobs, services.settings)
+        prepared, params, notices = live_preparation.prepare(experiment, place, init)
+        self._open_held_out(prepared, pool)
+        strategy = planning.make_run_plan(experiment, prepared.trainable, 1).strategy
+        state = RunState(0, params, strategy.init(params, prepared.trainable))
+        prepared = replace(prepared, start=start_figures(self._held_out, params))
+        with services.blobs.reference_lock:
+            digests = LiveStore(services, self._run).put(state)
+            is_begun = services.database.write(
+                lambda connection: rows.begin(
+                    connection,
+                    self._run,
+                    prepared.to_json(),
+                    *digests,
+                    [*self._row.notices, *notices],
+                    services.clock(),
+                    rounds=experiment.federation.rounds,
+                    **prepared.start,
+                )
+            ).result()
+        services.signals.notify("events")
+        if not is_begun:
+            raise Stopped
+        return prepared
+
+    def _open_held_out(self, prepared: Prepared, pool: WorkerPool) -> None:
+        self._held_out = live_preparation.open_held_out(
+            self._experiment, prepared, self._folder, pool, self._services.settings.data_dir
+        )
+        if self._held_out is None:
+            pool.close()  # the workers have nothing more to do
+
+    def _deployment(self, prepared: Prepared) -> Deployment:
+        devices = self._experiment.devices
+        return Deployment(
+            run=self._run,
+            run_name=self._experiment.name,
+            dataset=self._experiment.data.dataset,
+            model=prepared.model,
+            runtimes=prepared.runtimes,
+            artifact=prepared.artifact,
+            manifest=prepared.manifest,
+            selection=Selection(
+                groups=tuple(devices.groups),
+                labels=dict(devices.labels),
+                device_classes=tuple(devices.classes),
+                memory_bytes=devices.memory_bytes,
+            ),
+            quorum=self._experiment.federation.min_updates,
+        )

@@ -1,0 +1,129 @@
+"""The durable state of a run on devices: blobs and rows.
+
+The commit of a round first makes params and strategy state durable blobs. Then one transaction refers to them, closes the
+round and records its event. If the process dies before it, the next one resumes the round with the updates accepted so far;
+after it, the next round starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import structlog
+from sqlalchemy import Connection
+
+from coordinator import failpoints
+from coordinator.context.services import Services
+from coordinator.db import events
+from coordinator.db import runs as rows
+from coordinator.json_values import finite
+from coordinator.rounds.checkpoint import materialize_in
+from coordinator.rounds.fleet import Stopped
+from coordinator.rounds.records import RoundRecord, RunState, as_row
+from strategies.params import Params
+from strategies.state import State
+
+_log = structlog.get_logger("fedloop.runs")
+
+_RECORDED_BY_THE_DEVICE_API = ("update_accepted", "update_rejected")
+"""Events that are written in the transaction that decides on the update."""
+
+
+class LiveStore:
+    """Implements `engine.CommitStore` for one run.
+
+    `more_figures`: returns what a round's record holds besides the engine's values.
+    """
+
+    def __init__(
+        self, services: Services, run: str, more_figures: Callable[[], Mapping[str, Any]] = dict
+    ) -> None:
+        self._services = services
+        self._run = run
+        self._more_figures = more_figures
+        self._held_blobs = ExitStack()
+        self._base_blobs: tuple[str, str] = ("", "")
+
+    def load(self, row: Any) -> RunState:
+        """The state after the last committed round of the run's row; its arrays are read from disk on access."""
+        self._base_blobs = (row.params, row.strategy_state)
+        params, strategy = (self._services.blobs.open_arrays(digest) for digest in self._base_blobs)
+        return RunState(row.round, params, State(strategy, strategy.header.values))
+
+    def put(self, state: RunState) -> tuple[str, str]:
+        """Stores params and strategy state as durable blobs; blobs that exist cost nothing."""
+        blobs, strategy = self._services.blobs, state.strategy
+        return (
+            blobs.put_arrays(state.params).sha256,
+            blobs.put_arrays(strategy.arrays, strategy.values).sha256,
+        )
+
+    def materialize(self, state: RunState) -> RunState:
+        """Computes the state piece by piece while it is written to disk, and holds its blobs until the commit.
+
+        Raises:
+            BlobDamaged: a blob of the previous state is damaged; nothing is computed from it.
+        """
+        blobs = self._services.blobs
+        for digest in self._base_blobs:
+            blobs.require_intact(digest)
+        with blobs.reference_lock:
+            stored = materialize_in(blobs, state)
+            self._base_blobs = self.put(stored)
+            self._held_blobs.enter_context(blobs.held(*self._base_blobs))
+        return stored
+
+    def commit(
+        self, state: RunState, record: RoundRecord, clients: Mapping[str, Mapping[str, Params]]
+    ) -> None:
+        line = as_row(record) | finite(self._more_figures())
+        with self._services.blobs.reference_lock:
+            params, strategy = self.put(state)
+            failpoints.reach("commit.blobs_stored")
+            write = partial(self._write, number=state.round, params=params, strategy=strategy, line=line)
+            is_committed, unneeded = self._services.database.write(write).result()
+            self.release()
+            if not is_committed:
+                raise Stopped
+            failpoints.reach("commit.done")
+            self._services.blobs.remove(unneeded)
+        self._services.signals.notify("events")
+
+    def on_committed(self, record: RoundRecord) -> None:
+        _log.info(
+            "round",
+            run=self._run,
+            round=record.round,
+            accepted=record.accepted,
+            rejected=record.rejected,
+            test_accuracy=record.test_accuracy,
+            seconds=round(record.seconds, 3),
+        )
+
+    def emit(self, event: str, **values: Any) -> None:
+        if event in _RECORDED_BY_THE_DEVICE_API:
+            return
+        device = values.pop("client", None)
+        now, signals = self._services.clock(), self._services.signals
+        written = self._services.database.write(
+            lambda connection: events.record(connection, now, event, run=self._run, device=device, **values)
+        )
+        written.add_done_callback(lambda done: signals.notify("events"))
+
+    def release(self) -> None:
+        """Releases blobs of an uncommitted state."""
+        self._held_blobs.close()
+
+    def _write(
+        self, connection: Connection, number: int, params: str, strategy: str, line: Mapping[str, Any]
+    ) -> tuple[bool, set[str]]:
+        """The transaction of a commit: whether the run is still live, and blobs that are no longer needed."""
+        before = rows.find(connection, self._run)
+        assert before is not None
+        now = self._services.clock()
+        is_committed = rows.commit_round(connection, self._run, number, params, strategy, line, now)
+        old = rows.blobs_of_round(connection, self._run, number)
+        return is_committed, (old | {before.params, before.strategy_state}) - rows.blobs_in_use(connection)

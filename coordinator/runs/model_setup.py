@@ -1,0 +1,178 @@
+"""Data and model of a run, set up in worker processes: in simulation and on devices alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coordinator.errors import UserError
+from coordinator.experiments import adapters
+from coordinator.experiments.schema import Experiment
+from coordinator.workers.pool import WorkerPool
+from edge_client.processes.process import Launch
+from edge_client.wire import arrays
+from models.conversion import request as export_request
+from strategies.params import Params, ShapeMismatch, require_same_shapes
+
+
+def load_data(
+    experiment: Experiment, folder: Path, pool: WorkerPool, data_dir: Path | None, *, quotes: bool = True
+) -> dict[str, Any]:
+    """Description of the data; loads it into the workspace `folder` unless it is there.
+
+    `quotes`: whether errors may quote the files.
+
+    Raises:
+        UserError: the data or its description is wrong.
+    """
+    done = folder / "found.json"
+    if done.exists():
+        description: dict[str, Any] = json.loads(done.read_text("utf-8"))
+        return description
+    request = {
+        "kind": "prepare",
+        "folder": str(folder),
+        "seed": experiment.seed,
+        "data": experiment.data.model_dump(),
+        "clients": experiment.federation.clients,
+        "data_dir": str(data_dir) if data_dir else None,
+        "quotes": quotes,
+    }
+    return pool.run_one(request).values
+
+
+def set_up_model(
+    experiment: Experiment,
+    model: Mapping[str, Any],
+    folder: Path,
+    pool: WorkerPool,
+    init: bytes | None,
+    ids: int,
+) -> tuple[dict[str, Any], Params, tuple[str, ...]]:
+    """The model's description for workers, the initial params, and the names of the trained ones.
+
+    `init`: contents of the file that `model.init` names. `ids`: number of token ids of the data, 0 if it has none or they
+    are unknown. If the run adapts a model, its frozen backbone is in `folder` afterwards.
+
+    Raises:
+        UserError: the model cannot be built, or `model.init` does not fit it.
+    """
+    params, trainable, statistics = build_model(experiment, model, pool, ids)
+    if init is not None:
+        params = decode_init(f"model.init = {experiment.model.init!r}", init, params)
+    _require_statistics(experiment, params, statistics)
+    if experiment.model.adapt is None:
+        return dict(model), params, trainable
+    adapters.freeze(params, folder)
+    adapted = adapters.adapt_model(experiment, model, folder)
+    params, trainable, _ = build_model(experiment, adapted, pool, ids)
+    return adapted, params, trainable
+
+
+def build_model(
+    experiment: Experiment, model: Mapping[str, Any], pool: WorkerPool, ids: int
+) -> tuple[Params, tuple[str, ...], tuple[str, ...]]:
+    """Fresh params of the model from the experiment's seed, the names of the trained ones, and the layers that normalise by
+    statistics of training rows.
+
+    Raises:
+        UserError: the model cannot be built, or not for the requested runtimes.
+    """
+    reply = pool.run_one({"kind": "initial", "model": dict(model), "seed": experiment.seed})
+    if "torch" in experiment.federation.runtimes and reply.values["framework"] == "keras":
+        raise UserError(
+            f"federation.runtimes asks for torch, as it does unless set, but model.name = {experiment.model.name!r} is a "
+            "Keras model, which trains in: litert, tensorflow; leave torch out: --set 'federation.runtimes={litert=1}'"
+        )
+    if "tensorflow" in experiment.federation.runtimes and not reply.values["twin"]:
+        raise UserError(
+            f"federation.runtimes asks for tensorflow, but model.name = {experiment.model.name!r} has no TensorFlow "
+            "twin; its builder may return a ModelSpec with tensorflow_twin, or leave tensorflow out"
+        )
+    vocab = reply.values["vocab"]
+    if vocab is not None and ids > vocab:
+        raise UserError(
+            f"the data has token ids 0 to {ids - 1}, model.name = {experiment.model.name!r} takes 0 to {vocab - 1}: make its "
+            "embedding larger (the catalog's models: --set model.vocab=…), or the vocabulary smaller (data.vocab)"
+        )
+    if reply.values.get("masked"):
+        raise UserError(
+            f'model.name = {experiment.model.name!r} finds hidden tokens (objective = "masked"), and clients hide none: it '
+            "would see the tokens that it is to predict; pretrain it with `fedloop pretrain`, and federate it with "
+            'objective = "classify"'
+        )
+    return (
+        arrays.decode(reply.blobs[0]),
+        tuple(reply.values["trainable"]),
+        tuple(reply.values.get("statistics", ())),
+    )
+
+
+def _require_statistics(experiment: Experiment, params: Params, layers: tuple[str, ...]) -> None:
+    """Refuses models without running statistics: clients do not change these, because they cannot be averaged."""
+    fresh = [
+        layer
+        for layer in layers
+        if not params[f"{layer}.running_mean"].any() and (params[f"{layer}.running_var"] == 1).all()
+    ]
+    if fresh:
+        begins = (
+            f"model.init = {experiment.model.init!r} has"
+            if experiment.model.init
+            else "without model.init it has"
+        )
+        raise UserError(
+            f"model.name = {experiment.model.name!r}: layer {fresh[0]!r} is a BatchNorm, whose running statistics clients "
+            f"keep as they are, and {begins} none yet (mean 0, variance 1): take GroupNorm or LayerNorm "
+            '(the catalog\'s models: norm = "group"), or begin with a model that was pretrained, as model.init'
+        )
+
+
+def decode_init(named: str, content: bytes, built: Params) -> Params:
+    """The params of a safetensors file, as float32. `named`: its name in messages; `built`: the model's own params.
+
+    Raises:
+        UserError: it is not a safetensors file, or does not fit the model.
+    """
+    try:
+        params = arrays.decode(content)
+        require_same_shapes(params, built)
+    except arrays.Malformed:  # its message could quote a file of another kind
+        raise UserError(f"{named} is not a safetensors file") from None
+    except ShapeMismatch as error:
+        raise UserError(f"{named} does not fit the model: {error}") from None
+    return {name: value.astype(np.float32) for name, value in params.items()}
+
+
+def export_model(
+    experiment: Experiment,
+    model: Mapping[str, Any],
+    cache_dir: Path | None = None,
+    launch: Launch | None = None,
+) -> export_request.Exported:
+    """The model's artifact for LiteRT clients, from the cache or converted. `launch`: how to start the converter.
+
+    Raises:
+        UserError: the model cannot be exported.
+    """
+    request = export_request.ExportRequest(
+        model=model["name"],
+        options=model["options"],
+        input_shape=tuple(model["input_shape"]),
+        classes=model["classes"],
+        input_dtype=model["input_dtype"],
+        task=model["task"],
+        batch_size=experiment.local.batch_size,
+    )
+    try:
+        cache = cache_dir or export_request.default_cache_dir()
+        return export_request.export(request, cache, code_folder=Path.cwd(), launch=launch)
+    except export_request.ExportError as error:
+        raise UserError(
+            f"model {model['name']!r} cannot be exported for LiteRT clients: {error}; "
+            "without them: --set 'federation.runtimes={torch=1}'"
+        ) from None

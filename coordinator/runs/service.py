@@ -1,0 +1,270 @@
+"""Runs on the fleet of devices: each runs in its own thread and is resumed when the process restarts.
+
+    create ─► queued ─► prepare (worker processes) ─► running: round after round ─► finished
+                                                                └► failed, cancelled
+
+The whole state of a run is in the database: its experiment, what was prepared, the last committed round and the open one.
+A thread may therefore end at any point, with its process or before it, and the next one continues from there; no state is
+passed on in memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+from sqlalchemy import Connection
+
+from coordinator.context.services import Services
+from coordinator.context.stalls import StallLog
+from coordinator.db import runs as rows
+from coordinator.errors import Refusal, UserError
+from coordinator.experiments import experiment as experiments
+from coordinator.experiments.schema import Experiment
+from coordinator.fleets.device import sweep_uploads
+from coordinator.rounds.fleet import Stopped
+from coordinator.runs import admission
+from coordinator.runs.federated_evaluation import EvaluatingFleet
+from coordinator.runs.live_run import LiveRun
+from coordinator.sandbox import policy
+from coordinator.scheduling.deployments import Deployment
+from coordinator.storage.errors import is_temporary
+from coordinator.workers.pool import TORCH, WorkerPool
+
+_log = structlog.get_logger("fedloop.runs")
+
+_AGAIN_SECONDS = 5.0
+"""Between attempts while the disk or the database fails."""
+
+MakeFleet = Callable[[Services, Deployment, float], EvaluatingFleet]
+"""Creates the fleet of a run; the number is its patience in seconds."""
+
+
+class RunService:
+    """The runs of this process."""
+
+    def __init__(
+        self,
+        services: Services,
+        make_fleet: MakeFleet,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._services = services
+        self._make_fleet = make_fleet
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._threads: dict[str, threading.Thread] = {}
+        self._fleets: dict[str, EvaluatingFleet] = {}
+
+    def start(self) -> None:
+        """Resumes every run that is queued or was running, and removes blobs and uploads that no row refers to."""
+        services = self._services
+        services.blobs.keep_only(services.database.read(rows.blobs_in_use))
+        sweep_uploads(services)
+        for run in services.database.read(rows.live):
+            self._start_thread(run)
+
+    def create(self, document: Mapping[str, Any], sets: Sequence[str] = ()) -> str:
+        """Starts a new run of this experiment and returns its id.
+
+        Raises:
+            UserError: listing all problems of the experiment, or code or files that it may not name.
+            Refusal: 404, it names a version that does not exist.
+        """
+        changed = experiments.apply_settings(dict(document), sets)
+        experiment = admission.admit(experiments.resolve(changed, "experiment", "devices"), self._services)
+        run = str(uuid.uuid4())
+        resolved = experiment.model_dump(mode="json", exclude_none=True)
+        now = self._services.clock()
+        self._services.database.write(
+            partial(
+                rows.create,
+                run=run,
+                name=experiment.name,
+                experiment=resolved,
+                notices=_ignored_keys(changed, experiment),
+                now=now,
+            )
+        ).result()
+        self._services.signals.notify("events")
+        self._start_thread(run)
+        return run
+
+    def cancel(self, run: str) -> None:
+        """Ends a run now and notifies the devices that work on it.
+
+        Raises:
+            Refusal: there is no such run (404), or it has ended already (409).
+        """
+        services = self._services
+        if services.database.read(partial(rows.find, run=run)) is None:
+            raise Refusal(404, "unknown_run", f"there is no run {run}")
+        devices = services.database.write(
+            partial(rows.end, run=run, state="cancelled", now=services.clock())
+        ).result()
+        if devices is None:
+            raise Refusal(409, "run_ended", f"run {run} has already ended")
+        services.deployments.remove(run)
+        with self._lock:
+            fleet = self._fleets.get(run)
+        if fleet is not None:
+            fleet.stop()
+        services.signals.notify(f"run:{run}", "events", *(f"device:{device}" for device in devices))
+
+    def close(self, patience_seconds: float = 5.0) -> None:
+        """Waits for the threads, which end because the signals are closed. Threads that do not end in time are abandoned."""
+        end = time.monotonic() + patience_seconds
+        with self._lock:
+            threads = list(self._threads.values())
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def join(self, run: str, seconds: float) -> bool:
+        """Waits until the thread of a run ends; False after the timeout."""
+        with self._lock:
+            thread = self._threads.get(run)
+        if thread is not None:
+            thread.join(seconds)
+        return thread is None or not thread.is_alive()
+
+    def _start_thread(self, run: str) -> None:
+        # The worker processes of a run die with the thread that starts them, so that is the thread of the run.
+        thread = threading.Thread(target=self._run_thread, args=(run,), name=f"run-{run[:8]}", daemon=True)
+        with self._lock:
+            self._threads[run] = thread
+        thread.start()
+
+    def _run_thread(self, run: str) -> None:
+        try:
+            stalls = StallLog(self._services, run)
+            while not self._attempt(run, stalls):
+                self._services.signals.wait(
+                    f"run:{run}", self._services.signals.seen(f"run:{run}"), _AGAIN_SECONDS
+                )
+            stalls.flush()
+            self._clean_up(run)
+        except Stopped:
+            _log.info("run_left", run=run)
+        except Exception:
+            _log.exception("run_left", run=run)  # the next process resumes it
+        finally:
+            with self._lock:
+                self._threads.pop(run, None)
+
+    def _attempt(self, run: str, stalls: StallLog) -> bool:
+        """Runs the run to its end; False if something temporary prevents it, such as a full disk.
+
+        Raises:
+            Stopped: the process is ending.
+        """
+        try:
+            stalls.flush()
+            self._run_to_end(run)
+        except Stopped:
+            raise
+        except Exception as error:
+            if self._services.signals.closed:
+                raise Stopped from error
+            if not is_temporary(error):
+                raise
+            stalls.report(error)
+            return False
+        return True
+
+    def _run_to_end(self, run: str) -> None:
+        """Runs until the run is finished, failed or cancelled; temporary errors are raised."""
+        try:
+            self._run(run)
+        except Stopped:
+            if self._services.signals.closed:
+                raise
+        except Exception as error:
+            if self._services.signals.closed or is_temporary(error):
+                raise
+            if isinstance(error, UserError):
+                self._fail(run, str(error))
+            else:
+                _log.exception("run_failed", run=run)
+                self._fail(run, f"{type(error).__name__}: {error}")
+        finally:
+            with self._lock:
+                self._fleets.pop(run, None)
+
+    def _run(self, run: str) -> None:
+        services = self._services
+        self._require_live(run)
+        folder = services.settings.home / "runs" / run
+        folder.parent.mkdir(exist_ok=True)  # not the home: it may be a mount point that is not mounted
+        folder.mkdir(exist_ok=True)
+        with ExitStack() as stack:
+            make_pool = partial(_start_pool, stack, services, folder)
+            live = LiveRun(services, run, folder, self._monotonic, make_pool)
+            stack.callback(services.deployments.remove, run)
+            if (known := live.known_deployment()) is not None:
+                services.deployments.add(known)
+            deployment, patience = live.prepare()
+            services.deployments.add(deployment)
+            fleet = self._make_fleet(services, deployment, patience)
+            with self._lock:
+                self._fleets[run] = fleet
+            self._require_live(run)  # a cancellation from here on finds the fleet
+            live.run_rounds(fleet)
+
+    def _require_live(self, run: str) -> None:
+        row = self._services.database.read(partial(rows.find, run=run))
+        if row is None or row.state not in rows.LIVE:
+            raise Stopped
+
+    def _clean_up(self, run: str) -> None:
+        """Removes the folder of a run that has ended, and blobs and uploads of its open round."""
+        services = self._services
+        sweep_uploads(services)
+        shutil.rmtree(services.settings.home / "runs" / run, ignore_errors=True)
+
+        def unneeded(connection: Connection) -> set[str]:
+            row = rows.find(connection, run)
+            if row is None or row.state in rows.LIVE:
+                return set()
+            return rows.blobs_of_round(connection, run, row.round + 1) - rows.blobs_in_use(connection)
+
+        with services.blobs.reference_lock:
+            services.blobs.remove(services.database.read(unneeded))
+
+    def _fail(self, run: str, error: str) -> None:
+        line = " ".join(error.split())[:1000]
+        services = self._services
+        devices = services.database.write(
+            partial(rows.end, run=run, state="failed", now=services.clock(), error=line)
+        ).result()
+        services.signals.notify("events", *(f"device:{device}" for device in devices or ()))
+
+
+def _ignored_keys(document: Mapping[str, Any], experiment: Experiment) -> list[str]:
+    """Notices of keys in the document that do not apply to a real fleet."""
+    notices = []
+    data = document.get("data", {})
+    for key in ("partition", "public_samples"):
+        if key in data:
+            notices.append(f"data.{key} is ignored: devices hold data of their own")
+    shares = experiment.federation.runtimes
+    if len(set(shares.values())) > 1 and "runtimes" in document.get("federation", {}):
+        notices.append(
+            f"of federation.runtimes only the names count: allowed are {', '.join(sorted(shares))}"
+        )
+    if "simulation" in document:
+        notices.append("[simulation] is ignored")
+    return notices
+
+
+def _start_pool(stack: ExitStack, services: Services, folder: Path) -> WorkerPool:
+    settings = services.settings
+    launch = policy.launch(settings, folder)
+    return stack.enter_context(WorkerPool(settings.workers, folder / "workers.log", TORCH, launch))

@@ -1,0 +1,280 @@
+"""A whole federation on one machine, from the experiment to the report.
+
+    1. the folder: write the resolved experiment, take the lock
+    2. the data: load and partition it in a worker
+    3. the model: initial params, and its artifact if LiteRT clients take part
+    4. the rounds: the same engine as on a real fleet, over a simulated one
+    5. the report
+
+All code that imports a framework, and all code of a user, runs in worker processes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coordinator.errors import RunInterrupted, UserError
+from coordinator.experiments import adapters, planning
+from coordinator.experiments.defaults import COHORT
+from coordinator.experiments.experiment import read_toml, resolve
+from coordinator.experiments.schema import Experiment
+from coordinator.extras import problems_with
+from coordinator.fleets.simulated import SimulatedFleet
+from coordinator.fleets.virtual_time import virtual_time
+from coordinator.reports import report
+from coordinator.reports.progress import Progress, Quiet
+from coordinator.rounds import engine
+from coordinator.rounds.checkpoint import Checkpoint
+from coordinator.rounds.events import Clock
+from coordinator.rounds.records import RunState, Score
+from coordinator.runs.simulated_preparation import Prepared, prepare
+from coordinator.runs.simulation_store import SimulationStore
+from coordinator.workers.evaluation import accuracy_by_group, evaluate
+from coordinator.workers.pool import (
+    TORCH,
+    WorkerDied,
+    WorkerPool,
+)
+from edge_client.files import write_durably
+from strategies.params import ShapeMismatch, Tensors, require_same_shapes
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a run needs besides its experiment. `data_dir`: folder of data files."""
+
+    data_dir: Path | None = None
+    progress: Progress = Quiet()  # noqa: RUF009 - holds no state
+    clock: Clock = lambda: datetime.now(UTC)
+    monotonic: Callable[[], float] = time.monotonic
+
+
+def simulate(experiment: Experiment, out: Path, environment: Environment) -> dict[str, Any]:
+    """Runs an experiment into the empty or new folder `out` and returns its report.
+
+    Raises:
+        UserError: something in the experiment or its data is wrong, or `out` is not empty.
+        RunInterrupted: the run stopped for another reason; what was committed can be resumed.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(
+            f"--out {out}: the folder is not empty; name another one, or go on with: fedloop simulate --resume {out}"
+        )
+    if lacking := problems_with(experiment.federation.runtimes):
+        raise UserError("\n".join(lacking))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_durably(out / "experiment.toml", experiment.to_toml().encode())
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    try:
+        return _run(experiment, out, environment)
+    except UserError:
+        if not (out / "checkpoint" / "checkpoint.json").exists():
+            _clear(out)  # so that the same command works once the mistake is corrected
+        raise
+
+
+def resume(out: Path, environment: Environment) -> dict[str, Any]:
+    """Resumes the run in `out` from its last committed round; of a finished run it only returns the report.
+
+    Raises:
+        UserError: `out` holds no run, or its experiment or data were changed since.
+        RunInterrupted: as `simulate`.
+    """
+    path = out / "experiment.toml"
+    if not path.exists():
+        raise UserError(f"--resume {out}: there is no run here (no experiment.toml)")
+    if is_finished(out):
+        shutil.rmtree(out / "work", ignore_errors=True)  # the process may have died before it could
+        finished: dict[str, Any] = json.loads((out / "report.json").read_text("utf-8"))
+        return finished
+    return _run(resolve(read_toml(path), str(path)), out, environment)
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def is_finished(out: Path) -> bool:
+    """Whether the run in `out` has its report."""
+    return (out / "report.json").exists()
+
+
+def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[str, Any]:
+    work = out / "work"
+    progress = environment.progress
+    with _resumable(out), _locked(out), _start_workers(experiment, work) as pool:
+        _remove_partial_files(out)
+        store = SimulationStore(out, progress, environment.clock)
+        prepared = prepare(experiment, work, pool, environment.data_dir, progress)
+        if (target := experiment.model.register_as) is not None:
+            progress.note(
+                f"model.register is ignored: a simulation has no registry; afterwards: fedloop model add {out} --name {target.model}"
+            )
+        store.identity = {
+            "data": prepared.data_info["fingerprint"],
+            "experiment": _hash_experiment(experiment),
+            **adapters.fingerprint(experiment, work),
+        }
+        if store.checkpoint is not None:
+            _require_same(store.checkpoint, prepared, store.identity, out)
+        state = _run_rounds(experiment, pool, prepared, store, environment)
+        progress.stage("writing the report")
+        test_rows = np.load(work / "test_rows.npy", allow_pickle=False)
+        sites = np.load(work / "sites.npy", allow_pickle=False)
+        final = evaluate(pool, len(test_rows), state.params)
+        of_rows = sites[test_rows] if sites.size else None
+        model = adapters.merge(experiment, state.params, work)
+        written = report.write(out, experiment, prepared.data_info, prepared.clients, model, final, of_rows)
+    shutil.rmtree(work)
+    return written
+
+
+def _run_rounds(
+    experiment: Experiment,
+    pool: WorkerPool,
+    prepared: Prepared,
+    store: SimulationStore,
+    environment: Environment,
+) -> RunState:
+    cohort = _cohort_size(experiment, len(prepared.clients))
+    run_plan = planning.make_run_plan(experiment, prepared.trainable, cohort)
+    fleet = _make_fleet(experiment, pool, prepared)
+    owners = np.load(prepared.folder / "owners.npy", allow_pickle=False)
+    names = [client.name for client in prepared.clients]
+
+    def score(number: int, params: Tensors) -> Score:
+        scored = evaluate(pool, len(owners), params)
+        clients = accuracy_by_group(scored, owners, names)
+        tested = {name: value for name, value in clients.items() if value is not None}
+        return Score(scored.loss, scored.accuracy, tested)
+
+    checkpoint = store.checkpoint
+    with store:
+        if checkpoint is None:
+            start = RunState(0, prepared.params, run_plan.strategy.init(prepared.params, prepared.trainable))
+            first = score(0, start.params)
+            store.emit(
+                "run_started",
+                experiment=experiment.name,
+                clients=len(names),
+                rounds=run_plan.rounds,
+                test_loss=first.loss,
+                test_accuracy=first.accuracy,
+            )
+        else:
+            start = RunState(checkpoint.round, checkpoint.params, checkpoint.state)
+            fleet.restore(checkpoint.client_states)
+            store.emit_resumed(checkpoint, experiment.name)
+        environment.progress.begin(run_plan.rounds, start.round)
+        return engine.run(
+            run_plan,
+            fleet,
+            start,
+            store,
+            evaluate=score,
+            emit=store.emit,
+            monotonic=environment.monotonic,
+        )
+
+
+def _cohort_size(experiment: Experiment, clients: int) -> int:
+    """Clients per round. If the clients are the sites of the data, their number is known only now."""
+    size = experiment.federation.clients_per_round or min(COHORT, clients)
+    if size > clients:
+        raise UserError(
+            f"federation.clients_per_round = {size} is more than the {clients} sites that data.partition = "
+            f'"natural" gives; expected 1 to {clients}'
+        )
+    return size
+
+
+def _make_fleet(experiment: Experiment, pool: WorkerPool, prepared: Prepared) -> SimulatedFleet:
+    simulation = experiment.simulation
+    clock = virtual_time(
+        [client.name for client in prepared.clients],
+        experiment.seed,
+        seconds_per_step=simulation.seconds_per_step,
+        spread=simulation.speed_spread,
+        dropout=simulation.dropout,
+    )
+    return SimulatedFleet(pool, prepared.clients, clock)
+
+
+def _hash_experiment(experiment: Experiment) -> str:
+    """Hash of everything that affects the result: all but the numbers of rounds and workers, and the keys of devices."""
+    document = experiment.model_dump(mode="json", exclude_none=True)
+    del document["federation"]["rounds"], document["simulation"]["workers"], document["devices"]
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _require_same(checkpoint: Checkpoint, prepared: Prepared, identity: Mapping[str, str], out: Path) -> None:
+    if checkpoint.identity["experiment"] != identity["experiment"]:
+        raise UserError(
+            f"{out / 'experiment.toml'} was changed since the run began; only federation.rounds and "
+            "simulation.workers may change on --resume"
+        )
+    if checkpoint.identity["data"] != identity["data"]:
+        raise UserError(f"--resume {out}: the data is not what the run began with (its fingerprint differs)")
+    if checkpoint.identity.get("backbone") != identity.get("backbone"):
+        raise UserError(
+            f"--resume {out}: the frozen backbone is not what the run began with; was model.init replaced?"
+        )
+    try:
+        require_same_shapes(checkpoint.params, prepared.params)
+    except ShapeMismatch as error:
+        raise UserError(
+            f"--resume {out}: the model's code was changed since the run began: {error}"
+        ) from None
+
+
+def _start_workers(experiment: Experiment, work: Path) -> WorkerPool:
+    work.mkdir(exist_ok=True)
+    size = experiment.simulation.workers or len(os.sched_getaffinity(0))
+    return WorkerPool(size, work / "workers.log", TORCH)
+
+
+def _remove_partial_files(out: Path) -> None:
+    """Removes partially written files that a killed process left."""
+    for leftover in [*out.glob(".*.tmp"), *out.glob("checkpoint/**/.*.tmp")]:
+        leftover.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Keeps a second process out of the folder; the kernel releases the lock when this process ends."""
+    with (out / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{out}: another process is running this experiment") from None
+        yield
+
+
+@contextmanager
+def _resumable(out: Path) -> Iterator[None]:
+    """Turns external interruptions of a run into a message that says how to resume."""
+    how = f"nothing committed is lost; go on with: fedloop simulate --resume {out}"
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise RunInterrupted(f"interrupted; {how}") from None
+    except WorkerDied as error:
+        raise RunInterrupted(f"{error}\n{how}") from None
+    except OSError as error:
+        raise RunInterrupted(f"{error}; {how}") from None

@@ -1,0 +1,1 @@
+"""Decides which device works on which run, and when it checks in again."""

@@ -1,0 +1,79 @@
+"""Deployments: the live runs, as the fleet and the device API see them.
+
+A run is deployed from the moment its model is prepared until it ends. A deployment holds what decides which devices may
+take part, and what is the same in every task of the run; rounds and tasks are rows of the database.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from edge_client.wire.device import BlobRef, ModelRef, RuntimeName
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which devices a run accepts. An empty field accepts all.
+
+    Attributes:
+        groups: accepted groups; the enrolment token sets a device's group.
+        labels: all of these must match what the device reports.
+        device_classes: accepted classes.
+        memory_bytes: least memory of a training process.
+    """
+
+    groups: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    device_classes: tuple[str, ...] = ()
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One live run.
+
+    Attributes:
+        run: its id.
+        dataset: logical name, which each device maps to its own data.
+        artifact, manifest: for the litert runtime; None if it is not allowed.
+        runtimes: allowed runtimes, the preferred one first.
+        quorum: least number of clients to start a round with.
+    """
+
+    run: str
+    run_name: str
+    dataset: str
+    model: ModelRef
+    runtimes: tuple[RuntimeName, ...]
+    artifact: BlobRef | None = None
+    manifest: BlobRef | None = None
+    selection: Selection = field(default_factory=Selection)
+    quorum: int = 1
+
+
+class Deployments:
+    """The live runs of this process, in the order they were added. Callable from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_run: dict[str, Deployment] = {}
+
+    def add(self, deployment: Deployment) -> None:
+        """Adds a run, or replaces its deployment."""
+        with self._lock:
+            self._by_run[deployment.run] = deployment
+
+    def remove(self, run: str) -> None:
+        """Removes a run if it is there."""
+        with self._lock:
+            self._by_run.pop(run, None)
+
+    def get(self, run: str) -> Deployment | None:
+        with self._lock:
+            return self._by_run.get(run)
+
+    def active(self) -> tuple[Deployment, ...]:
+        with self._lock:
+            return tuple(self._by_run.values())

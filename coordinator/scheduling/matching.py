@@ -1,0 +1,225 @@
+"""Matching: the reasons why a device cannot take part in a run. Without a reason, it can.
+
+The same pure function selects devices and explains them in `fedloop device why`, so the two cannot disagree. It looks at
+the device's row and its last report; what the device is doing right now concerns the round only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Literal
+
+from coordinator.scheduling.deployments import Deployment
+from edge_client.wire.device import OLDEST_MINOR, WIRE, CheckIn, RuntimeName, TaskKind, negotiate, version
+
+Code = Literal[
+    "pending",
+    "revoked",
+    "left",
+    "certificate_expired",
+    "never_seen",
+    "not_seen",
+    "missed_task",
+    "wire_version",
+    "ineligible",
+    "opted_out",
+    "group",
+    "device_class",
+    "labels",
+    "memory",
+    "no_dataset",
+    "wrong_runtime",
+    "no_model",
+]
+
+OVERDUE_AFTER = timedelta(seconds=60)
+"""How late a device may be for its next check-in before it counts as absent."""
+
+MIN_WIRE_VERSION: dict[TaskKind, tuple[int, int]] = {"train": (1, 0), "evaluate": (1, 1)}
+"""The wire version that introduced each kind of task."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A stable code, and a message for people."""
+
+    code: Code
+    message: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A device as its row describes it.
+
+    Attributes:
+        state: pending, active, revoked or left.
+        expected_at: when its next check-in is due.
+        report: its last check-in; None before the first.
+        missed_at: when the coordinator gave up on one of its tasks, if it has not checked in since.
+    """
+
+    id: str
+    name: str
+    state: str
+    group: str
+    certificate_until: datetime | None
+    last_seen_at: datetime | None
+    expected_at: datetime | None
+    report: CheckIn | None
+    missed_at: datetime | None = None
+
+
+def blocking_reasons(
+    device: Candidate, deployment: Deployment, now: datetime, kind: TaskKind = "train"
+) -> tuple[Reason, ...]:
+    """All reasons why `device` gets no task of this run; empty if it may get one."""
+    absence = absence_reasons(device, now)
+    if absence or device.report is None:
+        return absence
+    return tuple(
+        reason
+        for reason in (
+            _wire_reason(device.report, kind),
+            *_device_refusals(device.report, deployment),
+            *_selection_mismatches(device, device.report, deployment),
+            _runtime_reason(device.report, deployment),
+        )
+        if reason is not None
+    )
+
+
+def absence_reasons(device: Candidate, now: datetime) -> tuple[Reason, ...]:
+    """The reasons why the device gets no task of any run."""
+    by_state = _STATE_REASONS.get(device.state)
+    if by_state is not None:
+        return (by_state,)
+    if device.certificate_until is not None and device.certificate_until <= now:
+        until = f"{device.certificate_until:%Y-%m-%d %H:%M} UTC"
+        return (
+            Reason(
+                "certificate_expired",
+                f"its certificate expired on {until}; it renews by itself when it comes back",
+            ),
+        )
+    if device.report is None or device.last_seen_at is None:
+        return (Reason("never_seen", "it enrolled but never checked in; is `fedloop-edge run` running?"),)
+    if now > (device.expected_at or device.last_seen_at) + OVERDUE_AFTER:
+        since = f"{device.last_seen_at:%Y-%m-%d %H:%M:%S} UTC"
+        return (
+            Reason(
+                "not_seen",
+                f"it was last seen on {since}, {_age(now - device.last_seen_at)} ago, and is overdue",
+            ),
+        )
+    if device.missed_at is not None:
+        at = f"{device.missed_at:%Y-%m-%d %H:%M:%S} UTC"
+        return (
+            Reason(
+                "missed_task",
+                f"its task was given up at {at} and it has not checked in since; it may be chosen once it does",
+            ),
+        )
+    return ()
+
+
+def runtime_for(report: CheckIn, deployment: Deployment) -> RuntimeName | None:
+    """The runtime this device uses for this run: the first allowed one that it has together with the model."""
+    for runtime in deployment.runtimes:
+        if runtime in report.runtimes and _has_model(report, deployment, runtime):
+            return runtime
+    return None
+
+
+def supports(report: CheckIn, kind: TaskKind) -> bool:
+    """Whether the device's wire version supports this kind of task."""
+    try:
+        agreed = negotiate(version(report.wire))
+    except ValueError:
+        return False
+    return agreed is not None and agreed >= MIN_WIRE_VERSION[kind]
+
+
+def has_opted_out(report: CheckIn, run: str, run_name: str) -> bool:
+    """Whether the device's owner opted out of this run, by its id or its name."""
+    return run in report.opted_out or run_name in report.opted_out
+
+
+_STATE_REASONS = {
+    "pending": Reason("pending", "its enrolment waits for approval: `fedloop device approve`"),
+    "revoked": Reason("revoked", "it was revoked"),
+    "left": Reason("left", "it left the federation"),
+}
+
+
+def _wire_reason(report: CheckIn, kind: TaskKind) -> Reason | None:
+    if supports(report, kind):
+        return None
+    needed = ".".join(map(str, max(MIN_WIRE_VERSION[kind], (WIRE[0], OLDEST_MINOR))))
+    return Reason(
+        "wire_version",
+        f"it speaks wire {report.wire}, {kind} tasks need {needed} up to {WIRE[0]}.x; update its software",
+    )
+
+
+def _device_refusals(report: CheckIn, deployment: Deployment) -> Iterator[Reason]:
+    if report.ineligible:
+        yield Reason("ineligible", f"ineligible: {'; '.join(report.ineligible)}")
+    if has_opted_out(report, deployment.run, deployment.run_name):
+        yield Reason("opted_out", "its owner opted out of this run")
+
+
+def _selection_mismatches(device: Candidate, report: CheckIn, deployment: Deployment) -> Iterator[Reason]:
+    wanted = deployment.selection
+    if wanted.groups and device.group not in wanted.groups:
+        yield Reason("group", f"it is in group {device.group!r}, the run wants {_any_of(wanted.groups)}")
+    if wanted.device_classes and report.device_class not in wanted.device_classes:
+        yield Reason(
+            "device_class",
+            f"its class is {report.device_class!r}, the run wants {_any_of(wanted.device_classes)}",
+        )
+    for key, value in sorted(wanted.labels.items()):
+        if report.labels.get(key) != value:
+            has = repr(report.labels[key]) if key in report.labels else "missing"
+            yield Reason("labels", f"its label {key} is {has}, the run wants {value!r}")
+    if report.memory_bytes < wanted.memory_bytes:
+        yield Reason(
+            "memory",
+            f"it offers {_mib(report.memory_bytes)} of memory, the run wants {_mib(wanted.memory_bytes)}",
+        )
+    if report.datasets.get(deployment.dataset, 0) < 1:
+        missing = "has no rows" if deployment.dataset in report.datasets else "is not configured"
+        yield Reason("no_dataset", f"dataset {deployment.dataset!r} {missing} on it")
+
+
+def _runtime_reason(report: CheckIn, deployment: Deployment) -> Reason | None:
+    if runtime_for(report, deployment) is not None:
+        return None
+    has = " and ".join(sorted(report.runtimes)) or "no runtime"
+    if not set(report.runtimes) & set(deployment.runtimes):
+        return Reason("wrong_runtime", f"it has {has}, the run wants {_any_of(deployment.runtimes)}")
+    name = deployment.model.name
+    return Reason("no_model", f"model {name!r} is not installed on it for {has}")
+
+
+def _has_model(report: CheckIn, deployment: Deployment, runtime: RuntimeName) -> bool:
+    """A task carries the model for the litert runtime; other runtimes build it from installed code."""
+    if runtime == "litert":
+        return deployment.artifact is not None and deployment.manifest is not None
+    return deployment.model.name in report.models
+
+
+def _any_of(names: tuple[str, ...]) -> str:
+    return " or ".join(names)
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.0f} MiB"
+
+
+def _age(passed: timedelta) -> str:
+    for length, unit in ((86_400, "days"), (3_600, "hours"), (60, "minutes")):
+        if passed.total_seconds() >= 2 * length:
+            return f"{passed.total_seconds() / length:.0f} {unit}"
+    return f"{passed.total_seconds():.0f} seconds"

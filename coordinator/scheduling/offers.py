@@ -1,0 +1,126 @@
+"""Offers: the tasks of single devices, as rows of the tasks table.
+
+An offer is stored once, when the round opens. A device that asks again, or asks after the coordinator has restarted,
+gets the same offer. Only the remaining seconds are computed each time.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from coordinator.rounds.tasks import Task
+from coordinator.scheduling.deployments import Deployment
+from edge_client.wire.device import BlobRef, RuntimeName, TaskKind, TaskOffer, to_json
+from edge_client.wire.strict import parse_message
+
+DEADLINE = "deadline_at"
+"""Key stored with the offer: the deadline of the task, ISO 8601."""
+
+
+@dataclass(frozen=True)
+class ModelBlobs:
+    """A model as blobs that devices download."""
+
+    params: BlobRef
+    streams: BlobRef | None
+
+
+@dataclass(frozen=True)
+class RoundOffer:
+    """What all offers of one round have in common."""
+
+    deployment: Deployment
+    number: int
+    blobs: ModelBlobs
+    lease_seconds: float
+    deadline_at: datetime
+    result_limit_bytes: int
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """The runtime that a device would use, and until when it may fetch its task."""
+
+    runtime: RuntimeName
+    fetch_until: datetime
+
+
+def train_rows(
+    tasks: Sequence[Task], common: RoundOffer, invitations: Mapping[str, Invitation]
+) -> list[dict[str, Any]]:
+    """Rows for the tasks of a cohort. `invitations`: by device."""
+    return [
+        _row(
+            "train",
+            task.position,
+            task.message.client,
+            invitations[task.message.client],
+            task.message.to_json(),
+            common,
+        )
+        for task in tasks
+    ]
+
+
+def evaluate_rows(
+    devices: Sequence[str], common: RoundOffer, invitations: Mapping[str, Invitation], first: int
+) -> list[dict[str, Any]]:
+    """Rows for evaluation tasks of the round's model, from position `first` on."""
+    return [
+        _row("evaluate", position, device, invitations[device], {}, common)
+        for position, device in enumerate(devices, first)
+    ]
+
+
+def current_offer(stored: Mapping[str, Any], now: datetime) -> TaskOffer:
+    """A stored offer with the seconds that remain at this moment."""
+    left = (datetime.fromisoformat(stored[DEADLINE]) - now).total_seconds()
+    return replace(parse_message(TaskOffer, stored, "offer"), deadline_seconds=max(0.0, left))
+
+
+def _row(
+    kind: TaskKind,
+    position: int,
+    device: str,
+    invitation: Invitation,
+    message: Mapping[str, Any],
+    common: RoundOffer,
+) -> dict[str, Any]:
+    run = common.deployment
+    runtime = invitation.runtime
+    for_litert = runtime == "litert"
+    task = str(uuid.uuid4())
+    offer = TaskOffer(
+        task=task,
+        kind=kind,
+        run=run.run,
+        run_name=run.run_name,
+        round=common.number,
+        runtime=runtime,
+        dataset=run.dataset,
+        message=message,
+        model=run.model,
+        params=common.blobs.params,
+        streams=common.blobs.streams if kind == "train" else None,
+        artifact=run.artifact if for_litert else None,
+        manifest=run.manifest if for_litert else None,
+        lease_seconds=common.lease_seconds,
+        deadline_seconds=0.0,
+        result_limit_bytes=common.result_limit_bytes,
+    )
+    return {
+        "id": task,
+        "run": run.run,
+        "round": common.number,
+        "kind": kind,
+        "position": position,
+        "device": device,
+        "runtime": runtime,
+        "state": "waiting",
+        "offer": to_json(offer) | {DEADLINE: common.deadline_at.isoformat()},
+        "leased_until": invitation.fetch_until,
+    }

@@ -1,0 +1,1 @@
+"""The process of `fedloop serve`: applications, HTTP, connection limits, logs and metrics."""

@@ -1,0 +1,235 @@
+"""Scheduling of TLS handshakes on the device port.
+
+    silent   an accepted TCP connection waits for its first byte; it costs a file descriptor and no buffer
+    queued   connections that have sent something wait their turn: round-robin over addresses, first in, first out within one
+    slot     the handshake starts; the slot is released once the first request is in, the connection ends, or a quarter of a
+             second has passed
+
+A handshake takes some milliseconds of processor time and then some buffers. A thousand at once would slow down every
+device that is connected already, so only a few connections have a slot at a time. One address may hold only some of
+the slots, and addresses take turns: an attacker with one address does not keep out devices at others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import structlog
+
+SLOTS = 6
+SLOTS_PER_ADDRESS = 4
+SLOT_SECONDS = 0.25
+"""After this the next connection gets the slot: the network is slow then, and little data comes through it."""
+FIRST_BYTE_SECONDS = 20.0
+QUEUE_SECONDS = 60.0
+"""Longest wait for a slot after the first byte; the peer has given up by then."""
+BACKLOG = 2048
+"""Connections that the kernel holds until they are accepted."""
+MAX_PENDING = 8192
+"""Silent and queued connections. Above it, one of the address with the most of them is closed."""
+_IPV6_PREFIX_BITS = 64
+"""Prefix that one household or server has; all IPv6 addresses in it count as one."""
+_RETRY_SECONDS = 0.1
+
+_log = structlog.get_logger("fedloop.http")
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A connection without a slot."""
+
+    socket: socket.socket
+    address: str
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass
+class _Address:
+    """The connections of one address that are pending or hold a slot."""
+
+    silent: dict[_Pending, None] = field(default_factory=dict)
+    queued: deque[_Pending] = field(default_factory=deque)
+    slots: int = 0
+
+
+class Slot:
+    """The right to a handshake. The connection releases it when its first request is in."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release: Callable[[], None] | None = release
+
+    def release(self) -> None:
+        """Safe to repeat."""
+        if self._release is not None:
+            release, self._release = self._release, None
+            release()
+
+
+Serve = Callable[[socket.socket, Slot], Awaitable[None]]
+"""Starts to serve a connection. Raises: OSError: the handshake failed."""
+
+
+class HandshakeScheduler:
+    """Accepts connections at a listening socket and gives them slots. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        serve: Serve,
+        *,
+        slot_seconds: float = SLOT_SECONDS,
+        first_byte_seconds: float = FIRST_BYTE_SECONDS,
+        max_pending: int = MAX_PENDING,
+    ) -> None:
+        self._listener = listener
+        self._serve = serve
+        self._slot_seconds = slot_seconds
+        self._first_byte_seconds = first_byte_seconds
+        self._max_pending = max_pending
+        self._addresses: dict[str, _Address] = {}
+        self._turns: dict[str, None] = {}
+        """Addresses with queued connections; the one whose turn is next comes first."""
+        self._pending = 0
+        self._used_slots = 0
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Accepts until cancelled; then closes all pending connections."""
+        loop = asyncio.get_running_loop()
+        self._listener.setblocking(False)
+        self._listener.listen(BACKLOG)
+        try:
+            while True:
+                try:
+                    connection, peer = await loop.sock_accept(self._listener)
+                except OSError as error:  # the peer has gone, or too many files are open
+                    _log.warning("not_accepted", reason=error.strerror)
+                    await asyncio.sleep(_RETRY_SECONDS)
+                    continue
+                self._add(_Pending(connection, _network(str(peer[0]))))
+        finally:
+            for address in list(self._addresses.values()):
+                for pending in (*address.silent, *address.queued):
+                    self._close(pending)
+            for task in self._serving:
+                task.cancel()
+
+    def _add(self, pending: _Pending) -> None:
+        loop = asyncio.get_running_loop()
+        if self._pending >= self._max_pending:
+            self._make_room()
+        self._pending += 1
+        self._addresses.setdefault(pending.address, _Address()).silent[pending] = None
+        self._set_timer(pending, self._first_byte_seconds)
+        loop.add_reader(pending.socket, self._enqueue, pending)
+
+    def _enqueue(self, pending: _Pending) -> None:
+        """Called when a silent connection becomes readable."""
+        if not _has_data(pending.socket):
+            self._close(pending)
+            return
+        asyncio.get_running_loop().remove_reader(pending.socket)
+        address = self._addresses[pending.address]
+        del address.silent[pending]
+        self._set_timer(pending, QUEUE_SECONDS)
+        address.queued.append(pending)
+        self._turns.setdefault(pending.address)
+        self._assign_slots()
+
+    def _assign_slots(self) -> None:
+        while self._used_slots < SLOTS:
+            eligible = (name for name in self._turns if self._addresses[name].slots < SLOTS_PER_ADDRESS)
+            name = next(eligible, None)
+            if name is None:
+                return
+            address = self._addresses[name]
+            pending = address.queued.popleft()
+            del self._turns[name]
+            if address.queued:
+                self._turns[name] = None  # behind all others
+            self._assign_slot(pending, address)
+
+    def _assign_slot(self, pending: _Pending, address: _Address) -> None:
+        self._set_timer(pending, None)
+        self._pending -= 1
+        self._used_slots += 1
+        address.slots += 1
+
+        def release() -> None:
+            timer.cancel()
+            self._used_slots -= 1
+            address.slots -= 1
+            self._forget_if_unused(pending.address)
+            self._assign_slots()
+
+        slot = Slot(release)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._slot_seconds, slot.release)
+        task = loop.create_task(self._serve_connection(pending.socket, slot))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    async def _serve_connection(self, connection: socket.socket, slot: Slot) -> None:
+        try:
+            await self._serve(connection, slot)
+        except OSError:
+            slot.release()
+            connection.close()
+
+    def _make_room(self) -> None:
+        """Closes a connection of the address with the most pending ones: the longest silent one, else the newest."""
+        largest = max(self._addresses.values(), key=lambda each: len(each.silent) + len(each.queued))
+        self._close(next(iter(largest.silent)) if largest.silent else largest.queued[-1])
+
+    def _close(self, pending: _Pending) -> None:
+        self._set_timer(pending, None)
+        address = self._addresses[pending.address]
+        if pending in address.silent:
+            asyncio.get_running_loop().remove_reader(pending.socket)
+            del address.silent[pending]
+        else:
+            address.queued.remove(pending)
+            if not address.queued:
+                del self._turns[pending.address]
+        self._pending -= 1
+        pending.socket.close()
+        self._forget_if_unused(pending.address)
+
+    def _set_timer(self, pending: _Pending, seconds: float | None) -> None:
+        if pending.timer is not None:
+            pending.timer.cancel()
+        loop = asyncio.get_running_loop()
+        pending.timer = loop.call_later(seconds, self._close, pending) if seconds is not None else None
+
+    def _forget_if_unused(self, name: str) -> None:
+        address = self._addresses[name]
+        if not (address.silent or address.queued or address.slots):
+            del self._addresses[name]
+
+
+def _has_data(connection: socket.socket) -> bool:
+    """Whether the peer has sent something, rather than closed."""
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except OSError:
+        return False
+
+
+@lru_cache(1024)
+def _network(address: str) -> str:
+    """What counts as one address: an IPv4 address, or the /64 prefix of an IPv6 address."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is not None:
+            return str(parsed.ipv4_mapped)
+        return str(ipaddress.ip_network((parsed, _IPV6_PREFIX_BITS), strict=False))
+    return str(parsed)

@@ -1,0 +1,1 @@
+"""Files of the coordinator: blobs, partial uploads, private folders, and disk errors."""

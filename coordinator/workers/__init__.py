@@ -1,0 +1,1 @@
+"""Worker processes: they load data, build models, train simulated clients and evaluate."""

@@ -1,0 +1,57 @@
+"""Evaluation of the global model on the held-out rows, in worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.workers.frames import Frame
+from coordinator.workers.pool import Job, WorkerPool
+from edge_client.train.trainer import EVALUATION_ROWS, Evaluation, merge
+from edge_client.wire import arrays
+from strategies.params import Tensors
+
+CHUNK_ROWS = 4 * EVALUATION_ROWS
+"""Test rows per job; fixed, so that sums do not depend on the number of workers."""
+
+
+def evaluate(pool: WorkerPool, test_rows: int, params: Tensors) -> Evaluation:
+    """The evaluation of `params` on all test rows: chunks run in the workers and are merged in row order."""
+    if isinstance(params, arrays.StoredArrays) and isinstance(params.payload, arrays.FilePayload):
+        with params.payload.path.open("rb") as file:
+            pool.broadcast({"kind": "candidate"}, file=file.fileno())  # keeps the bytes out of this process
+    else:
+        pool.broadcast({"kind": "candidate"}, [arrays.encode(params)])
+    starts = range(0, test_rows, CHUNK_ROWS)
+    jobs = [Job(start, {"kind": "evaluate", "start": start, "stop": start + CHUNK_ROWS}) for start in starts]
+    parts = {job.key: _decode_evaluation(reply) for job, reply in pool.run(jobs)}
+    return merge(parts[start] for start in starts)
+
+
+def accuracy_by_group(
+    scored: Evaluation, group: npt.NDArray[np.int32], names: Sequence[str]
+) -> dict[str, float | None]:
+    """Accuracy of each group of rows, None for a group without labels. `group`: index into `names` for each row."""
+    correct = np.bincount(group, weights=scored.correct, minlength=len(names))
+    labels = np.bincount(group, weights=scored.labels, minlength=len(names))
+    return {name: float(correct[i] / labels[i]) if labels[i] else None for i, name in enumerate(names)}
+
+
+def score_sites(
+    scored: Evaluation, sites: npt.NDArray[np.int32], names: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Rows and accuracy of each site. `sites`: index into `names` for each row."""
+    rows = np.bincount(sites, minlength=len(names))
+    accuracy = accuracy_by_group(scored, sites, names)
+    return {
+        name: {"test_rows": int(rows[i]), "test_accuracy": accuracy[name]} for i, name in enumerate(names)
+    }
+
+
+def _decode_evaluation(reply: Frame) -> Evaluation:
+    counts = arrays.decode(reply.blobs[0])
+    correct, labels = (counts[name].astype(np.int64) for name in ("correct", "labels"))
+    return Evaluation(reply.values["loss_sum"], correct, labels)

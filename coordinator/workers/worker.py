@@ -1,0 +1,282 @@
+"""One worker process: loads data, builds models, trains and evaluates, one job at a time.
+
+Broadcasts set its state: the run's data and model once (`open`), the params to start from before each round (`model`),
+and the params to score before each evaluation (`candidate`). A job then needs little more than the index of its client.
+A framework is imported when the first job needs it, so that a worker that only trains LiteRT clients never loads
+TensorFlow.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from coordinator.errors import DISK_ERRNOS, UserError
+from coordinator.workers import (
+    faults,
+    frames,
+    workspace,
+)
+from coordinator.workers.frames import Frame
+from edge_client.data.examples import Examples
+from edge_client.processes.process import die_with_parent
+from edge_client.train.trainer import Runtime, Trainer, TrainTask
+from edge_client.wire import arrays
+from edge_client.wire.messages import TaskMessage
+from strategies.params import Params
+from strategies.state import flatten, unflatten
+
+if TYPE_CHECKING:
+    from models.zoo import KerasSpec, ModelSpec
+
+Reply = tuple[dict[str, Any], list[bytes]]
+
+
+@dataclass
+class RoundStart:
+    """The params and streams that the jobs of the current round start from."""
+
+    params: Params
+    streams: dict[str, Params]
+
+
+class Worker:
+    """The state of a worker: data, model, one runtime of each kind."""
+
+    def __init__(self) -> None:
+        self._run: workspace.Workspace | None = None
+        self._model: dict[str, Any] = {}
+        self._round: RoundStart | None = None
+        self._candidate: Params = {}
+        self._runtimes: dict[str, Runtime] = {}
+
+    def handle(self, frame: Frame) -> Reply:
+        kinds: dict[str, Callable[[Frame], Reply]] = {
+            "prepare": self._prepare,
+            "framework": self._framework,
+            "initial": self._initial,
+            "open": self._open,
+            "model": self._set_model,
+            "train": self._train,
+            "candidate": self._set_candidate,
+            "evaluate": self._evaluate,
+        }
+        return kinds[frame.values["kind"]](frame)
+
+    def _prepare(self, frame: Frame) -> Reply:
+        """Loads and partitions the data set into the workspace."""
+        return workspace.prepare(frame.values), []
+
+    def _framework(self, frame: Frame) -> Reply:
+        """The model's framework."""
+        from models.zoo import KerasSpec
+
+        spec = self._spec(frame.values["model"])
+        return {"framework": "keras" if isinstance(spec, KerasSpec) else "torch"}, []
+
+    def _initial(self, frame: Frame) -> Reply:
+        """Builds the model and returns its initial params."""
+        from models.zoo import KerasSpec
+
+        spec, seed = self._spec(frame.values["model"]), frame.values["seed"]
+        if isinstance(spec, KerasSpec):
+            spec.require_trainable()
+            model = spec.build(seed)
+            return _initial_reply("keras", spec, model.trainable, True, model.params())
+        from edge_client.train import torch_trainer
+        from models.zoo.trial import require_answers
+
+        require_answers(spec)
+        module = spec.build(seed)
+        trainable = torch_trainer.TorchRuntime(module, spec.loss).trainable
+        has_twin = spec.tensorflow_twin is not None
+        values, blobs = _initial_reply("torch", spec, trainable, has_twin, torch_trainer.read(module))
+        return values | {"statistics": torch_trainer.statistics(module), "masked": spec.masked}, blobs
+
+    def _open(self, frame: Frame) -> Reply:
+        self._run = workspace.open_workspace(Path(frame.values["folder"]))
+        self._model = frame.values["model"]
+        return {}, []
+
+    def _set_model(self, frame: Frame) -> Reply:
+        params, streams = (arrays.decode(blob) for blob in frame.blobs)
+        self._round = RoundStart(params, unflatten(streams))
+        return {}, []
+
+    def _train(self, frame: Frame) -> Reply:
+        assert self._run is not None and self._round is not None
+        task = TaskMessage.from_json(frame.values["task"])
+        client_state = unflatten(arrays.decode(frame.blobs[0]))
+        rows = self._run.part(frame.values["part"])
+        examples = Examples(self._run.x[rows], self._run.y[rows])
+        trainer = Trainer(self._runtime(frame.values["runtime"]))
+        local = trainer.train(
+            self._round.params, TrainTask.of(task, self._round.streams), examples, client_state
+        )
+        state = arrays.encode(flatten(local.client_state))
+        return {}, [*faults.encode_uploads(frame.values["fault"], task, local.update), state]
+
+    def _set_candidate(self, frame: Frame) -> Reply:
+        if frame.file is None:
+            self._candidate = arrays.decode(frame.blobs[0])
+            return {}, []
+        try:
+            # Mapped, because reading would move a file position that all workers share.
+            with mmap.mmap(frame.file, 0, access=mmap.ACCESS_READ) as content:
+                self._candidate = arrays.decode(content[:])
+        finally:
+            os.close(frame.file)
+        return {}, []
+
+    def _evaluate(self, frame: Frame) -> Reply:
+        """Scores the rows [start, stop) of the test part."""
+        assert self._run is not None
+        rows = self._run.test_rows[frame.values["start"] : frame.values["stop"]]
+        result = Trainer(self._runtime("evaluation")).evaluate(
+            self._candidate, Examples(self._run.x[rows], self._run.y[rows])
+        )
+        counts = arrays.encode({"correct": result.correct, "labels": result.labels})
+        return {"loss_sum": result.loss_sum}, [counts]
+
+    def _spec(self, model: dict[str, Any]) -> Any:
+        from models import zoo
+
+        return zoo.find(
+            model["name"],
+            input_shape=tuple(model["input_shape"]),
+            classes=model["classes"],
+            input_dtype=model["input_dtype"],
+            task=model["task"],
+            **model["options"],
+        )
+
+    def _runtime(self, name: str) -> Runtime:
+        if name not in self._runtimes:
+            self._runtimes[name] = self._make_runtime(name)
+        return self._runtimes[name]
+
+    def _make_runtime(self, name: str) -> Runtime:
+        """`name` "evaluation" selects the model's own framework, whatever the clients run."""
+        if name == "litert":
+            from edge_client.train.litert_trainer import LiteRTRuntime
+            from edge_client.wire import manifest
+
+            path = self._model["manifest"]
+            runtime = LiteRTRuntime(
+                Path(self._model["tflite"]), manifest.from_json(Path(path).read_bytes(), path)
+            )
+            runtime.self_test()
+            return runtime
+        from models.zoo import KerasSpec
+
+        spec = self._spec(self._model)
+        if name == "evaluation":
+            return self._runtime("tensorflow" if isinstance(spec, KerasSpec) else "torch")
+        if isinstance(spec, KerasSpec):
+            from edge_client.train.tensorflow_trainer import TensorFlowRuntime
+
+            model = spec.build(0)
+            return TensorFlowRuntime(model, trainable=model.trainable)
+        from edge_client.train.torch_trainer import TorchRuntime
+
+        torch_runtime = TorchRuntime(spec.build(0), spec.loss)
+        if name == "torch":
+            return torch_runtime
+        from edge_client.train.tensorflow_trainer import TensorFlowRuntime
+
+        if spec.tensorflow_twin is None:
+            raise UserError(f"model {self._model['name']!r} has no TensorFlow twin")
+        return TensorFlowRuntime(spec.tensorflow_twin(), trainable=torch_runtime.trainable)
+
+
+def _initial_reply(
+    framework: str, spec: ModelSpec | KerasSpec, trainable: Sequence[str], has_twin: bool, params: Params
+) -> Reply:
+    values = {
+        "framework": framework,
+        "trainable": list(trainable),
+        "twin": has_twin,
+        "task": spec.task,
+        "vocab": spec.vocab,
+    }
+    return values, [arrays.encode(params)]
+
+
+def serve(channel: socket.socket) -> None:
+    """Runs jobs until the channel closes. A thread reads ahead, so that closing the channel also ends a long job."""
+    waiting: queue.Queue[Frame] = queue.Queue()
+    threading.Thread(target=_read, args=(channel, waiting), daemon=True).start()
+    worker = Worker()
+    failure: dict[str, Any] | None = None
+    while True:
+        frame = waiting.get()
+        is_broadcast = frame.values.get("broadcast", False)
+        try:
+            values, blobs = worker.handle(frame)
+        except Exception as error:
+            values, blobs = {"error": _format_error(frame, error), **_disk_errno(error)}, []
+            failure = values if is_broadcast else failure
+        if is_broadcast:
+            continue
+        if failure is not None:
+            values, blobs = failure, []
+        frames.send(channel, values, blobs)
+
+
+def _read(channel: socket.socket, waiting: queue.Queue[Frame]) -> None:
+    while True:
+        try:
+            waiting.put(frames.receive(channel))
+        except frames.Closed:
+            os._exit(0)
+
+
+def _disk_errno(error: Exception) -> dict[str, Any]:
+    """The `errno` of a disk error, which may be temporary; else empty."""
+    number = error.errno if isinstance(error, OSError) else None
+    return {"errno": number} if number in DISK_ERRNOS else {}
+
+
+def _format_error(frame: Frame, error: Exception) -> str:
+    """One line for the user. The traceback goes to the log unless the error is plainly in the user's input."""
+    from models.datasets import DataError
+
+    task = frame.values.get("task")
+    where = f"{frame.values['runtime']} client {task['client']}, round {task['round']}: " if task else ""
+    is_ours = isinstance(error, UserError | DataError) or type(error).__module__.startswith(
+        ("models.", "edge_client.")
+    )
+    if is_ours:
+        return f"{where}{error}"
+    with suppress(OSError):  # the log may be on a full disk too
+        traceback.print_exc()
+    return f"{where}{frame.values['kind']} failed: {type(error).__name__}: {error}"
+
+
+def main() -> None:
+    die_with_parent()
+    # Ctrl-C reaches the whole process group; the parent handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    np.seterr(all="ignore")  # the intake rejects a diverging client and says so
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        try:
+            serve(channel)
+        except frames.Closed:
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The `fedloop-edge` command, one module per command group."""

@@ -1,0 +1,1 @@
+"""The daemon: decides the next step, executes it, records it."""

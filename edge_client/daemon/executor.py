@@ -1,0 +1,296 @@
+"""Executes the steps of `edge_client.steps`, each in one method, over files, wire and training.
+
+A failing step raises the exception of the transport or the training; the agent decides how to go on. Files of a
+task are in `work/<task>`, blobs in `blobs` as long as their run gives work, the client rule's state of a run in
+`rules/<run>`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from edge_client.config import EdgeConfig
+from edge_client.daemon.ledger import Ledger
+from edge_client.daemon.offers import blobs_of, check_offer
+from edge_client.files import NO_ROOM, SPARE_BYTES, file_sha256
+from edge_client.outbox import Outbox, OutboxFull, PendingResult
+from edge_client.state import State
+from edge_client.train.process import Done, Job, TrainingFailed
+from edge_client.transport.failures import ServerRefused
+from edge_client.transport.link import Link, parse_answer
+from edge_client.transport.transfer import download, upload
+from edge_client.wire.device import (
+    BlobRef,
+    CheckIn,
+    CheckInAnswer,
+    Decline,
+    EvaluationResult,
+    TaskOffer,
+    UploadStart,
+)
+
+FORGET_BLOBS_SECONDS = 600.0
+"""A run that gave no work for so long, while the coordinator holds this device for no run, is over: its blobs are deleted."""
+
+FORGET_RUN_SECONDS = 14 * 86_400.0
+"""The client rule's state of a run is kept longer: a run may resume."""
+
+_ABOUT_THIS_DEVICE = {
+    "no_certificate",
+    "expired",
+    "not_yet_valid",
+    "foreign_certificate",
+    "revoked",
+    "unknown_device",
+    "pending",
+    "wire_version",
+}
+"""Codes that say nothing about the task: it may be accepted once they are resolved."""
+
+_LATE_SECONDS = 3600.0
+"""A result that the coordinator cannot accept so long after the end of its round is dropped."""
+
+
+class Training(Protocol):
+    """`edge_client.train.process.TrainingProcess`, or a test's replacement."""
+
+    def run(self, job: Job, stop_reason: Callable[[], str | None]) -> Done:
+        """Raises Interrupted or TrainingFailed."""
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Executor:
+    """Executes steps. `training`: the daemon's one training process."""
+
+    config: EdgeConfig
+    state: State
+    outbox: Outbox
+    ledger: Ledger
+    training: Training
+    deflate: bool = False
+
+    def check_in(self, link: Link, message: CheckIn) -> tuple[CheckInAnswer, float | None]:
+        """The coordinator's answer, whose task is checked, and its clock."""
+        answer = link.post("/checkin", message, wait_seconds=message.wait_seconds)
+        parsed = parse_answer(CheckInAnswer, answer)
+        if parsed.task is not None:
+            parsed = replace(parsed, task=check_offer(parsed.task))
+        # Deflated uploads came with 1.2.
+        self.deflate = self.config.deflate_uploads and parsed.wire not in ("1.0", "1.1")
+        return parsed, answer.date
+
+    def take(self, offer: TaskOffer, now: float) -> None:
+        """Holds a new task and deletes the files of others."""
+        self.state.hold(offer, now)
+        self._clean_work(keep=offer.task)
+
+    def fetch(self, link: Link, offer: TaskOffer, check_cancelled: Callable[[], None]) -> None:
+        """Fetches everything that the task needs and the device does not have yet.
+
+        Raises:
+            TrainingFailed: it is more than this device's disk holds or its limit allows.
+        """
+        folder = self._folder("blobs")
+        needed = blobs_of(offer)
+        self._drop_blobs(keep=self.state.blobs_in_use())
+        self._require_room(offer, needed, folder)
+        for ref in needed:
+            try:
+                download(link, ref, folder / ref.sha256, check_cancelled=check_cancelled)
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                (folder / f"{ref.sha256}.part").unlink(missing_ok=True)
+                raise TrainingFailed("limits", f"this device's disk: {error.strerror}") from None
+
+    def work(
+        self, offer: TaskOffer, stop_reason: Callable[[], str | None], now: Callable[[], float]
+    ) -> list[PendingResult]:
+        """Trains or evaluates in the training process and stores the result in the outbox, durably.
+
+        Returns the results that were dropped from the outbox to make room.
+
+        Raises:
+            Interrupted: `stop_reason` named a reason.
+            TrainingFailed: with the code for the decline.
+        """
+        folder = self._folder("work") / offer.task
+        folder.mkdir(exist_ok=True, mode=0o700)
+        job = self._job(offer, folder)
+        done = self.training.run(job, stop_reason)
+        if offer.kind == "evaluate":
+            self._complete_evaluation(offer, job.result)
+        state_out = job.state_out if offer.kind == "train" else None
+        deflate = self.deflate and offer.kind == "train"
+        try:
+            _, dropped = self.outbox.store(
+                offer, job.result, state_out, treated=done.treated, deflate=deflate, now=now()
+            )
+        except OutboxFull as error:
+            raise TrainingFailed("limits", str(error)) from None
+        shutil.rmtree(folder, ignore_errors=True)
+        return dropped
+
+    def deliver(
+        self,
+        link: Link,
+        waiting: PendingResult,
+        check_cancelled: Callable[[], None],
+        now: Callable[[], float],
+    ) -> str:
+        """Sends one result. Returns its outcome: `delivered`, or why it never can be.
+
+        Raises:
+            Unreachable, ServerRefused: the result stays in the outbox for another try.
+        """
+        self.ledger.record(waiting, self.outbox.path(waiting.task), now())
+        try:
+            self._send(link, waiting, check_cancelled)
+        except ServerRefused as refused:
+            late = now() > waiting.closes_at + _LATE_SECONDS
+            if refused.code in _ABOUT_THIS_DEVICE or (refused.is_transient and not late):
+                raise
+            self.ledger.record_outcome(waiting, f"refused: {refused.message} ({refused.code})", now())
+            self.outbox.drop(waiting)
+            return f"dropped: {refused.message} ({refused.code})"
+        self.ledger.record_outcome(waiting, "delivered", now())
+        self.outbox.accept(waiting, self._rule_state(waiting.run))
+        return "delivered"
+
+    def give_back(self, link: Link | None, offer: TaskOffer, decline: Decline | None) -> None:
+        """Forgets the task in hand, and sends the coordinator the decline if there is one.
+
+        Raises:
+            Unreachable: the coordinator was not reached; the task is still held.
+        """
+        if link is not None and decline is not None:
+            try:
+                link.post(f"/tasks/{offer.task}/decline", decline)
+            except ServerRefused as refused:
+                if refused.is_transient or refused.code in _ABOUT_THIS_DEVICE:
+                    raise
+        with self.state.change() as write:
+            self.state.release(write, offer.task)
+        self._clean_work(keep=None)
+
+    def forget(self, now: float, *, held: bool) -> None:
+        """Deletes the files of runs that are over. `held`: the coordinator counts on this device for a run."""
+        for run, used_at in self.state.runs().items():
+            if not held and now - used_at > FORGET_BLOBS_SECONDS:
+                self.state.forget_blobs(run)
+            if now - used_at > FORGET_RUN_SECONDS:
+                self.state.forget_run(run)
+                self._rule_state(run).unlink(missing_ok=True)
+        self._drop_blobs(keep=self.state.blobs_in_use())
+
+    def sweep(self) -> list[PendingResult]:
+        """Cleans up after a crash. Returns results that were lost on disk.
+
+        Downloads are not made durable, because that would cost time each round: after a power cut a file may be empty.
+        """
+        lost = self.outbox.sweep()
+        for path in self._folder("blobs").iterdir():
+            if path.suffix != ".part" and file_sha256(path) != path.name:
+                path.unlink()
+        offer = self.state.task()
+        self._clean_work(keep=offer.task if offer is not None else None)
+        return lost
+
+    def wipe(self) -> None:
+        """Deletes all files of runs, models, waiting results and the task in hand; identity and ledger stay."""
+        for waiting in self.outbox.pending():
+            self.outbox.drop(waiting)
+        for run in self.state.runs():
+            self.state.forget_run(run)
+        with self.state.change() as write:
+            write.execute("DELETE FROM task")
+        for name in ("work", "blobs", "rules", "releases"):
+            shutil.rmtree(self.config.state_dir / name, ignore_errors=True)
+
+    def _job(self, offer: TaskOffer, folder: Path) -> Job:
+        rule_state = self._rule_state(offer.run)
+        return Job(
+            kind=offer.kind,
+            runtime=offer.runtime,
+            params=self._blob(offer.params),
+            streams=self._blob(offer.streams) if offer.streams else None,
+            tflite=self._blob(offer.artifact) if offer.artifact else None,
+            manifest=self._blob(offer.manifest) if offer.manifest else None,
+            model=offer.model,
+            message=offer.message,
+            data=self.config.data[offer.dataset],
+            state_in=rule_state if rule_state.exists() else None,
+            state_out=folder / "state_out",
+            result=folder / "result",
+        )
+
+    def _complete_evaluation(self, offer: TaskOffer, result: Path) -> None:
+        """Turns the sums of the training process into the message that leaves the device."""
+        sums = json.loads(result.read_text("utf-8"))
+        message = EvaluationResult(
+            base=offer.params.sha256,
+            rows=int(sums["rows"]),
+            labels=int(sums["labels"]),
+            correct=int(sums["correct"]),
+            loss_sum=float(sums["loss_sum"]),
+            site=self.config.labels.get("site", ""),
+        )
+        result.write_text(json.dumps(vars(message)), "utf-8")
+
+    def _send(self, link: Link, waiting: PendingResult, check_cancelled: Callable[[], None]) -> None:
+        path = self.outbox.path(waiting.task)
+        if waiting.kind == "evaluate":
+            link.post(f"/tasks/{waiting.task}/evaluation", json.loads(path.read_bytes()))
+            return
+        start = UploadStart(waiting.size_bytes, waiting.sha256, waiting.decoded_bytes, waiting.encoding)
+        upload(link, waiting.task, path, start, check_cancelled=check_cancelled)
+
+    def _rule_state(self, run: str) -> Path:
+        return self.config.state_dir / "rules" / run
+
+    def _blob(self, ref: BlobRef) -> Path:
+        return self.config.state_dir / "blobs" / ref.sha256
+
+    def _folder(self, name: str) -> Path:
+        folder = self.config.state_dir / name
+        folder.mkdir(exist_ok=True, mode=0o700)
+        return folder
+
+    def _require_room(self, offer: TaskOffer, needed: list[BlobRef], folder: Path) -> None:
+        """Checks the sizes that the coordinator states before the first byte is requested."""
+        needed_bytes, most = sum(ref.size_bytes for ref in needed), self.config.download_bytes
+        if needed_bytes > most:
+            raise TrainingFailed(
+                "limits", f"its files take {needed_bytes} bytes, this device's download_bytes is {most}"
+            )
+        if needed_bytes + sum(path.stat().st_size for path in folder.iterdir()) > most:
+            self._drop_blobs(keep={ref.sha256 for ref in needed})
+        have = sum(_size(folder / name) for ref in needed for name in (ref.sha256, f"{ref.sha256}.part"))
+        result = offer.params.size_bytes if offer.kind == "train" else 0
+        free, missing = shutil.disk_usage(folder).free, needed_bytes - have + result + SPARE_BYTES
+        if missing > free:
+            raise TrainingFailed(
+                "limits",
+                f"its files and its result take {missing} bytes more, this device's disk has {free} free",
+            )
+
+    def _drop_blobs(self, keep: set[str]) -> None:
+        for path in self._folder("blobs").iterdir():
+            if path.name.removesuffix(".part") not in keep:
+                path.unlink()
+
+    def _clean_work(self, keep: str | None) -> None:
+        for path in self._folder("work").iterdir():
+            if path.name != keep:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -1,0 +1,128 @@
+"""One column of a block of rows as arrays: numbers, categories, labels, or which rows are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_client.data.cells import LARGEST, is_missing, numbers, one_hot
+from edge_client.data.connector import DataProblem
+from edge_client.data.labels import Labels
+from edge_client.data.options import TableOptions
+from edge_client.data.quoting import listed, nearest, quoted
+from edge_client.data.table import Table
+
+
+@dataclass(frozen=True)
+class Column:
+    """Cells from top to bottom, and the number of the line or row of each."""
+
+    table: Table
+    name: str
+    cells: Sequence[Any]
+    rows: Sequence[int]
+
+    def problem(self, row: int, problem: str) -> DataProblem:
+        """The error for one of the cells."""
+        return DataProblem(f"{self.table.place(self.rows[row], self.name)}: {problem}")
+
+
+def feature(column: Column, options: TableOptions) -> npt.NDArray[np.float64]:
+    """[N, values]: one value a row, but for categories, and lists of numbers in Parquet; NaN for a gap."""
+    categories = options.categories.get(column.name)
+    return _numbers(column, options) if categories is None else _one_hot(column, categories)
+
+
+def labels(column: Column, classes: Labels) -> npt.NDArray[np.int32]:
+    """[N] class indices."""
+    indices = np.empty(len(column.cells), np.int32)
+    for row, cell in enumerate(column.cells):
+        try:
+            indices[row] = classes.index(cell)
+        except DataProblem as problem:
+            raise column.problem(row, str(problem)) from None
+    return indices
+
+
+def held_out(column: Column) -> npt.NDArray[np.bool_]:
+    """[N], True where the column says test."""
+    parts = [str(cell).strip().casefold() for cell in column.cells]
+    for row, part in enumerate(parts):
+        if part not in ("train", "test"):
+            raise column.problem(
+                row,
+                f"{quoted(part)} is neither train nor test{nearest(part, ('train', 'test'))}; if the "
+                'column is no split, name another one or set split = ""',
+            )
+    return np.array([part == "test" for part in parts], np.bool_)
+
+
+def _one_hot(column: Column, categories: Sequence[str]) -> npt.NDArray[np.float64]:
+    codes = {name: code for code, name in enumerate(categories)} | {"": -1}
+    texts = ["" if cell is None else str(cell).strip() for cell in column.cells]
+    for row, text in enumerate(texts):
+        if text not in codes:
+            raise column.problem(
+                row, f"{quoted(text)} is none of the option categories: {listed(categories)}"
+            )
+    return one_hot([codes[text] for text in texts], len(categories))
+
+
+def _numbers(column: Column, options: TableOptions) -> npt.NDArray[np.float64]:
+    values = numbers(column.cells, column.table.decimal_comma)[:, None]
+    gaps = np.flatnonzero(np.isnan(values)).tolist()
+    if any(isinstance(column.cells[row], list | tuple) for row in gaps):
+        values = _lists(column)
+    else:
+        for row in gaps:
+            if not is_missing(column.cells[row]):
+                raise _no_number(column, row)
+    _require_in_range(values, column, options)
+    return values
+
+
+def _lists(column: Column) -> npt.NDArray[np.float64]:
+    """The values of cells that are lists of numbers, all of one length."""
+    rows: list[list[float]] = []
+    for row, cell in enumerate(column.cells):
+        try:
+            rows.append([float(part) for part in (cell if isinstance(cell, list | tuple) else [cell])])
+        except (TypeError, ValueError, OverflowError):
+            raise _no_number(column, row) from None
+        if len(rows[-1]) != len(rows[0]):
+            raise column.problem(row, f"holds {len(rows[-1])} values, the rows before it {len(rows[0])}")
+    return np.array(rows, np.float64)
+
+
+def _no_number(column: Column, row: int) -> DataProblem:
+    return column.problem(
+        row,
+        f"{quoted(str(column.cells[row]))} is not a number; correct it, list the texts of the column in the option "
+        "categories, or leave the column out by the option features",
+    )
+
+
+def _require_in_range(values: npt.NDArray[np.float64], column: Column, options: TableOptions) -> None:
+    """No gap where none is allowed, and nothing that the dtype cannot hold."""
+    whole = options.dtype == "int32"
+    wrong = np.abs(values) > (2**31 - 1 if whole else LARGEST)
+    if options.standardise == "none":
+        wrong |= np.isnan(values)
+    if whole:
+        wrong |= values != np.floor(values)
+    if not wrong.any():
+        return
+    row, value = (int(index) for index in np.argwhere(wrong)[0])
+    if np.isnan(values[row, value]):
+        raise column.problem(
+            row,
+            'no value there; fill it in, remove the row, or set standardise = "local", which fills gaps',
+        )
+    cell = column.cells[row]
+    shown = quoted(str(cell[value] if isinstance(cell, list | tuple) else cell))
+    limit = "is not a whole number of 32 bits" if whole else f"is too large; expected at most {LARGEST:g}"
+    raise column.problem(row, f"{shown} {limit}")

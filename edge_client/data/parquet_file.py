@@ -1,0 +1,62 @@
+"""Parquet files, read a batch of rows at a time. A column may hold lists of numbers, such as an image's pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from edge_client.data.connector import Connector, DataConfig, DataProblem
+from edge_client.data.options import TableOptions, read_only_problem, read_options, require_path
+from edge_client.data.rows import Rows, RowsConnector, all_rows
+from edge_client.data.table import BLOCK_ROWS, Record, Table
+from edge_client.data.table_reader import read_rows
+
+
+def open_connector(config: DataConfig) -> Connector:
+    """A Connector to a Parquet file.
+
+    Raises:
+        DataProblem: pyarrow is not installed here, or an option does not fit.
+    """
+    options, path = read_options(TableOptions, config), require_path(config)
+    try:
+        import pyarrow  # noqa: F401 - imported early, so that a preview reports it
+    except ModuleNotFoundError:
+        raise DataProblem("parquet data needs pyarrow on this device: pip install 'fedloop[data]'") from None
+
+    return RowsConnector(
+        options, lambda: all_rows(path, options.test_path, lambda each: _rows(each, options))
+    )
+
+
+def _rows(path: Path, options: TableOptions) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            columns = _columns(options, tuple(schema.names))
+            kinds = tuple(str(schema.field(name).type) for name in columns)
+            return read_rows(Table(str(path), columns, kinds, _records(file, columns), "row"), options)
+    except OSError as error:
+        raise read_only_problem(path, error) from None
+    except pyarrow.ArrowException as error:
+        raise DataProblem(f"{path}: cannot be read as Parquet: {error}") from None
+
+
+def _columns(options: TableOptions, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The columns to read; all of them where a name is unknown, so that `read_rows` reports it."""
+    selected = {*options.features, options.label, options.split} - {None}
+    if not options.features or not selected <= set(names):
+        return names
+    return tuple(name for name in names if name in selected)
+
+
+def _records(file: Any, columns: tuple[str, ...]) -> Iterator[Record]:
+    number = 0
+    for batch in file.iter_batches(batch_size=BLOCK_ROWS, columns=list(columns), use_threads=False):
+        for cells in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
+            number += 1
+            yield number, cells

@@ -1,0 +1,1 @@
+"""Starts, limits and ends worker processes; the fork server."""

@@ -1,0 +1,164 @@
+"""Worker processes: they die with their parent, report in JSON lines, and fail with one sentence.
+
+A worker is started with the path of a job file. It reports to its parent in JSON objects, one per line, on standard
+output: progress, and `{"error": …}` before a failing exit. Everything else that libraries print goes to standard error.
+Standard library only, so that any worker may import it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+PARENT_VARIABLE = "FEDLOOP_PARENT_PID"
+"""Environment variable in which a parent tells its workers its own process id."""
+
+UNTOUCHED_BYTES = 256 * 1024 * 1024
+"""Private memory that libraries reserve without using it, allowed on top of a limit."""
+
+_NICE = 10
+_OOM_SCORE_ADJUSTMENT = "500"
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+# Several multi-threaded processes would compete for the cores. oneDNN's rounding depends on the processor.
+_ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+}
+
+Report = Callable[..., None]
+"""Writes its keyword arguments as one JSON line to the parent."""
+
+
+def worker_environment() -> dict[str, str]:
+    """The environment for a worker: ours, with one thread and the parent's process id."""
+    return {**os.environ, **_ONE_THREAD, PARENT_VARIABLE: str(os.getpid())}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How worker processes are started.
+
+    Attributes:
+        prefix: command words of a program that executes the rest of the command, put before a worker's command.
+        environment: returns all environment variables of the worker.
+    """
+
+    prefix: tuple[str, ...] = ()
+    environment: Callable[[], dict[str, str]] = worker_environment
+
+    def command(self, *arguments: str) -> list[str]:
+        """The command that starts Python with these arguments, such as `-m MODULE`."""
+        # -P keeps the working directory off sys.path: a user's own models.py must not shadow ours.
+        return [*self.prefix, sys.executable, "-P", *arguments]
+
+
+def die_with_parent() -> None:
+    """Has the kernel kill this process when the thread that started it ends, even by SIGKILL.
+
+    Not inherited: every process of a tree calls this itself. The parent may end before the call, so it passes its
+    process id in `PARENT_VARIABLE`, and a worker with another parent exits at once.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
+    parent = os.environ.get(PARENT_VARIABLE, "")
+    if parent.isdecimal() and os.getppid() != int(parent):
+        os._exit(1)
+
+
+def lower_priority() -> None:
+    """Sets low priority, no core dumps, and a high chance to be killed first when the machine is out of memory."""
+    os.nice(_NICE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJUSTMENT)
+
+
+def limit_memory(limit_bytes: int) -> None:
+    """Has the kernel refuse more memory than the limit; 0: no limit.
+
+    RLIMIT_DATA, not RLIMIT_AS: frameworks reserve many gigabytes of address space that they never touch, which
+    RLIMIT_AS would count and RLIMIT_DATA, which counts private writable memory, does not. That is still more than
+    the resident memory, so `UNTOUCHED_BYTES` are left above.
+    """
+    set_soft_limit(resource.RLIMIT_DATA, limit_bytes + UNTOUCHED_BYTES if limit_bytes else 0)
+
+
+def set_soft_limit(which: int, value: int) -> None:
+    """Sets a soft limit; 0: as high as allowed."""
+    hard = resource.getrlimit(which)[1]
+    soft = value or resource.RLIM_INFINITY
+    if hard != resource.RLIM_INFINITY:
+        soft = hard if soft == resource.RLIM_INFINITY else min(soft, hard)
+    resource.setrlimit(which, (soft, hard))
+
+
+def tie_to_parent(command: Sequence[str]) -> list[str]:
+    """`command` wrapped so that it dies with this process; start it with `worker_environment()`.
+
+    For programs that do not call `die_with_parent` themselves: this module calls it and executes the program.
+    """
+    return [sys.executable, "-P", "-m", "edge_client.processes.process", *command]
+
+
+def serve(work: Callable[[Path, Report], None]) -> NoReturn:
+    """Runs a worker: `work(job file, report)`, then exits with 0, or with 1 after an error line.
+
+    Our own errors are subclasses of ValueError with a message for people; for any other error, a bare ValueError
+    included, the traceback goes to standard error as well.
+    """
+    die_with_parent()
+    report = reporter(own_stdout())
+    if len(sys.argv) != 2:
+        report(error=f"expected one argument, the job file, got {len(sys.argv) - 1}")
+        raise SystemExit(2)
+    try:
+        work(Path(sys.argv[1]), report)
+    except Exception as error:
+        ours = isinstance(error, ValueError) and type(error) is not ValueError
+        if not ours:
+            traceback.print_exc()
+        report(error=str(error) if ours else f"{type(error).__name__}: {error}")
+        raise SystemExit(1) from None
+    raise SystemExit(0)
+
+
+def reporter(stream: TextIO) -> Report:
+    """A `Report` that writes each line to `stream` in one call, so that two processes can share a pipe."""
+
+    def report(**fields: object) -> None:
+        stream.write(json.dumps(fields) + "\n")
+        stream.flush()
+
+    return report
+
+
+def own_stdout() -> TextIO:
+    """Standard output reserved for reports; what libraries print there, from C too, goes to standard error."""
+    sys.stdout.flush()
+    kept = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return kept
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    os.execv(sys.argv[1], sys.argv[1:])

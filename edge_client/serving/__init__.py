@@ -1,0 +1,1 @@
+"""Serves predictions to other programs on the device."""

@@ -1,0 +1,87 @@
+"""Predictions with the device's active release."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_client.errors import UserMistake
+from edge_client.infer.runtime import InvalidRows, LoadedRelease
+from edge_client.ota import slots
+from edge_client.ota.pointer import Pointer
+from edge_client.wire.strict import printable
+
+
+class NoRelease(UserMistake):
+    """This device runs no release of the model."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction for one row, or for each position of a sequence.
+
+    Attributes:
+        label: the class with the largest logit; probability: its softmax.
+    """
+
+    label: int | list[int]
+    probability: float | list[float]
+
+
+def active_release(state_dir: Path, model: str | None = None) -> Path:
+    """The folder of the active release. `model`: required if the device runs several.
+
+    Raises:
+        NoRelease: none is installed yet, or the installed one no longer runs.
+        UserMistake: the device runs several and none is named, or does not know the named one.
+    """
+    pointers = {name: slots.read(state_dir, name) for name in slots.models(state_dir)}
+    running = [name for name, pointer in pointers.items() if pointer.active is not None]
+    choices = running or list(pointers)
+    if model is None and len(choices) > 1:
+        raise UserMistake(f"this device has several models; name one with --model: {', '.join(choices)}")
+    chosen = model or next(iter(choices), None)
+    if chosen is None:
+        raise NoRelease(
+            f"this device has no release yet, in {state_dir}; the daemon installs what it is told to run "
+            "(fedloop-edge status); or give a folder with --release"
+        )
+    if chosen not in pointers:
+        has = f"it has {', '.join(choices)}" if choices else "it has none yet"
+        raise UserMistake(f"this device has no release of {chosen!r}; {has}; or give a folder with --release")
+    pointer = pointers[chosen]
+    if pointer.active is None:
+        raise NoRelease(f"no version of {chosen} runs: {_inactive_reason(pointer)}")
+    return slots.slot_folder(state_dir, chosen, pointer.active)
+
+
+def _inactive_reason(pointer: Pointer) -> str:
+    model, last = pointer.model, pointer.last
+    if last is not None and last.standing in ("rolled_back", "failed"):
+        reason = printable(last.words, 300)
+        return f"{model}:{last.version} does not run here, and there is no other version: {reason}"
+    return f"no release of {model} was installed yet"
+
+
+def predict(loaded: LoadedRelease, x: npt.NDArray[Any]) -> list[Prediction]:
+    """One prediction for each row.
+
+    Raises:
+        InvalidRows: the rows are invalid for the model, or its output is not finite.
+    """
+    logits = loaded.predict(x).astype(np.float64)
+    finite = np.isfinite(logits)
+    if not finite.all():
+        row = int(np.argwhere(~finite)[0][0])
+        raise InvalidRows(f"row {row}: {loaded.manifest.model} answers with a number that is not finite")
+    softmax = np.exp(logits - logits.max(-1, keepdims=True))
+    softmax /= softmax.sum(-1, keepdims=True)
+    labels, best = logits.argmax(-1), softmax.max(-1)
+    return [
+        Prediction(label.tolist(), probability.tolist())
+        for label, probability in zip(labels, best, strict=True)
+    ]

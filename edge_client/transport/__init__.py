@@ -1,0 +1,1 @@
+"""The device's HTTPS connection to its coordinator, and its identity."""

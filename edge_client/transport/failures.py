@@ -1,0 +1,121 @@
+"""Errors of requests: the coordinator refused (`ServerRefused`, with its code), or it could not be reached.
+
+`Unreachable` covers whatever urllib3 raises; a retry may help.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from typing import Any
+
+import urllib3
+
+from edge_client.wire.strict import loads, printable
+
+LONGEST_WAIT_SECONDS = 3600.0
+"""Longest wait that a coordinator can impose on a device."""
+
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")
+"""OpenSSL's reasons for an answer that is not TLS; they differ by version."""
+
+_NOT_YET_VALID, _EXPIRED = 9, 10  # X509_V_ERR_…, openssl/x509_vfy.h
+
+
+class Unreachable(Exception):
+    """No valid answer; worth another try later. The message is for people."""
+
+
+class WrongClock(Unreachable):
+    """The coordinator's certificate is not valid by this machine's clock."""
+
+
+class CertificateExpired(Exception):
+    """The coordinator no longer accepts this device's certificate because of its dates."""
+
+
+class Cancelled(Exception):
+    """The daemon cancelled the work."""
+
+
+class ServerRefused(Exception):
+    """The coordinator's refusal: HTTP status, its stable code, its message, further details."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        details: Mapping[str, Any] | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(f"{message} ({status} {code})")
+        self.status = status
+        self.code = code
+        self.message = message
+        self.details = details or {}
+        self.retry_after = retry_after
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the same request may succeed later."""
+        return self.status >= 500 or self.status in (408, 425, 429)
+
+
+def refusal(response: urllib3.BaseHTTPResponse, content: bytes) -> Exception:
+    """The error for a refusing response. Without the coordinator's error document it comes from an intermediary."""
+    try:
+        document: Any = loads(content, "refusal")
+        details = dict(document["error"])
+        code, message = printable(str(details.pop("code")), 60), printable(str(details.pop("message")))
+    except (ValueError, KeyError, TypeError):
+        reason = printable(response.reason or "", 100)
+        code, message, details = "unknown", f"HTTP {response.status} {reason}".strip(), {}
+    return ServerRefused(
+        response.status, code, message, details, _seconds(response.headers.get("Retry-After"))
+    )
+
+
+def _seconds(text: str | None) -> float | None:
+    try:
+        return min(max(0.0, float(text)), LONGEST_WAIT_SECONDS) if text else None
+    except ValueError:
+        return None
+
+
+def translate(error: BaseException, where: str) -> Exception:
+    """The error for an exception of urllib3, by its underlying cause."""
+    cause = _tls_cause(error)
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        if cause.verify_code in (_NOT_YET_VALID, _EXPIRED):
+            return WrongClock(f"{where}: its certificate is not valid now: {cause.verify_message}")
+        return Unreachable(
+            f"{where} is not the coordinator this device enrolled with: {cause.verify_message}; "
+            "if it was moved or set up again, enroll again"
+        )
+    if isinstance(cause, ssl.SSLError) and "CERTIFICATE_EXPIRED" in str(cause).upper().replace(" ", "_"):
+        return CertificateExpired(f"{where} says that this device's certificate has expired")
+    if isinstance(cause, ssl.SSLError) and cause.reason in _NOT_TLS:
+        return Unreachable(
+            f"{where} answers, but not in TLS: it may be the operator's port (8080 unless set), which devices do not use; "
+            "use the address that `fedloop device token` prints, with the device port (8443 unless set)"
+        )
+    return Unreachable(f"{where} cannot be reached: {_reason(error)}")
+
+
+def _tls_cause(error: BaseException | None) -> BaseException | None:
+    seen = 0
+    while error is not None and not isinstance(error, ssl.SSLError) and seen < 10:
+        inner = [
+            each
+            for each in (error.__cause__, error.__context__, *error.args)
+            if isinstance(each, BaseException)
+        ]
+        error = inner[0] if inner else None
+        seen += 1
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error)
+    return text.rpartition(": ")[2] if "HTTPSConnection" in text else text or type(error).__name__

@@ -1,0 +1,1 @@
+"""Pruning of weights and channels, and low-rank factorization."""

@@ -1,0 +1,1 @@
+"""Quantization: post-training, quantization-aware, mixed precision and codebooks."""

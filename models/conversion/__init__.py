@@ -1,0 +1,1 @@
+"""Converts PyTorch and Keras models to LiteRT artifacts for training."""

@@ -1,0 +1,140 @@
+"""From a Keras model to a training artifact: the same two signatures, through TensorFlow and its own converter.
+
+    1. build the model, and refuse layers that some runtime cannot train (`models.zoo.tensorflow.keras`)
+    2. a training step and the logits as pure functions of the batch and all float tensors (`stateless_call`);
+       gradients of single operations are replaced by builtin ones (`models.conversion.keras_gradients`)
+    3. both as signatures of one `.tflite`, with builtin operations only
+
+The rest of an export is the same for all models (`models.conversion.convert`). The golden answers come from TensorFlow's own gradients
+of the model as the user wrote it.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from edge_client.train.tensorflow_trainer import TensorFlowRuntime
+from edge_client.wire.manifest import TensorSpec, signature_name
+from models.conversion.keras_gradients import OVERRIDES, NoGradient
+from models.conversion.trace import NotConvertible, NotTraceable
+from models.zoo.tensorflow.keras import KerasSpec, KerasUnfit
+
+MAKERS = ("tensorflow", "tensorflow-cpu", "keras", "ai-edge-litert")
+"""Distributions that determine a file."""
+
+_REASON_LENGTH = 200
+
+
+class KerasProgram:
+    """Both signatures of a Keras model for batches of exactly `batch_size` rows; a `models.conversion.convert.Program`.
+
+    Raises:
+        NotTraceable: it has a layer that some runtime cannot train, or one without a gradient in builtin operations.
+    """
+
+    framework = "TensorFlow"
+    makers: tuple[str, ...] = MAKERS
+
+    def __init__(self, spec: KerasSpec, batch_size: int) -> None:
+        try:
+            self._model = spec.require_trainable()
+        except KerasUnfit as error:
+            raise NotTraceable(str(error)) from error
+        self._spec, self._batch_size = spec, batch_size
+        self.values: Mapping[str, npt.NDArray[np.float32]] = self._model.params()
+        self.tensors = tuple(
+            TensorSpec(name, signature_name(name), value.shape, name in self._model.trainable)
+            for name, value in self.values.items()
+        )
+        if len({tensor.signature_name for tensor in self.tensors}) < len(self.tensors):
+            raise NotTraceable("two weights would have one name in the signatures; rename their layers")
+
+    @property
+    def content(self) -> Sequence[bytes]:
+        """The configuration of the layers, which determines the graphs of built-in layers."""
+        return [self._model.model.to_json().encode(), str(self._batch_size).encode()]
+
+    def reference(self) -> TensorFlowRuntime:
+        """The original model with TensorFlow's own gradients."""
+        return TensorFlowRuntime(self._model, trainable=self._model.trainable)
+
+    def tflite(self) -> bytes:
+        """Both signatures as one file.
+
+        Raises:
+            NotConvertible: an operation has no builtin equivalent.
+        """
+        try:
+            train, infer = self._trace(self._train, ("x", "y", "lr")), self._trace(self._infer, ("x",))
+        except (NoGradient, LookupError) as error:
+            raise NotConvertible(f"no LiteRT gradient for {error}") from error
+        module = tf.Module()
+        module.train, module.infer = train, infer
+        signatures = {name: getattr(module, name).get_concrete_function() for name in ("train", "infer")}
+        with tempfile.TemporaryDirectory() as folder:
+            # The graph already contains the replaced gradients.
+            options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
+            tf.saved_model.save(module, folder, signatures=signatures, options=options)
+            converter = tf.lite.TFLiteConverter.from_saved_model(folder, signature_keys=list(signatures))
+            return run_converter(converter)
+
+    def _trace(self, function: Callable[..., dict[str, tf.Tensor]], first: Sequence[str]) -> Any:
+        spec, rows = self._spec, self._batch_size
+        label_shape = spec.input_shape if spec.task == "next_token" else ()
+        known = {
+            "x": tf.TensorSpec((rows, *spec.input_shape), spec.input_dtype, "x"),
+            "y": tf.TensorSpec((rows, *label_shape), tf.int32, "y"),
+            "lr": tf.TensorSpec((), tf.float32, "lr"),
+        }
+        weights = [tf.TensorSpec(t.shape, tf.float32, t.signature_name) for t in self.tensors]
+        signature = [*(known[name] for name in first), *weights]
+        return tf.function(function, input_signature=signature, autograph=False)
+
+    def _train(self, x: tf.Tensor, y: tf.Tensor, lr: tf.Tensor, *tensors: tf.Tensor) -> dict[str, tf.Tensor]:
+        learned = {t.signature_name: w for t, w in zip(self.tensors, tensors, strict=True) if t.trainable}
+        with tf.compat.v1.get_default_graph().gradient_override_map(OVERRIDES):
+            loss = masked_cross_entropy(self._logits(x, tensors), y)
+        gradients = tf.gradients(loss, list(learned.values()), unconnected_gradients="zero")
+        moved = {
+            name: weight - lr * gradient
+            for (name, weight), gradient in zip(learned.items(), gradients, strict=True)
+        }
+        return {"loss": loss, **moved}
+
+    def _infer(self, x: tf.Tensor, *tensors: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"logits": self._logits(x, tensors)}
+
+    def _logits(self, x: tf.Tensor, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+        return self._model.logits(dict(zip(self._model.names, tensors, strict=True)), x)
+
+
+def masked_cross_entropy(logits: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    """Mean cross-entropy over the labels that are not -1, which no class equals. `logits`: [B, (T,) C], `y`: int32 [B, (T)]."""
+    one_hot = tf.cast(tf.equal(y[..., None], tf.range(logits.shape[-1])), logits.dtype)
+    return -tf.reduce_sum(one_hot * tf.nn.log_softmax(logits)) / tf.reduce_sum(one_hot)
+
+
+def run_converter(converter: Any) -> bytes:
+    """Runs a converter that allows builtin operations only.
+
+    Raises:
+        NotConvertible: it fails.
+    """
+    try:
+        return bytes(converter.convert())
+    except Exception as error:
+        raise NotConvertible(f"LiteRT cannot take this model; {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    message = " ".join(str(error).split())
+    named = re.search(r"\btf\.([A-Z]\w+)", message)
+    operation = f"operation {named[1]}: " if named else ""
+    return f"{operation}{type(error).__name__}: {message[:_REASON_LENGTH] or 'no reason given'}"

@@ -1,0 +1,80 @@
+"""A cache of answered requests, keyed without building the model.
+
+Finding an artifact by its graphs (`models.conversion.cache`) takes torch and a trace of the model, seconds of work. The graphs
+of a built-in model follow from the request, our code and the libraries, so its answer is also stored under the
+SHA-256 of those. Other models and files must be traced.
+
+    <folder>/answered/<sha256>.json   the names of the artifact's two files in <folder>/artifacts
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Any
+
+from edge_client.files import write_durably
+from edge_client.wire import manifest as manifests
+from edge_client.wire.manifest import ManifestError
+
+_CODE = ("models", "edge_client", "strategies")
+_LIBRARIES = ("torch", "numpy", "litert-torch", "litert-converter", "ai-edge-litert")
+_OURS = "models.zoo."
+ARTIFACTS = "artifacts"
+"""Folder of the cache with the artifacts and their manifests."""
+
+
+def is_ours(model: str) -> bool:
+    """Whether `model` is built-in, so that `digest` covers everything that determines its graphs."""
+    entries = entry_points(group="fedloop.models", name=model)
+    return len(entries) == 1 and all(entry.value.startswith(_OURS) for entry in entries)
+
+
+def digest(request: Mapping[str, Any]) -> str:
+    """SHA-256 of a request, our source code and the libraries' versions. Reads 2 MB."""
+    total = hashlib.sha256(json.dumps(request, sort_keys=True).encode())
+    total.update(f"\n{platform.python_version()} {platform.machine()}\n".encode())
+    total.update("\n".join(f"{name} {_version(name)}" for name in _LIBRARIES).encode())
+    root = Path(__file__).resolve().parents[2]
+    for package in _CODE:
+        for path in sorted((root / package).rglob("*.py")):
+            code = path.read_bytes()
+            total.update(f"\n{path.relative_to(root)} {len(code)}\n".encode())
+            total.update(code)
+    return total.hexdigest()
+
+
+def find(folder: Path, digest: str) -> tuple[Path, Path] | None:
+    """The artifact and its manifest, if both are complete; otherwise None, and the model must be traced."""
+    try:
+        names = json.loads(_path(folder, digest).read_text("utf-8"))
+        tflite, manifest = (folder / ARTIFACTS / names[kind] for kind in ("tflite", "manifest"))
+        described = manifests.from_json(manifest.read_bytes(), str(manifest))
+        manifests.require_file(described, tflite.read_bytes(), str(tflite))
+    except (OSError, ValueError, KeyError, TypeError, ManifestError):
+        return None
+    return tflite, manifest
+
+
+def store(folder: Path, digest: str, tflite: Path, manifest: Path) -> None:
+    """Stores the answer. If the folder is not writable, the next request only has to trace the model again."""
+    names = {"tflite": tflite.name, "manifest": manifest.name}
+    with suppress(OSError):
+        _path(folder, digest).parent.mkdir(exist_ok=True)
+        write_durably(_path(folder, digest), json.dumps(names).encode())
+
+
+def _path(folder: Path, digest: str) -> Path:
+    return folder / "answered" / f"{digest}.json"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"

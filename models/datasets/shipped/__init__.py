@@ -1,0 +1,1 @@
+"""The data sets that Fedloop knows by name."""

@@ -1,0 +1,101 @@
+"""Synthetic data of any shape, for trials and benchmarks: one prototype per class, plus noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from edge_client.data.quoting import nearest
+from models.datasets.dataset import DataError, Dataset
+from models.datasets.notation import Call
+from models.datasets.randomness import stream
+
+CLIENTS = 20
+
+NOISE = 0.35
+"""Standard deviation of a value around its prototype: 784 of them have the length of an MNIST image."""
+
+SEPARATION = 8.0
+"""Mean distance between two prototypes, in standard deviations of the noise, whatever the shape.
+
+At 8 the two nearest of a few dozen classes hardly overlap: a linear model can learn them nearly perfectly, and
+must see examples to do so.
+"""
+
+LARGEST = 2**31
+"""Most values in all rows together: 8 GiB."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """`samples` training rows a client, of `shape` and over `classes`."""
+
+    shape: tuple[int, ...] = (784,)
+    classes: int = 62
+    samples: int = 60
+
+
+def options(call: Call) -> Options:
+    """The options of `synthetic(shape=[…], classes=…, samples=…)`.
+
+    Raises:
+        DataError: an unknown option, or a value out of its range.
+    """
+    named: Mapping[str, Any] = call.named
+    if call.positional:
+        raise DataError("options of synthetic are named: synthetic(shape=[784], classes=62, samples=60)")
+    known = list(Options.__dataclass_fields__)
+    for name in named:
+        if name not in known:
+            raise DataError(
+                f"synthetic has no option {name!r}{nearest(name, known)}; its options: {', '.join(known)}"
+            )
+    shape = named.get("shape", list(Options.shape))
+    if not isinstance(shape, list | tuple) or not shape or not all(_counts(extent, 1) for extent in shape):
+        raise DataError(
+            f"synthetic: shape = {shape!r}, expected a list of whole numbers from 1, such as [28, 28]"
+        )
+    for name, least in (("classes", 2), ("samples", 1)):
+        if name in named and not _counts(named[name], least):
+            raise DataError(f"synthetic: {name} = {named[name]!r}, expected a whole number from {least}")
+    return Options(tuple(shape), named.get("classes", Options.classes), named.get("samples", Options.samples))
+
+
+def load(call: Call, clients: int | None, seed: int) -> Dataset:
+    """x float32 [N, *shape]: `samples` training rows for each of `clients`, and a quarter as many for testing.
+
+    Raises:
+        DataError: options out of range, or more than fits in memory.
+    """
+    chosen, clients = options(call), clients or CLIENTS
+    training = clients * chosen.samples
+    rows = training + max(1, training // 4)
+    size = math.prod(chosen.shape)
+    if rows * size > LARGEST:
+        raise DataError(
+            f"synthetic: {rows:,} rows of {size:,} values are {rows * size * 4 / 2**30:,.0f} GiB, at most "
+            f"{LARGEST * 4 / 2**30:.0f} are made; lower shape, samples or clients"
+        )
+    rng = stream(seed, "synthetic")
+    y = rng.permutation(np.arange(rows, dtype=np.int32) % chosen.classes)
+    spread = NOISE * SEPARATION / math.sqrt(2 * size)
+    prototypes = rng.standard_normal((chosen.classes, size), np.float32) * np.float32(spread)
+    x = rng.standard_normal((rows, size), np.float32)
+    x *= np.float32(NOISE)
+    x += prototypes[y]
+    return Dataset(
+        name="synthetic",
+        x=x.reshape(rows, *chosen.shape),
+        y=y,
+        test=np.arange(rows) >= training,
+        classes=chosen.classes,
+        notes=(f"Made-up data: {chosen.samples} training rows for each of {clients} clients.",),
+    )
+
+
+def _counts(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

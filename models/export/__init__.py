@@ -1,1 +1,0 @@
-"""PyTorch models as LiteRT artifacts."""

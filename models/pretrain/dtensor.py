@@ -1,0 +1,25 @@
+"""Tensors that may be sharded over processes, handled without importing `torch.distributed.tensor`.
+
+That import takes half as long as torch itself, and a single process never needs it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether `tensor` is sharded. It cannot be before some code has imported `torch.distributed.tensor`."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` unsharded; a collective of its processes where it is sharded."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor

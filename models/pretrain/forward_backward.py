@@ -1,0 +1,139 @@
+"""One forward and backward pass over a process's share of a batch, in micro-batches, through one module or through the
+stages of a pipeline (see `models.pretrain.parallel.model.pipeline_schedule` for their order and its cost).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
+
+from models.pretrain.data.batches import Batch
+from models.pretrain.objective import Objective
+from models.pretrain.parallel.data import sharding
+from models.pretrain.parallel.model.pipeline_schedule import MULTI_STAGE
+from models.pretrain.parallelize import Parallel
+from models.pretrain.world import World
+
+Pass = Callable[[Batch], torch.Tensor]
+"""Accumulates a batch's gradients and returns this process's share of the global batch's mean loss."""
+
+_SINGLE_STAGE = {"naive": ScheduleGPipe, "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+def build(parallel: Parallel, objective: Objective, world: World) -> Pass:
+    """The pass for the plan of `world`."""
+    if world.plan.pp > 1:
+        return _pipelined(parallel, objective, world)
+    return _direct(parallel.parts[0], objective, world)
+
+
+def _direct(module: nn.Module, objective: Objective, world: World) -> Pass:
+    """Forward and backward for every micro-batch; gradients are synchronized with the last one only."""
+    plan = world.plan
+    scale = world.size("data") if sharding.averages_gradients(world) else 1
+
+    def run(batch: Batch) -> torch.Tensor:
+        total = torch.zeros((), device=world.device)
+        pieces = batch.microbatches(plan.num_microbatches)
+        for number, (x, y) in enumerate(pieces):
+            with _gradient_sync(module, number == len(pieces) - 1), _split_loss(plan.loss_parallel):
+                with _precision(world):
+                    logits = module(x.to(world.device, non_blocking=True))
+                loss = objective(logits, y.to(world.device, non_blocking=True)) / batch.counted
+                (loss * scale).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
+
+    return run
+
+
+def _pipelined(parallel: Parallel, objective: Objective, world: World) -> Pass:
+    plan = world.plan
+    scale = world.size("data") if sharding.averages_gradients(world) else 1
+    counted = 1
+
+    def loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return objective(logits, y) / counted * scale
+
+    stages = [
+        _stage(part, number, world) for part, number in zip(parallel.parts, parallel.numbers, strict=True)
+    ]
+    turns = plan.num_microbatches if plan.schedule == "naive" else 1
+    options: dict[str, Any] = {
+        "n_microbatches": plan.num_microbatches // turns,
+        "loss_fn": loss,
+        "scale_grads": False,
+    }
+    schedule = (
+        MULTI_STAGE[plan.schedule](stages, **options)
+        if plan.schedule in MULTI_STAGE
+        else _SINGLE_STAGE[plan.schedule](stages[0], **options)
+    )
+    first, last = 0 in parallel.numbers, plan.virtual_stages - 1 in parallel.numbers
+
+    def run(batch: Batch) -> torch.Tensor:
+        nonlocal counted
+        counted = batch.counted
+        total = torch.zeros((), device=world.device)
+        for x, y in batch.microbatches(turns):
+            losses: list[torch.Tensor] = []
+            inputs = (x.to(world.device, non_blocking=True),) if first else ()
+            targets: dict[str, Any] = (
+                {"target": y.to(world.device, non_blocking=True), "losses": losses} if last else {}
+            )
+            with _split_loss(plan.loss_parallel), _precision(world):
+                # the logits of all micro-batches are not needed, and would stay in memory
+                schedule.step(*inputs, **targets, return_outputs=False)
+            total += sum(each.detach() for each in losses) / scale
+        return total
+
+    return run
+
+
+class HostBoundary(nn.Module):
+    """A stage on its own kind of processor: its inputs and outputs are in host memory, where gloo can send them."""
+
+    def __init__(self, stage: nn.Module, device: torch.device, last: bool) -> None:
+        super().__init__()
+        self.stage, self.device, self.last = stage, device, last
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        output = self.stage(*(part.to(self.device) for part in inputs))
+        if self.last:  # the loss is computed where the logits are
+            return output
+        return tuple(part.cpu() for part in output) if isinstance(output, tuple) else output.cpu()
+
+
+def _stage(part: nn.Module, number: int, world: World) -> PipelineStage:
+    plan, device = world.plan, world.device
+    if plan.devices:
+        part, device = HostBoundary(part, device, number == plan.virtual_stages - 1), torch.device("cpu")
+    return PipelineStage(part, number, plan.virtual_stages, device, group=world.group("pp"))
+
+
+def _gradient_sync(module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+    """Synchronizes gradients in this micro-batch's backward pass only if `enabled`."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(enabled)
+    elif isinstance(module, DistributedDataParallel) and not enabled:
+        return module.no_sync()
+    return nullcontext()
+
+
+def _split_loss(enabled: bool) -> AbstractContextManager[None]:
+    return loss_parallel() if enabled else nullcontext()
+
+
+def _precision(world: World) -> AbstractContextManager[None]:
+    """Autocast to bfloat16, where sharding does not cast params itself."""
+    if world.plan.precision == "bf16" and world.plan.zero < 2:
+        return torch.autocast(world.device.type, dtype=torch.bfloat16)
+    return nullcontext()

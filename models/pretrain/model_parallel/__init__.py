@@ -1,1 +1,0 @@
-"""A model taken apart: matrices, sequences and experts spread over processes, the order of pipelines, recomputation."""

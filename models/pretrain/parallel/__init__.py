@@ -1,0 +1,1 @@
+"""Parallelism: over rows in `data`, over params in `model`."""

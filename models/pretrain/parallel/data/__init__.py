@@ -1,0 +1,1 @@
+"""Data parallelism: sharding, gradient compression and local updates."""

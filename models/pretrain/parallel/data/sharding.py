@@ -1,0 +1,115 @@
+"""Data parallelism: how processes that compute different rows arrive at the same params.
+
+zero=0  every process has everything; gradients are summed: by DistributedDataParallel, overlapped with the backward
+        pass, where a process has the whole model; otherwise by `sum_gradients` after it
+zero=1  the same, and each process steps a part of the params (`models.pretrain.parallel.data.zero1`)
+zero=2  gradients and optimizer state are sharded, params gathered once a step (FSDP2)
+zero=3  params too, gathered layer by layer (FSDP2); they may be offloaded to host memory or to disk (`offload`)
+sync_every  nothing is exchanged here: params are, every so many steps (`models.pretrain.parallel.data.local_updates`)
+
+Losses are sums divided by the labels of the whole global batch, so gradients have to be summed. Torch averages them
+(gloo has no scaled sum to avoid that), so losses are first multiplied by the size of the data axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from models.pretrain.parallel.model import experts, tensor
+from models.pretrain.world import World
+from models.zoo.layout import Layout
+
+BUCKET_BYTES = 25 * 1024 * 1024
+
+
+def apply_data_parallel(module: nn.Module, layout: Layout | None, world: World) -> nn.Module:
+    """Wraps `module` so that the processes of the data axis train it together."""
+    plan = world.plan
+    if world.size("data") == 1 and plan.precision == "fp32" and plan.offload == "none":
+        return module
+    if plan.zero >= 2:
+        return _apply_fsdp(module, layout, world)
+    if uses_ddp(world):
+        return DistributedDataParallel(
+            module, process_group=world.group("data"), bucket_cap_mb=BUCKET_BYTES / 2**20
+        )
+    return module
+
+
+def averages_gradients(world: World) -> bool:
+    """Whether gradients, or params, are averaged, so that losses must be scaled to make it a sum."""
+    return world.size("data") > 1 and (world.plan.zero >= 2 or world.plan.sync_every > 0 or uses_ddp(world))
+
+
+def uses_ddp(world: World) -> bool:
+    """Whether DistributedDataParallel handles the data axis."""
+    plan = world.plan
+    only_data = plan.tp == plan.pp == plan.ep == 1
+    return world.size("data") > 1 and plan.zero < 2 and only_data and not plan.sync_every
+
+
+def sum_gradients(parts: Iterable[nn.Module], world: World) -> None:
+    """Sums gradients over the data axis, in buckets, where nothing did so during the backward pass.
+
+    Gradients of expert shards are summed over the processes with the same experts: the others' tokens came to them.
+    """
+    parts = list(parts)
+    tensor.align_gradients(parts)
+    if world.size("data") == 1 or averages_gradients(world):
+        return
+    gradients = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
+    expert = [gradient for gradient in gradients if experts.is_expert_shard(gradient)]
+    everywhere = [gradient for gradient in gradients if not experts.is_expert_shard(gradient)]
+    _sum_in_buckets(everywhere, world.group("data"))
+    for axis in ("replicate", "cp"):
+        if expert and world.size(axis) > 1:
+            _sum_in_buckets(expert, world.group(axis))
+
+
+def _sum_in_buckets(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    bucket, size = [], 0
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        bucket.append(local)
+        size += local.numel() * local.element_size()
+        if size >= BUCKET_BYTES:
+            _sum(bucket, group)
+            bucket, size = [], 0
+    _sum(bucket, group)
+
+
+def _sum(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    if tensors:
+        flat = torch.cat([each.reshape(-1) for each in tensors])
+        dist.all_reduce(flat, group=group)
+        sums = torch.split(flat, [each.numel() for each in tensors])
+        for each, summed in zip(tensors, sums, strict=True):
+            each.copy_(summed.view_as(each))
+
+
+def _apply_fsdp(module: nn.Module, layout: Layout | None, world: World) -> nn.Module:
+    plan = world.plan
+    mesh = world.mesh["replicate", "shard"] if plan.replicate > 1 else world.axis("fsdp")
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": plan.zero == 3,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if plan.precision == "bf16" else None, reduce_dtype=torch.float32
+        ),
+        "offload_policy": OffloadPolicy()
+        if plan.offload == "none"
+        else CPUOffloadPolicy(pin_memory=world.device.type == "cuda" and plan.offload == "cpu"),
+    }
+    layers = layout.layer_names(module) if layout is not None and layout.layers else []
+    for name in layers:
+        fully_shard(module.get_submodule(name), **options)
+    fully_shard(module, **options)
+    return module

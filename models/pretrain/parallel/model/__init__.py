@@ -1,0 +1,1 @@
+"""Model parallelism: tensor, context, expert and pipeline parallelism, and activation recomputation."""

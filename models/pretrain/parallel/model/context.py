@@ -1,0 +1,49 @@
+"""Context parallelism: every process has a part of every sequence; around attention it is exchanged for a part of the
+heads over the whole sequence (Jacobs 2023, DeepSpeed Ulysses).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from models.pretrain.world import World
+from models.zoo.layout import Layout, matching
+
+
+class ByHead(nn.Module):
+    """Attention over parts of sequences: [B, H, T/P, D/H] in and out; the inner module sees [B, H/P, T, D/H]."""
+
+    def __init__(self, inner: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.inner, self.group = inner, group
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return self._to_sequences(self.inner(*(self._to_heads(part) for part in (query, key, value))))
+
+    def _to_heads(self, x: torch.Tensor) -> torch.Tensor:
+        B, H, T, D = x.shape
+        P = self.group.size()
+        sent = x.view(B, P, H // P, T, D).permute(1, 3, 0, 2, 4).contiguous()  # [P, T, B, H/P, D]
+        got = all_to_all_single_autograd(sent, None, None, self.group)
+        return got.reshape(P * T, B, H // P, D).permute(1, 2, 0, 3)
+
+    def _to_sequences(self, x: torch.Tensor) -> torch.Tensor:
+        B, H, T, D = x.shape
+        P = self.group.size()
+        sent = x.permute(2, 0, 1, 3).reshape(P, T // P, B, H, D).contiguous()
+        got = all_to_all_single_autograd(sent, None, None, self.group)  # [P, T/P, B, H, D]
+        return got.permute(2, 0, 3, 1, 4).reshape(B, P * H, T // P, D)
+
+
+def split(module: nn.Module, layout: Layout, world: World) -> None:
+    """Makes attention of `module` exchange heads and sequence, and sets the embedding's offset of its part."""
+    group = world.group("cp")
+    for name, inner in list(matching(module, layout.attention)):
+        parent, _, last = name.rpartition(".")
+        setattr(module.get_submodule(parent), last, ByHead(inner, group))
+    for part in module.modules():
+        if hasattr(part, "offset"):
+            setattr(part, "offset", world.coordinate("cp") * (layout.length // group.size()))  # noqa: B010

@@ -1,0 +1,1 @@
+"""Builds release folders (manifest, golden answers) and verifies them on every runtime."""

@@ -1,0 +1,1 @@
+"""Keras models, and TensorFlow twins of the shipped architectures."""

@@ -1,0 +1,55 @@
+"""`fedloop docs` reads pages without a network; the site builds without a broken link."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+from tests.support.cli import run_here
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_guide_is_listed_and_shown() -> None:
+    listed = run_here("docs").stdout
+    for path in (ROOT / "docs").glob("*.md"):
+        if path.stem == "index":
+            continue
+        assert f"\n{path.stem} " in f"\n{listed}"
+    shown = run_here("docs", "docs/rollouts.md")
+    assert shown.returncode == 0
+    assert "fedloop rollout start" in shown.stdout
+
+
+def test_an_unknown_page_is_refused_with_the_nearest_name() -> None:
+    refused = run_here("docs", "real-flet")
+    assert refused.returncode == 2
+    assert "did you mean real-fleet?" in refused.stderr
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(tmp_path / "cache")]
+    built = subprocess.run(
+        [*command, "-b", "html", "docs", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert built.returncode == 0, built.stderr
+    reference = (tmp_path / "site/reference/fedloop.html").read_text("utf-8")
+    assert "compress-search" in reference
+    keys = (tmp_path / "site/reference/experiment-keys.html").read_text("utf-8")
+    assert "clients_per_round" in keys
+
+
+def test_a_wheel_carries_the_pages(tmp_path: Path) -> None:
+    path = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
+    with zipfile.ZipFile(path) as wheel:
+        assert "coordinator/docs/real-fleet.md" in wheel.namelist()

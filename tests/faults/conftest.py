@@ -1,0 +1,7 @@
+"""Every coordinator here is served on SQLite and on PostgreSQL; most tests on the second in `make test-long` only."""
+
+from __future__ import annotations
+
+from tests.support.databases import database, database_url, module_served_on, served_on
+
+__all__ = ["database", "database_url", "module_served_on", "served_on"]
