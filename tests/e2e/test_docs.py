@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -36,9 +38,28 @@ def test_the_guide_to_an_own_model_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_python_example_of_the_readme_runs(tmp_path: Path) -> None:
-    import subprocess
+def test_own_table_tutorial_runs(tmp_path: Path) -> None:
+    """The commands run, the report of the table is the one shown, and the device reads its share of it."""
+    page = "docs/own-table.md"
+    (tmp_path / "table.py").write_text(blocks(page, "python")[0])
+    for name, text in zip(("patients.toml", "edge.toml"), blocks(page, "toml"), strict=True):
+        (tmp_path / name).write_text(text)
+    simulate, cut, preview = blocks(page, "sh")
+    bin_folder = Path(sys.executable).parent
+    script = f"set -e\nPATH={bin_folder}:$PATH\npython -P table.py\n{simulate}{cut}{preview}"
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first_lines, notes = blocks(page, "text")
+    assert (tmp_path / "patients.csv").read_text("utf-8-sig").startswith(first_lines)
+    printed = [line.strip() for line in done.stderr.replace(f"{tmp_path}/", "").splitlines()]
+    assert [line for line in notes.splitlines() if line not in printed] == []
+    report = json.loads((tmp_path / "runs" / "patients" / "report.json").read_text())
+    assert report["final"]["test_accuracy"] > 0.9
+    assert 'labels: {"benign": 114, "malignant": 76}' in done.stdout
 
+
+@pytest.mark.slow
+def test_the_python_example_of_the_readme_runs(tmp_path: Path) -> None:
     code = blocks("README.md", "python")[0]
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
