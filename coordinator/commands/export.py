@@ -116,7 +116,7 @@ def export(
     The float params of a federated run are quantized first.
     """
     from coordinator.commands.progress import RichProgress
-    from coordinator.datacenter import imported_models, release_export
+    from coordinator.datacenter import data_options, release_export
     from coordinator.datacenter.environment import Environment
 
     if not is_release(name, version):
@@ -132,7 +132,7 @@ def export(
         tuple(device_class or ()),
         {"dataset": dataset, "real_rows": real_rows},
         tflite_runtime,
-        imported_models.parse_data_options(data, _tables(sets or []), "export"),
+        data_options.parse_data_options(data, _tables(sets or []), "export"),
         max_accuracy_drop,
     )
     with RichProgress(Console(stderr=True)) as progress:

@@ -19,7 +19,8 @@ import tomlkit
 from pydantic import ValidationError
 
 from coordinator.datacenter import jobs
-from coordinator.datacenter.compression_sources import Pipeline, Source, SourceReader
+from coordinator.datacenter.compression_sources import Pipeline, Source, SourceReader, read_model
+from coordinator.datacenter.data_options import DataOptions, Model, parse_data_options
 from coordinator.datacenter.documents import (
     LINEAGE,
     MODEL,
@@ -28,14 +29,11 @@ from coordinator.datacenter.documents import (
     PUBLIC,
     REPORT,
     TFLITE,
-    read_model,
     write_document,
 )
 from coordinator.datacenter.environment import Environment
-from coordinator.datacenter.imported_models import DataOptions, parse_data_options
 from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import Job
-from coordinator.datacenter.pretrain_config import Model
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.experiment import apply_settings

@@ -17,35 +17,31 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import safetensors.numpy
 from pydantic import Field
+from safetensors import SafetensorError
 
 from coordinator.datacenter import training_data
+from coordinator.datacenter.data_options import Data, DataOptions
 from coordinator.datacenter.documents import (
     EXPERIMENT,
     LINEAGE,
     MODEL,
-    MODEL_KEYS,
     PARAMS,
     PIPELINE,
     PUBLIC,
     read_document,
-    read_model,
 )
 from coordinator.datacenter.environment import Environment
-from coordinator.datacenter.imported_models import (
-    DataOptions,
-    is_imported,
-    load_rows,
-    model_for,
-    params_in,
-    require_data_options,
-)
 from coordinator.datacenter.training_data import Arrays, sample_rows
 from coordinator.errors import UserError
 from coordinator.experiments import experiment
-from coordinator.experiments.schema import Experiment, Section
+from coordinator.experiments.schema import MODEL_KEYS, Experiment, Section
 from edge_client.files import file_sha256
 from models import user_code
+
+_ONNX = "model.onnx"
+_DATA = "--data, the data set to calibrate and test it on (such as digits, table.csv or package.module:load)"
 
 
 class Pipeline(Section):
@@ -196,11 +192,7 @@ class SourceReader:
             "seed": run.seed,
         }
         return Source(
-            {
-                "name": run.model.name,
-                "options": run.model.options,
-                **{key: loaded[key] for key in MODEL_KEYS},
-            },
+            run.model.describe(loaded),
             folder / PARAMS,
             sample_rows(arrays, self.pipeline.limits, rng),
             seed,
@@ -244,3 +236,115 @@ def _compression_rows(folder: Path) -> dict[str, npt.NDArray[Any]]:
         return {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: the rows of that compression cannot be read: {error}") from None
+
+
+def is_imported(folder: Path) -> bool:
+    """Whether a folder holds params without their lineage."""
+    return any(folder.glob("*.safetensors")) and not any(
+        (folder / name).is_file() for name in (LINEAGE, EXPERIMENT)
+    )
+
+
+def load_rows(
+    data: Data, seed: int, scratch: Path, environment: Environment
+) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
+    """The data set's arrays, in `scratch` and mapped into memory, and the result of loading them.
+
+    Raises:
+        UserError: the data or its description is wrong.
+    """
+    settings = data.model_dump(exclude_none=True)
+    loaded = training_data.load_data(settings, seed, scratch / "data", environment)
+    return training_data.read_arrays(scratch), loaded
+
+
+def model_for(
+    folder: Path, known: Mapping[str, Any] | None, options: DataOptions, loaded: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The model in a folder as job files describe it: from its `model.json` (`known`), or from the options and the data.
+
+    Raises:
+        UserError: neither names the model, or it does not accept these rows.
+    """
+    if known is None:
+        require_data_options(folder, options)
+        return options.model.describe(loaded)
+    if options.model.name not in (None, known["name"]):
+        raise UserError(
+            f"model.name = {options.model.name!r}: {folder / MODEL} says {known['name']!r}; remove the option"
+        )
+    model = {key: known[key] for key in ("name", "options", *MODEL_KEYS)}
+    differing = [key for key in MODEL_KEYS if key != "classes" and model[key] != loaded[key]]
+    differing += ["classes"] if loaded["classes"] > model["classes"] else []
+    if differing:
+        details = "; ".join(f"{key} {model[key]}, the data has {loaded[key]}" for key in differing)
+        raise UserError(f"{folder}: its model does not accept this data: {details}")
+    return model
+
+
+def require_data_options(folder: Path, options: DataOptions) -> None:
+    """Requires the options that an imported model needs.
+
+    Raises:
+        UserError: some are missing; the message names all of them.
+    """
+    missing = [_DATA] if options.data is None else []
+    if not (folder / MODEL).is_file() and options.model.name is None:
+        missing.append("--set model.name=NAME with its options, the model that its params are of")
+    if missing:
+        raise UserError(
+            f"{folder}: there is no {LINEAGE} here that describes its rows, so it is an imported model; give "
+            f"{' and '.join(missing)}"
+        )
+
+
+def params_in(folder: Path, scratch: Path) -> Path:
+    """One file with all params of a folder; shards are merged into `scratch`.
+
+    Raises:
+        UserError: there is none, or two shards hold the same tensor.
+    """
+    if (folder / PARAMS).is_file():
+        return folder / PARAMS
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        hint = (
+            f"; import its {_ONNX} with --model NAME, so that its weights become params"
+            if (folder / _ONNX).is_file()
+            else ""
+        )
+        raise UserError(
+            f"{folder}: there is no {PARAMS} here; expected a finished folder of `fedloop pretrain`, "
+            f"`fedloop simulate`, `fedloop run` or `fedloop model export`{hint}"
+        )
+    merged: dict[str, npt.NDArray[Any]] = {}
+    for shard in shards:
+        try:
+            tensors = safetensors.numpy.load_file(shard)
+        except (
+            OSError,
+            SafetensorError,
+            TypeError,
+            KeyError,
+        ) as error:  # the last two: bfloat16, which numpy lacks
+            raise UserError(f"{shard}: cannot be read as float32 or float16 tensors: {error}") from None
+        if repeated := sorted(merged.keys() & tensors.keys()):
+            raise UserError(f"{shard}: has {repeated[0]}, which another shard has too; remove one of them")
+        merged |= {
+            name: tensor.astype(np.float32) if tensor.dtype.kind == "f" else tensor
+            for name, tensor in tensors.items()
+        }
+    scratch.mkdir(parents=True, exist_ok=True)
+    safetensors.numpy.save_file(merged, scratch / PARAMS)
+    return scratch / PARAMS
+
+
+def read_model(folder: Path) -> dict[str, Any]:
+    """The model described by `model.json`, with the keys of a job file.
+
+    Raises:
+        UserError: as `read_document`.
+    """
+    keys = ("name", "options", *MODEL_KEYS)
+    document = read_document(folder / MODEL, *keys)
+    return {key: document[key] for key in keys}

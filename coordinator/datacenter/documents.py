@@ -13,7 +13,6 @@ from edge_client.files import write_durably
 CONFIG, PIPELINE, EXPERIMENT = "config.toml", "pipeline.toml", "experiment.toml"
 REPORT, LINEAGE, MODEL = "report.json", "lineage.json", "model.json"
 PARAMS, TFLITE = "model.safetensors", "model.tflite"
-MODEL_KEYS = ("input_shape", "classes", "input_dtype", "task")
 PUBLIC = "data_public"
 """Key of `lineage.json`: whether rows of the data may be published."""
 
@@ -37,17 +36,6 @@ def read_document(path: Path, *keys: str) -> dict[str, Any]:
     if missing := [key for key in keys if key not in document]:
         raise UserError(f"{path} lacks the key {missing[0]!r}; expected the file as the command left it")
     return document
-
-
-def read_model(folder: Path) -> dict[str, Any]:
-    """The model described by `model.json`, with the keys of a job file.
-
-    Raises:
-        UserError: as `read_document`.
-    """
-    keys = ("name", "options", *MODEL_KEYS)
-    document = read_document(folder / MODEL, *keys)
-    return {key: document[key] for key in keys}
 
 
 def write_document(path: Path, document: Mapping[str, Any]) -> None:

@@ -20,7 +20,6 @@ from coordinator.datacenter.documents import (
     EXPERIMENT,
     LINEAGE,
     MODEL,
-    MODEL_KEYS,
     PARAMS,
     PUBLIC,
     REPORT,
@@ -32,7 +31,7 @@ from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import Job
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment
-from coordinator.experiments.schema import Experiment
+from coordinator.experiments.schema import MODEL_KEYS, Experiment
 from coordinator.storage.private_folders import private_folder
 from coordinator.workers.pool import WorkerPool
 from edge_client.files import file_sha256

@@ -13,70 +13,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomlkit
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from coordinator.datacenter.data_options import Data, Model
 from coordinator.experiments.checks import dataset_name_problem
 from coordinator.experiments.experiment import apply_settings, read_toml
 from coordinator.experiments.schema import Section
 from coordinator.experiments.validation import find_model_problems, to_user_error, validate
 from models import catalog, options
-from models.datasets.sources import is_public
 from models.pretrain import plan as plans
 from models.pretrain.parameter_server.settings import Servers
 from models.pretrain.plan import ParallelPlan, PlanError
 from models.pretrain.planner import scaling
 from models.pretrain.training import Options, Profile
 
-TEST_ROWS = 1000
 TEXT = "text"
 """The name of the data set that reads the user's own text file."""
-
-_ENCODING = r"^(characters|bytes|bpe\(\d+\))$"
-
-
-class Data(Section):
-    """The training data.
-
-    Attributes:
-        encoding: of a text's tokens, `characters`, `bytes` or `bpe(n)`.
-        test_rows: at most so many of the held-out rows are scored; 0: all.
-        public_samples: train only on so many rows, which an experiment of the same seed and number withholds from its clients; 0: all.
-        public: rows may be published, as those of public data sets.
-    """
-
-    dataset: str = "digits"
-    path: str | None = None
-    label: str | None = None
-    split: str | None = None
-    features: list[str] | None = None
-    length: Annotated[int, Field(ge=1, le=65536)] | None = None
-    vocab: Annotated[int, Field(ge=3, le=1_000_000)] | None = None
-    encoding: Annotated[str, Field(pattern=_ENCODING)] | None = None
-    test_rows: Annotated[int, Field(ge=0)] = TEST_ROWS
-    public_samples: Annotated[int, Field(ge=0)] = 0
-    public: bool = False
-
-    @property
-    def is_public(self) -> bool:
-        """Whether rows of it may be published."""
-        return self.public or is_public(self.dataset, self.path)
-
-
-class Model(BaseModel):
-    """The model: `name` and initial params; every other key is an option of the model.
-
-    `init` is a `.safetensors` file, `head` says whether its last module is used too.
-    """
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    name: str | None = None
-    init: str | None = None
-    head: Literal["same", "new"] | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
 
 
 class Checkpoint(Section):

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.datacenter import jobs, profile_report
-from coordinator.datacenter.documents import LINEAGE, MODEL, MODEL_KEYS, PUBLIC, REPORT, write_document
+from coordinator.datacenter.documents import LINEAGE, MODEL, PUBLIC, REPORT, write_document
 from coordinator.datacenter.pretrain_config import Pretraining
+from coordinator.experiments.schema import MODEL_KEYS
 from edge_client.files import file_sha256, write_durably
 
 _ABOUT = ("device", "backend", "seconds", "restarts", "stall_seconds")
@@ -21,18 +22,12 @@ Point = tuple[int, float, float | None]
 """Step, counted from 1; loss; learning rate, if known."""
 
 
-def model_settings(config: Pretraining, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The model as job files describe it."""
-    shape = {key: data[key] for key in MODEL_KEYS}
-    return {"name": config.model.name, "options": config.model.options, **shape}
-
-
 def write_report(
     config: Pretraining, data: Mapping[str, Any], result: Mapping[str, Any], out: Path
 ) -> dict[str, Any]:
     """Writes the documents of a finished training. The report comes last: its presence marks the training as finished."""
     model = {
-        **model_settings(config, data),
+        **config.model.describe(data),
         "class_names": data["class_names"],
         "sha256": result["model_sha256"],
     }

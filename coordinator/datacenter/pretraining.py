@@ -25,7 +25,7 @@ from coordinator.datacenter.environment import Environment
 from coordinator.datacenter.job_worker import JobFailed, Stage, Supervisor
 from coordinator.datacenter.jobs import Job
 from coordinator.datacenter.pretrain_config import Pretraining
-from coordinator.datacenter.pretrain_report import model_settings, write_report
+from coordinator.datacenter.pretrain_report import write_report
 from coordinator.datacenter.training_data import as_user_errors
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments.experiment import read_toml
@@ -263,7 +263,7 @@ def _job(stage: Stage, config: Pretraining, data: Mapping[str, Any], arrays: Pat
         more["server"] = config.server
     return Job(
         stage,
-        model_settings(config, data),
+        config.model.describe(data),
         arrays,
         options=asdict(config.options(data["rows"]["train"])),
         seed=config.seed,

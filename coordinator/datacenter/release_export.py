@@ -21,12 +21,20 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.datacenter import compression, jobs, keras_models
-from coordinator.datacenter.compression_sources import Pipeline, SourceReader
+from coordinator.datacenter.compression_sources import (
+    Pipeline,
+    SourceReader,
+    is_imported,
+    load_rows,
+    model_for,
+    params_in,
+    require_data_options,
+)
+from coordinator.datacenter.data_options import DataOptions
 from coordinator.datacenter.documents import (
     EXPERIMENT,
     LINEAGE,
     MODEL,
-    MODEL_KEYS,
     PARAMS,
     PUBLIC,
     REPORT,
@@ -35,18 +43,11 @@ from coordinator.datacenter.documents import (
     write_document,
 )
 from coordinator.datacenter.environment import Environment
-from coordinator.datacenter.imported_models import (
-    DataOptions,
-    is_imported,
-    load_rows,
-    model_for,
-    params_in,
-    require_data_options,
-)
 from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import Job
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment
+from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import file_sha256, write_durably
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME

@@ -9,7 +9,9 @@ from coordinator.experiments.schema import Experiment, Federation, FleetKind
 from coordinator.experiments.validation import find_model_problems
 from coordinator.model_references import parse_register_as
 from models import adaptation, catalog
-from models.datasets import DataError, parse_partition, sources
+from models.datasets import names
+from models.datasets.dataset import DataError
+from models.datasets.partitioners import parse_partition
 from strategies import presets
 
 # Data sets that a key of [data] is for.
@@ -96,7 +98,7 @@ def _data_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
 def dataset_name_problem(dataset: str) -> str | None:
     """Why the coordinator cannot load a data set of this name, or None if it can try."""
     try:
-        sources.check_name(dataset)
+        names.check_name(dataset)
     except DataError as error:
         return str(error)
     return None

@@ -5,13 +5,14 @@ A key's type checks one value; `coordinator.experiments.checks` compares keys wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import tomlkit
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.model_references import RegisterAs, parse_register_as
-from models.datasets import sources
+from models.datasets import names
 
 Runtime = Literal["litert", "torch", "tensorflow"]
 Fault = Literal[
@@ -26,6 +27,9 @@ Fault = Literal[
 ]
 
 FleetKind = Literal["simulated", "devices"]
+
+MODEL_KEYS = ("input_shape", "classes", "input_dtype", "task")
+"""Properties of the data that a model depends on."""
 
 
 class Section(BaseModel):
@@ -54,7 +58,7 @@ class Data(Section):
     @property
     def is_public(self) -> bool:
         """Whether its rows may be published."""
-        return self.public or sources.is_public(self.dataset, self.path)
+        return self.public or names.is_public(self.dataset, self.path)
 
     @property
     def is_described(self) -> bool:
@@ -62,12 +66,29 @@ class Data(Section):
         return self.input_shape is not None and self.classes is not None
 
 
-class Model(BaseModel):
-    """`name`, `init`, `adapt` and `register`; every other key is an option of the model."""
+class OpenSection(BaseModel):
+    """A table in which every key that is not a field is an option."""
 
     model_config = ConfigDict(extra="allow", strict=True, serialize_by_alias=True)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class ModelSection(OpenSection):
+    """A model by `name`, with its options."""
+
     name: str | None = None
+
+    def describe(self, shape: Mapping[str, Any]) -> dict[str, Any]:
+        """The description from which workers and devices build the model. `shape`: the `MODEL_KEYS` of the data."""
+        return {"name": self.name, "options": self.options, **{key: shape[key] for key in MODEL_KEYS}}
+
+
+class Model(ModelSection):
+    """`name`, `init`, `adapt` and `register`; every other key is an option of the model."""
+
     init: str | None = None
     adapt: str | None = None
     # A field named `register` would hide the method of that name that every abstract class has.
@@ -77,10 +98,6 @@ class Model(BaseModel):
     def register_as(self) -> RegisterAs | None:
         """The model in the registry of which the result becomes a version, or None."""
         return None if self.registered is None else parse_register_as(self.registered)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
 
 
 class Federation(Section):
@@ -107,16 +124,10 @@ class Local(Section):
     lr: Annotated[float, Field(gt=0)] | None = None
 
 
-class StrategySection(BaseModel):
+class StrategySection(OpenSection):
     """`name`; every other key is an option of the strategy."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
     name: str = "fedavg"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
 
 
 class Simulation(Section):

@@ -18,6 +18,7 @@ from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import Job
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment
+from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.experiments.validation import find_model_problems, to_user_error
 from coordinator.model_references import check_file_path
 from coordinator.operator import version_transfer
@@ -32,7 +33,6 @@ from edge_client.files import make_durably, write_durably
 from models import catalog
 
 _RESERVED_NAMES = (ONNX, ONNX_ABOUT, PARAMS, MODEL)
-_MODEL_KEYS = ("name", "options", "input_shape", "classes", "input_dtype", "task")
 
 
 def source_files(version: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def export(
         source, work = scratch / "source", scratch / "work"
         version_transfer.export(client, {**version, "files": source_files(version)}, source, on_bytes)
         model = json.loads((source / MODEL).read_text("utf-8"))
-        definition = {key: model[key] for key in _MODEL_KEYS if key in model}
+        definition = {key: model[key] for key in ("name", "options", *MODEL_KEYS) if key in model}
         try:
             about = jobs.run(Job("onnx-export", definition, {}, params=source / PARAMS), work)
         except JobFailed as error:

@@ -24,7 +24,7 @@ from coordinator.registry.kinds import PARAMS
 from coordinator.settings import Settings
 from edge_client.files import is_beneath, open_beneath, read_all, read_regular
 from models import user_code
-from models.datasets import sources
+from models.datasets import names
 
 
 def admit(experiment: Experiment, services: Services) -> Experiment:
@@ -55,7 +55,7 @@ def require_code(experiment: Experiment, settings: Settings) -> None:
         raise _not_allowed(
             "model.name", model, "; or install it, as an entry point of the group fedloop.models"
         )
-    if sources.is_code(dataset) and dataset not in settings.allow_code:
+    if names.is_code(dataset) and dataset not in settings.allow_code:
         raise _not_allowed("data.dataset", dataset)
 
 

@@ -17,8 +17,7 @@ import numpy.typing as npt
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.checks import dataset_name_problem
-from coordinator.experiments.model_description import MODEL_KEYS, describe_model
-from coordinator.experiments.schema import Experiment
+from coordinator.experiments.schema import MODEL_KEYS, Experiment
 from coordinator.runs.model_setup import export_model, load_data, set_up_model
 from coordinator.sandbox import policy
 from coordinator.settings import Settings
@@ -85,7 +84,7 @@ def prepare(experiment: Experiment, place: Place, init: bytes | None) -> tuple[P
     notices: list[str] = []
     data = _data(experiment, place, notices)
     shape = _shape(experiment, data)
-    model = describe_model(experiment, shape)
+    model = experiment.model.describe(shape)
     model, params, trainable = set_up_model(
         experiment, model, place.folder, place.pool, init, 0 if data is None else data.get("ids", 0)
     )
@@ -144,7 +143,7 @@ def open_held_out(
     data_info = load_data(experiment, folder, pool, data_dir, quotes=False)
     if data_info["fingerprint"] != prepared.data["fingerprint"]:
         raise UserError("the data is not what the run began with (its fingerprint differs)")
-    model = adapters.adapt_model(experiment, describe_model(experiment, data_info), folder)
+    model = adapters.adapt_model(experiment, experiment.model.describe(data_info), folder)
     pool.broadcast({"kind": "open", "folder": str(folder), "model": model})
     test_rows = np.load(folder / "test_rows.npy", allow_pickle=False)
     sites = np.load(folder / "sites.npy", allow_pickle=False)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.errors import UserError
-from coordinator.experiments.model_description import describe_model
 from coordinator.experiments.schema import Experiment, Runtime
 from coordinator.fleets.simulated import SimulatedClient
 from coordinator.reports.progress import Progress
@@ -50,7 +49,7 @@ def prepare(
     for line in (*data_info["preview"], *_describe_sites(experiment, data_info)):
         progress.note(line)
     clients = _make_clients(experiment, data_info)
-    model = describe_model(experiment, data_info)
+    model = experiment.model.describe(data_info)
     progress.stage("building the model")
     model, params, trainable = set_up_model(
         experiment, model, folder, pool, _read_init(experiment), data_info.get("ids", 0)

@@ -7,7 +7,6 @@ digits are read as a file.
 
 from __future__ import annotations
 
-from models.datasets import sources
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.ownership import owners
 from models.datasets.partitioners import Partition, client_names, parse_partition, partition
@@ -26,5 +25,4 @@ __all__ = [
     "partition",
     "preview",
     "public_rows",
-    "sources",
 ]

@@ -1,27 +1,14 @@
-"""The data sets by name, and the one way to load them."""
+"""The one way to load a data set by its name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from edge_client.data.quoting import nearest
-from models import user_code
 from models.datasets import notation, own, table
 from models.datasets.dataset import DataError, Dataset
+from models.datasets.names import check_name, is_code
 from models.datasets.shipped import digits, mnist, phrasebank, shakespeare, synthetic
-
-NAMES = ("digits", "mnist", "shakespeare", "phrasebank", "csv", "synthetic")
-"""Besides these, a name may be a user's own `package.module:load`."""
-
-
-PUBLIC_NAMES = ("digits", "mnist", "shakespeare", "phrasebank", "synthetic")
-"""Of `NAMES` those whose rows anyone may have: they are published, or made up."""
-
-
-def is_public(name: str, path: object = None) -> bool:
-    """Whether this data is public: a published or synthetic set by its name, not a file `path`."""
-    return path is None and not is_code(name) and name.partition("(")[0].strip() in PUBLIC_NAMES
 
 
 def load(
@@ -74,30 +61,3 @@ def load(
     if path is None:
         raise DataError("data set 'csv' needs `path`, the table to read")
     return table.load(Path(path), seed, label=label, site=site, split=split, features=features)
-
-
-def is_code(name: str) -> bool:
-    """Whether a data set of this name is code of a user, to be imported."""
-    return ":" in name and "(" not in name
-
-
-def check_name(name: str) -> None:
-    """Checks a data set's name without reading any file.
-
-    Raises:
-        DataError: an unknown name, with the nearest known; or options that do not parse or are out of range.
-    """
-    if is_code(name):
-        if not user_code.REFERENCE.fullmatch(name):
-            raise DataError(f"data set {name!r} is not of the form package.module:function")
-        return
-    call = notation.parse(name)
-    if call.name not in NAMES:
-        raise DataError(
-            f"data set {call.name!r} is unknown{nearest(call.name, NAMES)}; known: {', '.join(NAMES)}; "
-            "your own is given as package.module:function"
-        )
-    if call.name == "synthetic":
-        synthetic.options(call)
-    elif call.positional or call.named:
-        raise DataError(f"data set {call.name!r} takes no options in brackets, got {name!r}")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.datasets import DataError, load, preview, sources
+from models.datasets import DataError, load, names, preview
 from models.datasets.holdout import held_out
 from models.labels import PADDING
 from tests.support.require import data_dir
@@ -220,7 +220,7 @@ def test_synthetic_can_be_learnt(shape: str) -> None:
 )
 def test_bad_name_is_refused_before_anything_is_read(name: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        sources.check_name(name)
+        names.check_name(name)
     with pytest.raises(DataError, match=message):
         load(name)
 
