@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import safetensors.numpy
+from safetensors import SafetensorError
 
 from edge_client.files import write_durably
 from models import options
@@ -207,6 +209,18 @@ def read(path: Path) -> Job:
     if not isinstance(settings, dict):
         raise JobError(f"{path} holds {type(settings).__name__}, expected an object")
     return Job(path.absolute(), settings)
+
+
+def read_params(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """The tensors in a `.safetensors` file.
+
+    Raises:
+        JobError: it cannot be read.
+    """
+    try:
+        return safetensors.numpy.load(path.read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise JobError(f"{path} is not a readable .safetensors file: {error}") from error
 
 
 def write_result(folder: Path, result: Mapping[str, Any]) -> None:

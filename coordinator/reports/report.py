@@ -18,7 +18,7 @@ from coordinator.reports.run_files import read_rounds, read_start
 from coordinator.rounds.records import totals
 from coordinator.workers.evaluation import score_sites
 from edge_client.files import write_durably
-from edge_client.train.trainer import Evaluation
+from edge_client.train.evaluation import Evaluation
 from edge_client.wire import arrays
 from strategies.params import Tensors
 

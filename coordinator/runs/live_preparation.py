@@ -25,7 +25,7 @@ from coordinator.storage.blobs import Blobs
 from coordinator.workers.evaluation import evaluate, score_sites
 from coordinator.workers.pool import WorkerPool
 from edge_client.files import read_regular
-from edge_client.train.trainer import Evaluation
+from edge_client.train.evaluation import Evaluation
 from edge_client.wire import strict
 from edge_client.wire.device import BlobRef, ModelRef, RuntimeName
 from models.conversion import request as export_request

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from coordinator.workers.frames import Frame
 from coordinator.workers.pool import Job, WorkerPool
-from edge_client.train.trainer import EVALUATION_ROWS, Evaluation, merge
+from edge_client.train.evaluation import EVALUATION_ROWS, Evaluation, merge
 from edge_client.wire import arrays
 from strategies.params import Tensors
 

@@ -28,12 +28,13 @@ from torch.nn import functional as F
 
 from models import catalog, zoo
 from models.compress.report import accuracy, parameters
-from models.compress.step import Context, Data, Model, StepRefused
-from models.compress.tuning import Objective, OnEpoch, Tuning, tune
+from models.compress.step import Context, Data, Model, OnEpoch, StepRefused
+from models.compress.tuning import Objective, Tuning, tune
 from models.datasets import notation
 from models.datasets.dataset import DataError
 from models.labels import PADDING
 from models.options import bounded
+from models.pretrain.data.batches import Arrays
 from models.pretrain.params import shapes_of
 from models.zoo.spec import Loss, ModelSpec, masked_cross_entropy
 
@@ -96,9 +97,7 @@ def step(model: Model, data: Data, options: Options, context: Context) -> Model:
         options,
         context.rng(),
         loss=spec.loss,
-        on_epoch=lambda epoch, loss: context.on_progress(
-            {"epoch": epoch, "epochs": options.epochs, "loss": loss}
-        ),
+        on_epoch=context.report_epochs(epochs=options.epochs),
     )
     facts = {
         "teachers": {
@@ -134,18 +133,17 @@ def distil(
     Raises:
         StepRefused: a hint layer is unknown or of another kind.
     """
-    learner = copy.deepcopy(student)
+    learner, rows = copy.deepcopy(student), Arrays(x, y)
     soft_loss = objective(teachers, options.temperature, options.alpha, loss)
     if not options.hint:
-        losses = tune(learner, x, y, options, rng, soft_loss, on_epoch=on_epoch)
-        return Distilled(learner, losses)
+        return Distilled(learner, tune(learner, rows, options, rng, soft_loss, on_epoch=on_epoch))
     with _hint_loss(teachers[0], learner, x, options, int(rng.integers(2**31))) as (mismatch, regressor):
 
         def with_hint(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return soft_loss(module, x, y) + options.hint * mismatch(x)
 
         losses = tune(
-            learner, x, y, options, rng, with_hint, extra_parameters=regressor.parameters(), on_epoch=on_epoch
+            learner, rows, options, rng, with_hint, extra_parameters=regressor.parameters(), on_epoch=on_epoch
         )
     return Distilled(learner, losses)
 

@@ -19,9 +19,9 @@ import torch
 from torch import fx, nn
 from torch.nn.utils import fusion
 
-from models.compress.quantization import flatbuffer
 from models.compress.quantization.quantize import to_tflite
 from models.compress.step import Context, Data, Model, StepRefused
+from models.conversion import flatbuffer
 from models.zoo.spec import ModelSpec
 
 TOLERANCE = 1e-5

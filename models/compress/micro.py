@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.train.trainer import score
+from edge_client.train.evaluation import score
 from models import isolated_process
 from models.compress import report
-from models.compress.quantization import flatbuffer, quantize
+from models.compress.quantization import quantize
 from models.compress.step import Context, Data, Model, StepRefused
+from models.conversion import flatbuffer
 from models.options import bounded
 
 SECONDS = 600
@@ -76,7 +77,7 @@ def compile_model(model: Model, data: Data, options: Options, context: Context) 
         "arena", result.arena_bytes, options.arena_bytes, "fewer or narrower channels in the first layers"
     )
     require_space("model", len(model.tflite), options.flash_bytes, "a smaller student, or `structured`")
-    accuracy = float(score(result.logits, data.y_test).accuracy)
+    accuracy = score(result.logits, data.y_test).accuracy
     expected = report.accuracy(model.module, data.x_test, data.y_test)
     quantize.require_accuracy(expected, accuracy, options.max_accuracy_drop, "tflite-micro")
     facts = {

@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
-from safetensors import SafetensorError
 
 from edge_client.files import sync_folder, write_durably
 from models import catalog, options, zoo
@@ -36,9 +35,8 @@ from models.compress import report
 from models.compress.c_array import c_array
 from models.compress.pruning.structure import rebuild
 from models.compress.step import Context, Data, Model, Precision, StepRefused
-from models.job import JobError
-from models.pretrain.params import Params, params_of
-from models.zoo.spec import ModelSpec
+from models.job import read_params
+from models.pretrain.params import params_of
 
 STEPS: Mapping[str, str] = {
     "distil": "models.compress.distil:step",
@@ -248,34 +246,10 @@ def code_digest() -> str:
 def identity(model: Model) -> dict[str, Any]:
     """Identifies a model: its spec, and hashes of its params and its file."""
     return {
-        "model": describe_spec(model.spec),
+        "model": model.spec.described(),
         "params": hashlib.sha256(safetensors.numpy.save(params_of(model.module))).hexdigest(),
         "tflite": hashlib.sha256(model.tflite).hexdigest() if model.tflite else None,
     }
-
-
-def describe_spec(spec: ModelSpec) -> dict[str, Any]:
-    """The spec as job files describe it."""
-    return {
-        "name": spec.name,
-        "options": dict(spec.options),
-        "input_shape": list(spec.input_shape),
-        "classes": spec.classes,
-        "input_dtype": spec.input_dtype,
-        "task": spec.task,
-    }
-
-
-def read_params(path: Path) -> Params:
-    """The tensors in a `.safetensors` file.
-
-    Raises:
-        JobError: it cannot be read.
-    """
-    try:
-        return safetensors.numpy.load(path.read_bytes())
-    except (OSError, SafetensorError) as error:
-        raise JobError(f"{path} is not a readable .safetensors file: {error}") from error
 
 
 def _no_change(model: Model, data: Data, options: Any, context: Context) -> Model:
@@ -313,7 +287,7 @@ def _store(step_folder: Path, model: Model, data: Data, inputs: Mapping[str, Any
     figures.pop("latency_us")
     record = {
         **inputs,
-        "model": describe_spec(model.spec),
+        "model": model.spec.described(),
         "precision": model.precision,
         "params_sha256": hashlib.sha256(content).hexdigest(),
         "tflite_sha256": hashlib.sha256(model.tflite).hexdigest() if model.tflite else None,
@@ -346,14 +320,8 @@ def _load_stored(step_folder: Path, key: str) -> StepResult | None:
 
 def _read_model(step_folder: Path, record: Mapping[str, Any]) -> Model:
     settings = dict(record["model"])
-    spec = zoo.get(
-        settings["name"],
-        input_shape=tuple(settings["input_shape"]),
-        classes=settings["classes"],
-        input_dtype=settings["input_dtype"],
-        task=settings["task"],
-        **settings["options"],
-    )
+    options, input_shape = settings.pop("options"), tuple(settings.pop("input_shape"))
+    spec = zoo.get(**settings, input_shape=input_shape, **options)
     tflite = (step_folder / TFLITE).read_bytes() if record["tflite_sha256"] else None
     precision: Precision = record["precision"]
     return Model(spec, rebuild(spec, read_params(step_folder / PARAMS)), tflite, precision, record["facts"])

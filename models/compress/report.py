@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from edge_client.files import make_durably
 from edge_client.infer.runtime import dequantize, quantize
-from edge_client.train.trainer import score
+from edge_client.train.evaluation import score
 from models.compress.step import Model
 from models.pretrain import evaluation
 from models.pretrain.params import params_of
@@ -101,7 +101,7 @@ def macs(module: nn.Module, spec: ModelSpec) -> int:
 
 def accuracy(model: nn.Module | bytes, x: npt.NDArray[Any], y: npt.NDArray[np.int32]) -> float:
     """The accuracy of a module, or of a `.tflite` on LiteRT."""
-    return float(score(logits(model, x), y).accuracy)
+    return score(logits(model, x), y).accuracy
 
 
 def logits(model: nn.Module | bytes, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

@@ -21,6 +21,8 @@ from models.zoo.spec import ModelSpec
 Precision = Literal[
     "float32", "float16", "weight-int8", "dynamic-int8", "static-int8", "mixed", "int4", "codebook"
 ]
+OnEpoch = Callable[[int, float], None]
+"""Called with the number of an epoch, from 1, and its mean loss."""
 Options = TypeVar("Options", contravariant=True)
 
 
@@ -81,6 +83,10 @@ class Context:
 
     def rng(self) -> np.random.Generator:
         return np.random.default_rng(self.seed)
+
+    def report_epochs(self, **line: object) -> OnEpoch:
+        """Reports every epoch as progress, with the further keys of `line`."""
+        return lambda epoch, loss: self.on_progress({**line, "epoch": epoch, "loss": loss})
 
 
 class Step(Protocol[Options]):

@@ -15,14 +15,14 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from models.compress.step import Data, StepRefused
+from models.compress.step import Data, OnEpoch, StepRefused
 from models.labels import PADDING
 from models.options import bounded
 from models.pretrain.data.batches import Arrays, global_batches, shifted
+from models.zoo.spec import ModelSpec
 
 Objective = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 """(module, x, y) -> scalar loss."""
-OnEpoch = Callable[[int, float], None]
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,7 @@ class Tuning:
 
 def tune(
     module: nn.Module,
-    x: npt.NDArray[Any],
-    y: npt.NDArray[np.int32],
+    rows: Arrays,
     options: Tuning,
     rng: np.random.Generator,
     objective: Objective,
@@ -57,7 +56,6 @@ def tune(
     """Trains `module` in place, leaves it in evaluation mode, and returns the loss of every step.
 
     Args:
-        x: [N, …]; y: int32 [N] or [N, T].
         extra_parameters: trained too, such as those of a layer that only the objective uses.
         after_step: called with the number of the step, from 1, after the optimizer's update.
 
@@ -67,7 +65,7 @@ def tune(
     if not options.epochs:
         module.eval()
         return []
-    _require_shiftable(x, options.shift)
+    _require_shiftable(rows.x, options.shift)
     frozen = named_layers(module, options.freeze, "freeze")
     trained = [p for name, p in module.named_parameters() if not is_within(name, frozen)]
     if not trained:
@@ -84,9 +82,9 @@ def tune(
         torch.manual_seed(int(rng.integers(2**31)))  # for dropout, if the module has it
         for epoch in range(1, options.epochs + 1):
             before = len(losses)
-            for batch in global_batches(len(x), options.batch_size, rng):
-                moved = torch.from_numpy(shifted(x[batch], options.shift, rng))
-                loss = objective(module, moved, torch.from_numpy(y[batch]))
+            for batch in global_batches(len(rows), options.batch_size, rng):
+                moved = torch.from_numpy(shifted(rows.x[batch], options.shift, rng))
+                loss = objective(module, moved, torch.from_numpy(rows.y[batch]))
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
@@ -98,6 +96,11 @@ def tune(
             on_epoch(epoch, mean)
     module.eval()
     return losses
+
+
+def own_loss(spec: ModelSpec) -> Objective:
+    """The objective that is the model's own loss."""
+    return lambda module, x, y: spec.loss(module(x), y)
 
 
 def labelled_rows(data: Data) -> Arrays:

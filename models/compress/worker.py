@@ -56,7 +56,7 @@ def compress(path: Path, emit: process.Report) -> None:
         job.out,
         {
             "rows": rows,
-            "model": pipeline.describe_spec(last.model.spec),
+            "model": last.model.spec.described(),
             "lineage": pipeline.lineage(done),
             "data_fingerprint": last.record["data_fingerprint"],
             "seconds": time.perf_counter() - started,
@@ -68,7 +68,7 @@ def model_in(job: jobs.Job, *keys: str) -> Model:
     """The model described under `keys`, with its params, which compression may have changed in number and size."""
     spec = job.spec(*keys, "model")
     path = job.file(".".join([*keys, "params"]), job.value(*keys, "params"))
-    params = pipeline.read_params(path)
+    params = jobs.read_params(path)
     try:
         return Model(spec, rebuild(spec, params))
     except ValueError as error:

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any
 
-import flatbuffers
 import numpy as np
-from ai_edge_litert import schema_py_generated as schema
+
+from models.conversion import flatbuffer
 
 
 def make_resizable(tflite: bytes) -> bytes:
     """The file with -1 as the batch of its RESHAPE operations; unchanged if there are none."""
-    model = schema.ModelT.InitFromPackedBuf(tflite, 0)
+    model = flatbuffer.read(tflite)
     nodes = [(graph, node) for graph in model.subgraphs for node in graph.operators]
     # the converter stores equal constants once: do not change a shape that another operation uses too
     others = {
@@ -30,18 +30,13 @@ def make_resizable(tflite: bytes) -> bytes:
         if index >= 0
     }
     changed = sum(_clear_batch(model, graph, node, others) for graph, node in nodes if _reshapes(model, node))
-    if not changed:
-        return tflite
-    builder = flatbuffers.Builder(len(tflite))
-    builder.Finish(model.Pack(builder), b"TFL3")
-    return bytes(builder.Output())
+    return flatbuffer.write(model) if changed else tflite
 
 
 def _reshapes(model: Any, node: Any) -> bool:
     """Whether it is a RESHAPE with its shape as an input; older files have it among the options only."""
-    code = model.operatorCodes[node.opcodeIndex]
-    kind = max(code.builtinCode, code.deprecatedBuiltinCode)
-    return bool(kind == schema.BuiltinOperator.RESHAPE and len(node.inputs) > 1)
+    kind = flatbuffer.builtin_name(model.operatorCodes[node.opcodeIndex])
+    return kind == "RESHAPE" and len(node.inputs) > 1
 
 
 def _clear_batch(model: Any, graph: Any, node: Any, others: Set[int]) -> bool:

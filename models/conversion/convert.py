@@ -20,7 +20,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -67,6 +66,7 @@ from models.conversion.trace import (
     NotConvertible,
     NotTraceable,
     Traced,
+    not_convertible,
     trace,
 )
 from models.user_code import UserCodeError
@@ -77,9 +77,6 @@ TOLERANCE = Tolerance(absolute=1e-5, relative=1e-4)
 
 GOLDEN_LR = 1.0
 """With this learning rate the change of a tensor is its gradient."""
-
-_REASON_LENGTH = 200
-
 
 _USER_ERRORS = (
     InvalidDocument,
@@ -316,7 +313,7 @@ def _convert_graphs(graphs: Traced) -> bytes:
             .convert()
         )
     except Exception as error:
-        raise NotConvertible(f"LiteRT cannot take this model; {_reason(error)}") from error
+        raise not_convertible(error) from error
     return bytes(converted.model_content())
 
 
@@ -346,14 +343,6 @@ def _golden_answers(manifest: Manifest, program: Program) -> Golden:
     if not all(map(math.isfinite, numbers)):
         raise NotTraceable("the model's loss, logits or gradients are not finite on ordinary inputs")
     return replace(manifest.golden, logits=answers.logits, loss=answers.loss, changes=answers.changes)
-
-
-def _reason(error: Exception) -> str:
-    """The converter's error in one line, starting with the operation that it names, if any."""
-    message = " ".join(str(error).split())
-    named = re.search(r"\b(aten\.\w+|stablehlo\.\w+|tfl\.\w+)", message)
-    operation = f"operation {named[1]}: " if named else ""
-    return f"{operation}{type(error).__name__}: {message[:_REASON_LENGTH] or 'no reason given'}"
 
 
 if __name__ == "__main__":

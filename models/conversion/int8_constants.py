@@ -13,10 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import flatbuffers
 import numpy as np
 import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
+
+from models.conversion import flatbuffer
 
 LEVELS = 127
 SMALLEST = 128
@@ -38,7 +39,7 @@ class _Int8Constant:
 
 def store_as_int8(tflite: bytes) -> bytes:
     """The same model with such constants as int8; unchanged if it has none."""
-    model = schema.ModelT.InitFromPackedBuf(tflite, 0)
+    model = flatbuffer.read(tflite)
     encoded: dict[tuple[int, tuple[int, ...]], _Int8Constant | None] = {}
     for graph in model.subgraphs:
         added = []
@@ -62,9 +63,7 @@ def store_as_int8(tflite: bytes) -> bytes:
         if number not in used:
             model.buffers[number].data = None
     _require_runtime(model)
-    builder = flatbuffers.Builder(len(tflite))
-    builder.Finish(model.Pack(builder), b"TFL3")
-    return bytes(builder.Output())
+    return flatbuffer.write(model)
 
 
 def _encode(model: Any, number: int, shape: tuple[int, ...]) -> _Int8Constant | None:
@@ -113,22 +112,22 @@ def _index(graph: Any, tensor: Any) -> int:
 
 def _require_runtime(model: Any) -> None:
     """Raises the minimum runtime version in the file's metadata to `_SINCE`."""
-    for entry in model.metadata or []:
-        if entry.name == b"min_runtime_version":
-            noted = bytes(model.buffers[entry.buffer].data).rstrip(b"\0").decode()
-            if tuple(map(int, noted.split("."))) < _SINCE:
-                ours = ".".join(map(str, _SINCE)).encode().ljust(16, b"\0")
-                model.buffers[entry.buffer].data = np.frombuffer(ours, np.uint8)
+    buffer = flatbuffer.minimum_runtime_buffer(model)
+    if buffer is None:
+        return
+    noted = bytes(buffer.data).rstrip(b"\0").decode()
+    if tuple(map(int, noted.split("."))) < _SINCE:
+        ours = ".".join(map(str, _SINCE)).encode().ljust(16, b"\0")
+        buffer.data = np.frombuffer(ours, np.uint8)
 
 
 def _dequantize(model: Any) -> int:
     """The index of DEQUANTIZE in the file's list of operations, added if missing."""
-    dequantize = schema.BuiltinOperator.DEQUANTIZE
     for index, code in enumerate(model.operatorCodes):
-        if max(code.builtinCode, code.deprecatedBuiltinCode) == dequantize and code.version == _VERSION:
+        if flatbuffer.builtin_name(code) == "DEQUANTIZE" and code.version == _VERSION:
             return index
     code = schema.OperatorCodeT()
-    code.builtinCode = code.deprecatedBuiltinCode = dequantize
+    code.builtinCode = code.deprecatedBuiltinCode = schema.BuiltinOperator.DEQUANTIZE
     code.version = _VERSION
     model.operatorCodes.append(code)
     return len(model.operatorCodes) - 1

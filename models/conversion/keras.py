@@ -11,7 +11,6 @@ of the model as the user wrote it.
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,13 +22,11 @@ import tensorflow as tf
 from edge_client.train.tensorflow_trainer import TensorFlowRuntime
 from edge_client.wire.manifest import TensorSpec, signature_name
 from models.conversion.keras_gradients import OVERRIDES, NoGradient
-from models.conversion.trace import NotConvertible, NotTraceable
+from models.conversion.trace import NotConvertible, NotTraceable, not_convertible
 from models.zoo.tensorflow.keras import KerasSpec, KerasUnfit
 
 MAKERS = ("tensorflow", "tensorflow-cpu", "keras", "ai-edge-litert")
 """Distributions that determine a file."""
-
-_REASON_LENGTH = 200
 
 
 class KerasProgram:
@@ -130,11 +127,4 @@ def run_converter(converter: Any) -> bytes:
     try:
         return bytes(converter.convert())
     except Exception as error:
-        raise NotConvertible(f"LiteRT cannot take this model; {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    message = " ".join(str(error).split())
-    named = re.search(r"\btf\.([A-Z]\w+)", message)
-    operation = f"operation {named[1]}: " if named else ""
-    return f"{operation}{type(error).__name__}: {message[:_REASON_LENGTH] or 'no reason given'}"
+        raise not_convertible(error) from error

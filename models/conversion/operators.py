@@ -8,12 +8,13 @@ builtin: `tflite-runtime` 2.14 returns wrong values for it without an error.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
-from ai_edge_litert import schema_py_generated as schema
 
 from edge_client.wire.manifest import Operator
+from models.conversion import flatbuffer
 
 _HIGHEST = {
     1: """ADD_N CEIL COS CUMSUM ELU EXPAND_DIMS FLOOR HARD_SWISH LOGICAL_AND LOGICAL_NOT LOGICAL_OR NEG ONE_HOT POW PRELU
@@ -34,7 +35,6 @@ _HIGHEST = {
 ALLOWED: dict[str, int] = {name: highest for highest, names in _HIGHEST.items() for name in names.split()}
 """Name -> highest version."""
 
-_NAMES = {code: name for name, code in vars(schema.BuiltinOperator).items() if isinstance(code, int)}
 _UNKNOWN_RUNTIME = "unknown"
 
 
@@ -49,7 +49,7 @@ def operators(tflite: bytes) -> tuple[Operator, ...]:
         ForeignOperator: a custom or Flex operation, one not in `ALLOWED`, a newer version, or REVERSE_V2
             without exactly one constant axis.
     """
-    model = _model(tflite)
+    model = flatbuffer.read(tflite)
     for graph in model.subgraphs:
         for node in graph.operators:
             if _allowed_name(model.operatorCodes[node.opcodeIndex]) == "REVERSE_V2":
@@ -63,37 +63,30 @@ def builtin_operators(tflite: bytes) -> tuple[Operator, ...]:
     Raises:
         ForeignOperator: a custom or Flex operation.
     """
-    model = _model(tflite)
-    counts: dict[str, int] = {}
-    versions: dict[str, int] = {}
+    model = flatbuffer.read(tflite)
+    counts: Counter[str] = Counter()
+    versions: Counter[str] = Counter()
     for graph in model.subgraphs:
         for node in graph.operators:
             code = model.operatorCodes[node.opcodeIndex]
             name = _builtin_name(code)
-            counts[name] = counts.get(name, 0) + 1
-            versions[name] = max(versions.get(name, 1), code.version)
+            counts[name] += 1
+            versions[name] = max(versions[name], code.version, 1)
     return tuple(Operator(name, versions[name], counts[name]) for name in sorted(counts))
 
 
 def minimum_runtime(tflite: bytes) -> str:
     """The oldest TensorFlow Lite release with all the file's operations, from the converter's metadata."""
-    model = _model(tflite)
-    for entry in model.metadata or []:
-        if _text(entry.name) == "min_runtime_version":
-            return bytes(model.buffers[entry.buffer].data).rstrip(b"\0").decode() or _UNKNOWN_RUNTIME
-    return _UNKNOWN_RUNTIME
-
-
-def _model(tflite: bytes) -> Any:
-    return schema.ModelT.InitFromObj(schema.Model.GetRootAsModel(tflite, 0))
+    buffer = flatbuffer.minimum_runtime_buffer(flatbuffer.read(tflite))
+    noted = "" if buffer is None else bytes(buffer.data).rstrip(b"\0").decode()
+    return noted or _UNKNOWN_RUNTIME
 
 
 def _builtin_name(code: Any) -> str:
     """The operation's name."""
-    builtin = max(code.builtinCode, code.deprecatedBuiltinCode)
-    name: str = _NAMES.get(builtin, f"builtin {builtin}")
+    name = flatbuffer.builtin_name(code)
     if name == "CUSTOM":
-        custom = _text(code.customCode)
+        custom = (code.customCode or b"nameless").decode()
         kind = "a Flex operation" if custom.startswith("Flex") else "a custom operation"
         raise ForeignOperator(f"{custom} is {kind}, which only a runtime built with it has")
     return name
@@ -120,7 +113,3 @@ def _require_one_axis(model: Any, graph: Any, node: Any) -> None:
         raise ForeignOperator(
             f"REVERSE_V2 over {what} gives wrong values on old runtimes; one constant axis is right"
         )
-
-
-def _text(name: bytes | str | None) -> str:
-    return name.decode() if isinstance(name, bytes) else name or "nameless"

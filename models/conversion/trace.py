@@ -10,6 +10,7 @@ and any client rule can be computed around the step.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,18 @@ class NotTraceable(ValueError):
 
 class NotConvertible(ValueError):
     """The converter refused the graph or converted it wrongly; the message has the details."""
+
+
+_REASON_LENGTH = 200
+
+
+def not_convertible(error: Exception) -> NotConvertible:
+    """The converter's error in one line, starting with the operation that it names, if any."""
+    message = " ".join(str(error).split())
+    named = re.search(r"\b((?:aten|stablehlo|tfl)\.\w+)|\btf\.([A-Z]\w+)", message)
+    operation = f"operation {named[1] or named[2]}: " if named else ""
+    reason = f"{operation}{type(error).__name__}: {message[:_REASON_LENGTH] or 'no reason given'}"
+    return NotConvertible(f"LiteRT cannot take this model; {reason}")
 
 
 @dataclass(frozen=True)

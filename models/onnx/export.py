@@ -15,17 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import safetensors.numpy
 import torch
 from onnx import ModelProto
-from safetensors import SafetensorError
 from torch import nn
 
 from edge_client.files import write_durably
 from edge_client.processes import process
 from models import job as jobs
 from models.compress.pruning.structure import rebuild
-from models.job import JobError
 from models.onnx.files import (
     LIMIT_BYTES,
     describe,
@@ -48,12 +45,7 @@ def run(path: Path, report: process.Report) -> None:
     torch.set_num_threads(1)
     job = jobs.read(path)
     spec = job.spec()
-    params_file = job.file("params", job.value("params"))
-    try:
-        params = safetensors.numpy.load(params_file.read_bytes())
-    except (OSError, SafetensorError) as error:
-        raise JobError(f"{params_file} is not a readable .safetensors file: {error}") from None
-    module = rebuild(spec, params)
+    module = rebuild(spec, jobs.read_params(job.file("params", job.value("params"))))
     report(stage="export", step="convert")
     model = to_onnx(module, spec)
     content = model.SerializeToString()

@@ -51,14 +51,7 @@ def import_params(opened: OnnxFile, name: str, options: Mapping[str, Any], path:
         ) from None
     result = stored.save(module, path)
     return {
-        "model": {
-            "name": spec.name,
-            "options": dict(spec.options),
-            "input_shape": list(spec.input_shape),
-            "classes": spec.classes,
-            "input_dtype": spec.input_dtype,
-            "task": spec.task,
-        },
+        "model": spec.described(),
         "params_sha256": result["model_sha256"],
         "largest_difference": difference,
     }

@@ -22,16 +22,14 @@ from typing import Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
-import safetensors.numpy
 import torch
 from ai_edge_litert.interpreter import Interpreter, OpResolverType
-from safetensors import SafetensorError
 from torch import nn
 
-from edge_client.files import write_durably
+from edge_client.files import file_sha256, write_durably
 from edge_client.infer.runtime import Model
 from edge_client.processes import process
-from edge_client.train.trainer import score
+from edge_client.train.evaluation import score
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME, GoldenRows, InferenceManifest
 from edge_client.wire.manifest import FileSpec, Fill, InputSpec, Lineage
 from models import job as jobs
@@ -192,9 +190,8 @@ def _read_source(job: jobs.Job, spec: ModelSpec | KerasSpec) -> Source:
     module, digest = None, ""
     if "params" in settings:
         path = job.file("params", settings["params"])
-        content = _read(path)
-        module = _module(job, spec, path, content)
-        digest = hashlib.sha256(content).hexdigest()
+        module = _module(job, spec, path)
+        digest = file_sha256(path)
     precision = settings.get("precision", "float32")
     if precision not in get_args(Precision):
         raise JobError(
@@ -220,16 +217,13 @@ def _read_source(job: jobs.Job, spec: ModelSpec | KerasSpec) -> Source:
     )
 
 
-def _module(job: jobs.Job, spec: ModelSpec | KerasSpec, path: Path, content: bytes) -> nn.Module:
+def _module(job: jobs.Job, spec: ModelSpec | KerasSpec, path: Path) -> nn.Module:
     """The float model with the params of the file `path`."""
     if isinstance(spec, KerasSpec):
         from models.release.keras_inference import FloatModel, read_model
 
         return FloatModel(*read_model(job, spec))
-    try:
-        return rebuild(spec, safetensors.numpy.load(content))
-    except SafetensorError as error:
-        raise JobError(f"{path} is not a readable .safetensors file: {error}") from None
+    return rebuild(spec, jobs.read_params(path))
 
 
 def _draft(source: Source, options: Options) -> InferenceManifest:
@@ -308,19 +302,14 @@ def read_tflite(path: Path) -> bytes:
     Raises:
         JobError: it is missing, or LiteRT cannot read it.
     """
-    content = _read(path)
     try:
+        content = path.read_bytes()
         Interpreter(model_content=content)
+    except OSError as error:
+        raise JobError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise JobError(f"{path} is not a .tflite file: {' '.join(str(error).split())[:200]}") from None
     return content
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise JobError(f"{path}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import numpy.typing as npt
 import safetensors.numpy
 import tensorflow as tf
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from edge_client.files import write_durably
@@ -100,10 +99,7 @@ def read_model(job: Job, spec: KerasSpec) -> tuple[FunctionalModel, Params]:
     if "params" not in job.settings:
         return model, own
     path = job.file("params", job.settings["params"])
-    try:
-        params = safetensors.numpy.load(path.read_bytes())
-    except (OSError, SafetensorError) as error:
-        raise JobError(f"{path} is not a readable .safetensors file: {error}") from None
+    params = jobs.read_params(path)
     expected, actual = ({name: v.shape for name, v in each.items()} for each in (own, params))
     for name in sorted(set(expected) | set(actual)):
         if expected.get(name) != actual.get(name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -81,6 +82,17 @@ class ModelSpec:
             )
         return self.tokens
 
+    def described(self) -> dict[str, Any]:
+        """The spec as job files describe it."""
+        return {
+            "name": self.name,
+            "options": dict(self.options),
+            "input_shape": list(self.input_shape),
+            "classes": self.classes,
+            "input_dtype": self.input_dtype,
+            "task": self.task,
+        }
+
     def build(self, seed: int) -> nn.Module:
         """A fresh module; the same seed gives the same weights. Does not change torch's global generator."""
         with torch.random.fork_rng(devices=[]):
@@ -89,10 +101,12 @@ class ModelSpec:
 
     def example_batch(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A deterministic (x, y) of the right shapes and dtypes: sines in [0, 1], or consecutive tokens."""
-        numbers = torch.arange(batch_size * _size(self.input_shape)).reshape(batch_size, *self.input_shape)
+        numbers = torch.arange(batch_size * math.prod(self.input_shape)).reshape(
+            batch_size, *self.input_shape
+        )
         x = ((numbers * 7) % self.tokens).int() if self.input_dtype == "int32" else numbers.sin() * 0.5 + 0.5
         label_shape = (batch_size, *self.input_shape) if self.task == "next_token" else (batch_size,)
-        y = torch.arange(_size(label_shape)).reshape(label_shape) % self.classes
+        y = torch.arange(math.prod(label_shape)).reshape(label_shape) % self.classes
         return x, y.int()
 
     def metrics(self, logits: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
@@ -103,10 +117,3 @@ class ModelSpec:
             "loss": float(self.loss(logits, y)),
             "accuracy": float(correct.sum() / counted.sum().clamp(min=1)),
         }
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 import fedloop
 from models import datasets, zoo
@@ -40,7 +39,8 @@ from models.compress.quantization import (
     recipes,
 )
 from models.compress.step import Context, Data, Model, Precision
-from models.compress.tuning import Tuning, tune
+from models.compress.tuning import Tuning, own_loss, tune
+from models.pretrain.data.batches import Arrays
 from models.zoo.spec import ModelSpec
 from tests.bench.compression_recipes import SPARSE_MNIST
 
@@ -268,12 +268,9 @@ def _trained(spec: ModelSpec, data: Data, seed: int, *tunings: Tuning) -> Model:
     module = spec.build(seed)
     if len(spec.input_shape) > 1:
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def objective(learner: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return spec.loss(learner(x), y)
-
+    rows = Arrays(data.x_train, data.y_train)
     for tuning in tunings:
-        tune(module, data.x_train, data.y_train, tuning, np.random.default_rng(seed), objective)
+        tune(module, rows, tuning, np.random.default_rng(seed), own_loss(spec))
     return Model(spec, module.to(memory_format=torch.contiguous_format))  # type: ignore[call-overload]
 
 

@@ -23,7 +23,7 @@ from edge_client.infer.runtime import load
 from edge_client.serving.listening import listening
 from edge_client.serving.service import Batching, Service
 from models import zoo
-from models.compress.quantization.quantize import write_tflite
+from models.compress.quantization.quantize import to_tflite
 from models.release.inference import (
     Options,
     Source,
@@ -58,9 +58,8 @@ def _released(name: str, options: dict[str, Any], folder: Path) -> Path:
     rng = np.random.default_rng(0)
     spec = zoo.get(name, input_shape=(28, 28), classes=10, **options)
     module = spec.build(0).eval()
-    write_tflite(module, spec, folder / "float32")
     x, y = rng.random((64, 28, 28), np.float32), rng.integers(0, 10, 64).astype(np.int32)
-    source = Source(spec, (folder / "float32").read_bytes(), "float32", module)
+    source = Source(spec, to_tflite(module, spec), "float32", module)
     report = release(source, x, y, Options(name=name, real_rows=0), folder / "release")
     assert report["takes_batches"], f"{name} takes one row at a time"
     return folder / "release"

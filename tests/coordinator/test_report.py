@@ -20,7 +20,7 @@ from coordinator.reports import report, run_files
 from coordinator.rounds.checkpoint import Checkpoint
 from coordinator.rounds.events import LineFile
 from coordinator.rounds.records import RoundRecord, as_row
-from edge_client.train.trainer import Evaluation
+from edge_client.train.evaluation import Evaluation
 from edge_client.wire import arrays
 from strategies.state import State
 from tests.support.federation import PARAMS

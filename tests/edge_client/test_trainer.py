@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.data.examples import PADDING, Examples, NoExamples
-from edge_client.train.trainer import EVALUATION_ROWS, Evaluation, Trainer, TrainTask, merge, score
+from edge_client.train.evaluation import EVALUATION_ROWS, Evaluation, merge, score
+from edge_client.train.trainer import Trainer, TrainTask
 from strategies.client_rules import ControlVariates, Correction, Proximal
 from strategies.params import Params
 

@@ -13,7 +13,7 @@ from edge_client.train.torch_trainer import TorchRuntime, load, read
 from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays, manifest
 from models import adaptation, zoo
-from models.compress.quantization import flatbuffer
+from models.conversion import flatbuffer
 from models.conversion.request import ExportRequest, export
 from models.zoo import adapted as zoo_adapted
 from models.zoo.resolve import ModelNotFound

@@ -13,12 +13,12 @@ from torch import nn
 from models import zoo
 from models.compress import report
 from models.compress.quantization import (
-    flatbuffer,
     quantize,
     recipes,
 )
 from models.compress.quantization.quantize import ExportRefused
 from models.compress.step import Data, Model, Precision, StepRefused
+from models.conversion import flatbuffer
 from models.zoo.spec import ModelSpec
 from tests.support.compressing import cnn, context, digits
 

@@ -13,6 +13,7 @@ from models.compress import report
 from models.compress.quantization import qat
 from models.compress.step import StepRefused
 from models.compress.tuning import Tuning, tune
+from models.pretrain.data.batches import Arrays
 from models.zoo.spec import ModelSpec
 from tests.support.compressing import cnn, context, digits, trained
 
@@ -80,8 +81,7 @@ def test_batchnorm_is_trained_with_rounding_and_the_patch_of_litert_torch_is_tak
     graph, _ = qat.prepare(original.module, SPEC)
     tune(
         graph,
-        digits().x_train,
-        digits().y_train,
+        Arrays(digits().x_train, digits().y_train),
         QUICK,
         np.random.default_rng(0),
         lambda m, x, y: SPEC.loss(m(x), y),

@@ -77,11 +77,10 @@ def test_zeros_are_parameters_that_compress() -> None:
 
 
 @pytest.mark.slow
-def test_a_file_is_scored_as_its_module_is(tmp_path: Path) -> None:
+def test_a_file_is_scored_as_its_module_is() -> None:
     spec = zoo.get("mlp", input_shape=(8,), classes=4)
     module = spec.build(1)
-    quantize.write_tflite(module, spec, tmp_path / "model.tflite")
-    content = (tmp_path / "model.tflite").read_bytes()
+    content = quantize.to_tflite(module, spec)
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(50, 8)).astype(np.float32), rng.integers(0, 4, 50).astype(np.int32)
     np.testing.assert_allclose(report.logits(content, x), report.logits(module, x), atol=1e-5)

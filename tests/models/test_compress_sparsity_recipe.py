@@ -8,9 +8,9 @@ import pytest
 from models.compress import pipeline, report
 from models.compress.graph import Options as FoldOptions
 from models.compress.graph import fold
-from models.compress.quantization import flatbuffer
 from models.compress.quantization.quantize import to_tflite
 from models.compress.step import Model
+from models.conversion import flatbuffer
 from tests.bench.compression_recipes import SPARSE_DIGITS
 from tests.support.compression import accuracy, context, digits, trained
 

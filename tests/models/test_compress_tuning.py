@@ -10,6 +10,7 @@ from torch import nn
 from models.compress.step import Data, StepRefused
 from models.compress.tuning import Tuning, is_within, labelled_rows, named_layers, tune
 from models.labels import PADDING
+from models.pretrain.data.batches import Arrays
 
 X = np.random.default_rng(0).normal(size=(12, 6, 6)).astype(np.float32)
 Y = (np.arange(12) % 3).astype(np.int32)
@@ -33,8 +34,7 @@ def tuned(x: np.ndarray = X, **options: object) -> nn.Module:
     tuning = Tuning(**{"epochs": 1, "batch_size": 4, **options})  # type: ignore[arg-type]
     tune(
         module,
-        x,
-        Y,
+        Arrays(x, Y),
         tuning,
         np.random.default_rng(0),
         lambda m, x, y: nn.functional.cross_entropy(m(x), y.long()),

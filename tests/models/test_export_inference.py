@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from edge_client.wire import inference
 from edge_client.wire.inference import InferenceManifest
 from models import zoo
 from models.compress.quantization import recipes
-from models.compress.quantization.quantize import to_tflite, write_tflite
+from models.compress.quantization.quantize import to_tflite
 from models.compress.report import logits as logits_of
 from models.compress.step import Precision
 from models.job import JobError
@@ -342,9 +341,7 @@ def _with_a_weight_turned(content: bytes, dtype: type[np.generic], count: int = 
 
 def _of_untrained() -> bytes:
     made, _ = model()
-    with tempfile.TemporaryDirectory() as folder:
-        write_tflite(made.spec.build(1).eval(), made.spec, Path(folder) / "model")
-        return (Path(folder) / "model").read_bytes()
+    return to_tflite(made.spec.build(1).eval(), made.spec)
 
 
 def _compressed(folder: Path) -> Path:

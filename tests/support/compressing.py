@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 import torch
 from sklearn.datasets import load_digits
-from torch import nn
 
 from models import zoo
 from models.compress.step import Context, Data, Model
-from models.compress.tuning import Tuning, tune
+from models.compress.tuning import Tuning, own_loss, tune
+from models.pretrain.data.batches import Arrays
 from models.zoo.spec import ModelSpec
 
 TRAINING = Tuning(epochs=8, lr=4e-3, batch_size=32)
@@ -36,9 +35,8 @@ def cnn() -> Model:
 def trained(spec: ModelSpec, tuning: Tuning = TRAINING) -> Model:
     torch.set_num_threads(1)
     data, module = digits(), spec.build(0)
-    loss: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
-    loss = lambda m, x, y: spec.loss(m(x), y)  # noqa: E731
-    tune(module, data.x_train, data.y_train, tuning, np.random.default_rng(0), loss)
+    rows = Arrays(data.x_train, data.y_train)
+    tune(module, rows, tuning, np.random.default_rng(0), own_loss(spec))
     return Model(spec, module)
 
 

@@ -9,7 +9,8 @@ import torch
 
 from models import datasets, zoo
 from models.compress.step import Context, Data, Model
-from models.compress.tuning import Tuning, tune
+from models.compress.tuning import Tuning, own_loss, tune
+from models.pretrain.data.batches import Arrays
 
 
 def digits() -> Data:
@@ -24,11 +25,10 @@ def trained(name: str, data: Data, epochs: int, lr: float = 3e-3, **options: Any
     module = spec.build(7)
     tune(
         module,
-        data.x_train,
-        data.y_train,
+        Arrays(data.x_train, data.y_train),
         Tuning(epochs=epochs, batch_size=32, lr=lr),
         np.random.default_rng(7),
-        lambda module, x, y: spec.loss(module(x), y),
+        own_loss(spec),
     )
     return Model(spec, module.eval())
 

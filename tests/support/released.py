@@ -92,7 +92,7 @@ def _main(folder: Path) -> None:
     import torch
 
     from models import zoo
-    from models.compress.quantization.quantize import write_tflite
+    from models.compress.quantization.quantize import to_tflite
 
     torch.set_num_threads(1)
     spec = zoo.get("mlp", input_shape=(64,), classes=10, hidden=HIDDEN)
@@ -109,10 +109,7 @@ def _main(folder: Path) -> None:
             optimizer.step()
 
     def write(name: Kind) -> None:
-        path = folder / f".{name}.tflite"
-        write_tflite(module, spec, path)
-        write_durably(folder / f"{name}.tflite", path.read_bytes())
-        path.unlink()
+        write_durably(folder / f"{name}.tflite", to_tflite(module, spec))
 
     trained(module.parameters(), 1)
     write("first")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from ai_edge_quantizer import quantizer, recipe
 
-from models.compress.quantization.quantize import write_tflite
+from models.compress.quantization.quantize import to_tflite
 from models.compress.step import Data, Model, Precision
 from models.release.inference import (
     Options,
@@ -63,8 +63,7 @@ def tflite(precision: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path, quantized = Path(folder) / "float32", Path(folder) / "quantized"
         if precision == "float32":
-            write_tflite(made.module, made.spec, path)
-            return path.read_bytes()
+            return to_tflite(made.module, made.spec)
         path.write_bytes(tflite("float32"))
         maker = quantizer.Quantizer(str(path), _RECIPES[precision]())
         rows = [{"x": row[None]} for row in data.x_train[:100]]

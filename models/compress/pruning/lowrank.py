@@ -18,7 +18,7 @@ from torch import nn
 from models.compress import report
 from models.compress.pruning import sparsity
 from models.compress.step import Context, Data, Model, StepRefused
-from models.compress.tuning import Tuning, labelled_rows, named_layers, tune
+from models.compress.tuning import Tuning, labelled_rows, named_layers, own_loss, tune
 from models.options import bounded
 
 
@@ -63,15 +63,13 @@ def factorise(model: Model, data: Data, options: Options, context: Context) -> M
             module.set_submodule(name, singular.factors(rank))
     _require_any(layers, model, options)
 
-    rows = labelled_rows(data)
     tune(
         module,
-        rows.x,
-        rows.y,
+        labelled_rows(data),
         options,
         context.rng(),
-        lambda module, x, y: model.spec.loss(module(x), y),
-        on_epoch=lambda epoch, loss: context.on_progress({"stage": "lowrank", "epoch": epoch, "loss": loss}),
+        own_loss(model.spec),
+        on_epoch=context.report_epochs(stage="lowrank"),
     )
     facts = {
         "layers": layers,

@@ -21,8 +21,8 @@ from torch import nn
 
 from models.compress.pruning import sparsity
 from models.compress.pruning.sparsity_search import Bound, search
-from models.compress.step import Context, Data, Model, StepRefused
-from models.compress.tuning import OnEpoch, Tuning, labelled_rows, named_layers, tune
+from models.compress.step import Context, Data, Model, OnEpoch, StepRefused
+from models.compress.tuning import Tuning, labelled_rows, named_layers, own_loss, tune
 from models.options import bounded
 from models.pretrain.data.batches import Arrays
 from models.zoo.spec import ModelSpec
@@ -82,7 +82,7 @@ def prune(model: Model, data: Data, options: Options, context: Context) -> Model
     if options.per_layer == "search":
         rows, held_out = split_rows(rows, options.held_out, rng)
     if options.method in ("l1", "group-lasso"):
-        regularise(module, names, model.spec, rows, options, rng, _report_epochs(context, "regularise"))
+        regularise(module, names, model.spec, rows, options, rng, context.report_epochs(stage="regularise"))
     inputs = {}
     if options.method == "activation":
         inputs = sparsity.input_norms(module, names, rows.x[: options.calibration_rows])
@@ -96,7 +96,7 @@ def prune(model: Model, data: Data, options: Options, context: Context) -> Model
         goals = sparsity.goals(module, names, options.sparsity, together=options.per_layer == "global")
     ramp = sparsity.Ramp(options.ramp, options.cuts)
     sparsity.cut(
-        module, goals, inputs, model.spec, rows, options, ramp, rng, _report_epochs(context, "prune")
+        module, goals, inputs, model.spec, rows, options, ramp, rng, context.report_epochs(stage="prune")
     )
 
     # torch's pruning moves a weight behind its bias; restore the order of the spec
@@ -157,17 +157,4 @@ def regularise(
                     channels *= (1 - threshold * channels.shape[1] ** 0.5 / norms).clamp(min=0)
 
     training = replace(options, epochs=options.regularise_epochs)
-    tune(
-        module,
-        rows.x,
-        rows.y,
-        training,
-        rng,
-        lambda module, x, y: spec.loss(module(x), y),
-        after_step=shrink,
-        on_epoch=on_epoch,
-    )
-
-
-def _report_epochs(context: Context, stage: str) -> OnEpoch:
-    return lambda epoch, loss: context.on_progress({"stage": stage, "epoch": epoch, "loss": loss})
+    tune(module, rows, training, rng, own_loss(spec), after_step=shrink, on_epoch=on_epoch)

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn.utils import prune as masks
 
-from models.compress.tuning import OnEpoch, Tuning, is_within, tune
+from models.compress.step import OnEpoch
+from models.compress.tuning import Tuning, is_within, own_loss, tune
 from models.pretrain.data.batches import Arrays
 from models.pretrain.params import params_of
 from models.zoo.calls import called_layers, on_calls
@@ -115,16 +116,7 @@ def cut(
                 _cut_to(layers, goal, due[step], inputs)
 
     after_step(0)
-    tune(
-        module,
-        rows.x,
-        rows.y,
-        tuning,
-        rng,
-        lambda module, x, y: spec.loss(module(x), y),
-        after_step=after_step,
-        on_epoch=on_epoch,
-    )
+    tune(module, rows, tuning, rng, own_loss(spec), after_step=after_step, on_epoch=on_epoch)
     for layer in layers.values():
         masks.remove(layer, "weight")  # type: ignore[no-untyped-call]
 

@@ -20,7 +20,7 @@ from models.compress import report
 from models.compress.pruning import sparsity
 from models.compress.pruning.structure import StructureError, rebuild
 from models.compress.step import Context, Data, Model, StepRefused
-from models.compress.tuning import Tuning, is_within, labelled_rows, named_layers, tune
+from models.compress.tuning import Tuning, is_within, labelled_rows, named_layers, own_loss, tune
 from models.job import JobError
 from models.options import bounded
 from models.pretrain.params import params_of
@@ -68,15 +68,12 @@ def structured(model: Model, data: Data, options: Options, context: Context) -> 
         _cut(pruner, module, model.spec)
         tune(
             module,
-            rows.x,
-            rows.y,
+            rows,
             options,
             rng,
-            lambda module, x, y: model.spec.loss(module(x), y),
+            own_loss(model.spec),
             after_step=sparsity.zeros_kept(module),
-            on_epoch=lambda epoch, loss, turn=turn: context.on_progress(  # type: ignore[misc]
-                {"stage": "structured", "round": turn, "epoch": epoch, "loss": loss}
-            ),
+            on_epoch=context.report_epochs(stage="structured", round=turn),
         )
     _require_rebuildable(module, model.spec)
     facts = {

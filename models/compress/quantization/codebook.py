@@ -23,7 +23,7 @@ from torch import nn
 
 from models.compress.quantization import quantize
 from models.compress.step import Context, Data, Model
-from models.compress.tuning import Tuning, is_within, labelled_rows, named_layers, tune
+from models.compress.tuning import Tuning, is_within, labelled_rows, named_layers, own_loss, tune
 from models.options import bounded
 from models.pretrain.params import params_of
 
@@ -88,17 +88,13 @@ def share_weights(
     context.on_progress({"step": "cluster", "tensors": len(books), "bits": options.bits})
     shared = _SharedWeights(model.module, books)
     if options.epochs and books:
-        rows = labelled_rows(data)
         tune(
             shared,
-            rows.x,
-            rows.y,
+            labelled_rows(data),
             replace(options, freeze=shared.freeze_names(options.freeze)),
             context.rng(),
-            lambda module, x, y: model.spec.loss(module(x), y),
-            on_epoch=lambda epoch, loss: context.on_progress(
-                {"epoch": epoch, "epochs": options.epochs, "loss": loss}
-            ),
+            own_loss(model.spec),
+            on_epoch=context.report_epochs(epochs=options.epochs),
         )
     return shared.module(), shared.codebooks()
 

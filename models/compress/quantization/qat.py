@@ -20,8 +20,6 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from models.compress import distil
 from models.compress.quantization import quantize, tensor_names
 from models.compress.quantization.recipes import SIGNATURE
 from models.compress.step import Context, Data, Model, StepRefused
-from models.compress.tuning import Tuning, labelled_rows, tune
+from models.compress.tuning import Tuning, labelled_rows, own_loss, tune
 from models.options import bounded
 from models.zoo.spec import ModelSpec
 
@@ -67,16 +65,13 @@ def train(model: Model, data: Data, options: Options, context: Context) -> Model
     graph, quantizer = prepare(model.module, spec)
     losses = tune(
         graph,
-        rows.x,
-        rows.y,
+        rows,
         options,
         context.rng(),
         distil.objective([context.original.module], options.temperature, options.alpha, spec.loss)
         if options.distil
-        else lambda module, x, y: spec.loss(module(x), y),
-        on_epoch=lambda epoch, loss: context.on_progress(
-            {"epoch": epoch, "epochs": options.epochs, "loss": loss}
-        ),
+        else own_loss(spec),
+        on_epoch=context.report_epochs(epochs=options.epochs),
     )
     module = _with_params_of(graph, model.module)
     context.on_progress({"step": "convert"})
@@ -131,10 +126,7 @@ def convert(graph: torch.fx.GraphModule, spec: ModelSpec, quantizer: Any) -> byt
     edge = litert_torch.signature(SIGNATURE, integers, (), {"x": x}).convert(
         quant_config=QuantConfig(pt2e_quantizer=quantizer)
     )
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "model.tflite"
-        edge.export(str(path))
-        return tensor_names.shorten(path.read_bytes())
+    return tensor_names.shorten(edge.model_content())
 
 
 def _with_params_of(graph: nn.Module, module: nn.Module) -> nn.Module:

@@ -2,17 +2,19 @@
 
 Every file has one signature `infer(x) -> logits` for one example at a time, with the weights inside. The float32 file is compared
 with torch. The other precisions (`models.compress.quantization.recipes`) are made from it, and refused if they lose too much
-accuracy or if the quantizer did not quantize their weights. `auto` measures several and chooses the best
-(`models.compress.quantization.precision_choice`). Static int8 also has an int8 interface, so that a device without floating point
-can run it: input and output carry scale and zero point (token inputs stay int32).
+accuracy or if the quantizer did not quantize their weights. Static int8 also has an int8 interface, so that a device without
+floating point can run it: input and output carry scale and zero point (token inputs stay int32).
+
+`auto` measures on this machine, because int8 is not always smaller and faster: a model of small matrices (attention, recurrence)
+may be several times slower in int8 than in float32, and one of few weights may grow by the added operations. So the file is made
+in each precision of `CANDIDATES`. Of those within the bound on accuracy, measured on training rows, the one with the lowest product
+of bytes and latency wins: half the size is worth twice the time.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -20,16 +22,15 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from edge_client.train.trainer import score
+from edge_client.train.evaluation import score
 from models.compress import report
 from models.compress.quantization import (
-    flatbuffer,
-    precision_choice,
     recipes,
     tensor_names,
 )
 from models.compress.quantization.recipes import SIGNATURE
 from models.compress.step import Context, Data, Model, Precision, StepRefused
+from models.conversion import flatbuffer
 from models.options import bounded
 from models.zoo import ModelSpec
 
@@ -37,6 +38,10 @@ FLOAT_TOLERANCE = 1e-4
 """Largest allowed difference of float32 from torch's logits, in units of the largest logit."""
 COMPARED = 256
 """Rows on which float32 is compared with torch."""
+CANDIDATES: tuple[Precision, ...] = ("float32", "dynamic-int8", "static-int8")
+"""What `auto` chooses from."""
+_SCORED_ROWS = 500
+"""At most so many training rows score the candidates; test rows are reserved for the report."""
 
 
 class ExportRefused(StepRefused):
@@ -69,9 +74,7 @@ def step(model: Model, data: Data, options: Options, context: Context) -> Model:
     context.on_progress({"step": "convert"})
     float32, error = convert_checked(model, data.x_test)
     if options.precision == "auto":
-        precision, tflite, details = precision_choice.choose(
-            float32, data, options, context.on_progress, quantize_file
-        )
+        precision, tflite, details = choose(float32, data, options, context)
     else:
         precision, details = options.precision, {}
         context.on_progress({"step": "quantize", "precision": precision})
@@ -80,6 +83,49 @@ def step(model: Model, data: Data, options: Options, context: Context) -> Model:
     if precision == "static-int8":
         details = {**details, "calibration_rows": min(options.calibration_rows, len(data.x_train))}
     return Model(model.spec, model.module, tflite, precision, {**facts, **details, "max_abs_error": error})
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A candidate of `auto`. `refused`: why it is excluded; empty if it is eligible."""
+
+    precision: Precision
+    bytes: int = 0
+    latency_us: float = 0.0
+    accuracy: float = 0.0
+    refused: str = ""
+
+
+def choose(
+    float32: bytes, data: Data, options: Options, context: Context
+) -> tuple[Precision, bytes, dict[str, Any]]:
+    """The precision of the lowest cost, its file, and the figures of each candidate as facts."""
+    files: dict[Precision, bytes] = {}
+    candidates: list[Candidate] = []
+    for precision in CANDIDATES:
+        context.on_progress({"step": "quantize", "precision": precision})
+        try:
+            files[precision] = quantize_file(float32, precision, data, options.calibration_rows)
+        except StepRefused as error:
+            candidates.append(Candidate(precision, refused=str(error)))
+        except OSError:  # a full disk is not the candidate's fault
+            raise
+        except Exception as error:  # the quantizer raises anything for an unknown operation
+            reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+            candidates.append(Candidate(precision, refused=reason))
+    x, y = data.x_train[-_SCORED_ROWS:], data.y_train[-_SCORED_ROWS:]
+    latencies = report.latency({str(name): file for name, file in files.items()}, x)
+    accuracies = {name: report.accuracy(file, x, y) for name, file in files.items()}
+    for name, file in files.items():
+        lost = accuracies["float32"] - accuracies[name]
+        reason = (
+            f"loses {100 * lost:.1f} points of accuracy" if lost > options.max_accuracy_drop + 1e-9 else ""
+        )
+        candidates.append(Candidate(name, len(file), latencies[name], accuracies[name], reason))
+    eligible = (each for each in candidates if not each.refused)
+    chosen = min(eligible, key=lambda each: each.bytes * each.latency_us)
+    facts = {"rows": len(x), "tried": [asdict(each) for each in candidates]}
+    return chosen.precision, files[chosen.precision], {"measured": facts}
 
 
 def quantize_file(float32: bytes, precision: Precision, data: Data, calibration_rows: int) -> bytes:
@@ -126,24 +172,15 @@ def evaluate(
     }
 
 
-def write_tflite(module: nn.Module, spec: ModelSpec, path: Path) -> None:
-    """Writes `module` as float32 `.tflite`, signature `infer(x[1, …]) -> logits[1, …]`."""
+def to_tflite(module: nn.Module, spec: ModelSpec) -> bytes:
+    """`module` as float32 `.tflite`, signature `infer(x[1, …]) -> logits[1, …]`."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("LITERT_TORCH_SHOW_PROGRESS", "n")
     import litert_torch
 
     x, _ = spec.example_batch(1)
     edge = litert_torch.signature(SIGNATURE, Inference(module).eval(), (), {"x": x}).convert()
-    edge.export(str(path))
-    path.write_bytes(tensor_names.shorten(path.read_bytes()))
-
-
-def to_tflite(module: nn.Module, spec: ModelSpec) -> bytes:
-    """`module` as float32 `.tflite`; see `write_tflite`."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.tflite"
-        write_tflite(module, spec, path)
-        return path.read_bytes()
+    return tensor_names.shorten(edge.model_content())
 
 
 def require_same_logits(actual: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy.typing as npt
 
-from models.compress.quantization import flatbuffer
 from models.compress.step import Precision
+from models.conversion import flatbuffer
 
 SIGNATURE = "infer"
 WEIGHTS: Mapping[str, str] = {

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.train.trainer import score
+from edge_client.train.evaluation import score
 from models.compress import report
 from models.compress.quantization import quantize, recipes
 from models.compress.quantization.recipes import Layer, Ranges
@@ -67,7 +67,7 @@ class _HeldOut:
 
     @property
     def accuracy(self) -> float:
-        return float(score(self.logits, self.y).accuracy)
+        return score(self.logits, self.y).accuracy
 
 
 def mixed(model: Model, data: Data, options: Options, context: Context) -> Model:
@@ -119,7 +119,7 @@ def sensitivities(
             {"step": "sensitivity", "layer": layer.name, "number": index + 1, "of": len(layers)}
         )
         logits = report.logits(recipes.quantize_one(float32, layer, precision, ranges), rows.x)
-        loss = rows.accuracy - float(score(logits, rows.y).accuracy)
+        loss = rows.accuracy - score(logits, rows.y).accuracy
         ranking.append(Sensitivity(layer, divergence(rows.logits, logits), loss))
     return sorted(ranking, key=lambda s: -s.divergence)
 
@@ -144,7 +144,7 @@ def _mixture(
         kept = list(ranking[:count])
         scopes = {s.layer.scope: options.kept for s in kept}
         tflite = recipes.quantize(float32, options.precision, ranges, scopes)
-        accuracy = float(score(report.logits(tflite, rows.x), rows.y).accuracy)
+        accuracy = report.accuracy(tflite, rows.x, rows.y)
         context.on_progress({"step": "mix", "kept": count, "accuracy": accuracy})
         if rows.accuracy - accuracy <= options.max_accuracy_drop + 1e-9:
             return tflite, kept, accuracy

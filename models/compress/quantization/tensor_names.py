@@ -9,13 +9,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from models.compress.quantization import flatbuffer
+from models.conversion import flatbuffer
 
 
 def shorten(tflite: bytes) -> bytes:
     """The same model with tensors named like `stages.0.conv1`, unique in each subgraph; inputs and outputs keep their names."""
-    from ai_edge_litert.tools.flatbuffer_utils import convert_object_to_bytearray
-
     model = flatbuffer.read(tflite)
     for subgraph in model.subgraphs:
         taken = {subgraph.tensors[index].name.decode() for index in (*subgraph.inputs, *subgraph.outputs)}
@@ -29,7 +27,7 @@ def shorten(tflite: bytes) -> bytes:
             name = path if path not in taken else f"{path}:{index}"
             taken.add(name)
             tensor.name = name.encode()
-    return bytes(convert_object_to_bytearray(model))
+    return flatbuffer.write(model)
 
 
 def _layer_outputs(model: Any, subgraph: Any) -> set[int]:

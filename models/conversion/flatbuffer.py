@@ -1,4 +1,4 @@
-"""Reads the tensors, operations and sizes of a `.tflite` from its flatbuffer tables, without a runtime."""
+"""The tensors, operations and sizes of a `.tflite`, read from and written to its flatbuffer tables, without a runtime."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import flatbuffers
 import numpy as np
+from ai_edge_litert import schema_py_generated as schema
+
+_BUILTINS: dict[int, str] = {
+    code: name for name, code in vars(schema.BuiltinOperator).items() if isinstance(code, int)
+}
+_DTYPES = {code: name.lower() for name, code in vars(schema.TensorType).items() if isinstance(code, int)}
 
 
 @dataclass(frozen=True)
@@ -47,15 +54,12 @@ def tensors(tflite: bytes) -> Sequence[StoredTensor]:
 
 def operations(tflite: bytes) -> Sequence[Operation]:
     """Every operation of every subgraph, in the order of execution."""
-    from ai_edge_litert import schema_py_generated as schema
-
     model = read(tflite)
-    kinds = {code: name for name, code in vars(schema.BuiltinOperator).items() if isinstance(code, int)}
     listed = []
     for subgraph in model.subgraphs:
         for node in subgraph.operators:
             code = model.operatorCodes[node.opcodeIndex]
-            kind = kinds[max(code.builtinCode, code.deprecatedBuiltinCode)]
+            kind = builtin_name(code)
             if kind == "CUSTOM" and code.customCode:
                 kind = code.customCode.decode()
             scope = "".join(subgraph.tensors[index].name.decode() + ";" for index in node.outputs)
@@ -98,23 +102,36 @@ def is_weight(tensor: StoredTensor) -> bool:
 
 def read(tflite: bytes) -> Any:
     """The file parsed into objects of the schema."""
-    from ai_edge_litert import schema_py_generated as schema
-
     return schema.ModelT.InitFromPackedBuf(tflite, 0)
+
+
+def write(model: Any) -> bytes:
+    """The file of a model in objects of the schema."""
+    builder = flatbuffers.Builder()
+    builder.Finish(model.Pack(builder), b"TFL3")
+    return bytes(builder.Output())
+
+
+def builtin_name(code: Any) -> str:
+    """The name of an operator code, such as `CONV_2D`; `CUSTOM` for all that are not builtin."""
+    number = max(code.builtinCode, code.deprecatedBuiltinCode)
+    return _BUILTINS.get(number, f"builtin {number}")
+
+
+def minimum_runtime_buffer(model: Any) -> Any:
+    """The buffer in which the converter notes the oldest runtime with all the file's operations; None without one."""
+    for entry in model.metadata or []:
+        if entry.name == b"min_runtime_version":
+            return model.buffers[entry.buffer]
+    return None
 
 
 def stored_tensor(model: Any, tensor: Any) -> StoredTensor:
     """A tensor of the schema as a `StoredTensor`."""
-    from ai_edge_litert import schema_py_generated as schema
-
     buffer = model.buffers[tensor.buffer]
     return StoredTensor(
         tensor.name.decode(),
-        _dtypes(schema)[tensor.type],
+        _DTYPES[tensor.type],
         tuple(int(extent) for extent in tensor.shape) if tensor.shape is not None else (),
         buffer.data is not None or bool(buffer.offset),
     )
-
-
-def _dtypes(schema: Any) -> dict[int, str]:
-    return {value: name.lower() for name, value in vars(schema.TensorType).items() if isinstance(value, int)}

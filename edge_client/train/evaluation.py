@@ -1,0 +1,64 @@
+"""Cross-entropy and accuracy of logits, summed the same way in every runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_client.data.examples import PADDING
+
+EVALUATION_ROWS = 256
+"""Rows evaluated at a time. Fixed, so that sums are the same on every device."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Cross-entropy and accuracy of one set of params.
+
+    Attributes:
+        loss_sum: summed over all labels.
+        correct: correct labels per row, int64 [N].
+        labels: counted labels per row, int64 [N]; 1 for classification, T for sequences.
+    """
+
+    loss_sum: float
+    correct: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / max(1, int(self.labels.sum()))
+
+    @property
+    def accuracy(self) -> float:
+        return int(self.correct.sum()) / max(1, int(self.labels.sum()))
+
+
+def score(logits: npt.NDArray[np.float32], y: npt.NDArray[np.int32]) -> Evaluation:
+    """Evaluation of logits [n, (T,) classes] against labels [n, (T)]; `PADDING` labels do not count."""
+    wide = logits.astype(np.float64)
+    shifted = wide - wide.max(axis=-1, keepdims=True)
+    log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    counted = y != PADDING
+    chosen = np.take_along_axis(log_probabilities, np.where(counted, y, 0)[..., None], axis=-1)[..., 0]
+    correct = (wide.argmax(axis=-1) == y) & counted
+    per_row = (len(y), -1)
+    return Evaluation(
+        loss_sum=float(-(chosen * counted).sum()),
+        correct=correct.reshape(per_row).sum(axis=1, dtype=np.int64),
+        labels=counted.reshape(per_row).sum(axis=1, dtype=np.int64),
+    )
+
+
+def merge(parts: Iterable[Evaluation]) -> Evaluation:
+    """Merges evaluations of consecutive rows."""
+    listed = list(parts)
+    none = np.zeros(0, np.int64)
+    return Evaluation(
+        loss_sum=float(sum(part.loss_sum for part in listed)),
+        correct=np.concatenate([none, *(part.correct for part in listed)]),
+        labels=np.concatenate([none, *(part.labels for part in listed)]),
+    )
