@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from edge_client.commands.cli_options import AsJson, Sure, configuration, confirm, load_config, open_state
 from edge_client.errors import UserMistake
+
+if TYPE_CHECKING:
+    from edge_client.daemon.ledger import Entry, Ledger
 
 _FULL_BYTES = 1_000_000
 
@@ -58,8 +62,9 @@ def ledger(
     sure: Sure = False,
 ) -> None:
     """Shows everything that ever left this device. Example: fedloop-edge ledger --show 3"""
-    from edge_client.commands import disclosure
+    from edge_client.daemon import main
     from edge_client.daemon.ledger import Ledger
+    from edge_client.daemon.ledger import explain as explain_messages
 
     config = configuration(context)
     with open_state(config) as state:
@@ -69,11 +74,11 @@ def ledger(
             records.wipe()
             typer.echo("the ledger is empty")
         elif explain:
-            typer.echo(json.dumps(disclosure.explain_messages(config, state), indent=2))
+            typer.echo(json.dumps(explain_messages(main.checkin_now(config, state)), indent=2))
         elif show is not None:
-            disclosure.show(records, records.entry(show), as_json, typer.echo)
+            _print_payload(records, records.entry(show), as_json)
         else:
-            disclosure.table(records.entries(), as_json, typer.echo)
+            _print_entries(records.entries(), as_json)
 
 
 def config_check(context: typer.Context, as_json: AsJson = False) -> None:
@@ -127,6 +132,43 @@ def data_preview(
             typer.echo(f"  {key}: {_format_value(key, value)}")
     if any("problem" in view for view in views.values()):
         raise typer.Exit(2)
+
+
+def _print_entries(entries: Sequence[Entry], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps([asdict(entry) for entry in entries], indent=2))
+        return
+    if not entries:
+        typer.echo("nothing has left this device; what a check-in reports: fedloop-edge ledger --explain")
+    for entry in entries:
+        when = datetime.fromtimestamp(entry.at).astimezone().isoformat(" ", "seconds")
+        typer.echo(
+            f"{entry.id:>5}  {when}  {entry.run_name}, round {entry.round}  {entry.kind}  {entry.size_bytes} bytes  "
+            f"{entry.sha256[:12]}  {entry.treated}  {entry.outcome or 'not acknowledged'}"
+        )
+
+
+def _print_payload(ledger: Ledger, entry: Entry, as_json: bool) -> None:
+    """One entry's payload: the sums of an evaluation, or each tensor's shape, norm and extremes of an update."""
+    from edge_client.daemon.ledger import summarize_tensors
+
+    payload = ledger.payload(entry)
+    document: dict[str, Any] = asdict(entry)
+    if entry.kind == "evaluation":
+        document["sums"] = json.loads(payload)
+    else:
+        document["tensors"] = [asdict(view) for view in summarize_tensors(payload)]
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+        return
+    _print_entries([entry], False)
+    for key, value in document.get("sums", {}).items():
+        typer.echo(f"  {key}: {value}")
+    for view in document.get("tensors", ()):
+        typer.echo(
+            f"  {view['name']}  {tuple(view['shape'])}  norm {view['norm']:.6g}  "
+            f"from {view['smallest']:.6g} to {view['largest']:.6g}"
+        )
 
 
 def _format_value(key: str, value: Any) -> str:

@@ -49,12 +49,12 @@ def open_connector(config: DataConfig) -> Connector:
 def _rows(path: Path, options: NumpyOptions) -> Rows:
     if path.suffix == ".npy":
         assert options.labels is not None
-        train = _examples(_array(path), _array(beside(path, options.labels)), options, str(path))
+        train = _examples(read_array(path), read_array(beside(path, options.labels)), options, str(path))
         if options.test_path is None or options.test_labels is None:
             return train
         other = beside(path, options.test_path)
-        labels = _array(beside(path, options.test_labels))
-        return combined(train, _examples(_array(other), labels, options, str(other)), str(other))
+        labels = read_array(beside(path, options.test_labels))
+        return combined(train, _examples(read_array(other), labels, options, str(other)), str(other))
     train, test = _archive(path, options)
     if options.test_path is not None:
         if test is not None:
@@ -66,7 +66,7 @@ def _rows(path: Path, options: NumpyOptions) -> Rows:
 
 def _archive(path: Path, options: NumpyOptions) -> tuple[Rows, Rows | None]:
     """The rows of a `.npz` and, where it has them, those it holds out itself."""
-    arrays = _arrays(path)
+    arrays = read_archive(path)
     for name in ("x", "y"):
         if name not in arrays:
             raise DataProblem(f"{path}: has no array {name!r}; it has {', '.join(sorted(arrays)) or 'none'}")
@@ -80,7 +80,8 @@ def _archive(path: Path, options: NumpyOptions) -> tuple[Rows, Rows | None]:
     return train, _examples(arrays["x_test"], arrays["y_test"], options, f"{path}, x_test")
 
 
-def _arrays(path: Path) -> Mapping[str, Array]:
+def read_archive(path: Path) -> Mapping[str, Array]:
+    """The arrays of a `.npz`, by name. Raises DataProblem: it cannot be read."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             if isinstance(archive, np.ndarray):
@@ -92,7 +93,8 @@ def _arrays(path: Path) -> Mapping[str, Array]:
         raise _unreadable(path, error) from None
 
 
-def _array(path: Path) -> Array:
+def read_array(path: Path) -> Array:
+    """The array of a `.npy`, mapped from the file. Raises DataProblem: it cannot be read."""
     try:
         array: Array = np.load(path, allow_pickle=False, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:
@@ -107,13 +109,11 @@ def _unreadable(path: Path, error: Exception) -> DataProblem:
         return error
     if isinstance(error, OSError):
         return read_only_problem(path, error)
-    pickled = "pickle" in str(error).lower() or "Python objects" in str(error)
-    problem = (
-        "holds Python objects, which are never loaded; save plain arrays"
-        if pickled
-        else f"is no NumPy file: {error}"
-    )
-    return DataProblem(f"{path}: {problem}")
+    if "Object arrays" in str(error) or "Python objects" in str(error):
+        return DataProblem(f"{path}: holds Python objects, which are never loaded; save plain arrays")
+    # NumPy calls every unknown file a pickle and suggests loading it unsafely: omit that.
+    why = "" if "pickle" in str(error) else f": {error}"
+    return DataProblem(f"{path}: is not a NumPy file of plain numbers{why}")
 
 
 def _examples(x: Array, y: Array, options: NumpyOptions, place: str) -> Rows:

@@ -78,7 +78,7 @@ class RowCounts:
 
 def look(tables: Mapping[str, DataConfig], memory_bytes: int) -> dict[str, int | str]:
     """Name -> training rows, or what is wrong with it. `memory_bytes`: limit for reading; 0: none."""
-    answer = _run("rows", {name: _as_json(table) for name, table in tables.items()}, memory_bytes)
+    answer = _run("rows", {name: table.to_json() for name, table in tables.items()}, memory_bytes)
     if "problem" in answer and not isinstance(answer["problem"], dict):
         return {name: str(answer["problem"]) for name in tables}
     return {name: each["rows"] if "rows" in each else str(each["problem"]) for name, each in answer.items()}
@@ -86,7 +86,7 @@ def look(tables: Mapping[str, DataConfig], memory_bytes: int) -> dict[str, int |
 
 def preview(table: DataConfig, memory_bytes: int) -> dict[str, Any]:
     """Schema and first rows of a data set; `{"problem": …}` where it cannot be read."""
-    return _run("preview", _as_json(table), memory_bytes)
+    return _run("preview", table.to_json(), memory_bytes)
 
 
 def _run(task: str, document: Mapping[str, Any], memory_bytes: int) -> dict[str, Any]:
@@ -113,19 +113,6 @@ def _run(task: str, document: Mapping[str, Any], memory_bytes: int) -> dict[str,
     return answer
 
 
-def _as_json(table: DataConfig) -> dict[str, Any]:
-    return {
-        "kind": table.kind,
-        "path": str(table.path) if table.path is not None else None,
-        "options": dict(table.options),
-    }
-
-
-def _from_json(document: Mapping[str, Any]) -> DataConfig:
-    path = Path(document["path"]) if document["path"] is not None else None
-    return DataConfig(kind=document["kind"], path=path, options=document["options"])
-
-
 def _stamp(path: Path | None) -> tuple[int, int] | None:
     try:
         status = path.stat() if path is not None else None
@@ -138,7 +125,7 @@ def _rows(document: Mapping[str, Any]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name, table in document.items():
         try:
-            rows[name] = {"rows": len(open_data(_from_json(table)).train())}
+            rows[name] = {"rows": len(open_data(DataConfig.from_json(table)).train())}
         except DataProblem as problem:
             rows[name] = {"problem": str(problem)}
         except MemoryError:
@@ -148,7 +135,7 @@ def _rows(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _preview(document: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        summary = open_data(_from_json(document)).preview()
+        summary = open_data(DataConfig.from_json(document)).preview()
     except DataProblem as problem:
         return {"problem": str(problem)}
     assert is_dataclass(summary)

@@ -211,18 +211,11 @@ def _lines(child: subprocess.Popen[bytes]) -> Iterator[dict[str, Any] | None]:
 
 
 def _as_json(job: SelfTestJob) -> dict[str, Any]:
-    data = job.data
     return {
         "folder": str(job.folder.absolute()),
         "memory_bytes": job.memory_bytes,
         "champion": str(job.champion.absolute()) if job.champion is not None else None,
-        "data": None
-        if data is None
-        else {
-            "kind": data.kind,
-            "path": str(data.path.absolute()) if data.path is not None else None,
-            "options": dict(data.options),
-        },
+        "data": job.data.to_json() if job.data is not None else None,
     }
 
 
@@ -307,8 +300,7 @@ def _examples(data: dict[str, Any], candidate: LoadedRelease) -> tuple[Any, Any]
     from edge_client.data import open_data
     from edge_client.infer.runtime import check_rows
 
-    path = Path(data["path"]) if data["path"] is not None else None
-    held_out = open_data(DataConfig(data["kind"], path, data["options"])).held_out()
+    held_out = open_data(DataConfig.from_json(data)).held_out()
     if not len(held_out):
         return None
     return check_rows(held_out.x[:EVALUATED_ROWS], candidate.manifest), held_out.y[:EVALUATED_ROWS]
@@ -328,25 +320,20 @@ def _champion(folder: str | None, report: Report) -> LoadedRelease | None:
 
 
 def _evaluate(loaded: LoadedRelease, x: Any, y: Any) -> dict[str, Any]:
-    """Counts of labels and correct ones, and cross-entropy, over all rows in float64; padding labels do not count."""
+    """Counts of labels and correct ones, and cross-entropy, over all rows; labels that are no class do not count."""
     import numpy as np
 
     from edge_client.data.examples import PADDING
+    from edge_client.train.evaluation import merge, score
 
-    counted, correct, loss = 0, 0, 0.0
-    for start in range(0, len(x), _BATCH):
-        logits = loaded.predict(x[start : start + _BATCH]).astype(np.float64)
-        flat, labels = logits.reshape(-1, logits.shape[-1]), np.asarray(y[start : start + _BATCH]).reshape(-1)
-        kept = (labels != PADDING) & (labels >= 0) & (labels < flat.shape[-1])
-        flat, labels = flat[kept], labels[kept]
-        highest = flat.max(-1)
-        log_sum = np.log(np.exp(flat - highest[:, None]).sum(-1)) + highest
-        loss += float((log_sum - flat[np.arange(len(flat)), labels]).sum())
-        correct += int((flat.argmax(-1) == labels).sum())
-        counted += int(kept.sum())
+    known = np.where((y >= 0) & (y < loaded.manifest.classes), y, PADDING)
+    total = merge(
+        score(loaded.predict(x[start : start + _BATCH]), known[start : start + _BATCH])
+        for start in range(0, len(x), _BATCH)
+    )
     # JSON has no infinity, so an infinite or NaN loss becomes the largest.
-    loss = loss if loss < _LARGEST_LOSS else _LARGEST_LOSS
-    return {"labels": counted, "correct": correct, "loss_sum": loss}
+    loss = total.loss_sum if total.loss_sum < _LARGEST_LOSS else _LARGEST_LOSS
+    return {"labels": int(total.labels.sum()), "correct": int(total.correct.sum()), "loss_sum": loss}
 
 
 if __name__ == "__main__":

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import zipfile
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.data.cells import numbers
 from edge_client.data.connector import DataProblem
+from edge_client.data.csv_file import open_table
+from edge_client.data.numpy_file import read_archive, read_array
+from edge_client.data.quoting import quoted
 from edge_client.infer.runtime import InvalidRows, check_rows
 from edge_client.wire.inference import InferenceManifest
 
@@ -26,6 +29,8 @@ def read_rows(path: Path, manifest: InferenceManifest, leave_out: tuple[str, ...
     """
     if path.suffix not in (".npy", ".npz", ".csv"):
         raise DataProblem(f"{path}: expected a file named .npy, .npz or .csv")
+    if not path.exists():
+        raise DataProblem(f"{path}: No such file or directory")
     if leave_out and path.suffix != ".csv":
         raise DataProblem(f"{path}: has no columns to leave out; --leave-out is for .csv")
     x: npt.NDArray[Any] = _table(path, leave_out) if path.suffix == ".csv" else _numpy(path)
@@ -49,48 +54,27 @@ def read_rows(path: Path, manifest: InferenceManifest, leave_out: tuple[str, ...
 
 
 def _numpy(path: Path) -> npt.NDArray[Any]:
-    try:
-        content = np.load(path, allow_pickle=False)
-        if isinstance(content, np.ndarray):
-            return content
-        with content:
-            if "x" not in content.files:
-                raise DataProblem(f"{path}: has no array 'x'; it has {', '.join(content.files) or 'none'}")
-            array: npt.NDArray[Any] = content["x"]
-            return array
-    except OSError as error:
-        raise DataProblem(f"{path}: {error.strerror or error}") from None
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        if isinstance(error, DataProblem):
-            raise
-        # NumPy calls every unknown file a pickle and suggests loading it unsafely: omit that.
-        why = "" if "allow_pickle" in str(error) else f": {error}"
-        raise DataProblem(f"{path}: is not a NumPy file of plain numbers{why}") from None
+    if path.suffix == ".npy":
+        return read_array(path)
+    arrays = read_archive(path)
+    if "x" not in arrays:
+        raise DataProblem(f"{path}: has no array 'x'; it has {', '.join(arrays) or 'none'}")
+    return arrays["x"]
 
 
-def _table(path: Path, leave_out: tuple[str, ...]) -> npt.NDArray[np.float32]:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, strict=True)
-            names = [name.strip() for name in next(reader, [])]
-            for name in leave_out:
-                if name not in names:
-                    raise DataProblem(f"{path}: has no column {name!r}; it has {', '.join(names)}")
-            kept = [place for place, name in enumerate(names) if name not in leave_out]
-            rows = [_row(path, reader.line_num, cells, names, kept) for cells in reader if cells]
-    except OSError as error:
-        raise DataProblem(f"{path}: {error.strerror}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataProblem(f"{path}: is not a CSV file in UTF-8: {error}") from None
-    return np.asarray(rows, np.float32).reshape(len(rows), len(kept))
-
-
-def _row(path: Path, line: int, cells: list[str], names: list[str], kept: list[int]) -> list[float]:
-    if len(cells) != len(names):
-        raise DataProblem(f"{path}, line {line}: {len(cells)} values for {len(names)} columns")
-    try:
-        return [float(cells[place]) for place in kept]
-    except ValueError as error:
-        raise DataProblem(
-            f"{path}, line {line}: {error}; exclude a column that is not an input with --leave-out NAME"
-        ) from None
+def _table(path: Path, leave_out: tuple[str, ...]) -> npt.NDArray[np.float64]:
+    with open_table(path, limit_bytes=sys.maxsize) as table:
+        for name in leave_out:
+            table.index(name, "--leave-out")
+        records = list(table.records)
+    kept = [place for place, name in enumerate(table.columns) if name not in leave_out]
+    x = np.empty((len(records), len(kept)))
+    for column, place in enumerate(kept):
+        x[:, column] = numbers([cells[place] for _, cells in records], table.decimal_comma)
+        if len(gaps := np.flatnonzero(np.isnan(x[:, column]))):
+            line, cells = records[gaps[0]]
+            raise DataProblem(
+                f"{table.place(line, table.columns[place])}: {quoted(cells[place])} is not a number; exclude a column that "
+                "is not an input with --leave-out NAME"
+            )
+    return x

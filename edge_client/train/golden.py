@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.examples import PADDING, Examples
-from edge_client.train.trainer import Runtime
 from edge_client.wire.manifest import ArraySummary, Fill, Golden, Manifest, Tolerance
 from strategies.client_rules import Correction
 from strategies.params import Params
+
+if TYPE_CHECKING:
+    from edge_client.train.trainer import Runtime
 
 FIRST = 8
 """Elements of an array that an `ArraySummary` holds."""

@@ -332,16 +332,11 @@ def _as_json(job: Job, limits: Limits) -> dict[str, Any]:
     document = {
         name: str(value.absolute()) if isinstance(value, Path) else value for name, value in vars(job).items()
     }
-    data = job.data
     return {
         **document,
         "model": {**vars(job.model), "options": dict(job.model.options)},
         "message": dict(job.message),
-        "data": {
-            "kind": data.kind,
-            "path": str(data.path.absolute()) if data.path is not None else None,
-            "options": dict(data.options),
-        },
+        "data": job.data.to_json(),
         "limits": vars(limits),
     }
 

@@ -161,14 +161,10 @@ def _job(document: Mapping[str, Any]) -> Job:
     from edge_client.wire.device import ModelRef
     from edge_client.wire.strict import parse
 
-    def path(value: str | None) -> Path | None:
-        return Path(value) if value is not None else None
-
     fields = {name: value for name, value in document.items() if name != "limits"}
     for name in ("params", "streams", "tflite", "manifest", "state_in", "state_out", "result"):
-        fields[name] = path(fields[name])
-    data = document["data"]
-    fields["data"] = DataConfig(data["kind"], path(data["path"]), data["options"])
+        fields[name] = Path(fields[name]) if fields[name] is not None else None
+    fields["data"] = DataConfig.from_json(document["data"])
     fields["model"] = parse(ModelRef, document["model"], "model")
     return Job(**fields)
 
