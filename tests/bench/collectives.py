@@ -16,12 +16,9 @@ from functools import partial
 from typing import Any
 
 from models.pretrain.planner import collective_cost
-from models.pretrain.planner.collective_cost import (
-    ALGORITHMS,
-    Link,
-    Sample,
-)
+from models.pretrain.planner.collective_cost import Link, Sample
 from tests.support import ranks
+from tests.support.collectives.cost import ALGORITHMS, all_reduce
 
 SIZES = {"1 KB": 1024, "100 MB": 100_000_000}
 REPEATS = {"1 KB": 30, "100 MB": 3}
@@ -52,7 +49,7 @@ def run(processes: int = PROCESSES) -> dict[str, Any]:
     }
     for size, measured in seconds.items():
         predicted = {
-            name: collective_cost.all_reduce_seconds(link, processes, SIZES[size], name, _per_host(name))
+            name: all_reduce(processes, SIZES[size], name, _per_host(name)).seconds(link)
             for name in ALGORITHMS
         }
         results[size] = {"measured": measured, "predicted": predicted}
@@ -67,14 +64,14 @@ def measure() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from models.pretrain.reference import (
+    from tests.support.collectives import (
         doubling,
         hierarchical,
         mesh,
         ring,
         tree,
     )
-    from models.pretrain.reference.channel import Channel, default_channel
+    from tests.support.collectives.channel import Channel, default_channel
 
     dist.init_process_group("gloo")
     channel = default_channel()

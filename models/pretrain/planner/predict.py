@@ -134,7 +134,7 @@ def _pass(placement: Placement, pieces: list[Piece], last: bool, backward: bool)
             parts["other"] += overhead.get("loss", 0.0) / 2
         if plan.tp > 1 and not plan.loss_parallel and not backward:
             logits = placement.profile.last.output_bytes * rows
-            parts["tp"] += collective_cost.all_gather_seconds(placement.link("tp"), plan.tp, logits)
+            parts["tp"] += collective_cost.all_gather(plan.tp, logits).seconds(placement.link("tp"))
     return parts
 
 
@@ -144,19 +144,19 @@ def _exchange(parts: Parts, placement: Placement, piece: Piece, backward: bool) 
     # a recomputed forward pass exchanges again
     again = 2 if backward and placement.policy(piece) == "full" else 1
     if plan.tp > 1:
-        forward = piece.rows * collective_cost.all_reduce_seconds(placement.link("tp"), plan.tp, size)
-        back = piece.columns * collective_cost.all_reduce_seconds(placement.link("tp"), plan.tp, size)
+        forward = piece.rows * collective_cost.all_reduce(plan.tp, size).seconds(placement.link("tp"))
+        back = piece.columns * collective_cost.all_reduce(plan.tp, size).seconds(placement.link("tp"))
         parts["tp"] += back + (again - 1) * forward if backward else forward
     if plan.cp > 1:
         # query, key, value and the attention's output; heads of a tp rank only
-        one = collective_cost.all_to_all_seconds(placement.link("cp"), plan.cp, size / plan.tp)
+        one = collective_cost.all_to_all(plan.cp, size / plan.tp).seconds(placement.link("cp"))
         parts["cp"] += 4 * again * piece.attentions * one
     if plan.ep > 1:
         parts["ep"] += (
             2
             * again
             * piece.experts
-            * collective_cost.all_to_all_seconds(placement.link("ep"), plan.ep, size)
+            * collective_cost.all_to_all(plan.ep, size).seconds(placement.link("ep"))
         )
 
 
@@ -173,8 +173,8 @@ def _pipelined(placement: Placement) -> Parts:
         forward=[sum(forward.values()) + extra / 2 for forward, _ in passes],
         backward=[sum(backward.values()) + extra / 2 for _, backward in passes],
         send=[
-            collective_cost.send_seconds(
-                placement.send_link(number), pieces[-1].output_bytes * placement.rows
+            collective_cost.send(pieces[-1].output_bytes * placement.rows).seconds(
+                placement.send_link(number)
             )
             for number, pieces in enumerate(stages[:-1])
         ],
@@ -224,28 +224,28 @@ def _data(placement: Placement, place: int, compute: float) -> float:
         ]
         units.append(max(0.0, size - sum(units)))
         kept, n = placement.link("fsdp"), placement.param_shards
-        gathers = sum(collective_cost.all_gather_seconds(kept, n, unit) for unit in units) * _gathers(plan)
-        scatters = sum(collective_cost.reduce_scatter_seconds(kept, n, unit) for unit in units)
+        gathers = sum(collective_cost.all_gather(n, unit).seconds(kept) for unit in units) * _gathers(plan)
+        scatters = sum(collective_cost.reduce_scatter(n, unit).seconds(kept) for unit in units)
         if plan.replicate > 1:
-            scatters += collective_cost.all_reduce_seconds(
-                placement.link("replicate"), plan.replicate, size / n
+            scatters += collective_cost.all_reduce(plan.replicate, size / n).seconds(
+                placement.link("replicate")
             )
         exposed = max(0.0, gathers + scatters - compute) if hides else gathers + scatters
         # the first gather and the last scatter have nothing to hide behind
-        edge = collective_cost.all_gather_seconds(
-            kept, n, units[-1]
-        ) + collective_cost.reduce_scatter_seconds(kept, n, units[0])
+        edge = collective_cost.all_gather(n, units[-1]).seconds(kept) + collective_cost.reduce_scatter(
+            n, units[0]
+        ).seconds(kept)
         return max(exposed, edge)
     # experts are exchanged only among the ranks with the same ones; nearly all params are not experts
-    all_reduce = collective_cost.all_reduce_seconds(placement.link("data"), placement.data, size)
+    all_reduce = collective_cost.all_reduce(placement.data, size).seconds(placement.link("data"))
     gathered = (
-        collective_cost.all_gather_seconds(placement.link("data"), placement.data, size)
+        collective_cost.all_gather(placement.data, size).seconds(placement.link("data"))
         if plan.zero == 1
         else 0.0
     )
     if plan.tp == plan.pp == plan.ep == 1 and hides:
-        last = collective_cost.all_reduce_seconds(
-            placement.link("data"), placement.data, min(size, BUCKET_BYTES)
+        last = collective_cost.all_reduce(placement.data, min(size, BUCKET_BYTES)).seconds(
+            placement.link("data")
         )
         return max(last, all_reduce - compute / plan.num_microbatches * 2 / 3) + gathered
     return all_reduce + gathered

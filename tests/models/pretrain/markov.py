@@ -17,9 +17,9 @@ import numpy as np
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
 from models.pretrain.data.batches import Arrays
-from models.pretrain.parallel.data import traffic
 from models.pretrain.training import Options
 from models.zoo import gpt
+from tests.support import traffic
 
 VOCAB = 64
 LENGTH = 16

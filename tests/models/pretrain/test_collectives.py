@@ -15,6 +15,7 @@ from models.pretrain.planner.collective_cost import (
     Sample,
 )
 from tests.support import ranks
+from tests.support.collectives import cost
 
 LINK = Link(alpha=1e-4, beta=1e-9, gamma=1e-10)
 EVEN, ODD = 7 * 2 * 3 * 4 * 5 * 8, 99_991
@@ -62,41 +63,39 @@ def test_each_process_of_a_ring_sends_2_n_minus_1_nths_of_the_payload(world: lis
 
 @pytest.mark.parametrize("processes", [4, 5, 8, 64, 100])
 def test_short_payloads_go_by_few_messages_and_long_ones_by_few_bytes(processes: int) -> None:
-    short, long = (collective_cost.order(LINK, processes, size) for size in (1024, 100 << 20))
+    short, long = (cost.order(LINK, processes, size) for size in (1024, 100 << 20))
     assert short.index("tree") < short.index("ring")
     assert long.index("ring") < long.index("tree")
     assert short[0] in ("doubling", "tree", "hierarchical")
     assert long[0] in ("ring", "mesh", "halving")
-    by_messages = sorted(short, key=lambda name: collective_cost.all_reduce(processes, 1024, name).messages)
-    by_bytes = sorted(
-        long, key=lambda name: collective_cost.all_reduce(processes, 100 << 20, name).sent_bytes
-    )
+    by_messages = sorted(short, key=lambda name: cost.all_reduce(processes, 1024, name).messages)
+    by_bytes = sorted(long, key=lambda name: cost.all_reduce(processes, 100 << 20, name).sent_bytes)
     assert (
-        collective_cost.all_reduce(processes, 1, short[0]).messages
-        == collective_cost.all_reduce(processes, 1, by_messages[0]).messages
+        cost.all_reduce(processes, 1, short[0]).messages
+        == cost.all_reduce(processes, 1, by_messages[0]).messages
     )
-    assert collective_cost.all_reduce(processes, 1, long[0]).sent_bytes == pytest.approx(
-        collective_cost.all_reduce(processes, 1, by_bytes[0]).sent_bytes
+    assert cost.all_reduce(processes, 1, long[0]).sent_bytes == pytest.approx(
+        cost.all_reduce(processes, 1, by_bytes[0]).sent_bytes
     )
 
 
-@pytest.mark.parametrize("algorithm", collective_cost.ALGORITHMS)
-def test_no_algorithm_sends_less_than_the_least(algorithm: collective_cost.Algorithm) -> None:
+@pytest.mark.parametrize("algorithm", cost.ALGORITHMS)
+def test_no_algorithm_sends_less_than_the_least(algorithm: cost.Algorithm) -> None:
     for processes in range(2, 65):
-        found = collective_cost.all_reduce(processes, 1.0, algorithm)
+        found = cost.all_reduce(processes, 1.0, algorithm)
         assert found.all_bytes >= 2 * (processes - 1) - 1e-9
         assert found.sent_bytes >= 2 * (processes - 1) / processes - 1e-9
         assert found.messages >= (processes - 1).bit_length()
 
 
 def test_one_process_sends_nothing() -> None:
-    for algorithm in collective_cost.ALGORITHMS:
-        assert collective_cost.all_reduce(1, 1e6, algorithm) == Cost(0, 0, 0, 0, 0)
+    for algorithm in cost.ALGORITHMS:
+        assert cost.all_reduce(1, 1e6, algorithm) == Cost(0, 0, 0, 0, 0)
 
 
 def test_fit_finds_the_link_that_made_the_samples() -> None:
     samples = [Sample(size, 3e-5 + 2e-9 * size) for size in (1, 1e3, 1e5, 1e7)]
-    ring = collective_cost.all_reduce(4, 1e6)
+    ring = cost.all_reduce(4, 1e6)
     samples.append(Sample(ring.sent_bytes, ring.seconds(Link(3e-5, 2e-9)), ring.messages))
     found = collective_cost.fit(samples)
     assert (found.alpha, found.beta) == pytest.approx((3e-5, 2e-9))
@@ -114,25 +113,25 @@ def test_fit_needs_two_lengths() -> None:
 
 def test_a_slow_link_between_hosts_favours_the_hierarchy() -> None:
     slow = Link(1e-3, 1e-7)
-    inside, between = collective_cost.hierarchical(8, 1e6, per_host=4)
+    inside, between = cost.hierarchical(8, 1e6, per_host=4)
     seconds = inside.seconds(LINK) + between.seconds(slow)
-    assert seconds < collective_cost.all_reduce_seconds(slow, 8, 1e6)
+    assert seconds < cost.all_reduce(8, 1e6).seconds(slow)
 
 
 def predictions(processes: int, size: int) -> dict[str, Cost]:
     names: dict[str, Callable[[int, float], Cost]] = {
-        "broadcast": collective_cost.broadcast,
-        "reduce": collective_cost.reduce,
-        "gather": lambda n, size: collective_cost.gather(n, n * size),
-        "scatter": lambda n, size: collective_cost.scatter(n, n * size),
+        "broadcast": cost.broadcast,
+        "reduce": cost.reduce,
+        "gather": lambda n, size: cost.gather(n, n * size),
+        "scatter": lambda n, size: cost.scatter(n, n * size),
         "all_gather": collective_cost.all_gather,
         "reduce_scatter": collective_cost.reduce_scatter,
         "all_to_all": lambda n, size: collective_cost.all_to_all(n, n * size),
     }
     found = {name: of(processes, size) for name, of in names.items()}
-    for algorithm in collective_cost.ALGORITHMS:
+    for algorithm in cost.ALGORITHMS:
         per_host = 3 if algorithm == "hierarchical" else 0
-        found[algorithm] = collective_cost.all_reduce(processes, size, algorithm, min(per_host, processes))
+        found[algorithm] = cost.all_reduce(processes, size, algorithm, min(per_host, processes))
     return found
 
 
@@ -149,12 +148,12 @@ def measure(elements: int) -> Sent:
     import torch
     import torch.distributed as dist
 
-    from models.pretrain.reference import (
+    from tests.support.collectives import (
         pairwise,
         ring,
         tree,
     )
-    from models.pretrain.reference.channel import Channel, default_channel
+    from tests.support.collectives.channel import Channel, default_channel
 
     size = dist.get_world_size()
     rows = torch.zeros(size, elements)
@@ -181,12 +180,12 @@ def compare_with_torch() -> int:
     import torch
     import torch.distributed as dist
 
-    from models.pretrain.reference import (
+    from tests.support.collectives import (
         pairwise,
         ring,
         tree,
     )
-    from models.pretrain.reference.channel import default_channel
+    from tests.support.collectives.channel import default_channel
 
     rank, size, checked = dist.get_rank(), dist.get_world_size(), 0
     channel = default_channel()
@@ -250,7 +249,7 @@ def compare_with_torch() -> int:
 def all_reductions() -> dict[str, Any]:
     import torch.distributed as dist
 
-    from models.pretrain.reference import (
+    from tests.support.collectives import (
         doubling,
         hierarchical,
         mesh,

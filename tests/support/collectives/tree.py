@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from models.pretrain.reference.channel import Channel, Operation
+from tests.support.collectives.channel import Channel, Operation
 
 
 def broadcast(channel: Channel, tensor: torch.Tensor, root: int = 0) -> None:

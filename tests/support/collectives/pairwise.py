@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from models.pretrain.reference.channel import Channel
+from tests.support.collectives.channel import Channel
 
 
 def all_to_all(channel: Channel, sent: torch.Tensor, received: torch.Tensor) -> None:

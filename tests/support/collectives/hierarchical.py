@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from models.pretrain.reference import ring, tree
-from models.pretrain.reference.channel import Channel, Operation
+from tests.support.collectives import ring, tree
+from tests.support.collectives.channel import Channel, Operation
 
 
 def all_reduce(

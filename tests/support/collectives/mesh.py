@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from models.pretrain.planner.collective_cost import columns
-from models.pretrain.reference import ring
-from models.pretrain.reference.channel import Channel, Operation
+from tests.support.collectives import ring
+from tests.support.collectives.channel import Channel, Operation
+from tests.support.collectives.cost import columns
 
 
 def all_reduce(channel: Channel, tensor: torch.Tensor, operation: Operation = torch.add) -> None:

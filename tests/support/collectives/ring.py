@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from models.pretrain.reference.channel import Channel, Operation
+from tests.support.collectives.channel import Channel, Operation
 
 
 def all_reduce(channel: Channel, tensor: torch.Tensor, operation: Operation = torch.add) -> None:

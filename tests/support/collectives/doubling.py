@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from models.pretrain.reference.channel import Channel, Operation
+from tests.support.collectives.channel import Channel, Operation
 
 
 def all_reduce(channel: Channel, tensor: torch.Tensor, operation: Operation = torch.add) -> None:

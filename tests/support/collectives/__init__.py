@@ -2,5 +2,5 @@
 
 Trainings use torch's own. One module a family: `tree` (broadcast, reduce,
 gather, scatter), `ring` (all-gather, reduce-scatter, all-reduce), `doubling`, `mesh`, `hierarchical`, `pairwise`
-(all-to-all), all on `channel`, which counts what is sent; `models.pretrain.planner.collective_cost` predicts it.
+(all-to-all), all on `channel`, which counts what is sent; `cost` predicts it.
 """
