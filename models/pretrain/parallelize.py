@@ -91,7 +91,7 @@ def parallelize(module: nn.Module, layout: Layout | None, world: World) -> Paral
 
     plan = world.plan
     module = module.to(world.device)
-    numbers = stage_numbers(plan, world.coordinate("pp"))
+    numbers = plan.stage_numbers(world.coordinate("pp"))
     parts = _stages(module, layout, plan, numbers) if plan.pp > 1 else [module]
     if layout is not None:
         for part in parts:
@@ -154,13 +154,6 @@ def require_composition(module: nn.Module, layout: Layout, x: torch.Tensor) -> N
             f"{message}: one after the other they answer differently{by}; name every step of forward as a module of "
             "order, or train with pp=1 and without freezing"
         )
-
-
-def stage_numbers(plan: ParallelPlan, place: int) -> tuple[int, ...]:
-    """The stages of the rank at `place` along pp: round-robin, or in a V for the schedule of that name."""
-    if plan.schedule == "zbv" and plan.pp > 1:
-        return (place, 2 * plan.pp - 1 - place)
-    return tuple(place + plan.pp * turn for turn in range(plan.stages_per_rank))
 
 
 def unwrapped_name(name: str) -> str:

@@ -133,6 +133,12 @@ class ParallelPlan:
             return max(2, self.stages)
         return 1
 
+    def stage_numbers(self, place: int) -> tuple[int, ...]:
+        """The stages of the rank at `place` along pp: round-robin, or in a V for the schedule of that name."""
+        if self.schedule == "zbv" and self.pp > 1:
+            return (place, 2 * self.pp - 1 - place)
+        return tuple(place + self.pp * turn for turn in range(self.stages_per_rank))
+
     def layers_per_stage(self, layers: int) -> tuple[tuple[int, ...], ...]:
         """Layer indices of every stage, for a model of `layers` layers."""
         counts = self.split or tuple(

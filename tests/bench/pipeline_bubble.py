@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from models.pretrain import forward_backward, world
 from models.pretrain.data.batches import Batch
 from models.pretrain.parallel.model import pipeline_schedule
-from models.pretrain.parallelize import Parallel, Stage, stage_numbers
+from models.pretrain.parallelize import Parallel, Stage
 from models.pretrain.plan import ParallelPlan, parse
 from tests.support import ranks
 
@@ -90,7 +90,7 @@ def bubbles(plans: Sequence[str]) -> list[float]:
 
 def _step(here: world.World) -> Any:
     plan = here.plan
-    numbers = stage_numbers(plan, here.coordinate("pp"))
+    numbers = plan.stage_numbers(here.coordinate("pp"))
     whole = nn.ModuleDict({str(n): Sleeping(SECONDS / plan.stages_per_rank) for n in numbers})
     parallel = Parallel([Stage(whole, [str(n)]) for n in numbers], numbers)
     run = forward_backward.build(parallel, lambda given, wanted: (given - wanted).square().sum(), here)

@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from models.pretrain.parallel.model.pipeline_schedule import Kind, Pass
+from models.pretrain.parallel.model.pipeline_schedule import Kind, Pass, held_by_others, orders
 from models.pretrain.plan import ParallelPlan
-from models.pretrain.planner import pipeline
 from models.pretrain.planner.placement import Placement
 from models.pretrain.planner.profile import Piece, Profile
 
@@ -54,7 +53,7 @@ def by_place(plan: ParallelPlan, profile: Profile, batch_size: int) -> list[Memo
 def _of(placement: Placement, place: int, passes: Sequence[tuple[Pass, float]]) -> Memory:
     plan = placement.plan
     stages = placement.stages()
-    mine = placement.stages_of(place)
+    mine = placement.plan.stage_numbers(place)
     sizes = {stage: placement.values(stages[stage]) * VALUE_BYTES for stage in mine}
     total = sum(sizes.values())
     n = placement.param_shards if plan.zero >= 2 and placement.data > 1 else 1
@@ -171,7 +170,13 @@ def _passes(placement: Placement) -> list[list[tuple[Pass, float]]]:
     ends = [_ends(placement, stage) for stage in range(plan.virtual_stages)]
     kept = [sum(_kept(placement, piece) for piece in pieces) for pieces in ends]
     halved = [0.0, *(sum(_halved(placement, piece) for piece in pieces) for pieces in ends[1:])]
-    return pipeline.passes(plan, kept, halved)
+    # micro-batches beyond the first few times pp repeat the same pattern
+    all_held = plan.pp > 1 and plan.schedule == "gpipe"
+    few = plan.num_microbatches if all_held else min(plan.num_microbatches, 4 * plan.pp)
+    return [
+        list(zip(order, held_by_others(order, kept.__getitem__, halved.__getitem__), strict=True))
+        for order in orders(replace(plan, microbatches=few))
+    ]
 
 
 def _pipeline_buffers(placement: Placement, place: int) -> float:
@@ -181,7 +186,7 @@ def _pipeline_buffers(placement: Placement, place: int) -> float:
         return 0.0
     stages = placement.stages()
     total = 0.0
-    for stage in placement.stages_of(place):
+    for stage in placement.plan.stage_numbers(place):
         if stage:
             total += plan.num_microbatches * stages[stage - 1][-1].output_bytes * placement.rows
         if stage < len(stages) - 1:

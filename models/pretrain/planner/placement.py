@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from models.pretrain.parallelize import stage_numbers
 from models.pretrain.plan import ParallelPlan
 from models.pretrain.planner.collective_cost import Link
-from models.pretrain.planner.pipeline import place_of
 from models.pretrain.planner.profile import Piece, Profile
 
 
@@ -55,9 +53,6 @@ class Placement:
         stages[-1] = [*stages[-1], profile.last]
         return stages
 
-    def stages_of(self, place: int) -> list[int]:
-        return list(stage_numbers(self.plan, place))
-
     def values(self, pieces: Sequence[Piece]) -> float:
         """Parameters of `pieces` on one process before sharding."""
         return sum(piece.local_values(self.plan.tp, self.plan.ep) for piece in pieces)
@@ -101,8 +96,13 @@ class Placement:
 
     def send_link(self, stage: int) -> Link:
         """The link from a stage to the next."""
-        copies = self.plan.processes // self.plan.pp
-        hosts = {place_of(self.plan, s) * copies // self.profile.machine.per_host for s in (stage, stage + 1)}
+        plan, per_host = self.plan, self.profile.machine.per_host
+        copies = plan.processes // plan.pp
+        hosts = {
+            place * copies // per_host
+            for place in range(plan.pp)
+            if {stage, stage + 1} & {*plan.stage_numbers(place)}
+        }
         return self.inside if len(hosts) == 1 else self.profile.machine.between
 
     @property

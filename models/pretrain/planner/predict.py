@@ -10,11 +10,12 @@ before use. Communication that shares the processor with computation hides nothi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from models.pretrain.parallel.model.pipeline_schedule import Pass, Run, simulate
 from models.pretrain.plan import ParallelPlan
-from models.pretrain.planner import collective_cost, pipeline
+from models.pretrain.planner import collective_cost
 from models.pretrain.planner.placement import Placement
 from models.pretrain.planner.profile import Piece, Profile
 
@@ -169,21 +170,16 @@ def _pipelined(placement: Placement) -> Parts:
         [_pass(placement, pieces, number == len(stages) - 1, backward) for backward in (False, True)]
         for number, pieces in enumerate(stages)
     ]
-    durations = pipeline.Stages(
-        forward=[sum(forward.values()) + extra / 2 for forward, _ in passes],
-        backward=[sum(backward.values()) + extra / 2 for _, backward in passes],
-        send=[
-            collective_cost.send(pieces[-1].output_bytes * placement.rows).seconds(
-                placement.send_link(number)
-            )
-            for number, pieces in enumerate(stages[:-1])
-        ],
-        slower=placement.slower,
-    )
+    forward = [sum(forward.values()) + extra / 2 for forward, _ in passes]
+    backward = [sum(backward.values()) + extra / 2 for _, backward in passes]
+    send = [
+        collective_cost.send(pieces[-1].output_bytes * placement.rows).seconds(placement.send_link(number))
+        for number, pieces in enumerate(stages[:-1])
+    ]
     totals = []
     for place in range(plan.pp):
         work = Parts()
-        for stage in placement.stages_of(place):
+        for stage in placement.plan.stage_numbers(place):
             for part in passes[stage]:
                 work.merge(part)
             work["other"] += extra
@@ -191,19 +187,53 @@ def _pipelined(placement: Placement) -> Parts:
     place = max(range(plan.pp), key=lambda place: sum(totals[place].values()))
     busiest = totals[place]
     alone = sum(busiest.values())
-    run = (
-        pipeline.simulate if plan.virtual_stages * plan.num_microbatches <= SIMULATED else pipeline.estimate
-    )(plan, durations)
+    run = _run(placement, forward, backward, send)
     seconds, busy = run.seconds, run.busy[place]
     busiest["compute"] += busy - alone  # from sharing cores
     busiest["bubble"] = max(0.0, seconds - busy)
     return busiest
 
 
+def _run(
+    placement: Placement, forward: Sequence[float], backward: Sequence[float], send: Sequence[float]
+) -> Run:
+    """One step of a pipeline: simulated, or, where it is long, estimated.
+
+    The estimate is the slowest rank's work plus its idle time at both ends, (p - 1) / v of its micro-batches with v
+    stages a rank, a third of that with halved passes.
+
+    Args:
+        forward, backward: seconds of one micro-batch, by stage, on a process with its own core.
+        send: seconds to send the output of stage s to stage s + 1, or its gradient back.
+    """
+    plan = placement.plan
+    if plan.virtual_stages * plan.num_microbatches <= SIMULATED:
+
+        def seconds(this: Pass) -> float:
+            if this.kind == "F":
+                return forward[this.stage]
+            return backward[this.stage] * (1.0 if this.kind == "B" else 0.5)
+
+        return simulate(plan, seconds, send.__getitem__, placement.slower)
+    work = [
+        sum(forward[stage] + backward[stage] for stage in plan.stage_numbers(place))
+        for place in range(plan.pp)
+    ]
+    busy = [
+        plan.num_microbatches * seconds * placement.slower(place, [True] * plan.pp)
+        for place, seconds in enumerate(work)
+    ]
+    third = 3 if plan.schedule in ("zero-bubble", "zbv") else 1
+    empty = (plan.pp - 1) / plan.stages_per_rank / third / plan.num_microbatches
+    if plan.schedule == "naive":
+        empty = plan.pp - 1.0
+    return Run(max(busy) * (1 + empty) + 2 * sum(send), tuple(busy))
+
+
 def _values(placement: Placement, place: int) -> float:
     """Parameters of the rank at `place` along pp, before zero shards them."""
     stages = placement.stages()
-    return sum(placement.values(stages[stage]) for stage in placement.stages_of(place))
+    return sum(placement.values(stages[stage]) for stage in placement.plan.stage_numbers(place))
 
 
 def _data(placement: Placement, place: int, compute: float) -> float:
@@ -218,7 +248,7 @@ def _data(placement: Placement, place: int, compute: float) -> float:
         stages = placement.stages()
         units = [
             placement.values([piece]) * VALUE_BYTES
-            for stage in placement.stages_of(place)
+            for stage in placement.plan.stage_numbers(place)
             for piece in stages[stage]
             if placement.is_layer(piece)
         ]
@@ -253,7 +283,7 @@ def _data(placement: Placement, place: int, compute: float) -> float:
 
 def _optimizer(placement: Placement, place: int) -> float:
     optimizer, stages = placement.profile.optimizer, placement.stages()
-    tensors = sum(piece.tensors for stage in placement.stages_of(place) for piece in stages[stage])
+    tensors = sum(piece.tensors for stage in placement.plan.stage_numbers(place) for piece in stages[stage])
     values = _values(placement, place)
     if placement.plan.zero:
         values /= placement.param_shards if placement.plan.zero >= 2 else placement.data

@@ -23,7 +23,7 @@ from models.pretrain import plan as plans
 from models.pretrain.data.batches import Batch
 from models.pretrain.objective import summed_cross_entropy
 from models.pretrain.parallel.model.pipeline_schedule import Kind, Pass
-from models.pretrain.parallelize import Parallel, Stage, stage_numbers
+from models.pretrain.parallelize import Parallel, Stage
 from models.pretrain.planner.live_memory import LiveBytes
 from models.zoo import gpt
 
@@ -116,7 +116,7 @@ def gradient_errors(schedules: Sequence[str]) -> dict[str, float]:
             count = here.plan.virtual_stages
             whole = nn.ModuleDict({str(n): Masked(n == count - 1) for n in range(count)})
             x, y = torch.randn(8, 3, 8), torch.randn(8, 3, 8)
-            numbers = stage_numbers(here.plan, here.coordinate("pp"))
+            numbers = here.plan.stage_numbers(here.coordinate("pp"))
             parallel = Parallel([Stage(whole, [str(number)]) for number in numbers], numbers)
             run = forward_backward.build(
                 parallel, lambda given, wanted: (given - wanted).square().sum(), here

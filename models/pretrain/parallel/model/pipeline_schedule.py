@@ -27,7 +27,6 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from models.pretrain.parallelize import stage_numbers
 from models.pretrain.plan import ParallelPlan
 
 Kind = Literal["F", "B", "I", "W"]
@@ -104,7 +103,7 @@ def simulate(
             others.
     """
     todo = [list(reversed(order)) for order in orders(plan)]
-    places = {stage: place for place in range(plan.pp) for stage in stage_numbers(plan, place)}
+    places = {stage: place for place in range(plan.pp) for stage in plan.stage_numbers(place)}
     ended: dict[Pass, float] = {}
     running: list[tuple[Pass, float] | None] = [None] * plan.pp
     busy, now = [0.0] * plan.pp, 0.0
@@ -222,7 +221,7 @@ class _Stage:
 
 
 def _torch_orders(plan: ParallelPlan) -> list[Order]:
-    stages = [_Stage(number, plan.virtual_stages, plan.pp) for number in stage_numbers(plan, 0)]
+    stages = [_Stage(number, plan.virtual_stages, plan.pp) for number in plan.stage_numbers(0)]
     schedule = MULTI_STAGE[plan.schedule](stages, n_microbatches=plan.num_microbatches).pipeline_order
     return [
         [
