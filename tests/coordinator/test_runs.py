@@ -194,7 +194,6 @@ def test_nothing_is_made_of_a_model_that_the_disk_has_damaged(tmp_path: Path, da
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_run_in_which_every_device_declined_ends_with_an_error(tmp_path: Path) -> None:
     class Declining(FakeDevices):
         def results(self) -> Iterator[Answer | Silence]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coordinator.reports import run_files
 from models import datasets
 from tests.support.cli import CACHE, started
 
@@ -37,6 +38,10 @@ def test_a_fleet_of_three_runtimes_reaches_what_its_simulation_reaches(tmp_path:
     assert len(result["stopped"]) == 5
     report = json.loads((tmp_path / "demo" / "federated" / "report.json").read_text())
     assert [row["accepted"] for row in report["rounds"]] == [4] * 5
+    # Nobody measured the accuracy of single clients, so the table has none.
+    rounds = run_files.read_rounds(tmp_path / "demo" / "federated" / "rounds.csv")
+    assert len(rounds) == 5
+    assert {row[f"client_accuracy_{name}"] for row in rounds for name in ("min", "median", "max")} == {None}
     left = {path.name for path in (tmp_path / "demo" / "federated").iterdir()}
     assert left >= {
         "experiment.toml",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from edge_client.errors import Stopped
+from edge_client.infer.installed import installed_kind
 from edge_client.train.process import TrainingFailed
 from edge_client.transport import identity
 from edge_client.wire import arrays
@@ -33,6 +34,7 @@ def test_an_enrolled_device_checks_in_trains_and_delivers(
     device, message = coordinator.checkins[0]
     assert device == who.device
     assert (message.datasets, message.runtimes) == ({"digits": 12}, {"litert": "2.3.0"})
+    assert message.release_runtime == installed_kind()
     assert list(arrays.decode(coordinator.accepted[offer.task])) == ["delta/w"]
     assert edge.training.jobs[0].params.read_bytes() == coordinator.blobs[offer.params.sha256]
     assert (tmp_path / "rules" / offer.run).read_bytes() == b"state 1"

@@ -152,10 +152,11 @@ def test_weights_of_one_name_in_a_layer_are_told_apart_also_in_a_file(tmp_path: 
     assert names == spec.build(1).names
 
 
-def test_a_model_with_loops_is_refused_for_static_int8_with_what_to_take() -> None:
+@pytest.mark.parametrize("layer", ["LSTM", "GRU"])
+def test_a_model_with_loops_is_refused_for_static_int8_with_what_to_take(layer: str) -> None:
     def made() -> Any:
         given = keras.Input((4, 2))
-        return keras.Model(given, layers.Dense(3)(layers.LSTM(2)(given)))
+        return keras.Model(given, layers.Dense(3)(getattr(layers, layer)(2)(given)))
 
     model = KerasSpec("loop", made, (4, 2), 3).build(0)
     float32 = to_tflite(model, model.params())
