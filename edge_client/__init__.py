@@ -1,1 +1,1 @@
-"""Everything a device installs; shared here are its configuration, state, outbox and errors."""
+"""Everything a device installs; shared here are its configuration, state, outbox, ledger and errors."""

@@ -5,7 +5,7 @@
     task        the one task in hand
     runs        runs it worked for, so that their files can be deleted when they are over
     outbox      finished results to deliver (`edge_client.outbox`)
-    ledger      what left the device (`edge_client.daemon.ledger`)
+    ledger      what left the device (`edge_client.outbox`)
 
 The daemon and the commands open it at the same time; each change is a separate transaction.
 """

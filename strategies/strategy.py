@@ -4,24 +4,273 @@
     each round:  fold = strategy.start(cohort_size); fold.add(position, strategy.transform(update)) …
                  params, state = strategy.apply(params, state, fold.finish(), num_clients)
 
-Every part is a small pure value; an algorithm (`strategies.algorithms`) is a composition under a known name.
+Every part is a small pure value; an algorithm (`strategies.algorithms`) is a composition under a known name. The
+client rules have their own module; here are the server's parts:
+
+Aggregators make one delta of a cohort's updates. The weighted mean folds updates as they arrive. The cohort's
+canonical order is cut into blocks of `BLOCK` positions; updates are summed in position order inside a block, then
+blocks in block order, all in float64. Floating-point addition is not associative, so this fixed tree gives the same
+bits whatever the order of arrival. Updates on disk are recorded, not read: their mean is computed where the server
+optimizer reads it, piece by piece in the same tree (`strategies.lazy`), so folding them keeps no tensor in memory.
+
+Server optimizers move the global params by the aggregated delta, which is a negated pseudo-gradient (Reddi 2021,
+Algorithm 1 and 2). Arithmetic is float64, results and state are float32. Tensors not in the delta (frozen ones) do not
+change. If params or delta are on disk, results are computed as they are read, each in its own pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
-from strategies.aggregators import Aggregator, Fold, WeightedMean
 from strategies.client_rules import ClientRule, PlainSGD, Streams
-from strategies.lazy import elementwise, select
-from strategies.params import Tensors
-from strategies.server_optimizers import SGD, ServerOptimizer
+from strategies.lazy import add, cache_last_piece, elementwise, overlay, select, shape_of
+from strategies.params import FloatArray, Tensors, zeros_like
 from strategies.state import State, flatten, subtree, unflatten
 from strategies.update import Aggregate, Update
+
+BLOCK = 8
+Weighting = Literal["examples", "uniform"]
+
+
+class Fold(Protocol):
+    """An aggregation in progress over `cohort_size` canonical positions."""
+
+    def add(self, position: int, update: Update) -> None:
+        """Adds the accepted update of the client at `position`."""
+
+    def finish(self) -> Aggregate:
+        """The aggregate; positions without an update are skipped. Raises ValueError without any update."""
+
+
+class Aggregator(Protocol):
+    """Starts folds."""
+
+    def start(self, cohort_size: int) -> Fold: ...
+
+
+@dataclass(frozen=True)
+class WeightedMean:
+    """Mean of updates weighted by example count, or unweighted with `weighting="uniform"`.
+
+    Of updates in memory it holds one float64 model, the updates of incomplete blocks and the sums of blocks ahead
+    of their turn: one model, and at most one block, when results arrive in canonical order. Extra streams are always
+    averaged unweighted, as SCAFFOLD's control variates require (Karimireddy 2020, Algorithm 1, line 17). McMahan
+    2017, Algorithm 1.
+    """
+
+    weighting: Weighting = "examples"
+
+    def start(self, cohort_size: int) -> MeanFold:
+        return MeanFold(self.weighting, cohort_size)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Weighted sum of updates, float64."""
+
+    delta: Tensors
+    extras: Mapping[str, Tensors]
+    weight: float
+    num_updates: int
+    num_examples: int
+    loss_sum: float
+
+
+class MeanFold:
+    """The mean, block by block. The module's docstring describes the order of summation."""
+
+    def __init__(self, weighting: Weighting, cohort_size: int) -> None:
+        self._weighting = weighting
+        self._size = cohort_size
+        self._num_blocks = -(-cohort_size // BLOCK)
+        self._received: dict[int, dict[int, Update]] = {}
+        self._block_sums: dict[int, _Sum | None] = {}
+        self._next_block = 0
+        self._total: _Sum | None = None
+
+    def add(self, position: int, update: Update) -> None:
+        if not 0 <= position < self._size:
+            raise ValueError(f"position {position} is outside the cohort of {self._size}")
+        block = position // BLOCK
+        received = self._received.get(block, {})
+        if position in received or block < self._next_block or block in self._block_sums:
+            raise ValueError(f"position {position} was already folded")
+        self._received[block] = received | {position: update}
+        if len(self._received[block]) == min(BLOCK, self._size - block * BLOCK):
+            self._close(block)
+
+    def finish(self) -> Aggregate:
+        while self._next_block < self._num_blocks:
+            self._close(self._next_block)
+        if self._total is None:
+            raise ValueError("no update to aggregate: every position of the cohort was skipped")
+        return _mean(self._total)
+
+    def _close(self, block: int) -> None:
+        """Sums the block, then adds to the total every block whose turn has come."""
+        received = self._received.pop(block, {})
+        self._block_sums[block] = _sum([update for _, update in sorted(received.items())], self._weighting)
+        while self._next_block in self._block_sums:
+            following = self._block_sums.pop(self._next_block)
+            self._next_block += 1
+            if following is not None:
+                self._total = following if self._total is None else _plus(self._total, following)
+
+
+def _sum(updates: list[Update], weighting: Weighting) -> _Sum | None:
+    """Sum of one block's updates, in position order; None for an empty block."""
+    if not updates:
+        return None
+    first, *rest = updates
+    total = _weighted(first, weighting)
+    for update in rest:
+        total = _plus(total, _weighted(update, weighting))
+    return total
+
+
+def _weighted(update: Update, weighting: Weighting) -> _Sum:
+    weight = float(update.num_examples) if weighting == "examples" else 1.0
+    return _Sum(
+        delta=elementwise(lambda value: value.astype(np.float64) * weight, update.delta),
+        extras={stream: elementwise(_float64, tensors) for stream, tensors in update.extras.items()},
+        weight=weight,
+        num_updates=1,
+        num_examples=update.num_examples,
+        loss_sum=update.train_loss * update.num_examples,
+    )
+
+
+def _float64(values: FloatArray) -> FloatArray:
+    return values.astype(np.float64)
+
+
+def _plus(left: _Sum, right: _Sum) -> _Sum:
+    return _Sum(
+        delta=add(left.delta, right.delta),
+        extras={stream: add(tensors, right.extras[stream]) for stream, tensors in left.extras.items()},
+        weight=left.weight + right.weight,
+        num_updates=left.num_updates + right.num_updates,
+        num_examples=left.num_examples + right.num_examples,
+        loss_sum=left.loss_sum + right.loss_sum,
+    )
+
+
+def _mean(total: _Sum) -> Aggregate:
+    return Aggregate(
+        delta=elementwise(lambda value: value / total.weight, total.delta),
+        extras={
+            stream: elementwise(lambda value: value / total.num_updates, tensors)
+            for stream, tensors in total.extras.items()
+        },
+        num_updates=total.num_updates,
+        num_examples=total.num_examples,
+        train_loss=total.loss_sum / total.num_examples,
+    )
+
+
+class ServerOptimizer(Protocol):
+    """`init` creates the state for trainable params; `step` applies one aggregated delta."""
+
+    def init(self, trainable: Tensors) -> State: ...
+
+    def step(self, params: Tensors, delta: Tensors, state: State) -> tuple[Tensors, State]: ...
+
+
+@dataclass(frozen=True)
+class SGD:
+    """x ← x + server_lr · v with v ← momentum · v + Δ.
+
+    `momentum = 0, server_lr = 1` is FedAvg (McMahan 2017); with momentum FedAvgM (Hsu 2019, section 4.3).
+    """
+
+    server_lr: float = 1.0
+    momentum: float = 0.0
+
+    def init(self, trainable: Tensors) -> State:
+        if not self.momentum:
+            return State()
+        return State(arrays=flatten({"momentum": zeros_like(trainable)}))
+
+    def step(self, params: Tensors, delta: Tensors, state: State) -> tuple[Tensors, State]:
+        if not self.momentum:
+            return overlay(params, elementwise(self._moved, delta, params)), state
+        velocity = elementwise(self._velocity, delta, subtree(state.arrays, "momentum"))
+        moved = elementwise(self._moved, velocity, params)
+        return overlay(params, moved), State(arrays=flatten({"momentum": elementwise(_float32, velocity)}))
+
+    def _moved(self, velocity: FloatArray, x: FloatArray) -> FloatArray:
+        return _float32(x.astype(np.float64) + self.server_lr * velocity)
+
+    def _velocity(self, delta: FloatArray, previous: FloatArray) -> FloatArray:
+        return self.momentum * previous.astype(np.float64) + delta
+
+
+AdaptiveKind = Literal["adagrad", "adam", "yogi"]
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """x ← x + server_lr · m / (√v + tau), Reddi 2021, Algorithm 2.
+
+    m ← beta1·m + (1−beta1)·Δ; v by `kind`: adagrad v + Δ²; adam beta2·v + (1−beta2)·Δ²;
+    yogi v − (1−beta2)·Δ²·sign(v − Δ²). As in the paper there is no bias correction and v starts at tau².
+
+    With `flower_form` v starts at 0 and Adam's step is scaled by √(1−beta2^(t+1)) / (1−beta1^(t+1)) in
+    round t = 1, 2, …, as in `flwr.serverapp.strategy` 1.41, for parity with runs made there.
+    """
+
+    kind: AdaptiveKind
+    server_lr: float
+    beta1: float
+    beta2: float
+    tau: float
+    flower_form: bool = False
+
+    def init(self, trainable: Tensors) -> State:
+        start = 0.0 if self.flower_form else self.tau**2
+        second = {name: np.full(shape_of(trainable, name), start, np.float32) for name in trainable}
+        return State(arrays=flatten({"first": zeros_like(trainable), "second": second}), values={"step": 0})
+
+    def step(self, params: Tensors, delta: Tensors, state: State) -> tuple[Tensors, State]:
+        step = int(state.values["step"] or 0) + 1
+        rate = self.server_lr * self._bias_correction(step)
+
+        def move(m: FloatArray, v: FloatArray, x: FloatArray) -> FloatArray:
+            return _float32(x.astype(np.float64) + rate * m / (np.sqrt(v) + self.tau))
+
+        delta = cache_last_piece(delta)  # a step reads each piece twice, for m and for v
+        m = elementwise(self._first_moment, delta, subtree(state.arrays, "first"))
+        v = elementwise(self._second_moment, delta, subtree(state.arrays, "second"))
+        moved = overlay(params, elementwise(move, m, v, params))
+        arrays = flatten({"first": elementwise(_float32, m), "second": elementwise(_float32, v)})
+        return moved, State(arrays=arrays, values={"step": step})
+
+    def _first_moment(self, delta: FloatArray, first: FloatArray) -> FloatArray:
+        return self.beta1 * first.astype(np.float64) + (1 - self.beta1) * delta
+
+    def _second_moment(self, delta: FloatArray, second: FloatArray) -> FloatArray:
+        return _SECOND_MOMENT[self.kind](second.astype(np.float64), delta, self.beta2)
+
+    def _bias_correction(self, step: int) -> float:
+        if not (self.flower_form and self.kind == "adam"):
+            return 1.0
+        return float(np.sqrt(1 - self.beta2 ** (step + 1)) / (1 - self.beta1 ** (step + 1)))
+
+
+_Moment = Callable[[np.ndarray, np.ndarray, float], np.ndarray]
+_SECOND_MOMENT: dict[AdaptiveKind, _Moment] = {
+    "adagrad": lambda v, d, beta2: v + d**2,
+    "adam": lambda v, d, beta2: beta2 * v + (1 - beta2) * d**2,
+    "yogi": lambda v, d, beta2: v - (1 - beta2) * d**2 * np.sign(v - d**2),
+}
+
+
+def _float32(values: FloatArray) -> FloatArray:
+    return values.astype(np.float32)
 
 
 class UpdateTransform(Protocol):
@@ -50,8 +299,8 @@ class Strategy:
     name: str
     client_rule: ClientRule = PlainSGD()  # noqa: RUF009 - a frozen value
     transforms: tuple[UpdateTransform, ...] = ()
-    aggregator: Aggregator = WeightedMean()  # noqa: RUF009 - a frozen value
-    server_optimizer: ServerOptimizer = SGD()  # noqa: RUF009 - a frozen value
+    aggregator: Aggregator = WeightedMean()
+    server_optimizer: ServerOptimizer = SGD()
 
     def init(self, params: Tensors, trainable: Collection[str]) -> State:
         """State before round 1, for the tensors of `params` named in `trainable`."""

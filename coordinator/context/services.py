@@ -22,8 +22,7 @@ from coordinator.releases.repository import Repository
 from coordinator.scheduling.deployments import Deployments
 from coordinator.scheduling.pacing import Pacing
 from coordinator.settings import Settings
-from coordinator.storage.blobs import Blobs
-from coordinator.storage.partial_uploads import PartFiles
+from coordinator.storage.blobs import Blobs, PartFiles
 
 Clock = Callable[[], datetime]
 

@@ -15,8 +15,8 @@ from coordinator.device_api.bodies import read_message
 from coordinator.device_api.identity import CallerDep
 from coordinator.device_api.tasks import own_task, require_open
 from coordinator.errors import Refusal
+from edge_client.wire.arrays import LARGEST_COUNT
 from edge_client.wire.device import Decline, EvaluationResult, to_json
-from edge_client.wire.messages import LARGEST_COUNT
 
 router = APIRouter()
 

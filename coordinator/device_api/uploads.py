@@ -37,12 +37,11 @@ from coordinator.errors import Refusal
 from coordinator.limits.uploads_in_flight import BLOCK_BYTES, Slot
 from coordinator.rounds import intake
 from coordinator.rounds.intake import Rejection
-from coordinator.rounds.tasks import Task
+from coordinator.rounds.plan import Task
+from coordinator.storage.blobs import BadEncoding, Transfer
 from coordinator.storage.errors import is_disk_full
-from coordinator.storage.partial_uploads import BadEncoding, Transfer
 from edge_client.wire import arrays
-from edge_client.wire.device import UploadStart, UploadState, to_json
-from edge_client.wire.messages import TaskMessage
+from edge_client.wire.device import TaskMessage, UploadStart, UploadState, to_json
 
 STALL_SECONDS = 20.0
 """Silence within a piece after which its connection is closed, so that another one may resume."""

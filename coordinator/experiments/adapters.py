@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.experiments.schema import Experiment
-from edge_client.files import write_durably
+from edge_client.files import file_sha256, write_durably
 from edge_client.wire import arrays
 from models import adaptation
 from strategies.params import Params, Tensors
@@ -49,4 +49,4 @@ def merge(experiment: Experiment, params: Tensors, folder: Path) -> Tensors:
 
 def fingerprint(experiment: Experiment, folder: Path) -> dict[str, str]:
     """The backbone's part of a run's identity."""
-    return {} if experiment.model.adapt is None else {"backbone": arrays.sha256_of(folder / BACKBONE)}
+    return {} if experiment.model.adapt is None else {"backbone": file_sha256(folder / BACKBONE)}

@@ -36,14 +36,13 @@ from coordinator.fleets.wait_notice import WaitNotice
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import Answer, Model, OpenRound, Silence, Terms
 from coordinator.rounds.intake import Rejection
-from coordinator.rounds.tasks import Task
+from coordinator.rounds.plan import Task
 from coordinator.scheduling import offers
 from coordinator.scheduling.deployments import Deployment
 from coordinator.scheduling.offers import Invitation
 from coordinator.storage.blobs import BlobDamaged, BlobInfo
 from edge_client.wire import arrays
-from edge_client.wire.device import BlobRef, EvaluationResult, TaskKind
-from edge_client.wire.messages import TaskMessage
+from edge_client.wire.device import BlobRef, EvaluationResult, TaskKind, TaskMessage
 from strategies.params import Params, Tensors
 from strategies.state import flatten
 

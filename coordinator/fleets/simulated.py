@@ -20,7 +20,7 @@ from coordinator.rounds.fleet import (
     Terms,
     encode_model,
 )
-from coordinator.rounds.tasks import Task
+from coordinator.rounds.plan import Task
 from coordinator.workers.pool import Job, WorkerPool
 from edge_client.train import schedule
 from edge_client.wire import arrays

@@ -12,8 +12,7 @@ from coordinator.operator.client import OperatorClient, Refused
 from coordinator.output_folders import require_new
 from coordinator.registry.contents import Contents
 from coordinator.registry.kinds import Kind
-from edge_client.files import make_durably
-from edge_client.wire import arrays
+from edge_client.files import file_sha256, make_durably
 
 PIECE_BYTES = 2**20
 
@@ -74,7 +73,7 @@ def export(client: OperatorClient, version: Mapping[str, Any], out: Path, on_byt
 
         def write(temporary: Path, source: str = source, file: Mapping[str, Any] = file) -> None:
             client.fetch(source, temporary, on_bytes)
-            if arrays.sha256_of(temporary) != file["sha256"]:
+            if file_sha256(temporary) != file["sha256"]:
                 raise UserError(
                     f"{file['path']}: the received file does not have the hash in the registry; try again"
                 )

@@ -40,7 +40,7 @@ from coordinator.model_references import (
 from coordinator.registry.contents import Content
 from coordinator.registry.kinds import MODEL, PARAMS, REPORT, Kind, examine, read_manifest
 from coordinator.reports import run_report
-from edge_client.wire import arrays
+from edge_client.files import file_sha256
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME, InferenceManifest
 
 
@@ -261,7 +261,7 @@ def _hold(services: Services, stack: ExitStack, declared: DeclaredFile) -> bool:
     temporary = path.with_name(f".model.{uuid.uuid4().hex}.tmp")
     try:
         incoming.take(declared.sha256, temporary)
-        digest = arrays.sha256_of(temporary)
+        digest = file_sha256(temporary)
         if digest != declared.sha256 or temporary.stat().st_size != declared.size_bytes:
             raise _mismatch(declared, f"{temporary.stat().st_size} bytes with the hash {digest}")
         with blobs.reference_lock:

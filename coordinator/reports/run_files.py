@@ -10,9 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from coordinator.rounds.checkpoint import Checkpoint
 from coordinator.rounds.events import LineFile
-from coordinator.rounds.records import RoundRecord, as_row
+from coordinator.rounds.records import Checkpoint, RoundRecord, as_row
 
 COLUMNS = tuple(field.name for field in fields(RoundRecord))
 

@@ -26,9 +26,10 @@ from coordinator.rounds import intake, plan
 from coordinator.rounds.aggregation import Aggregated, aggregate_round, select_trained
 from coordinator.rounds.events import Emit
 from coordinator.rounds.fleet import Fleet, Model, OpenRound, Terms
-from coordinator.rounds.plan import RunPlan
+from coordinator.rounds.plan import RunPlan, Task
 from coordinator.rounds.records import RoundRecord, RunState, Score
-from coordinator.rounds.tasks import Task
+from coordinator.storage.blobs import Blobs
+from edge_client.wire.arrays import FilePayload, StoredArrays
 from strategies import lazy
 from strategies.lazy import NotFinite
 from strategies.params import Params, Tensors
@@ -64,6 +65,18 @@ Evaluate = Callable[[int, Tensors], Score]
 def materialize_in_memory(state: RunState) -> RunState:
     strategy = State(lazy.materialize(state.strategy.arrays), state.strategy.values)
     return RunState(state.round, lazy.materialize(state.params), strategy)
+
+
+def materialize_in(blobs: Blobs, state: RunState) -> RunState:
+    """The same state, computed while it is written to `blobs`; its arrays are then read from there.
+
+    The commit stores the same arrays again, which costs nothing (`Blobs.put_arrays`). Either both params and state are
+    stored or neither.
+    """
+    values = state.strategy.values
+    infos = blobs.put_all([(state.strategy.arrays, values), (state.params, None)])
+    strategy, params = (StoredArrays(FilePayload(blobs.path(info.sha256))) for info in infos)
+    return RunState(state.round, params, State(strategy, values))
 
 
 def run(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coordinator.rounds.intake import Expected, Rejection
-from coordinator.rounds.tasks import Task
+from coordinator.rounds.plan import Task
 from edge_client.wire import arrays
 from strategies.params import Params, Tensors
 from strategies.update import Update

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
-from coordinator.rounds.tasks import Task
+from coordinator.rounds.plan import Task
 from edge_client.train import schedule
 from edge_client.wire import arrays
-from edge_client.wire.arrays import FilePayload, Payload, StoredArrays
-from edge_client.wire.messages import DELTA, ResultHeader, result_header
+from edge_client.wire.arrays import DELTA, FilePayload, Payload, ResultHeader, StoredArrays, result_header
 from edge_client.wire.strict import printable
 from strategies.lazy import NotFinite, require_finite, shape_of
 from strategies.params import Tensors

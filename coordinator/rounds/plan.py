@@ -14,8 +14,7 @@ from statistics import median_low
 
 import numpy as np
 
-from coordinator.rounds.tasks import Task
-from edge_client.wire.messages import TaskMessage
+from edge_client.wire.device import TaskMessage
 from strategies import client_rules
 from strategies.strategy import Strategy
 
@@ -41,7 +40,7 @@ class RunPlan:
         deadline_seconds: on the fleet's clock, from the start of the round.
         min_updates: quorum at the deadline; with fewer the round changes nothing.
         max_examples: the most that one client may claim; None: no limit.
-        outlier_factor: limit of an update's step length as a multiple of the others' (`rounds.outliers`); 0: no limit.
+        outlier_factor: limit of an update's step length as a multiple of the others' (`rounds.aggregation`); 0: no limit.
         weight_cap: limit of an update's weight as a multiple of the cohort's median number of examples; 0: no limit.
     """
 
@@ -57,6 +56,14 @@ class RunPlan:
     max_examples: int | None = None
     outlier_factor: float = 0.0
     weight_cap: float = 0.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one client of a cohort does in a round: its position, and the message to it."""
+
+    position: int
+    message: TaskMessage
 
 
 def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:

@@ -1,14 +1,14 @@
-"""Records of a run: scores, one line per round for the report, and the state after a round."""
+"""Records of a run: scores, one line per round for the report, the state after a round, and checkpoints."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.json_values import finite
-from strategies.params import Tensors
+from strategies.params import Params, Tensors
 from strategies.state import State
 
 
@@ -57,6 +57,26 @@ class RunState:
     round: int
     params: Tensors
     strategy: State
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run after a round.
+
+    Attributes:
+        round: last finished round, 0 before the first.
+        record: that round's line of the report.
+        offsets: sizes in bytes of the line files at the commit, by file name.
+        identity: values that must be the same on resume, such as the data's fingerprint.
+    """
+
+    round: int
+    params: Tensors
+    state: State
+    record: Mapping[str, Any]
+    offsets: Mapping[str, int]
+    identity: Mapping[str, str]
+    client_states: Mapping[str, Mapping[str, Params]] = field(default_factory=dict)
 
 
 def as_row(record: RoundRecord) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from coordinator.context.services import Services
 from coordinator.db import events
 from coordinator.db import runs as rows
 from coordinator.json_values import finite
-from coordinator.rounds.checkpoint import materialize_in
+from coordinator.rounds.engine import materialize_in
 from coordinator.rounds.fleet import Stopped
 from coordinator.rounds.records import RoundRecord, RunState, as_row
 from strategies.params import Params

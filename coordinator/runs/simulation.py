@@ -37,9 +37,8 @@ from coordinator.fleets.virtual_time import virtual_time
 from coordinator.reports import report
 from coordinator.reports.progress import Progress, Quiet
 from coordinator.rounds import engine
-from coordinator.rounds.checkpoint import Checkpoint
 from coordinator.rounds.events import Clock
-from coordinator.rounds.records import RunState, Score
+from coordinator.rounds.records import Checkpoint, RunState, Score
 from coordinator.runs.simulated_preparation import Prepared, prepare
 from coordinator.runs.simulation_store import SimulationStore
 from coordinator.workers.evaluation import accuracy_by_group, evaluate

@@ -1,18 +1,30 @@
-"""The durable state of a simulation in its folder: the checkpoint, `rounds.csv` and `events.jsonl`."""
+"""The durable state of a simulation in its folder: the checkpoint, `rounds.csv` and `events.jsonl`.
+
+After each round everything that a resumed run needs is durable. Params, strategy state and client states are blobs;
+`checkpoint.json` names them together with the round. Replacing that small file atomically is the commit: a crash leaves
+either the previous round or the new one. Randomness is derived from the seed and the round and needs no saving.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coordinator.errors import UserError
 from coordinator.reports import run_files
 from coordinator.reports.progress import Progress
 from coordinator.rounds import engine
-from coordinator.rounds.checkpoint import Checkpoint, CheckpointStore
 from coordinator.rounds.events import Clock, EventLog
-from coordinator.rounds.records import RoundRecord, RunState, as_row
+from coordinator.rounds.records import Checkpoint, RoundRecord, RunState, as_row
+from coordinator.storage.blobs import BlobDamaged, Blobs
+from edge_client.files import write_durably
+from edge_client.wire import arrays
 from strategies.params import Params
+from strategies.state import State, flatten, unflatten
+
+FORMAT = 1
 
 
 class SimulationStore:
@@ -66,3 +78,69 @@ class SimulationStore:
         run_files.append_round(self._files["rounds.csv"], record)
         self._progress.round(record)
         engine.emit_committed(self.emit, as_row(record))
+
+
+class CheckpointStore:
+    """The checkpoint of one run in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._pointer = folder / "checkpoint.json"
+        self._blobs = Blobs(folder / "blobs")
+        self._clients: dict[str, str] = {}
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        """Replaces the stored checkpoint. `client_states` holds only the changed ones.
+
+        Raises:
+            OSError: the disk is full or not writable; the previous round stays committed.
+        """
+        params = self._blobs.put_arrays(checkpoint.params).sha256
+        state = self._blobs.put_arrays(checkpoint.state.arrays, checkpoint.state.values).sha256
+        clients = self._clients | {
+            client: self._blobs.put_arrays(flatten(streams)).sha256
+            for client, streams in checkpoint.client_states.items()
+        }
+        document = {
+            "format": FORMAT,
+            "round": checkpoint.round,
+            "params": params,
+            "state": state,
+            "clients": clients,
+            "record": dict(checkpoint.record),
+            "offsets": dict(checkpoint.offsets),
+            "identity": dict(checkpoint.identity),
+        }
+        write_durably(self._pointer, json.dumps(document).encode())
+        self._clients = clients
+        self._blobs.keep_only({params, state, *clients.values()})
+
+    def load(self) -> Checkpoint | None:
+        """The stored checkpoint with all client states, or None if there is none.
+
+        Raises:
+            UserError: the checkpoint is damaged or of another version; names the file.
+        """
+        try:
+            document = json.loads(self._pointer.read_bytes())
+            if document["format"] != FORMAT:
+                raise UserError(f"{self._pointer}: format {document['format']}, this version reads {FORMAT}")
+            self._clients = dict(document["clients"])
+            state = self._blobs.get(document["state"])
+            return Checkpoint(
+                round=document["round"],
+                params=arrays.decode(self._blobs.get(document["params"])),
+                state=State(arrays.decode(state), arrays.read_header(state).values),
+                record=document["record"],
+                offsets=document["offsets"],
+                identity=document["identity"],
+                client_states={
+                    client: unflatten(arrays.decode(self._blobs.get(digest)))
+                    for client, digest in self._clients.items()
+                },
+            )
+        except FileNotFoundError:
+            return None
+        except (BlobDamaged, arrays.Malformed, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"{self._pointer}: the checkpoint is damaged: {error}; start the run anew"
+            ) from None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from coordinator.rounds.tasks import Task
+from coordinator.rounds.plan import Task
 from coordinator.scheduling.deployments import Deployment
 from edge_client.wire.device import BlobRef, RuntimeName, TaskKind, TaskOffer, to_json
 from edge_client.wire.strict import parse_message

@@ -1,24 +1,31 @@
-"""Content-addressed files: a blob's name is the SHA-256 of its bytes.
+"""Files that updates and models are kept in: blobs, and the part files of unfinished uploads.
 
-`put` and `put_arrays` return once the bytes are durable: write to a temporary name, fsync, rename, fsync the folder. A
-blob never changes, and is removed when nothing refers to it. A new blob is kept for an hour without a reference, such
-as a database row.
+A blob's name is the SHA-256 of its bytes. `put` and `put_arrays` return once the bytes are durable: write to a temporary
+name, fsync, rename, fsync the folder. A blob never changes, and is removed when nothing refers to it. A new blob is kept
+for an hour without a reference, such as a database row.
+
+An unfinished upload is a part file, one per task, in `uploads` of the coordinator's home. It grows by pieces in order, and
+its size is the offset at which the upload resumes, also after a restart. One piece of a task is written at a time. The hash
+is updated with each piece, so that a large result need not be read again at the end.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import hashlib
 import os
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edge_client.files import sync_file, sync_folder, write_durably
+from edge_client.files import file_sha256, sync_file, sync_folder, write_durably
 from edge_client.wire import arrays
 from edge_client.wire.arrays import FilePayload, StoredArrays
 from strategies.params import Tensors
@@ -95,21 +102,23 @@ class Blobs:
     def put_all(self, sets: Sequence[tuple[Tensors, Mapping[str, Any] | None]]) -> list[BlobInfo]:
         """As `put_arrays` for each set; all are written before the first becomes a blob."""
         infos: list[BlobInfo] = []
-        written: list[tuple[Path, str]] = []
+        written: dict[Path, str] = {}
         stem = f".arrays.{os.getpid()}.{threading.get_native_id()}"
         try:
             for number, (tensors, values) in enumerate(sets):
                 info = self._known(tensors, values)
                 if info is None:
                     temporary = self._folder / f"{stem}.{number}.tmp"
-                    info = _write_arrays(temporary, tensors, values)
-                    written.append((temporary, info.sha256))
+                    written[temporary] = ""
+                    digest = written[temporary] = arrays.write(temporary, tensors, values)
+                    sync_file(temporary)
+                    info = BlobInfo(digest, temporary.stat().st_size)
                 infos.append(info)
-            for temporary, digest in written:
+            for temporary, digest in written.items():
                 self._expect(digest)
                 temporary.replace(self.path(digest))
         except BaseException:
-            for temporary, _ in written:
+            for temporary in written:
                 temporary.unlink(missing_ok=True)
             raise
         if written:
@@ -137,15 +146,11 @@ class Blobs:
         """
         path = self.path(digest)
         try:
-            if arrays.sha256_of(path) != digest:
+            if file_sha256(path) != digest:
                 raise BlobDamaged(f"{path} does not hold what its name says")
         except (FileNotFoundError, IsADirectoryError):
             raise self._missing(path) from None
         return path
-
-    def store_all(self, sets: Sequence[tuple[Tensors, Mapping[str, Any] | None]]) -> list[StoredArrays]:
-        """As `put_all`, but returns the stored arrays."""
-        return [StoredArrays(FilePayload(self.path(info.sha256))) for info in self.put_all(sets)]
 
     def adopt(self, file: Path, digest: str) -> None:
         """Turns a file, whose SHA-256 the caller knows to be `digest`, into a blob, durably.
@@ -246,17 +251,6 @@ class Blobs:
         return BlobInfo(path.name, path.stat().st_size) if path.exists() else None
 
 
-def _write_arrays(path: Path, tensors: Tensors, values: Mapping[str, Any] | None) -> BlobInfo:
-    """Writes the arrays to a file, durably; leaves no file on failure."""
-    try:
-        digest = arrays.write(path, tensors, values)
-        sync_file(path)
-        return BlobInfo(digest, path.stat().st_size)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-
-
 def _identity(folder: Path) -> tuple[int, int] | None:
     """Device and inode, which distinguish a folder from another at its path, such as an empty mount point."""
     try:
@@ -271,3 +265,134 @@ def _age_seconds(path: Path) -> float:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:
         return 0.0
+
+
+_BLOCK_BYTES = 2**20
+_PART, _DECODED = ".part", ".decoded"
+
+
+class BadEncoding(ValueError):
+    """The bytes do not inflate to what was announced."""
+
+
+@dataclass
+class Transfer:
+    """One task's upload.
+
+    Attributes:
+        path: the bytes as sent.
+        decoded: the inflated bytes, while they are checked.
+        lock: held while working on the files.
+    """
+
+    path: Path
+    decoded: Path
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _hasher: Any = field(default_factory=hashlib.sha256)
+    _hashed_bytes: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes received; 0 before the upload began."""
+        try:
+            return self.path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def write(self, offset: int, piece: bytes | bytearray) -> None:
+        """Writes a piece at its offset.
+
+        Raises:
+            OSError: the disk is full; part of the piece may have been written, see `truncate`.
+        """
+        self.path.parent.mkdir(exist_ok=True)  # but not the home, which may not be mounted
+        with self.path.open("r+b" if offset else "wb") as file:
+            file.seek(offset)
+            file.write(piece)
+        if offset == 0:
+            self._reset_hash()
+        if offset == self._hashed_bytes:
+            self._hasher.update(piece)
+            self._hashed_bytes += len(piece)
+
+    def truncate(self, size_bytes: int) -> None:
+        """Drops whatever was written beyond this size."""
+        if self.size_bytes > size_bytes:
+            with self.path.open("r+b") as file:
+                file.truncate(size_bytes)
+            self._reset_hash()
+
+    def sha256(self) -> str:
+        """The hash of all bytes so far."""
+        if self._hashed_bytes == self.size_bytes:
+            return str(self._hasher.hexdigest())
+        return file_sha256(self.path)
+
+    def inflate(self, decoded_bytes: int) -> str:
+        """Writes `decoded`, never more than announced, and returns its SHA-256.
+
+        Raises:
+            BadEncoding: not a zlib stream, or one of another size than announced.
+            OSError: the disk is full.
+
+        The caller removes `decoded`, also after an error.
+        """
+        stream, hasher, size = zlib.decompressobj(), hashlib.sha256(), 0
+        with self.path.open("rb") as source, self.decoded.open("wb") as target:
+            while (block := source.read(_BLOCK_BYTES)) and not stream.eof:
+                while block:
+                    try:
+                        plain = stream.decompress(block, _BLOCK_BYTES)
+                    except zlib.error as error:
+                        raise BadEncoding(f"not a zlib stream: {error}") from None
+                    size += len(plain)
+                    if size > decoded_bytes:
+                        raise BadEncoding(f"inflates to more than the announced {decoded_bytes} bytes")
+                    hasher.update(plain)
+                    target.write(plain)
+                    block = stream.unconsumed_tail
+            if not stream.eof or stream.unused_data or block:
+                raise BadEncoding("the zlib stream does not end where the upload does")
+        if size != decoded_bytes:
+            raise BadEncoding(f"inflates to {size} bytes, {decoded_bytes} were announced")
+        return hasher.hexdigest()
+
+    def remove(self) -> None:
+        """Removes all bytes."""
+        self.path.unlink(missing_ok=True)
+        self.decoded.unlink(missing_ok=True)
+        self._reset_hash()
+
+    def _reset_hash(self) -> None:
+        self._hasher, self._hashed_bytes = hashlib.sha256(), 0
+
+
+class PartFiles:
+    """The uploads of this process, the only one to use the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._transfers: dict[str, Transfer] = {}
+
+    def of(self, task: str) -> Transfer:
+        """The upload of a task, whose id must be known to be valid."""
+        with self._lock:
+            if task not in self._transfers:
+                self._transfers[task] = Transfer(
+                    self._folder / f"{task}{_PART}", self._folder / f"{task}{_DECODED}"
+                )
+            return self._transfers[task]
+
+    def tasks(self) -> set[str]:
+        """Tasks with an upload, also from before a restart."""
+        with self._lock:
+            tasks = set(self._transfers)
+        return tasks | {path.stem for path in self._folder.glob("*") if path.suffix in (_PART, _DECODED)}
+
+    def forget(self, tasks: Collection[str]) -> None:
+        """Removes the uploads of tasks that can no longer be answered."""
+        for task in tasks:
+            self.of(task).remove()
+            with self._lock:
+                self._transfers.pop(task, None)

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.workers.frames import Frame
-from coordinator.workers.pool import Job, WorkerPool
+from coordinator.workers.pool import Frame, Job, WorkerPool
 from edge_client.train.evaluation import EVALUATION_ROWS, Evaluation, merge
 from edge_client.wire import arrays
 from strategies.params import Tensors

@@ -10,7 +10,8 @@ import numpy as np
 
 from coordinator.rounds.plan import generator
 from edge_client.wire import arrays
-from edge_client.wire.messages import TaskMessage, encode_result
+from edge_client.wire.arrays import encode_result
+from edge_client.wire.device import TaskMessage
 from strategies.params import Params
 from strategies.update import Update
 

@@ -27,15 +27,14 @@ import numpy as np
 from coordinator.errors import DISK_ERRNOS, UserError
 from coordinator.workers import (
     faults,
-    frames,
     workspace,
 )
-from coordinator.workers.frames import Frame
+from coordinator.workers.pool import Closed, Frame, receive_frame, send_frame
 from edge_client.data.examples import Examples
 from edge_client.processes.process import die_with_parent
 from edge_client.train.trainer import Runtime, Trainer, TrainTask
 from edge_client.wire import arrays
-from edge_client.wire.messages import TaskMessage
+from edge_client.wire.device import TaskMessage
 from strategies.params import Params
 from strategies.state import flatten, unflatten
 
@@ -233,14 +232,14 @@ def serve(channel: socket.socket) -> None:
             continue
         if failure is not None:
             values, blobs = failure, []
-        frames.send(channel, values, blobs)
+        send_frame(channel, values, blobs)
 
 
 def _read(channel: socket.socket, waiting: queue.Queue[Frame]) -> None:
     while True:
         try:
-            waiting.put(frames.receive(channel))
-        except frames.Closed:
+            waiting.put(receive_frame(channel))
+        except Closed:
             os._exit(0)
 
 
@@ -274,7 +273,7 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         try:
             serve(channel)
-        except frames.Closed:
+        except Closed:
             os._exit(0)
 
 

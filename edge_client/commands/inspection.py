@@ -14,7 +14,7 @@ from edge_client.commands.cli_options import AsJson, Sure, configuration, confir
 from edge_client.errors import UserMistake
 
 if TYPE_CHECKING:
-    from edge_client.daemon.ledger import Entry, Ledger
+    from edge_client.outbox import Entry, Ledger
 
 _FULL_BYTES = 1_000_000
 
@@ -63,8 +63,8 @@ def ledger(
 ) -> None:
     """Shows everything that ever left this device. Example: fedloop-edge ledger --show 3"""
     from edge_client.daemon import main
-    from edge_client.daemon.ledger import Ledger
-    from edge_client.daemon.ledger import explain as explain_messages
+    from edge_client.outbox import Ledger
+    from edge_client.outbox import explain as explain_messages
 
     config = configuration(context)
     with open_state(config) as state:
@@ -150,7 +150,7 @@ def _print_entries(entries: Sequence[Entry], as_json: bool) -> None:
 
 def _print_payload(ledger: Ledger, entry: Entry, as_json: bool) -> None:
     """One entry's payload: the sums of an evaluation, or each tensor's shape, norm and extremes of an update."""
-    from edge_client.daemon.ledger import summarize_tensors
+    from edge_client.outbox import summarize_tensors
 
     payload = ledger.payload(entry)
     document: dict[str, Any] = asdict(entry)

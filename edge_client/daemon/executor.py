@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Protocol
 
 from edge_client.config import EdgeConfig
-from edge_client.daemon.ledger import Ledger
 from edge_client.daemon.offers import blobs_of, check_offer
 from edge_client.files import NO_ROOM, SPARE_BYTES, file_sha256
-from edge_client.outbox import Outbox, OutboxFull, PendingResult
+from edge_client.outbox import Ledger, Outbox, OutboxFull, PendingResult
 from edge_client.state import State
 from edge_client.train.process import Done, Job, TrainingFailed
 from edge_client.transport.failures import ServerRefused
-from edge_client.transport.link import Link, parse_answer
-from edge_client.transport.transfer import download, upload
+from edge_client.transport.link import Link, download, parse_answer, upload
 from edge_client.wire.device import (
     BlobRef,
     CheckIn,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from edge_client.data.examples import Examples, NoExamples
 from edge_client.train import schedule
 from edge_client.train.evaluation import EVALUATION_ROWS, Evaluation, merge, score
-from edge_client.wire.messages import TaskMessage
+from edge_client.wire.device import TaskMessage
 from strategies import client_rules
 from strategies.client_rules import ClientRule, Correction, PlainSGD, Streams
 from strategies.lazy import elementwise, select

@@ -123,7 +123,8 @@ class Worker:
 def _train(job: Job, trainer: Trainer, data: Any) -> None:
     from edge_client.files import make_durably
     from edge_client.wire import arrays
-    from edge_client.wire.messages import TaskMessage, write_result
+    from edge_client.wire.arrays import write_result
+    from edge_client.wire.device import TaskMessage
     from strategies.state import flatten, unflatten
 
     message = TaskMessage.from_json(job.message)

@@ -4,6 +4,9 @@ The same arrays and header always give the same bytes, so the SHA-256 of params 
 Reading has two steps, because input is untrusted: `read_header` checks names, dtypes, shapes and sizes without
 building arrays; `decode` builds all arrays, `StoredArrays` one on demand, so that a payload on disk never has to be
 completely in memory.
+
+A client's result is such a payload: the arrays are `delta/<tensor>` and, for client rules that send more,
+`<stream>/<tensor>`; the header holds the client's statements about its update.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,12 +23,20 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
-from edge_client.wire.strict import abbreviate, loads
+from edge_client.wire.device import TaskMessage
+from edge_client.wire.strict import abbreviate, is_text, loads
 from strategies.lazy import LazyTensors, pieces_of, shape_of
 from strategies.params import Params, Tensors
+from strategies.state import flatten
+from strategies.update import Update
 
 HEADER_LIMIT = 8 * 1024 * 1024
 """Largest safetensors header accepted, in bytes."""
+
+LARGEST_COUNT = 2**53
+"""Largest integer in a result: float64, which weighs updates, represents integers exactly up to here."""
+
+DELTA = "delta"
 
 _METADATA_KEY = "fedloop"
 _MOST_AXES = 64  # numpy's limit; it also bounds the product of hostile extents
@@ -267,10 +278,62 @@ def sha256(payload: bytes) -> str:
     return hashlib.sha256(payload).hexdigest()
 
 
-def sha256_of(path: Path) -> str:
-    """Lower-case hex digest of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+@dataclass(frozen=True)
+class ResultHeader:
+    """A client's statements about its update."""
+
+    round: int
+    client: str
+    base: str
+    num_examples: int
+    num_steps: int
+    train_loss: float
+
+
+def encode_result(task: TaskMessage, update: Update) -> bytes:
+    """The update as the bytes a client uploads."""
+    return encode(flatten({DELTA: update.delta, **update.extras}), asdict(_header_of(task, update)))
+
+
+def write_result(path: Path, task: TaskMessage, update: Update) -> None:
+    """Writes the bytes of `encode_result` to a file. Tensors on disk are never loaded completely.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    write(path, flatten({DELTA: update.delta, **update.extras}), asdict(_header_of(task, update)))
+
+
+def _header_of(task: TaskMessage, update: Update) -> ResultHeader:
+    return ResultHeader(
+        task.round, task.client, task.base, update.num_examples, update.num_steps, update.train_loss
+    )
+
+
+def result_header(values: Mapping[str, Any]) -> ResultHeader:
+    """The header of a result from its JSON object.
+
+    Raises:
+        Malformed: a key is missing, of another type, or too large for exact arithmetic.
+    """
+    kinds = {
+        "round": int,
+        "client": str,
+        "base": str,
+        "num_examples": int,
+        "num_steps": int,
+        "train_loss": float,
+    }
+    for key, kind in kinds.items():
+        value = values.get(key)
+        number = kind is float and isinstance(value, int)
+        if isinstance(value, bool) or not (isinstance(value, kind) or number):
+            raise Malformed(f"result header: {key} is {abbreviate(value)}, expected {kind.__name__}")
+        if isinstance(value, str) and not is_text(value):
+            raise Malformed(f"result header: {key} is {abbreviate(value)}, which is not valid text")
+        if isinstance(value, int) and abs(value) > LARGEST_COUNT:
+            raise Malformed(f"result header: {key} is {abbreviate(value)}, expected at most {LARGEST_COUNT}")
+    return ResultHeader(**{key: kind(values[key]) for key, kind in kinds.items()})
 
 
 def _metadata(values: Mapping[str, Any] | None) -> dict[str, str] | None:

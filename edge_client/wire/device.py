@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from edge_client.wire.strict import InvalidDocument, parse_message
+
 WIRE = (1, 3)
 OLDEST_MINOR = WIRE[1] - 2
 
@@ -199,7 +201,7 @@ class TaskOffer:
     Attributes:
         task: its id, which is also the lease: another id is no lease.
         dataset: logical name, which the device's configuration maps to its data.
-        message: `edge_client.wire.messages.TaskMessage` as JSON for a train task; empty for an evaluate task.
+        message: a `TaskMessage` as JSON for a train task; empty for an evaluate task.
         params: to start from, or to evaluate.
         streams: arrays of the client rule, if it has any.
         artifact, manifest: for the litert runtime.
@@ -224,6 +226,38 @@ class TaskOffer:
     lease_seconds: float
     deadline_seconds: float
     result_limit_bytes: int
+
+
+@dataclass(frozen=True)
+class TaskMessage:
+    """One client's work in one round. `base` is the SHA-256 of the params to start from."""
+
+    round: int
+    client: str
+    base: str
+    seed: int
+    batch_size: int
+    lr: float
+    epochs: int | None
+    steps: int | None
+    rule: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(document: object) -> TaskMessage:
+        """Raises InvalidDocument if a key is missing or of another type, or the work is invalid."""
+        message = parse_message(TaskMessage, document, "task")
+        if (message.epochs is None) == (message.steps is None):
+            raise InvalidDocument(
+                f"task: exactly one of epochs and steps is expected, got {message.epochs} and {message.steps}"
+            )
+        for name in ("round", "batch_size", "epochs", "steps"):
+            value = getattr(message, name)
+            if value is not None and value < 1:
+                raise InvalidDocument(f"task.{name} is {value}, expected 1 or more")
+        return message
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import resource
 from pathlib import Path
 from typing import Any
 
+from edge_client.files import file_sha256
 from edge_client.processes import process
-from edge_client.wire.arrays import sha256_of
 from models import job as jobs
 from models.onnx.files import describe, open_file
 
@@ -36,7 +36,7 @@ def run(path: Path, report: process.Report) -> None:
         "sha256": onnx_file.sha256,
         "bytes": size,
         **describe(onnx_file.model),
-        "external": {location: sha256_of(path) for location, path in onnx_file.external.items()},
+        "external": {location: file_sha256(path) for location, path in onnx_file.external.items()},
     }
     model = job.value("model")
     if model:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strategies import options
-from strategies.aggregators import WeightedMean, Weighting
 from strategies.client_rules import PlainSGD
-from strategies.server_optimizers import Adaptive
-from strategies.strategy import Strategy
+from strategies.strategy import Adaptive, Strategy, WeightedMean, Weighting
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from strategies.aggregators import WeightedMean
+from strategies.strategy import WeightedMean
 from strategies.update import Update
 from tests.bench.interleaved import medians
 

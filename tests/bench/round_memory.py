@@ -18,16 +18,15 @@ from typing import Any
 import numpy as np
 
 from coordinator.rounds import engine, intake
-from coordinator.rounds.checkpoint import materialize_in
+from coordinator.rounds.engine import materialize_in
 from coordinator.rounds.fleet import (
     Answer,
     Model,
     OpenRound,
     Terms,
 )
-from coordinator.rounds.plan import LocalWork, RunPlan
+from coordinator.rounds.plan import LocalWork, RunPlan, Task
 from coordinator.rounds.records import RoundRecord, RunState, Score
-from coordinator.rounds.tasks import Task
 from coordinator.storage.blobs import Blobs
 from edge_client.wire import arrays
 from edge_client.wire.arrays import FilePayload

@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.rounds import engine, plan
-from coordinator.rounds.checkpoint import materialize_in
+from coordinator.rounds.aggregation import Bounds, UpdateNorms, find_outliers, medians_of_others
+from coordinator.rounds.engine import materialize_in
 from coordinator.rounds.fleet import OpenRound
-from coordinator.rounds.outliers import Bounds, UpdateNorms, find_outliers, medians_of_others
 from coordinator.rounds.records import RunState
 from coordinator.storage.blobs import Blobs
-from edge_client.wire.messages import TaskMessage, encode_result
+from edge_client.wire.arrays import encode_result
+from edge_client.wire.device import TaskMessage
 from strategies.client_rules import PlainSGD
 from strategies.update import Update
 from tests.support import runs

@@ -117,7 +117,7 @@ def test_arrays_are_stored_as_they_are_encoded_and_read_one_by_one(tmp_path: Pat
 
 def test_arrays_read_from_a_blob_are_put_back_without_a_write(tmp_path: Path) -> None:
     blobs = Blobs(tmp_path)
-    (stored,) = blobs.store_all([(PARAMS, None)])
+    stored = blobs.open_arrays(blobs.put_arrays(PARAMS).sha256)
     (written,) = tmp_path.iterdir()
     before = written.stat()
     assert blobs.put_arrays(stored).sha256 == written.name

@@ -25,8 +25,7 @@ from coordinator.rounds.fleet import (
     Stopped,
     Terms,
 )
-from coordinator.rounds.plan import LocalWork, RunPlan
-from coordinator.rounds.tasks import Task
+from coordinator.rounds.plan import LocalWork, RunPlan, Task
 from coordinator.scheduling.deployments import Selection
 from edge_client.wire.device import EvaluationResult, TaskOffer, to_json
 from strategies import presets

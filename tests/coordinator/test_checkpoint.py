@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from coordinator.errors import UserError
-from coordinator.rounds.checkpoint import Checkpoint, CheckpointStore
+from coordinator.rounds.records import Checkpoint
+from coordinator.runs.simulation_store import CheckpointStore
 from strategies.params import Params
 from strategies.state import State
 
@@ -148,7 +149,7 @@ import resource, signal, sys
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
-from coordinator.rounds.checkpoint import CheckpointStore
+from coordinator.runs.simulation_store import CheckpointStore
 
 checkpoints = CheckpointStore(Path(sys.argv[1]))
 before = checkpoints.load()

@@ -13,21 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.rounds import engine, plan
-from coordinator.rounds.checkpoint import Checkpoint, CheckpointStore, materialize_in
+from coordinator.rounds.engine import materialize_in
 from coordinator.rounds.fleet import (
     Model,
     OpenRound,
     Terms,
     encode_model,
 )
-from coordinator.rounds.plan import RunPlan
-from coordinator.rounds.records import RoundRecord, RunState, Score, as_row
-from coordinator.rounds.tasks import Task
+from coordinator.rounds.plan import RunPlan, Task
+from coordinator.rounds.records import Checkpoint, RoundRecord, RunState, Score, as_row
+from coordinator.runs.simulation_store import CheckpointStore
 from coordinator.storage.blobs import Blobs
 from coordinator.workers import faults
 from edge_client.wire import arrays
-from edge_client.wire.arrays import StoredArrays
-from edge_client.wire.messages import TaskMessage, encode_result
+from edge_client.wire.arrays import StoredArrays, encode_result
+from edge_client.wire.device import TaskMessage
 from strategies import presets
 from strategies.params import Params
 from strategies.update import Update

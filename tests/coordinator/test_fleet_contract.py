@@ -23,8 +23,7 @@ from coordinator.rounds.fleet import (
     Silence,
     Terms,
 )
-from coordinator.rounds.plan import LocalWork, RunPlan
-from coordinator.rounds.tasks import Task
+from coordinator.rounds.plan import LocalWork, RunPlan, Task
 from coordinator.workers.pool import WorkerPool
 from edge_client.wire import arrays
 from strategies import presets

@@ -16,8 +16,7 @@ from coordinator.rounds import intake
 from coordinator.rounds.intake import Expected, Reason, Rejection
 from coordinator.workers import faults
 from edge_client.wire import arrays
-from edge_client.wire.arrays import BytesPayload, FilePayload
-from edge_client.wire.messages import encode_result
+from edge_client.wire.arrays import BytesPayload, FilePayload, encode_result
 from strategies.lazy import PIECE, LazyTensors
 from strategies.params import Params
 from strategies.update import Update

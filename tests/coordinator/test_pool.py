@@ -19,13 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.errors import UserError
-from coordinator.workers import frames
-from coordinator.workers.frames import Closed
 from coordinator.workers.pool import (
     JOBS_PER_WORKER,
+    Closed,
     Job,
     WorkerDied,
     WorkerPool,
+    receive_frame,
+    send_frame,
 )
 
 HANGS_SECONDS = 60
@@ -311,16 +312,16 @@ def test_a_frame_arrives_as_it_was_sent(values: dict[str, Any], blobs: list[byte
     values.pop("blobs", None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        frames.send(ours, values, blobs)
-        frame = frames.receive(theirs)
+        send_frame(ours, values, blobs)
+        frame = receive_frame(theirs)
     assert (frame.values, frame.blobs) == (values, tuple(blobs))
 
 
 def test_a_frame_larger_than_any_buffer_arrives_whole(pair: tuple[socket.socket, socket.socket]) -> None:
     large = os.urandom(5_000_000)
-    sender = threading.Thread(target=frames.send, args=(pair[0], {"n": 1}, [large, b"", large]))
+    sender = threading.Thread(target=send_frame, args=(pair[0], {"n": 1}, [large, b"", large]))
     sender.start()
-    frame = frames.receive(pair[1])
+    frame = receive_frame(pair[1])
     sender.join()
     assert frame.blobs == (large, b"", large)
 
@@ -334,10 +335,10 @@ def test_an_end_in_the_middle_of_a_frame_is_closed(
     pair[0].sendall(sent)
     pair[0].close()
     with pytest.raises(Closed):
-        frames.receive(pair[1])
+        receive_frame(pair[1])
 
 
 def test_sending_to_nobody_is_closed(pair: tuple[socket.socket, socket.socket]) -> None:
     pair[1].close()
     with pytest.raises(Closed):
-        frames.send(pair[0], {}, [b"x"])
+        send_frame(pair[0], {}, [b"x"])

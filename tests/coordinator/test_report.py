@@ -17,9 +17,8 @@ from coordinator.commands import summaries
 from coordinator.experiments import experiment
 from coordinator.fleets.simulated import SimulatedClient
 from coordinator.reports import report, run_files
-from coordinator.rounds.checkpoint import Checkpoint
 from coordinator.rounds.events import LineFile
-from coordinator.rounds.records import RoundRecord, as_row
+from coordinator.rounds.records import Checkpoint, RoundRecord, as_row
 from edge_client.train.evaluation import Evaluation
 from edge_client.wire import arrays
 from strategies.state import State

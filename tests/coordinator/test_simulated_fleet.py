@@ -19,12 +19,11 @@ from coordinator.rounds.fleet import (
     Terms,
     encode_model,
 )
-from coordinator.rounds.plan import LocalWork
-from coordinator.rounds.tasks import Task
-from coordinator.workers.frames import Frame
-from coordinator.workers.pool import Job, WorkerPool
+from coordinator.rounds.plan import LocalWork, Task
+from coordinator.workers.pool import Frame, Job, WorkerPool
 from edge_client.wire import arrays
-from edge_client.wire.messages import TaskMessage, encode_result
+from edge_client.wire.arrays import encode_result
+from edge_client.wire.device import TaskMessage
 from tests.support.federation import PARAMS, run_plan, steps_of, update
 
 SECONDS = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 1.0}

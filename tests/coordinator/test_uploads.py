@@ -29,8 +29,8 @@ from coordinator.rounds.fleet import (
     Terms,
 )
 from coordinator.rounds.plan import LocalWork, RunPlan
-from edge_client.wire.device import TaskOffer
-from edge_client.wire.messages import TaskMessage, encode_result
+from edge_client.wire.arrays import encode_result
+from edge_client.wire.device import TaskMessage, TaskOffer
 from strategies import presets
 from strategies.params import Params
 from strategies.update import Update

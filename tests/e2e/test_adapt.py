@@ -14,6 +14,7 @@ from coordinator.demos.local_fleet import local_fleet
 from coordinator.experiments import experiment as experiments
 from coordinator.operator import run_follower
 from coordinator.reports.progress import Quiet
+from edge_client.files import file_sha256
 from edge_client.wire import arrays
 from models import adaptation
 from tests.support.cli import CACHE, run_cli
@@ -66,7 +67,7 @@ def test_daemons_train_a_head_and_the_model_they_end_with_can_be_compressed(tmp_
         assert set(fleet.stop().values()) == {0}
 
     assert report["final"]["test_accuracy"] > report["start"]["test_accuracy"]
-    assert report["final"]["model_sha256"] == arrays.sha256_of(out / "model.safetensors")
+    assert report["final"]["model_sha256"] == file_sha256(out / "model.safetensors")
     whole = sum(value.nbytes for value in arrays.read(out / "model.safetensors").values())
     assert all(20 * up(row) <= 2 * 3 * whole for row in report["rounds"])
     done = run_cli("compress", out, "--out", tmp_path / "compressed")

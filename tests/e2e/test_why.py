@@ -25,8 +25,8 @@ from sqlalchemy import select, update
 from coordinator.db.tables import devices, tasks
 from coordinator.demos.local_fleet import LocalFleet
 from edge_client.eligibility import Conditions, Readings, ineligible
-from edge_client.wire.device import Decline
-from edge_client.wire.messages import TaskMessage, encode_result
+from edge_client.wire.arrays import encode_result
+from edge_client.wire.device import Decline, TaskMessage
 from strategies.update import Update
 from tests.support.arena import Arena, arena, experiment, honest_config, readings
 from tests.support.cli import assert_refused, run_cli

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from edge_client.files import file_sha256
 from edge_client.wire import arrays
 from edge_client.wire.arrays import BytesPayload, FilePayload, Malformed, Payload, StoredArrays, TensorHeader
 from strategies import lazy
@@ -296,7 +297,7 @@ def test_a_file_holds_the_bytes_that_encode_makes(
         digest = arrays.write(path, Computed(sent) if computed else sent, values)
         payload = arrays.encode(sent, values)
         assert path.read_bytes() == payload
-        assert digest == arrays.sha256(payload) == arrays.sha256_of(path)
+        assert digest == arrays.sha256(payload) == file_sha256(path)
 
 
 def test_tensors_of_another_layout_are_written_in_c_order(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from edge_client.data import open_data
 from edge_client.train.litert_trainer import LiteRTRuntime
 from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
-from edge_client.wire.messages import TaskMessage, encode_result
+from edge_client.wire.arrays import encode_result
+from edge_client.wire.device import TaskMessage
 from strategies.state import unflatten
 from tests.support.artifacts import ARCHITECTURES, exported
 from tests.support.require import require

@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from edge_client.daemon.ledger import Ledger
-from edge_client.outbox import Outbox
+from edge_client.outbox import Ledger, Outbox
 from edge_client.state import State
 from edge_client.transport.link import SILENCE_SECONDS
 from tests.support import fake_coordinator

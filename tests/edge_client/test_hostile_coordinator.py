@@ -14,8 +14,7 @@ from edge_client.daemon.wakeup_pipe import WakeupPipe
 from edge_client.steps import LONGEST_SLEEP_SECONDS
 from edge_client.train.process import TrainingFailed
 from edge_client.transport.failures import LONGEST_WAIT_SECONDS, Unreachable
-from edge_client.transport.link import Link, pinned_context
-from edge_client.transport.transfer import download
+from edge_client.transport.link import Link, download, pinned_context
 from edge_client.wire.device import BlobRef, to_json
 from tests.support.edge import Daemon, daemon, enrolled
 from tests.support.fake_coordinator import FakeCoordinator

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from edge_client.train.trainer import TrainTask
 from edge_client.wire import arrays, messages
-from edge_client.wire.arrays import Malformed
-from edge_client.wire.messages import LARGEST_COUNT, ResultHeader, TaskMessage
+from edge_client.wire.arrays import LARGEST_COUNT, Malformed, ResultHeader
+from edge_client.wire.device import TaskMessage
 from strategies import client_rules
 from strategies.client_rules import ControlVariates, PlainSGD, Proximal
 from strategies.update import Update

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_client.daemon.ledger import Ledger
-from edge_client.outbox import MOST_RESULTS, Outbox, OutboxFull, PendingResult, to_drop
+from edge_client.outbox import MOST_RESULTS, Ledger, Outbox, OutboxFull, PendingResult, to_drop
 from edge_client.state import State
 from edge_client.wire.device import BlobRef, ModelRef, TaskOffer
 

@@ -21,8 +21,8 @@ from edge_client.train.litert_trainer import LiteRTRuntime
 from edge_client.train.process import Interrupted, Job, Limits, TrainingFailed, TrainingProcess
 from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
-from edge_client.wire.device import ModelRef
-from edge_client.wire.messages import TaskMessage, encode_result
+from edge_client.wire.arrays import encode_result
+from edge_client.wire.device import ModelRef, TaskMessage
 from strategies.params import Params
 from strategies.state import unflatten
 from tests.support.artifacts import exported

@@ -14,13 +14,13 @@ import pytest
 
 from edge_client import config
 from edge_client.daemon.executor import Executor
-from edge_client.daemon.ledger import Ledger
-from edge_client.outbox import Outbox
+from edge_client.outbox import Ledger, Outbox
 from edge_client.state import State
 from edge_client.transport.link import Answer as Heard
 from edge_client.wire import arrays
 from edge_client.wire import device as wire
-from edge_client.wire.messages import TaskMessage, result_header
+from edge_client.wire.arrays import result_header
+from edge_client.wire.device import TaskMessage
 from edge_client.wire.strict import parse_message
 from tests.golden.wire import make
 from tests.support.arena import RAW_GROUP, Arena, arena

@@ -16,6 +16,7 @@ from coordinator.db.store import Database
 from coordinator.db.tables import updates
 from coordinator.fleets.device import DeviceFleet
 from coordinator.rounds.fleet import Answer, Silence
+from coordinator.storage import blobs
 from edge_client.wire import arrays
 from strategies.update import Update
 from tests.coordinator.test_uploads import OpenRound, decoded_delta
@@ -90,14 +91,14 @@ def test_a_damaged_update_counts_as_never_received_and_its_device_is_asked_again
 def test_one_that_cannot_be_read_is_damaged(opened: OpenRound, monkeypatch: pytest.MonkeyPatch) -> None:
     device, payload, blob = accepted(opened, "a")
     accepted(opened, "b")
-    read, broken = arrays.sha256_of, [blob]
+    read, broken = blobs.file_sha256, [blob]
 
     def bad_sector(path: Path) -> str:
         if path in broken:
             raise OSError(errno.EIO, "Input/output error")
         return read(path)
 
-    monkeypatch.setattr(arrays, "sha256_of", bad_sector)
+    monkeypatch.setattr(blobs, "file_sha256", bad_sector)
     listening = Listening(opened.fleet)
     offer = device.check_in(wait_seconds=50).task
     assert offer is not None

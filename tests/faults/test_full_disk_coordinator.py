@@ -14,7 +14,8 @@ from sqlalchemy import select
 from coordinator.db.tables import tasks, updates
 from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from edge_client.wire import arrays
-from edge_client.wire.messages import TaskMessage, encode_result
+from edge_client.wire.arrays import encode_result
+from edge_client.wire.device import TaskMessage
 from strategies.update import Update
 from tests.support import noop
 from tests.support.device_client import RawDevice

@@ -11,9 +11,9 @@ import pytest
 
 from coordinator.db.store import Database
 from coordinator.fleets.device import DeviceFleet
-from coordinator.rounds.checkpoint import materialize_in
+from coordinator.rounds.engine import materialize_in
 from coordinator.rounds.records import RunState
-from edge_client.wire.messages import TaskMessage
+from edge_client.wire.device import TaskMessage
 from strategies.update import Update
 from tests.support import runs
 from tests.support.databases import database, database_url

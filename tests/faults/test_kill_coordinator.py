@@ -24,7 +24,7 @@ from coordinator.demos.demo_fleet import client_data, device_config
 from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from coordinator.experiments.experiment import resolve
 from coordinator.experiments.schema import Experiment
-from edge_client.daemon.ledger import Ledger
+from edge_client.outbox import Ledger
 from edge_client.state import State
 from tests.support import databases
 from tests.support.cli import CACHE

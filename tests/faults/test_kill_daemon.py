@@ -24,7 +24,7 @@ from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from coordinator.device_api.uploads import BLOCK_BYTES
 from coordinator.operator.client import OperatorClient
 from edge_client.daemon import status
-from edge_client.daemon.ledger import Entry, Ledger
+from edge_client.outbox import Entry, Ledger
 from edge_client.state import State
 from tests.support import noop
 from tests.support.processes import HANGS_SECONDS, Marked

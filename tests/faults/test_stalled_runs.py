@@ -24,7 +24,7 @@ from coordinator.rounds.fleet import (
     Silence,
     Terms,
 )
-from coordinator.rounds.tasks import Task
+from coordinator.rounds.plan import Task
 from coordinator.runs.service import RunService
 from coordinator.scheduling.deployments import Deployment
 from edge_client.wire import arrays

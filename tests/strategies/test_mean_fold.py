@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.aggregators import BLOCK, MeanFold, WeightedMean, Weighting
+from strategies.strategy import BLOCK, MeanFold, WeightedMean, Weighting
 from strategies.update import Aggregate, Update
 
 SHAPES = {"conv.weight": (2, 3), "fc.bias": (2,), "scale": ()}

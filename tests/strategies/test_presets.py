@@ -7,10 +7,9 @@ import math
 import pytest
 
 from strategies import presets
-from strategies.aggregators import WeightedMean
 from strategies.client_rules import ControlVariates, Proximal
 from strategies.presets import OPTIONS, OptionError
-from strategies.server_optimizers import Adaptive
+from strategies.strategy import Adaptive, WeightedMean
 
 NUMERIC = [
     (name, key)

@@ -24,8 +24,7 @@ from coordinator.demos.local_fleet import (
     LocalFleet,
     local_fleet,
 )
-from edge_client.wire.device import CheckIn
-from edge_client.wire.messages import TaskMessage
+from edge_client.wire.device import CheckIn, TaskMessage
 from tests.support.device_client import RawDevice, checkin
 from tests.support.hostile import Target, canary
 from tests.support.hostile_results import sound_result

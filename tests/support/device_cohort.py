@@ -21,8 +21,8 @@ from coordinator.db.tables import rounds, tasks
 from edge_client.data.examples import Examples
 from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
-from edge_client.wire.device import TaskOffer
-from edge_client.wire.messages import TaskMessage, encode_result
+from edge_client.wire.arrays import encode_result
+from edge_client.wire.device import TaskMessage, TaskOffer
 from strategies.params import Params
 from strategies.state import unflatten
 from strategies.update import Update

@@ -14,9 +14,8 @@ from edge_client import config
 from edge_client.daemon.agent import Agent
 from edge_client.daemon.executor import Executor
 from edge_client.daemon.host_environment import HostEnvironment
-from edge_client.daemon.ledger import Ledger
 from edge_client.daemon.wakeup_pipe import WakeupPipe
-from edge_client.outbox import Outbox
+from edge_client.outbox import Ledger, Outbox
 from edge_client.state import State
 from edge_client.train.process import Done, Interrupted, Job, TrainingFailed
 from edge_client.transport import identity

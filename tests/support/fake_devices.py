@@ -22,7 +22,7 @@ from coordinator.rounds.fleet import (
     Terms,
     encode_model,
 )
-from coordinator.rounds.tasks import Task
+from coordinator.rounds.plan import Task
 from coordinator.scheduling.deployments import Deployment
 from edge_client.wire.device import EvaluationResult
 from strategies.params import Params, Tensors

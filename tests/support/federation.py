@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.rounds.plan import LocalWork, RunPlan
-from coordinator.rounds.tasks import Task
+from coordinator.rounds.plan import LocalWork, RunPlan, Task
 from edge_client.train import schedule
-from edge_client.wire.messages import TaskMessage
+from edge_client.wire.device import TaskMessage
 from strategies import presets
 from strategies.params import Params
 from strategies.update import Update

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from edge_client.wire import arrays
-from edge_client.wire.messages import TaskMessage, encode_result
+from edge_client.wire.arrays import encode_result
+from edge_client.wire.device import TaskMessage
 from strategies.params import Params
 from strategies.update import Update
 from tests.support.federation import steps_of

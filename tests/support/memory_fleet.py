@@ -17,11 +17,11 @@ from coordinator.rounds.fleet import (
     Terms,
     encode_model,
 )
-from coordinator.rounds.tasks import Task
+from coordinator.rounds.plan import Task
 from edge_client.data.examples import Examples
 from edge_client.train.trainer import Trainer, TrainTask
-from edge_client.wire.arrays import BytesPayload, FilePayload
-from edge_client.wire.messages import TaskMessage, encode_result
+from edge_client.wire.arrays import BytesPayload, FilePayload, encode_result
+from edge_client.wire.device import TaskMessage
 from strategies.params import Params, Tensors
 from strategies.update import Update
 from tests.support.quadratic import QuadraticRuntime

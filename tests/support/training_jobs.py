@@ -11,8 +11,7 @@ import numpy as np
 from edge_client.data import DataConfig
 from edge_client.train.process import Job
 from edge_client.wire import arrays
-from edge_client.wire.device import ModelRef
-from edge_client.wire.messages import TaskMessage
+from edge_client.wire.device import ModelRef, TaskMessage
 from tests.support.artifacts import ARCHITECTURES, exported, spec_of
 from tests.support.local_data import first_params
 

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from edge_client.wire import device as wire
-from edge_client.wire.messages import TaskMessage, encode_result
+from edge_client.wire.arrays import encode_result
+from edge_client.wire.device import TaskMessage
 from strategies.update import Update
 
 FOLDER = Path(__file__).parent
