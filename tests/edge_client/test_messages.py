@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_client.train.trainer import TrainTask
-from edge_client.wire import arrays, messages
+from edge_client.wire import arrays
 from edge_client.wire.arrays import LARGEST_COUNT, Malformed, ResultHeader
 from edge_client.wire.device import TaskMessage
 from strategies import client_rules
@@ -57,29 +57,29 @@ def test_a_task_is_trained_as_it_says() -> None:
 def test_a_result_carries_the_update_and_what_it_answers() -> None:
     delta, control = np.array([1.5, -2.0], np.float32), np.array([[3.0]], np.float32)
     update = Update({"fc.w": delta}, 40, 6, 0.25, {"control": {"fc.w": control}})
-    payload = messages.encode_result(TASK, update)
+    payload = arrays.encode_result(TASK, update)
     tensors = arrays.decode(payload)
     assert sorted(tensors) == ["control/fc.w", "delta/fc.w"]
     assert tensors["delta/fc.w"].tobytes() == delta.tobytes()
     assert tensors["control/fc.w"].tobytes() == control.tobytes()
-    header = messages.result_header(arrays.read_header(payload).values)
+    header = arrays.result_header(arrays.read_header(payload).values)
     assert header == ResultHeader(3, "site-a", "ab" * 32, 40, 6, 0.25)
-    assert messages.encode_result(TASK, update) == payload
+    assert arrays.encode_result(TASK, update) == payload
 
 
 def test_a_loss_may_be_not_a_number_for_the_intake_to_judge() -> None:
     update = Update({"w": np.zeros(1, np.float32)}, 1, 1, float("nan"))
-    values = arrays.read_header(messages.encode_result(TASK, update)).values
-    assert np.isnan(messages.result_header(values).train_loss)
+    values = arrays.read_header(arrays.encode_result(TASK, update)).values
+    assert np.isnan(arrays.result_header(values).train_loss)
 
 
 def test_a_whole_number_is_a_loss_too() -> None:
-    loss = messages.result_header({**HONEST, "train_loss": 1}).train_loss
+    loss = arrays.result_header({**HONEST, "train_loss": 1}).train_loss
     assert (loss, type(loss)) == (1.0, float)
 
 
 def test_keys_of_a_newer_client_are_left_alone() -> None:
-    assert messages.result_header({**HONEST, "battery": 0.5}) == messages.result_header(HONEST)
+    assert arrays.result_header({**HONEST, "battery": 0.5}) == arrays.result_header(HONEST)
 
 
 ODD: tuple[Any, ...] = (None, True, [], {}, "1", 1.5, 10**400, -(10**400))
@@ -94,7 +94,7 @@ WRONG = [
 @pytest.mark.parametrize(("key", "value"), WRONG, ids=lambda part: str(part)[:12])
 def test_a_value_of_another_kind_is_malformed_and_named(key: str, value: Any) -> None:
     with pytest.raises(Malformed) as caught:
-        messages.result_header({**HONEST, key: value})
+        arrays.result_header({**HONEST, key: value})
     assert str(caught.value).startswith(f"result header: {key} is ")
     assert "expected" in str(caught.value)
     assert len(str(caught.value)) < 200
@@ -103,20 +103,20 @@ def test_a_value_of_another_kind_is_malformed_and_named(key: str, value: Any) ->
 @pytest.mark.parametrize("key", HONEST)
 def test_a_missing_key_is_malformed_and_named(key: str) -> None:
     with pytest.raises(Malformed, match=f"{key} is None"):
-        messages.result_header({other: value for other, value in HONEST.items() if other != key})
+        arrays.result_header({other: value for other, value in HONEST.items() if other != key})
 
 
 @pytest.mark.parametrize("key", ["round", "num_examples", "num_steps"])
 def test_counts_stay_within_what_float64_holds_exactly(key: str) -> None:
-    assert getattr(messages.result_header({**HONEST, key: LARGEST_COUNT}), key) == LARGEST_COUNT
+    assert getattr(arrays.result_header({**HONEST, key: LARGEST_COUNT}), key) == LARGEST_COUNT
     with pytest.raises(Malformed, match=f"{key} is 9007199254740993, expected at most"):
-        messages.result_header({**HONEST, key: LARGEST_COUNT + 1})
+        arrays.result_header({**HONEST, key: LARGEST_COUNT + 1})
 
 
 @given(st.dictionaries(st.sampled_from(list(HONEST)), st.none() | st.integers() | st.floats() | st.text()))
 def test_arbitrary_values_are_malformed_or_a_header(values: dict[str, Any]) -> None:
     try:
-        header = messages.result_header({**HONEST, **values})
+        header = arrays.result_header({**HONEST, **values})
     except Malformed:
         return
     assert asdict(header).keys() == HONEST.keys()
