@@ -20,6 +20,11 @@ def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's shard of `tensor`; itself where it is not sharded."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` unsharded; a collective of its processes where it is sharded."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor

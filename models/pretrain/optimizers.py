@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from models.pretrain.dtensor import local_tensor
 from models.pretrain.training import Options
 from models.pretrain.world import World
 
@@ -24,7 +25,7 @@ def clip(parts: Iterable[nn.Module], max_norm: float, world: World) -> torch.Ten
     `torch.nn.utils.clip_grad_norm_` rejects gradients of which some are sharded, or sharded over different processes.
     """
     gradients = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
-    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    local = [local_tensor(gradient) for gradient in gradients]
     squares = _sum_of_squares(gradients, local, world.device)
     if world.size("pp") > 1:
         dist.all_reduce(squares, group=world.group("pp"))

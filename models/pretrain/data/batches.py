@@ -73,22 +73,28 @@ class Arrays:
 
 
 @dataclass(frozen=True)
-class Shifted:
-    """Images of another source, each shifted by up to `pixels` in both directions, drawn anew in every epoch."""
+class Transformed:
+    """Examples of another source, as many and with as many labels; subclasses transform what `read` returns."""
 
     source: Source
-    pixels: int
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def counted(self, rows: Indices) -> int:
+        return self.source.counted(rows)
+
+
+@dataclass(frozen=True)
+class Shifted(Transformed):
+    """Images of another source, each shifted by up to `pixels` in both directions, drawn anew in every epoch."""
+
+    pixels: int
 
     def read(self, rows: Indices, random: BatchRandom) -> Rows:
         x, y = self.source.read(rows, random)
         down, right = scale_to_int(random.uniform(2), 2 * self.pixels + 1).T
         return shift_images(x, self.pixels, down, right), y
-
-    def counted(self, rows: Indices) -> int:
-        return self.source.counted(rows)
 
 
 @dataclass(frozen=True)

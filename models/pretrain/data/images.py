@@ -12,7 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from models.options import bounded
-from models.pretrain.data.batches import BatchRandom, Indices, Rows, Shifted, Source, scale_to_int
+from models.pretrain.data.batches import (
+    BatchRandom,
+    Indices,
+    Rows,
+    Shifted,
+    Source,
+    Transformed,
+    scale_to_int,
+)
 
 _ROWS = 1024
 
@@ -44,52 +52,34 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class Scaled(Transformed):
     """Images of another source, every channel minus its mean, divided by its deviation."""
 
-    source: Source
     scale: Scale
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def read(self, rows: Indices, random: BatchRandom) -> Rows:
         x, y = self.source.read(rows, random)
         by_channel = (-1, 1, 1)
         return (x - self.scale.mean.reshape(by_channel)) / self.scale.deviation.reshape(by_channel), y
 
-    def counted(self, rows: Indices) -> int:
-        return self.source.counted(rows)
-
 
 @dataclass(frozen=True)
-class Flipped:
+class Flipped(Transformed):
     """Images of another source, a `share` of them mirrored left to right."""
 
-    source: Source
     share: float
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def read(self, rows: Indices, random: BatchRandom) -> Rows:
         x, y = self.source.read(rows, random)
         mirrored = random.uniform() < self.share
         return np.where(mirrored.reshape(-1, *[1] * (x.ndim - 1)), x[..., ::-1], x), y
 
-    def counted(self, rows: Indices) -> int:
-        return self.source.counted(rows)
-
 
 @dataclass(frozen=True)
-class Erased:
+class Erased(Transformed):
     """Images of another source with a square of `side` pixels set to zero; it may extend past the border."""
 
-    source: Source
     side: int
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def read(self, rows: Indices, random: BatchRandom) -> Rows:
         x, y = self.source.read(rows, random)
@@ -100,9 +90,6 @@ class Erased:
             & self._reach(scale_to_int(draws[:, 1], width), width)[:, None, :]
         )
         return np.where(inside[:, None] if x.ndim == 4 else inside, np.float32(0), x), y
-
-    def counted(self, rows: Indices) -> int:
-        return self.source.counted(rows)
 
     def _reach(self, centre: Indices, extent: int) -> npt.NDArray[np.bool_]:
         """[B, extent]: which pixels along one side the square covers."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from models.job import JobError
 from models.labels import PADDING
-from models.pretrain.data.batches import BatchRandom, Indices, Rows, Source, scale_to_int
+from models.pretrain.data.batches import BatchRandom, Indices, Rows, Transformed, scale_to_int
 
 PAD = 0
 """The padding token of short texts. It is never masked and never a label of a masked token."""
@@ -54,18 +54,14 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Masked:
+class Masked(Transformed):
     """The inputs of another source with some tokens masked; only these are labelled, with the original token.
 
     Attributes:
         ordinary: tokens are 0 to `ordinary` - 1; the mask is the next.
     """
 
-    source: Source
     ordinary: int
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def read(self, rows: Indices, random: BatchRandom) -> Rows:
         x, _ = self.source.read(rows, random)

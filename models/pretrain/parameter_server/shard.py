@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from models.pretrain import optimizers
+from models.pretrain.parallel.data import zero1
 from models.pretrain.training import Options
 
 Tensors = list[torch.Tensor]
@@ -16,13 +17,8 @@ Tensors = list[torch.Tensor]
 def split(module: nn.Module, shards: int) -> list[list[nn.Parameter]]:
     """Trainable parameters by shard, balanced by bytes: the largest first, to the smallest shard."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    shards_of: list[list[int]] = [[] for _ in range(shards)]
-    bytes_of = [0] * shards
-    for index in sorted(range(len(parameters)), key=lambda index: -parameters[index].nbytes):
-        least = bytes_of.index(min(bytes_of))
-        shards_of[least].append(index)
-        bytes_of[least] += parameters[index].nbytes
-    return [[parameters[index] for index in sorted(indices)] for indices in shards_of]
+    owned = zero1.owned([parameter.nbytes for parameter in parameters], shards)
+    return [[parameters[index] for index in indices] for indices in owned]
 
 
 class Shard:

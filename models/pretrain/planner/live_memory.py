@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from models.pretrain.dtensor import local_tensor
+
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages from the operation that creates them until their last tensor is gone.
@@ -61,9 +63,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _count(self, tensor: torch.Tensor) -> None:
-        if isinstance(tensor, DTensor):
-            tensor = tensor.to_local()
-        self._storage(tensor.untyped_storage())
+        self._storage(local_tensor(tensor).untyped_storage())
 
     def _storage(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()

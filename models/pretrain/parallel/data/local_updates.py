@@ -23,8 +23,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from models.pretrain.dtensor import local_tensor
 from models.pretrain.training import Options
 from models.pretrain.world import World
 
@@ -166,5 +166,4 @@ def _with_local(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
+    return local_tensor(tensor.detach())

@@ -22,6 +22,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from models.pretrain.dtensor import local_tensor
+
 _mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
 """Address of a mapped tensor's memory -> its mapping, which lives as long as a tensor that uses it."""
 
@@ -41,14 +43,12 @@ def mapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr() in _mapped
+    return local_tensor(tensor).untyped_storage().data_ptr() in _mapped
 
 
 def release(tensor: torch.Tensor) -> None:
     """Releases the pages of a mapped tensor; its values stay in the file."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    pages = _mapped.get(local.untyped_storage().data_ptr())
+    pages = _mapped.get(local_tensor(tensor).untyped_storage().data_ptr())
     if pages is not None:
         pages.madvise(mmap.MADV_DONTNEED)
 

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from models.pretrain.dtensor import local_tensor
 from models.pretrain.parallel.model import experts, tensor
 from models.pretrain.world import World
 from models.zoo.layout import Layout
@@ -77,7 +77,7 @@ def sum_gradients(parts: Iterable[nn.Module], world: World) -> None:
 def _sum_in_buckets(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
     bucket, size = [], 0
     for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local = local_tensor(gradient)
         bucket.append(local)
         size += local.numel() * local.element_size()
         if size >= BUCKET_BYTES:

@@ -46,7 +46,7 @@ def fastest(speeds: Sequence[float], rows: int) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def seconds(shares: Sequence[int], speeds: Sequence[float]) -> float:
+def seconds(shares: Sequence[float], speeds: Sequence[float]) -> float:
     """Time of the slowest rank."""
     return max(share / speed for share, speed in zip(shares, speeds, strict=True))
 
@@ -61,9 +61,8 @@ def smoothed(before: Sequence[float], measured: Sequence[float]) -> tuple[float,
 def rebalanced(shares: tuple[int, ...], speeds: Sequence[float], rows: int) -> tuple[int, ...]:
     """`shares`, or the fastest ones where they are faster by more than `GAIN`."""
     better = fastest(speeds, rows)
-    now = tuple(share * rows / sum(shares) for share in shares)
-    slowest = max(share / speed for share, speed in zip(now, speeds, strict=True))
-    return better if slowest > GAIN * seconds(better, speeds) else shares
+    now = [share * rows / sum(shares) for share in shares]
+    return better if seconds(now, speeds) > GAIN * seconds(better, speeds) else shares
 
 
 def from_plan(world: World, clock: Clock) -> Rebalancing | None:

@@ -39,7 +39,7 @@ def build(
 
 
 def owned(sizes: Sequence[int], owners: int) -> list[list[int]]:
-    """The tensors of `sizes` values that each owner has: the largest first, to the owner with the least so far.
+    """The tensors of these `sizes` that each owner has: the largest first, to the owner with the least so far.
 
     The same on all processes, in the tensors' order. No owner has more than 4/3 of the optimum (Graham 1969).
     """
