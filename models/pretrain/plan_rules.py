@@ -1,11 +1,11 @@
-"""The rules of parallel plans: a table by axis of what a plan needs from the model, the batch and its other keys.
+"""The rules of parallel plans: what a plan needs from the model, the batch and its other keys.
 
 An impossible plan is rejected with all its reasons, before anything starts. No torch here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from models.pretrain.plan import ParallelPlan, PlanError, Sizes
 
@@ -14,22 +14,32 @@ Rule = tuple[bool, str]
 
 
 def check(plan: ParallelPlan, sizes: Sizes, *, batch_size: int, processes: int | None = None) -> None:
-    """Checks that the model and the processes can follow `plan`.
-
-    Args:
-        batch_size: rows of a global batch.
-        processes: their number, or None where they will be started to fit.
+    """Checks that the model and the processes can follow `plan`; arguments as of `problems`.
 
     Raises:
         PlanError: with every reason.
     """
-    rules = [rule for applies, axis in _AXES if applies(plan) for rule in axis(plan, sizes, batch_size)]
-    if processes is not None:
-        needs = f"pp={plan.pp} · dp={plan.dp} · cp={plan.cp} · tp={plan.tp} need {plan.processes} processes"
-        rules.insert(0, (processes == plan.processes, f"{needs}, there are {processes}"))
-    problems = [reason for obeyed, reason in rules if not obeyed]
-    if problems:
-        raise PlanError(f"plan {plan}: " + "; ".join(problems))
+    reasons = problems(plan, sizes, batch_size=batch_size, processes=processes)
+    if reasons:
+        raise PlanError(f"plan {plan}: " + "; ".join(reasons))
+
+
+def problems(plan: ParallelPlan, sizes: Sizes, *, batch_size: int, processes: int | None = None) -> list[str]:
+    """Every reason why the model and the processes cannot follow `plan`.
+
+    Args:
+        batch_size: rows of a global batch.
+        processes: their number, or None where they will be started to fit.
+    """
+    needs = f"pp={plan.pp} · dp={plan.dp} · cp={plan.cp} · tp={plan.tp} need {plan.processes} processes"
+    rules = [
+        (processes in (None, plan.processes), f"{needs}, there are {processes}"),
+        *_model_parallel(plan, sizes),
+        *(_pipeline(plan, sizes) if plan.pp > 1 else _no_pipeline(plan)),
+        *_data_parallel(plan),
+        *_batch(plan, batch_size),
+    ]
+    return [reason for obeyed, reason in rules if not obeyed]
 
 
 def check_options(plan: ParallelPlan, *, optimizer: str, clip_norm: float) -> None:
@@ -49,45 +59,35 @@ def check_options(plan: ParallelPlan, *, optimizer: str, clip_norm: float) -> No
         )
 
 
-def _tensor(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> Iterator[Rule]:
-    tp = plan.tp
-    yield sizes.tensor, "tp needs a model that says how its matrices split (its `layout`)"
-    yield sizes.heads % tp == 0, f"tp={tp} must divide the {sizes.heads} heads"
-    yield sizes.hidden % tp == 0, f"tp={tp} must divide the {sizes.hidden} hidden features"
+def _model_parallel(plan: ParallelPlan, sizes: Sizes) -> Iterator[Rule]:
+    """The rules of tp, sequence, loss_parallel, cp and ep."""
+    tp, cp, ep, heads = plan.tp, plan.cp, plan.ep, sizes.heads // plan.tp
+    if tp > 1:
+        yield sizes.tensor, "tp needs a model that says how its matrices split (its `layout`)"
+        yield sizes.heads % tp == 0, f"tp={tp} must divide the {sizes.heads} heads"
+        yield sizes.hidden % tp == 0, f"tp={tp} must divide the {sizes.hidden} hidden features"
+    if plan.sequence:
+        yield tp > 1, "sequence splits over the tp ranks: it needs tp of 2 or more"
+        yield sizes.length > 0, "sequence needs a model whose sequences can be split"
+        yield sizes.length % (tp * cp) == 0, f"tp·cp={tp * cp} must divide the {sizes.length} tokens"
+    if plan.loss_parallel:
+        yield tp > 1, "loss_parallel needs tp of 2 or more"
+        yield sizes.head, "loss_parallel needs a model that says what its head is (its `layout`)"
+    if cp > 1:
+        known = sizes.heads > 0 and sizes.attention
+        yield known, "cp needs a model that says where its attention is (its `layout`)"
+        yield heads % cp == 0, f"cp={cp} must divide the {heads} heads of a tp rank"
+        yield sizes.length > 0, "cp needs a model whose sequences can be split"
+        yield sizes.length % cp == 0, f"cp={cp} must divide the {sizes.length} tokens"
+    if ep > 1:
+        yield sizes.experts > 0, "ep needs a model with experts"
+        yield plan.dp % ep == 0, f"ep={ep} must divide dp={plan.dp}"
+        yield sizes.experts % ep == 0, f"ep={ep} must divide the {sizes.experts} experts"
+        yield plan.zero == 0, "ep keeps experts on the dp ranks and goes with zero=0"
+        yield tp == 1, "ep goes with tp=1"
 
 
-def _sequence(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> Iterator[Rule]:
-    parts = plan.tp * plan.cp
-    yield plan.tp > 1, "sequence splits over the tp ranks: it needs tp of 2 or more"
-    yield sizes.length > 0, "sequence needs a model whose sequences can be split"
-    yield sizes.length % parts == 0, f"tp·cp={parts} must divide the {sizes.length} tokens"
-
-
-def _loss(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> Iterator[Rule]:
-    yield plan.tp > 1, "loss_parallel needs tp of 2 or more"
-    yield sizes.head, "loss_parallel needs a model that says what its head is (its `layout`)"
-
-
-def _context(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> Iterator[Rule]:
-    cp, heads = plan.cp, sizes.heads // plan.tp
-    yield (
-        sizes.heads > 0 and sizes.attention,
-        "cp needs a model that says where its attention is (its `layout`)",
-    )
-    yield heads % cp == 0, f"cp={cp} must divide the {heads} heads of a tp rank"
-    yield sizes.length > 0, "cp needs a model whose sequences can be split"
-    yield sizes.length % cp == 0, f"cp={cp} must divide the {sizes.length} tokens"
-
-
-def _expert(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> Iterator[Rule]:
-    yield sizes.experts > 0, "ep needs a model with experts"
-    yield plan.dp % plan.ep == 0, f"ep={plan.ep} must divide dp={plan.dp}"
-    yield sizes.experts % plan.ep == 0, f"ep={plan.ep} must divide the {sizes.experts} experts"
-    yield plan.zero == 0, "ep keeps experts on the dp ranks and goes with zero=0"
-    yield plan.tp == 1, "ep goes with tp=1"
-
-
-def _pipeline(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> Iterator[Rule]:
+def _pipeline(plan: ParallelPlan, sizes: Sizes) -> Iterator[Rule]:
     stages, layers = plan.virtual_stages, sizes.layers
     yield not sizes.tied, "stages cannot share a param as this model's do (its option tie)"
     yield layers >= stages, f"{stages} stages need as many layers, the model has {layers}"
@@ -142,58 +142,49 @@ def _schedule(plan: ParallelPlan) -> Iterator[Rule]:
     )
 
 
-def _no_pipeline(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> Iterator[Rule]:
+def _no_pipeline(plan: ParallelPlan) -> Iterator[Rule]:
     yield not plan.split, "split needs pp of 2 or more"
     yield not plan.devices, "devices needs pp of 2 or more"
     yield plan.stages == 1, "stages needs pp of 2 or more"
 
 
-def _zero1(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> Iterator[Rule]:
-    yield plan.tp == 1, "zero=1 goes with tp=1; use zero=2"
+def _data_parallel(plan: ParallelPlan) -> Iterator[Rule]:
+    """The rules of zero, shards, grad_compression, batch_shares, rebalance and sync_every."""
+    only_data = plan.zero <= 1 and plan.tp == plan.pp == plan.cp == plan.ep == 1
+    if plan.zero == 1:
+        yield plan.tp == 1, "zero=1 goes with tp=1; use zero=2"
+    if plan.shards:
+        yield plan.zero >= 2, "shards needs zero=2 or 3"
+        yield plan.cp == 1, "shards goes with cp=1"
+        yield plan.dp % plan.shards == 0, f"shards={plan.shards} must divide dp={plan.dp}"
+    if plan.grad_compression != "fp32":
+        yield only_data, f"grad_compression={plan.grad_compression} goes with dp alone and zero of 0 or 1"
+        yield (
+            plan.grad_compression != "onebit" or plan.zero == 0,
+            "onebit goes with zero=0: every process keeps all momenta",
+        )
+    if plan.batch_shares:
+        shares = len(plan.batch_shares)
+        yield shares == plan.dp, f"batch_shares names {shares} shares, there are dp={plan.dp} ranks"
+        yield plan.pp == 1, "stages need equal pieces: batch_shares goes with pp=1"
+    if plan.rebalance:
+        yield plan.dp > 1, "rebalance needs dp of 2 or more"
+        yield (
+            only_data,
+            "rebalance goes with dp alone and zero of 0 or 1, where a rank's own speed can be told",
+        )
+    if plan.sync_every:
+        yield (
+            plan.zero == 0 and plan.cp == plan.ep == 1 and plan.grad_compression == "fp32",
+            "sync_every goes with zero=0, cp=1, ep=1 and grad_compression=fp32",
+        )
+        yield (
+            not plan.batch_shares and not plan.rebalance,
+            "sync_every averages ranks alike and goes with equal shares: no batch_shares, no rebalance",
+        )
 
 
-def _hybrid(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> Iterator[Rule]:
-    yield plan.zero >= 2, "shards needs zero=2 or 3"
-    yield plan.cp == 1, "shards goes with cp=1"
-    yield plan.dp % plan.shards == 0, f"shards={plan.shards} must divide dp={plan.dp}"
-
-
-def _compression(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> Iterator[Rule]:
-    yield _only_data(plan), f"grad_compression={plan.grad_compression} goes with dp alone and zero of 0 or 1"
-    yield (
-        plan.grad_compression != "onebit" or plan.zero == 0,
-        "onebit goes with zero=0: every process keeps all momenta",
-    )
-
-
-def _shares(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> Iterator[Rule]:
-    yield (
-        len(plan.batch_shares) == plan.dp,
-        f"batch_shares names {len(plan.batch_shares)} shares, there are dp={plan.dp} ranks",
-    )
-    yield plan.pp == 1, "stages need equal pieces: batch_shares goes with pp=1"
-
-
-def _rebalance(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> Iterator[Rule]:
-    yield plan.dp > 1, "rebalance needs dp of 2 or more"
-    yield (
-        _only_data(plan),
-        "rebalance goes with dp alone and zero of 0 or 1, where a rank's own speed can be told",
-    )
-
-
-def _local_updates(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> Iterator[Rule]:
-    yield (
-        plan.zero == 0 and plan.cp == plan.ep == 1 and plan.grad_compression == "fp32",
-        "sync_every goes with zero=0, cp=1, ep=1 and grad_compression=fp32",
-    )
-    yield (
-        not plan.batch_shares and not plan.rebalance,
-        "sync_every averages ranks alike and goes with equal shares: no batch_shares, no rebalance",
-    )
-
-
-def _batch(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> Iterator[Rule]:
+def _batch(plan: ParallelPlan, batch_size: int) -> Iterator[Rule]:
     count = plan.num_microbatches
     yield plan.outer == "average" or plan.sync_every > 0, f"outer={plan.outer} needs sync_every"
     yield plan.offload == "none" or plan.zero == 3, f"offload={plan.offload} needs zero=3"
@@ -205,28 +196,3 @@ def _batch(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> Iterator[Rule]:
         plan.pp == 1 or batch_size % (plan.dp * count) == 0,
         f"stages need equal pieces: dp·microbatches={plan.dp * count} must divide the {batch_size} rows of a batch",
     )
-
-
-def _only_data(plan: ParallelPlan) -> bool:
-    return plan.zero <= 1 and plan.tp == plan.pp == plan.cp == plan.ep == 1
-
-
-_AXES: tuple[
-    tuple[Callable[[ParallelPlan], object], Callable[[ParallelPlan, Sizes, int], Iterator[Rule]]], ...
-] = (
-    (lambda plan: plan.tp > 1, _tensor),
-    (lambda plan: plan.sequence, _sequence),
-    (lambda plan: plan.loss_parallel, _loss),
-    (lambda plan: plan.cp > 1, _context),
-    (lambda plan: plan.ep > 1, _expert),
-    (lambda plan: plan.pp > 1, _pipeline),
-    (lambda plan: plan.pp == 1, _no_pipeline),
-    (lambda plan: plan.zero == 1, _zero1),
-    (lambda plan: plan.shards, _hybrid),
-    (lambda plan: plan.grad_compression != "fp32", _compression),
-    (lambda plan: plan.batch_shares, _shares),
-    (lambda plan: plan.rebalance, _rebalance),
-    (lambda plan: plan.sync_every, _local_updates),
-    (lambda plan: True, _batch),
-)
-"""When an axis is used, and its rules."""

@@ -152,11 +152,8 @@ def _on_one_host(profile: Profile, processes: int) -> Profile:
 
 def _fits(text: str, profile: Profile, batch_size: int, processes: int) -> bool:
     plan = plans.parse(text)
-    try:
-        plan_rules.check(plan, profile.sizes, batch_size=batch_size)
-    except plans.PlanError:
-        return False
-    return plan.processes <= processes
+    problems = plan_rules.problems(plan, profile.sizes, batch_size=batch_size)
+    return not problems and plan.processes <= processes
 
 
 def _with_machine(profile: Profile, measured: dict[str, Any]) -> Profile:

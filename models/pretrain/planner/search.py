@@ -25,7 +25,7 @@ from typing import Any, get_args
 
 from models.pretrain import plan as plans
 from models.pretrain import plan_rules
-from models.pretrain.plan import ActivationCheckpoint, ParallelPlan, PlanError
+from models.pretrain.plan import ActivationCheckpoint, ParallelPlan
 from models.pretrain.planner import memory, predict
 from models.pretrain.planner.memory import Memory
 from models.pretrain.planner.placement import Placement
@@ -86,10 +86,9 @@ def search(
     table = plans.canonical(fixed or {})
     result = SearchResult()
     for plan in candidates(profile, batch_size, processes, table):
-        try:
-            plan_rules.check(plan, profile.sizes, batch_size=batch_size, processes=processes)
-        except PlanError as error:
-            result.refused.append(Refused(plan, str(error).partition(": ")[2]))
+        problems = plan_rules.problems(plan, profile.sizes, batch_size=batch_size, processes=processes)
+        if problems:
+            result.refused.append(Refused(plan, "; ".join(problems)))
             continue
         fitting = _fitting(plan, profile, batch_size, fixed="activation_checkpoint" in table)
         if isinstance(fitting, Refused):
@@ -136,7 +135,8 @@ def candidates(
         if "dp" in fixed and base.dp != dp:
             continue
         shape = replace(base, dp=dp, tp=tp, pp=pp, cp=cp)
-        if _is_invalid(replace(shape, zero=0, microbatches=1, schedule="gpipe"), profile, batch_size):
+        simplest = replace(shape, zero=0, microbatches=1, schedule="gpipe")
+        if plan_rules.problems(simplest, profile.sizes, batch_size=batch_size):
             yield replace(shape, microbatches=1, schedule="gpipe")
             continue
         variants = [*_variants(shape, profile, batch_size, fixed, saving=False)]
@@ -194,7 +194,7 @@ def _exceeds_memory(variants: Sequence[ParallelPlan], profile: Profile, batch_si
     return limit > 0 and any(
         memory.peak(plan, profile, batch_size).bytes > limit
         for plan in variants
-        if not _is_invalid(plan, profile, batch_size)
+        if not plan_rules.problems(plan, profile.sizes, batch_size=batch_size)
     )
 
 
@@ -274,14 +274,6 @@ def _fitting(
         plan,
         f"needs {needs.bytes / 2**20:.0f} MiB a process, there are {limit / 2**20:.0f}; most of it {largest}",
     )
-
-
-def _is_invalid(plan: ParallelPlan, profile: Profile, batch_size: int) -> bool:
-    try:
-        plan_rules.check(plan, profile.sizes, batch_size=batch_size)
-    except PlanError:
-        return True
-    return False
 
 
 def _piece_counts(rows: int, pp: int, saving: bool) -> list[int]:
