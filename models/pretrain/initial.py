@@ -9,12 +9,8 @@ other classes or another task (Devlin 2019, section 3.2).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import safetensors.numpy
 import torch
 from safetensors import SafetensorError
@@ -23,6 +19,7 @@ from torch import nn
 from edge_client.files import read_regular
 from models import options
 from models.job import Job, JobError
+from models.pretrain.params import Params, copy_into, float_tensors
 from models.zoo import ModelSpec
 
 HEADS = ("same", "new")
@@ -72,18 +69,19 @@ def with_params(spec: ModelSpec, path: Path, *, new_head: bool) -> ModelSpec:
 
     def module() -> nn.Module:
         built = spec.module()
-        fill(built, tensors, _head(built, spec) if new_head else "")
+        head = _head(built, spec) if new_head else ""
+        copy_into(built, {name: tensor for name, tensor in tensors.items() if not _within(name, head)})
         return built
 
     return dataclasses.replace(spec, module=module)
 
 
-def mismatches(tensors: Mapping[str, npt.NDArray[Any]], spec: ModelSpec, *, new_head: bool) -> list[str]:
+def mismatches(tensors: Params, spec: ModelSpec, *, new_head: bool) -> list[str]:
     """One phrase for every tensor of `tensors` or of the model without a counterpart of the same shape."""
     with torch.device("meta"):
         built = spec.module()
     head = _head(built, spec) if new_head else ""
-    expected = _float_tensors(built)
+    expected = float_tensors(built)
     problems = []
     for name in sorted(set(tensors) | set(expected)):
         if _within(name, head):
@@ -95,24 +93,6 @@ def mismatches(tensors: Mapping[str, npt.NDArray[Any]], spec: ModelSpec, *, new_
         elif tensors[name].shape != tuple(expected[name].shape):
             problems.append(f"{name} is {tensors[name].shape}, the model has {tuple(expected[name].shape)}")
     return problems
-
-
-def fill(module: nn.Module, tensors: Mapping[str, npt.NDArray[Any]], head: str = "") -> None:
-    """Copies `tensors` into `module`, except those within `head`."""
-    with torch.no_grad():
-        for name, tensor in _float_tensors(module).items():
-            if not _within(name, head):
-                tensor.copy_(torch.from_numpy(np.ascontiguousarray(tensors[name], dtype=np.float32)))
-
-
-def _float_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors a params file holds: parameters, tied ones under their first name, and persistent float buffers."""
-    kept = {*dict(module.named_parameters()), *dict(module.named_buffers())}
-    return {
-        name: tensor
-        for name, tensor in module.state_dict(keep_vars=True).items()
-        if name in kept and tensor.is_floating_point()
-    }
 
 
 def _head(module: nn.Module, spec: ModelSpec) -> str:

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import safetensors.numpy
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import nn
 
 from edge_client.files import write_durably
@@ -29,7 +28,7 @@ def params_of(module: nn.Module) -> dict[str, npt.NDArray[np.float32]]:
     """Parameters and float buffers, keys as in `state_dict` and sorted, float32, C order, copied."""
     return {
         name: np.array(tensor.detach().to("cpu", torch.float32).contiguous().numpy())
-        for name, tensor in sorted(_float_tensors(module).items())
+        for name, tensor in sorted(float_tensors(module).items())
     }
 
 
@@ -46,13 +45,13 @@ def gather(parts: Sequence[nn.Module], spec: ModelSpec, world: World) -> nn.Modu
     }
     module = spec.build(0) if world.rank == 0 else None
     pipelined = world.size("pp") > 1
-    for name, tensor in _float_tensors(spec.build(0)).items():
+    for name, tensor in float_tensors(spec.build(0)).items():
         own = mine.get(name)
         full = None if own is None else full_tensor(own.detach())
         full = _from_stage(full, tensor, world) if pipelined else full
         if module is not None and full is not None:
             with torch.no_grad():
-                _float_tensors(module)[name].copy_(full.cpu())
+                float_tensors(module)[name].copy_(full.cpu())
     return module
 
 
@@ -77,26 +76,13 @@ def save(module: nn.Module, path: Path) -> dict[str, Any]:
     }
 
 
-def load(module: nn.Module, path: Path) -> None:
-    """Fills the module's parameters and float buffers from `path`.
-
-    Raises:
-        JobError: not a readable file, or its tensors differ from the module's.
-    """
-    try:
-        params = safetensors.numpy.load(path.read_bytes())
-    except (OSError, SafetensorError) as error:
-        raise JobError(f"{path} is not a readable .safetensors file: {error}") from error
-    fill(module, params, str(path))
-
-
 def fill(module: nn.Module, params: Params, where: str) -> None:
     """Copies `params` into the module's parameters and float buffers.
 
     Raises:
         JobError: the tensors differ from the module's; the message starts with `where`.
     """
-    expected = _float_tensors(module)
+    expected = float_tensors(module)
     for name in sorted(set(params) | set(expected)):
         if name not in params or name not in expected:
             fault = "missing" if name not in params else "not one of the model's"
@@ -108,9 +94,15 @@ def fill(module: nn.Module, params: Params, where: str) -> None:
                 f"{where}: tensor {name!r} is {params[name].shape}, the model has {tuple(expected[name].shape)}; "
                 "the params belong to another model or other options"
             )
+    copy_into(module, params)
+
+
+def copy_into(module: nn.Module, params: Params) -> None:
+    """Copies `params`, some of the module's parameters and float buffers or all, which must have their shapes."""
+    tensors = float_tensors(module)
     with torch.no_grad():
-        for name, tensor in expected.items():
-            tensor.copy_(torch.from_numpy(np.ascontiguousarray(params[name], dtype=np.float32)))
+        for name, values in params.items():
+            tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)))
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -127,5 +119,6 @@ def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in named_tensors(module).items()}
 
 
-def _float_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+def float_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors a params file holds: parameters, tied ones under their first name, and persistent float buffers."""
     return {name: tensor for name, tensor in named_tensors(module).items() if tensor.is_floating_point()}

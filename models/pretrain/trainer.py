@@ -48,17 +48,9 @@ from models.zoo import ModelSpec
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a training, reported every few steps.
+    """The steps since the last report: their losses, each the mean over a global batch, and the seconds they took."""
 
-    Attributes:
-        step: steps done; `losses` are those since the last report, each the mean over a global batch.
-    """
-
-    step: int
-    steps: int
-    epoch: int
     losses: list[float]
-    rate: float
     seconds: float
 
 
@@ -237,16 +229,7 @@ def train(
         if last or save or trainer.step % every == 0:
             losses = trainer.losses()
             now = time.perf_counter()
-            on_progress(
-                Progress(
-                    trainer.step,
-                    trainer.steps,
-                    -(-trainer.step // trainer.batches.steps_per_epoch),
-                    losses,
-                    trainer.options.rate(trainer.step - 1, trainer.steps),
-                    now - before,
-                )
-            )
+            on_progress(Progress(losses, now - before))
             before = now
         if save and checkpointer is not None:
             checkpointer.save(trainer.state, trainer.step)

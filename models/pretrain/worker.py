@@ -67,9 +67,7 @@ def pretrain(path: Path, report: process.Report) -> None:
             for notice in checkpointer.notices:
                 report(stage="pretrain", note=notice)
         curve = Curve(job.out / CURVE)
-        progress = (
-            _ProgressWriter(training, str(plan), curve, options, loader, report) if here.rank == 0 else None
-        )
+        progress = _ProgressWriter(training, curve, loader, report) if here.rank == 0 else None
         preemption = None if checkpointer is None else Preemption()
         every = max(1, training.steps // REPORTS)
         stop = preemption.should_stop if preemption else lambda: False
@@ -103,43 +101,38 @@ class _ProgressWriter:
     """Writes the progress of a training: to the curve, which a restart continues, and to the reports."""
 
     training: trainer.Trainer
-    plan: str
     curve: Curve
-    options: Options
     loader: prefetch.Loader
     report: process.Report
 
     def __post_init__(self) -> None:
-        step, steps = self.training.step, self.training.steps
-        self.curve.cut(step)
-        epoch = step // self.training.batches.steps_per_epoch
-        self.report(stage="pretrain", step=step, steps=steps, epoch=epoch, epochs=self._epochs)
-
-    @property
-    def _epochs(self) -> int:
-        return -(-self.training.steps // self.training.batches.steps_per_epoch)
+        self.curve.cut(self.training.step)
+        self._report(epoch=self.training.step // self.loader.steps_per_epoch)
 
     def __call__(self, progress: trainer.Progress) -> None:
-        done = len(progress.losses)
+        training, options, done = self.training, self.training.options, len(progress.losses)
+        step, steps = training.step, training.steps
+        rates = [options.rate(each, steps) for each in range(step - done, step)]
         self.curve.add(
-            progress.step - done + 1,
+            step - done + 1,
             progress.losses,
-            [self.options.rate(step, progress.steps) for step in range(progress.step - done, progress.step)],
-            rows_per_second=done * self.options.batch_size / progress.seconds,
-            plan=self.plan,
+            rates,
+            rows_per_second=done * options.batch_size / progress.seconds,
+            plan=str(training.world.plan),
             restart=_restarts(),
         )
-        self.report(
-            stage="pretrain",
-            step=progress.step,
-            steps=progress.steps,
-            epoch=progress.epoch,
-            epochs=self._epochs,
+        self._report(
+            epoch=-(-step // self.loader.steps_per_epoch),
             loss=sum(progress.losses) / done,
-            lr=progress.rate,
+            lr=options.rate(step - 1, steps),
             seconds=progress.seconds,
             stall_share=self.loader.stall_share(progress.seconds),
         )
+
+    def _report(self, epoch: int, **figures: float) -> None:
+        step, steps = self.training.step, self.training.steps
+        epochs = -(-steps // self.loader.steps_per_epoch)
+        self.report(stage="pretrain", step=step, steps=steps, epoch=epoch, epochs=epochs, **figures)
 
 
 def _restarts() -> int:

@@ -14,7 +14,7 @@ from torch import nn
 from edge_client.train import torch_trainer
 from edge_client.wire import arrays
 from models import zoo
-from models.job import JobError
+from models.job import JobError, read_params
 from models.labels import PADDING
 from models.pretrain import evaluation, params
 from models.pretrain.data.batches import Arrays, Batches, Share, global_batches, shifted
@@ -112,20 +112,24 @@ def test_a_checkpoint_is_what_devices_call_params(tmp_path: Path) -> None:
     assert any("running_mean" in name for name in params.params_of(module))
 
 
+def load(module: nn.Module, path: Path) -> None:
+    params.fill(module, read_params(path), str(path))
+
+
 def test_loading_a_checkpoint_restores_it_and_another_models_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     spec = zoo.get("mlp", input_shape=(4,), classes=3, hidden=[8])
     module, other = spec.build(0), spec.build(1)
     params.save(module, path)
-    params.load(other, path)
+    load(other, path)
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
     with pytest.raises(JobError, match=r"'fc.weight' is \(3, 8\), the model has \(3, 9\)"):
-        params.load(zoo.get("mlp", input_shape=(4,), classes=3, hidden=[9]).build(0), path)
+        load(zoo.get("mlp", input_shape=(4,), classes=3, hidden=[9]).build(0), path)
     with pytest.raises(JobError, match=r"'hidden.1.bias' is missing"):
-        params.load(zoo.get("mlp", input_shape=(4,), classes=3, hidden=[8, 8]).build(0), path)
+        load(zoo.get("mlp", input_shape=(4,), classes=3, hidden=[8, 8]).build(0), path)
     path.write_bytes(b"nonsense")
     with pytest.raises(JobError, match=r"not a readable \.safetensors"):
-        params.load(other, path)
+        load(other, path)
 
 
 @pytest.fixture(scope="module")
@@ -147,5 +151,5 @@ def test_a_tied_tensor_is_saved_once_under_its_first_name(tmp_path: Path) -> Non
     saved, other = tied(), tied()
     params.save(saved, tmp_path / "model.safetensors")
     assert sorted(params.params_of(saved)) == ["0.bias", "0.weight", "1.bias"]
-    params.load(other, tmp_path / "model.safetensors")
+    load(other, tmp_path / "model.safetensors")
     assert torch.equal(other[1].weight, saved[0].weight)
