@@ -21,7 +21,6 @@ from typing import Any
 from edge_client.files import write_durably
 from edge_client.processes import process
 from models import job as jobs
-from models import options
 from models.options import bounded
 from models.pretrain.plan import MOST, PlanError
 from models.pretrain.planner import bench_workers, explain, profile, scaling
@@ -72,7 +71,7 @@ def plan(path: Path, report: process.Report) -> None:
     """Plans a job."""
     job = jobs.read(path)
     training = job.options(Options)
-    settings = settings_of(job)
+    settings = job.table("planner", Settings) or Settings()
     fixed = job.settings.get("plan", {})
     if not isinstance(fixed, dict):
         raise jobs.JobError(f"{path}: plan is {fixed!r}, expected an object")
@@ -122,13 +121,6 @@ def _unmeasured(found: SearchResult, settings: Settings) -> list[str]:
     return [
         f"Predicted only: this machine cannot show what {settings.processes} processes, {settings.host} a host, will take."
     ]
-
-
-def settings_of(job: jobs.Job) -> Settings:
-    try:
-        return options.read(Settings, job.settings.get("planner", {}), f"{job.path}: planner")
-    except options.OptionError as error:
-        raise jobs.JobError(str(error)) from None
 
 
 def _workers(job: jobs.Job, settings: Settings) -> AbstractContextManager[BenchWorkers]:

@@ -11,7 +11,8 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
@@ -21,6 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from edge_client.processes import process
 from models.job import Job, JobError
+from models.pretrain.plan import parse
 
 MOST = 16
 """Processes that are started, at most."""
@@ -64,6 +66,20 @@ class BenchWorkers:
             self._fail()
         answer: dict[str, Any] = json.loads(content)
         return answer
+
+    def steps(self, plans: Iterable[str], **parameters: Any) -> dict[str, list[list[float]]]:
+        """(seconds, processor seconds) of every step of each plan; those for as many processes take turns.
+
+        Raises:
+            JobError: as `request`.
+        """
+        by_size: dict[int, list[str]] = defaultdict(list)
+        for text in plans:
+            by_size[parse(text).processes].append(text)
+        measured: dict[str, list[list[float]]] = {}
+        for size, alike in sorted(by_size.items()):
+            measured |= self.request("steps", processes=size, plans=alike, **parameters)
+        return measured
 
     def _fail(self) -> None:
         self.log.seek(0)

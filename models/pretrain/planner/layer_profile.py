@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import get_args
 
 import torch
@@ -38,18 +38,13 @@ Figures = dict[str, float]
 _SECONDS, _BYTES = ("forward", "backward"), ("kept", "forward_bytes", "backward_bytes")
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """As in `models.pretrain.planner.profile.Profile`."""
+def measure(
+    spec: ModelSpec, rows: int, device: torch.device
+) -> tuple[Piece, tuple[Piece, ...], Piece, Piece]:
+    """`first`, `layers`, `last` and `loss` of a `models.pretrain.planner.profile.Profile`.
 
-    first: Piece
-    layers: tuple[Piece, ...]
-    last: Piece
-    loss: Piece
-
-
-def measure(spec: ModelSpec, rows: int, device: torch.device) -> Pieces:
-    """`rows` > 1 is the larger of the two batch sizes measured."""
+    `rows` > 1 is the larger of the two batch sizes measured.
+    """
     layout = spec.layout
     splits = layout is not None and bool(layout.columns) and layout.heads % NARROW == 0
     wide = _parts(spec.build(0).to(device), layout)
@@ -67,7 +62,7 @@ def measure(spec: ModelSpec, rows: int, device: torch.device) -> Pieces:
             inputs = {number: part(x) for number, x in inputs.items()}
     labels = {number: y.long().to(device) for number, (_, y) in batches.items()}
     first, *layers, last = pieces
-    return Pieces(
+    return (
         replace(first, name="first"),
         tuple(replace(piece, name=f"layer {number}") for number, piece in enumerate(layers)),
         replace(last, name="last"),
@@ -155,29 +150,19 @@ def _piece(
     policies = POLICIES if layout is not None and _is_layer(wide) else POLICIES[:1]
     costs: dict[str, dict[str, Cost]] = {}
     for policy in policies:
-        runs = [_recomputing(part, policy) if part is not None else None for part in (wide, thin)]
-        for name, cost in _costs(runs[0], runs[1], inputs).items():
+        narrow = _recomputing(thin, policy) if thin is not None else None
+        for name, cost in _costs(_recomputing(wide, policy), narrow, inputs).items():
             costs.setdefault(name, {})[policy] = cost
     total = sum(parameter.numel() for parameter in wide.parameters())
     cut = total - sum(p.numel() for p in thin.parameters()) if thin is not None else 0
     vocabulary = 0
-    experts = 0
-    names = {"columns": 0, "rows": 0, "attentions": 0, "experts": 0}
+    named: dict[str, list[nn.Module]] = {"columns": [], "rows": [], "attentions": [], "experts": []}
     if layout is not None:
-        prefix = f"{layout.layers}.0." if _is_layer(wide) else ""
-        holder = _Named(wide, prefix)
-        for kind, patterns in (
-            ("columns", layout.columns),
-            ("rows", layout.rows),
-            ("attentions", layout.attention),
-            ("experts", layout.experts),
-        ):
-            names[kind] = len(holder.matching(patterns))
-        experts = sum(p.numel() for found in holder.matching(layout.experts) for p in found.parameters())
+        patterns = (layout.columns, layout.rows, layout.attention, layout.experts)
+        named = {kind: _matching(wide, layout, of) for kind, of in zip(named, patterns, strict=True)}
         if thin is not None:
-            vocabulary = sum(
-                p.numel() for found in holder.matching((layout.vocabulary,)) for p in found.parameters()
-            )
+            vocabulary = _numel(_matching(wide, layout, (layout.vocabulary,)))
+    experts = _numel(named["experts"])
     split = cut * NARROW // (NARROW - 1) + vocabulary
     return Piece(
         name="",
@@ -191,7 +176,7 @@ def _piece(
         forward_bytes=costs["forward_bytes"],
         backward_bytes=costs["backward_bytes"],
         output_bytes=_output_bytes(wide, inputs),
-        **names,
+        **{kind: len(found) for kind, found in named.items()},
     )
 
 
@@ -217,17 +202,16 @@ def _loss(
     )
 
 
-class _Named:
-    """A piece with the module names of the whole model."""
+def _matching(part: nn.Module, layout: Layout, patterns: tuple[str, ...]) -> list[nn.Module]:
+    """The modules of a piece that `patterns`, of paths in the whole model, match."""
+    if _is_layer(part):
+        above = layout.layers.count(".") + 2  # the path of a layer, such as "layers.0"
+        patterns = tuple(pattern.split(".", above)[-1] for pattern in patterns)
+    return [found for _, found in matching(part, patterns)]
 
-    def __init__(self, part: nn.Module, prefix: str) -> None:
-        self.root, self.prefix = part, prefix
 
-    def matching(self, patterns: tuple[str, ...]) -> list[nn.Module]:
-        cut = tuple(
-            pattern.split(".", self.prefix.count("."))[-1] if self.prefix else pattern for pattern in patterns
-        )
-        return [found for _, found in matching(self.root, cut)]
+def _numel(modules: Iterable[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def _is_layer(part: nn.Module) -> bool:
@@ -244,13 +228,10 @@ def _recomputing(part: nn.Module, policy: ActivationCheckpoint) -> nn.Module:
     return holder.get_submodule("layers.0")
 
 
-def _costs(wide: Run | None, thin: Run | None, inputs: dict[int, torch.Tensor]) -> dict[str, Cost]:
+def _costs(wide: Run, thin: Run | None, inputs: dict[int, torch.Tensor]) -> dict[str, Cost]:
     """Fits a line to the figures of both numbers of rows; the part that shrinks with narrower matrices is split by tp."""
-    assert wide is not None
-    lines = [
-        {rows: _figures(run, x) for rows, x in inputs.items()} if run is not None else None
-        for run in (wide, thin)
-    ]
+    whole = {rows: _figures(wide, x) for rows, x in inputs.items()}
+    part = {rows: _figures(thin, x) for rows, x in inputs.items()} if thin is not None else whole
     few, many = inputs
 
     def line(figures: dict[int, Figures], name: str) -> tuple[float, float]:
@@ -260,12 +241,10 @@ def _costs(wide: Run | None, thin: Run | None, inputs: dict[int, torch.Tensor]) 
 
     costs = {}
     for name in (*_SECONDS, *_BYTES):
-        assert lines[0] is not None
-        fixed, slope = line(lines[0], name)
-        thin_fixed, thin_slope = line(lines[1], name) if lines[1] is not None else (fixed, slope)
+        fixed, slope = line(whole, name)
         shares = [
-            min(total, max(0.0, (total - part) * NARROW / (NARROW - 1)))
-            for total, part in ((fixed, thin_fixed), (slope, thin_slope))
+            min(total, max(0.0, (total - narrow) * NARROW / (NARROW - 1)))
+            for total, narrow in zip((fixed, slope), line(part, name), strict=True)
         ]
         costs[name] = Cost(fixed - shares[0], slope - shares[1], *shares)
     return costs

@@ -16,11 +16,9 @@ from dataclasses import dataclass, field, replace
 
 from models.pretrain.parallel.model.pipeline_schedule import Kind, Pass, held_by_others, orders
 from models.pretrain.plan import ParallelPlan
-from models.pretrain.planner.placement import Placement
+from models.pretrain.planner.placement import BUCKET_BYTES, VALUE_BYTES, Placement
 from models.pretrain.planner.profile import Piece, Profile
 
-VALUE_BYTES = 4
-BUCKET_BYTES = 25 * 1024 * 1024
 HALVED = 0.55
 """Share of a transformer layer's kept bytes that are outputs of its matrices: about 9 widths of 16."""
 EXCHANGED = 10

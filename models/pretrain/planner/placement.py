@@ -9,6 +9,10 @@ from models.pretrain.plan import ParallelPlan
 from models.pretrain.planner.collective_cost import Link
 from models.pretrain.planner.profile import Piece, Profile
 
+VALUE_BYTES = 4
+BUCKET_BYTES = 25 * 1024 * 1024
+"""Of gradients that are exchanged together, at most."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -69,25 +73,20 @@ class Placement:
         return policy if policy in piece.backward else "none"
 
     def link(self, axis: str) -> Link:
-        """The slowest link along an axis: tp, cp, shard, replicate, fsdp, data, ep.
+        """The slowest link along an axis: tp, cp, ep, replicate, fsdp, data.
 
         Rings that leave a host at the same time share its uplink.
         """
         plan, machine = self.plan, self.profile.machine
-        stride = {"tp": 1, "cp": plan.tp}.get(axis, plan.tp * plan.cp)
-        size = {
-            "tp": plan.tp,
-            "cp": plan.cp,
-            "ep": plan.ep,
-            "shard": plan.shard,
-            "replicate": plan.replicate,
-            "fsdp": plan.shard * plan.cp,
-            "data": plan.dp * plan.cp,
+        inner = plan.tp * plan.cp
+        size, stride = {
+            "tp": (plan.tp, 1),
+            "cp": (plan.cp, plan.tp),
+            "ep": (plan.ep, inner),
+            "replicate": (plan.replicate, inner * plan.shard),
+            "fsdp": (self.param_shards, plan.tp),
+            "data": (self.data, plan.tp),
         }[axis]
-        if axis in ("fsdp", "data"):
-            stride = plan.tp
-        if axis == "replicate":
-            stride = plan.tp * plan.cp * plan.shard
         if size * stride <= self.per_host and self.per_host % (size * stride) == 0:
             return self.inside
         together = max(1, self.per_host // stride)  # ranks of one group on a host

@@ -16,11 +16,9 @@ from dataclasses import dataclass, field
 from models.pretrain.parallel.model.pipeline_schedule import Pass, Run, simulate
 from models.pretrain.plan import ParallelPlan
 from models.pretrain.planner import collective_cost
-from models.pretrain.planner.placement import Placement
+from models.pretrain.planner.placement import BUCKET_BYTES, VALUE_BYTES, Placement
 from models.pretrain.planner.profile import Piece, Profile
 
-VALUE_BYTES = 4
-BUCKET_BYTES = 25 * 1024 * 1024
 SIMULATED = 4096
 """Largest number of passes to simulate; longer pipelines are estimated."""
 

@@ -70,13 +70,9 @@ def measure(
     report(stage="plan", step=0, steps=4, what="pieces of the model")
     few = layer_profile.slow(spec, device)
     rows = max(2, min(options.batch_size, FEW_ROWS if few else MOST_ROWS))
-    pieces = layer_profile.measure(spec, rows, device)
     profile = Profile(
-        sizes=sizes_of(spec),
-        first=pieces.first,
-        layers=pieces.layers,
-        last=pieces.last,
-        loss=pieces.loss,
+        sizes_of(spec),
+        *layer_profile.measure(spec, rows, device),
         optimizer=layer_profile.optimizer(spec, options, device),
         machine=Machine(
             device=device.type,
@@ -93,18 +89,9 @@ def measure(
     # overheads do not depend on rows: for a large model they show better, and sooner, in a small batch
     batch_size = min(options.batch_size, FEW_ROWS) if few else options.batch_size
     fitting = [text for text in PROBES if _fits(text, profile, batch_size, workers.count)]
-    probes: dict[str, Steps] = {}
-    for size in sorted({plans.parse(text).processes for text in fitting}):
-        texts = [text for text in fitting if plans.parse(text).processes == size]
-        probes |= workers.request(
-            "steps",
-            processes=size,
-            plans=texts,
-            turns=TURNS,
-            race=False,
-            batch_size=batch_size,
-            enough_seconds=ENOUGH_SECONDS,
-        )
+    probes = workers.steps(
+        fitting, turns=TURNS, race=False, batch_size=batch_size, enough_seconds=ENOUGH_SECONDS
+    )
     alone = workers.request("alone", processes=1, batch_size=batch_size)["alone"]
     return calibrate(profile, batch_size, probes, alone)
 

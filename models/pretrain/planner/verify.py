@@ -120,10 +120,5 @@ def mechanisms(plan: ParallelPlan) -> list[str]:
 def _measure(workers: BenchWorkers, candidates: Sequence[Candidate]) -> dict[ParallelPlan, float]:
     """Median seconds of a step of each."""
     texts = {str(candidate.plan): candidate.plan for candidate in candidates}
-    steps: dict[str, Any] = {}
-    for size in sorted({plan.processes for plan in texts.values()}):
-        alike = [text for text, plan in texts.items() if plan.processes == size]
-        steps |= workers.request(
-            "steps", processes=size, plans=alike, turns=TURNS, race=True, enough_seconds=ENOUGH_SECONDS
-        )
+    steps = workers.steps(texts, turns=TURNS, race=True, enough_seconds=ENOUGH_SECONDS)
     return {texts[text]: statistics.median(took for took, _ in of) for text, of in steps.items()}

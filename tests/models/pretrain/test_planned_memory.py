@@ -49,13 +49,9 @@ OF_FOUR = ["dp=2,pp=2,microbatches=2", "dp=2,tp=2,zero=2"]
 )
 def test_predicted_memory_is_measured_memory(model: dict[str, int], of_two: list[str]) -> None:
     made, cpu = spec(**model), torch.device("cpu")
-    found = layer_profile.measure(made, BATCH, cpu)
     profile = Profile(
         sizes_of(made),
-        found.first,
-        found.layers,
-        found.last,
-        found.loss,
+        *layer_profile.measure(made, BATCH, cpu),
         layer_profile.optimizer(made, Options(), cpu),
         Machine(),
     )
