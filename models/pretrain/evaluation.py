@@ -13,7 +13,7 @@ from models.job import JobError
 from models.labels import PADDING
 from models.pretrain.data.batches import BatchRandom, Source
 from models.pretrain.objective import objective_of
-from models.zoo import ModelSpec
+from models.zoo.spec import ModelSpec
 
 ROWS = 256
 

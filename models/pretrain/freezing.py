@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from models.pretrain.data.batches import Batch
-from models.pretrain.parallelize import Stage, unwrapped_name
+from models.pretrain.parallelize import Stage
+from models.pretrain.params import unwrapped_name
 from models.pretrain.plan import ParallelPlan, PlanError
 from models.pretrain.training import Options
 from models.zoo.layout import Layout

@@ -20,7 +20,7 @@ from edge_client.files import read_regular
 from models import options
 from models.job import Job, JobError
 from models.pretrain.params import Params, copy_into, float_tensors
-from models.zoo import ModelSpec
+from models.zoo.spec import ModelSpec
 
 HEADS = ("same", "new")
 LIMIT_BYTES = 64 * 1024**3

@@ -8,6 +8,7 @@ offload           keeps optimizer state and param shards in files
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,9 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from models.pretrain import optimizers
 from models.pretrain.parallel.data import grad_compression, offload, zero1
 from models.pretrain.parallel.data.onebit import OneBitAdam
-from models.pretrain.recovery.state import RankState
 from models.pretrain.training import Options
 from models.pretrain.world import World
+
+if TYPE_CHECKING:
+    from models.pretrain.recovery.state import RankState
 
 
 def build(
@@ -50,21 +53,15 @@ def _shared(part: nn.Module, options: Options, world: World, steps: int) -> torc
     """An optimizer of params that all processes of the data axis have."""
     parameters = [p for p in part.parameters() if p.requires_grad]
     if world.plan.grad_compression == "onebit":
-        return _onebit(parameters, options, world, steps)
+        return OneBitAdam(
+            parameters,
+            options.lr,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            warmup=grad_compression.warmup_steps(world.plan, steps),
+            group=world.group("data"),
+        )
     if world.plan.zero == 1:
         return zero1.build(parameters, world.group("data"), lambda mine: optimizers.over(mine, options))
     return optimizers.over(parameters, options)
-
-
-def _onebit(
-    parameters: list[nn.Parameter], options: Options, world: World, steps: int
-) -> torch.optim.Optimizer:
-    return OneBitAdam(
-        parameters,
-        options.lr,
-        betas=(options.beta1, options.beta2),
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        warmup=grad_compression.warmup_steps(world.plan, steps),
-        group=world.group("data"),
-    )

@@ -9,6 +9,8 @@ process builds from the same seed, so a plan does not change them.
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.pretrain import compiling
 from models.pretrain.parallel.model import activation_checkpoint
 from models.pretrain.plan import ParallelPlan, PlanError, Sizes
 from models.pretrain.world import World
-from models.zoo import ModelSpec
 from models.zoo.layout import Layout, matching
+from models.zoo.spec import ModelSpec
 
 
 class Stage(nn.Module):
@@ -81,7 +82,7 @@ def sizes_of(spec: ModelSpec) -> Sizes:
 
 def parallelize(module: nn.Module, layout: Layout | None, world: World) -> Parallel:
     """Splits `module` by the plan of `world`; it must not be used otherwise afterwards."""
-    # Imported here because they are slow to import, and `sizes_of` and `unwrapped_name` do not need them.
+    # Imported here because they are slow to import, and `sizes_of` does not need them.
     from models.pretrain.parallel.data import sharding
     from models.pretrain.parallel.model import (
         context,
@@ -103,7 +104,7 @@ def parallelize(module: nn.Module, layout: Layout | None, world: World) -> Paral
                 experts.split(part, layout, world)
             activation_checkpoint.wrap(part, layout, plan.activation_checkpoint)
             if plan.compile:
-                compiling.compile_blocks(part, layout, world.device)
+                _compile_blocks(part, layout, world.device)
     return Parallel([sharding.apply_data_parallel(part, layout, world) for part in parts], numbers)
 
 
@@ -156,13 +157,6 @@ def require_composition(module: nn.Module, layout: Layout, x: torch.Tensor) -> N
         )
 
 
-def unwrapped_name(name: str) -> str:
-    """A parameter's name without the wrappers of DDP, recomputation and compilation."""
-    for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod."):
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
-
-
 def _stages(
     module: nn.Module, layout: Layout | None, plan: ParallelPlan, numbers: tuple[int, ...]
 ) -> list[nn.Module]:
@@ -174,6 +168,33 @@ def _stages(
     names[0] = [*before, *names[0]]
     names[-1] = [*names[-1], *after]
     return [Stage(module, names[number]) for number in numbers]
+
+
+def _compile_blocks(module: nn.Module, layout: Layout, device: torch.device) -> None:
+    """Compiles the layers of `module` in place, when they first run, which fuses the operations between matrix products.
+
+    Not the whole module, because the collectives between blocks break the graph, and because identical layers are
+    compiled once. Where compilation is impossible the layers stay as they are, with a warning.
+    """
+    reason = _missing_compiler(device)
+    if reason:
+        warnings.warn(f"compile=true: {reason}; blocks run uncompiled", RuntimeWarning, stacklevel=2)
+        return
+    for name in layout.layer_names(module):
+        module.get_submodule(name).compile()
+
+
+def _missing_compiler(device: torch.device) -> str:
+    """What torch.compile lacks here to generate code for `device`; empty if nothing."""
+    if device.type == "cuda":
+        return "" if torch.utils._triton.has_triton() else "Triton is not installed"
+    from torch._inductor import config
+
+    named = config.cpp.cxx
+    compilers = [name for name in (named if isinstance(named, tuple | list) else (named,)) if name]
+    if any(shutil.which(name) for name in [*compilers, "g++"]):
+        return ""
+    return "there is no C++ compiler on this machine"
 
 
 def _add_module(root: nn.Module, path: str, module: nn.Module) -> None:

@@ -17,9 +17,8 @@ from torch import nn
 from edge_client.files import write_durably
 from models.job import JobError
 from models.pretrain.dtensor import full_tensor
-from models.pretrain.parallelize import unwrapped_name
 from models.pretrain.world import World
-from models.zoo import ModelSpec
+from models.zoo.spec import ModelSpec
 
 Params = Mapping[str, npt.NDArray[Any]]
 
@@ -103,6 +102,13 @@ def copy_into(module: nn.Module, params: Params) -> None:
     with torch.no_grad():
         for name, values in params.items():
             tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)))
+
+
+def unwrapped_name(name: str) -> str:
+    """A parameter's name without the wrappers of DDP, recomputation and compilation."""
+    for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod."):
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

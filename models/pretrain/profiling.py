@@ -38,7 +38,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from edge_client.files import write_durably
 from models.pretrain.training import Profile as Options
 from models.pretrain.world import World
-from models.zoo import ModelSpec
+from models.zoo.spec import ModelSpec
 
 NAME = "profile.json"
 STEP, LOADER = "pretrain:step", "pretrain:loader"

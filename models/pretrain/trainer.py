@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,12 +39,16 @@ from models.pretrain.parallelize import (
     require_splittable,
     sizes_of,
 )
+from models.pretrain.params import shapes_of
 from models.pretrain.profiling import LOADER
-from models.pretrain.recovery import checkpoint, manifest
+from models.pretrain.recovery import manifest
 from models.pretrain.recovery import state as states
 from models.pretrain.training import Options
 from models.pretrain.world import World
-from models.zoo import ModelSpec
+from models.zoo.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from models.pretrain.recovery.checkpoint import Checkpointer
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,9 @@ def build(
     plan_rules.check(world.plan, sizes_of(spec), batch_size=options.batch_size, processes=world.processes)
     plan_rules.check_options(world.plan, optimizer=options.optimizer, clip_norm=options.clip_norm)
     full = spec.build(seed)
-    identity = manifest.identity_of(full, spec.name, options.optimizer, seed, options.batch_size, len(source))
+    identity = manifest.Identity(
+        spec.name, options.optimizer, seed, options.batch_size, len(source), shapes_of(full)
+    )
     require_splittable(full, spec.layout, world.plan)
     module = freezing.freeze(full, spec.layout, options, world.plan)
     if spec.layout is not None and (world.plan.pp > 1 or isinstance(module, freezing.Frozen)):
@@ -208,7 +215,7 @@ def train(
     trainer: Trainer,
     on_progress: Callable[[Progress], None],
     every: int,
-    checkpointer: checkpoint.Checkpointer | None = None,
+    checkpointer: Checkpointer | None = None,
     stop: Callable[[], bool] = lambda: False,
     around: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
 ) -> None:

@@ -35,7 +35,7 @@ from models.pretrain.recovery.curve import NAME as CURVE
 from models.pretrain.recovery.curve import Curve
 from models.pretrain.recovery.preemption import PREEMPTED, REFUSED, Preemption
 from models.pretrain.training import Options, Profile
-from models.zoo import ModelSpec
+from models.zoo.spec import ModelSpec
 
 REPORTS = 200
 """Approximate number of progress reports of a training."""

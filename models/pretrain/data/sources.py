@@ -20,7 +20,7 @@ from models.job import Job, JobError
 from models.pretrain.data import images, tokens
 from models.pretrain.data.batches import Arrays, Source
 from models.pretrain.evaluation import require_images
-from models.zoo import ModelSpec
+from models.zoo.spec import ModelSpec
 
 OBJECTIVES = ("labels", "masked")
 

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from models.labels import PADDING
 from models.pretrain.data.batches import Batch, Rows
 from models.pretrain.trainer import Trainer
-from models.zoo import ModelSpec
+from models.zoo.spec import ModelSpec
 
 
 def train(trainer: Trainer, own: Iterable[Rows], spec: ModelSpec) -> None:

@@ -38,7 +38,7 @@ from models.pretrain.parameter_server.shard import Shard, split
 from models.pretrain.recovery.curve import NAME as CURVE
 from models.pretrain.recovery.curve import Curve
 from models.pretrain.training import Options
-from models.zoo import ModelSpec
+from models.zoo.spec import ModelSpec
 
 RENDEZVOUS = "FEDLOOP_RENDEZVOUS"
 """Environment variable."""

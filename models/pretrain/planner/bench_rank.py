@@ -36,7 +36,7 @@ from models.pretrain.plan import ParallelPlan
 from models.pretrain.planner import collective_cost
 from models.pretrain.training import Options
 from models.pretrain.world import World
-from models.zoo import ModelSpec
+from models.zoo.spec import ModelSpec
 
 TURNS = 3
 STEPS = 2

@@ -23,8 +23,8 @@ from models.pretrain.plan import ActivationCheckpoint
 from models.pretrain.planner.live_memory import LiveBytes
 from models.pretrain.planner.profile import Cost, Optimizer, Piece
 from models.pretrain.training import Options
-from models.zoo import ModelSpec
 from models.zoo.layout import Layout, matching
+from models.zoo.spec import ModelSpec
 
 REPEATS = 7
 LEAST_REPEATS, ENOUGH_SECONDS = 2, 0.2

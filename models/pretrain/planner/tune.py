@@ -34,7 +34,7 @@ from models.pretrain.data import sources
 from models.pretrain.data.batches import BatchRandom, Indices, Rows, Source
 from models.pretrain.plan import ParallelPlan
 from models.pretrain.training import Options
-from models.zoo import ModelSpec
+from models.zoo.spec import ModelSpec
 
 TUNED = ("lr", "warmup", "batch_size")
 

@@ -19,7 +19,7 @@ from models.pretrain.recovery import manifest
 from models.pretrain.recovery.checkpoint import load
 from models.pretrain.recovery.manifest import CheckpointError
 from models.pretrain.recovery.state import State
-from models.zoo import ModelSpec
+from models.zoo.spec import ModelSpec
 
 
 def export(checkpoint: Path, spec: ModelSpec, path: Path) -> dict[str, Any]:

@@ -16,11 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
-
 from edge_client.files import file_sha256
 from models.job import JobError
-from models.pretrain.params import shapes_of
 
 FORMAT = 2
 PREFIX, UNFINISHED, DAMAGED, NAME = "step-", ".tmp", ".damaged", "about.json"
@@ -79,13 +76,6 @@ class Identity:
                     f"{where} belongs to another model: tensor {name!r} is {there or 'missing'} there and "
                     f"{here or 'missing'} here"
                 )
-
-
-def identity_of(
-    module: nn.Module, model: str, optimizer: str, seed: int, batch_size: int, rows: int
-) -> Identity:
-    """The identity of a training of `module`, a whole model."""
-    return Identity(model, optimizer, seed, batch_size, rows, shapes_of(module))
 
 
 def steps_in(folder: Path) -> list[int]:

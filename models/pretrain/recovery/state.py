@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from models.pretrain.parallelize import unwrapped_name
-from models.pretrain.params import named_tensors
+from models.pretrain.params import named_tensors, unwrapped_name
 
 OPTIMIZER = "optim."
 RANK = "own."

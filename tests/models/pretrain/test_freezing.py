@@ -12,7 +12,7 @@ import pytest
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
 from models.pretrain.freezing import Frozen
-from models.pretrain.parallelize import unwrapped_name
+from models.pretrain.params import unwrapped_name
 from models.pretrain.plan import PlanError
 from models.pretrain.recovery import checkpoint
 from models.pretrain.training import Options
