@@ -9,7 +9,6 @@ these imports fail if another package shadows one.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -102,10 +101,9 @@ def demo(out: RunFolder = None, as_json: Json = False) -> None:
     from coordinator.demos import demo as demonstration
     from coordinator.runs import simulation
 
-    folder = out or default_folder("demo")
     with RichProgress(Console(stderr=True)) as progress:
-        result = demonstration.demo(folder, simulation.Environment(progress=progress))
-    print_summary(json.loads((folder / "demo.json").read_bytes()), demo_summary(result), as_json=as_json)
+        result = demonstration.demo(out or default_folder("demo"), simulation.Environment(progress=progress))
+    print_summary(result, demo_summary(result), as_json=as_json)
 
 
 @app.command("demo-fleet", epilog="Example: fedloop demo-fleet --out runs/my-fleet")
@@ -119,9 +117,7 @@ def demo_fleet(out: RunFolder = None, as_json: Json = False) -> None:
     folder = out or default_folder("demo-fleet")
     with RichProgress(Console(stderr=True)) as progress:
         result = demonstration.demo_fleet(folder, simulation.Environment(progress=progress))
-    print_summary(
-        json.loads((folder / "demo-fleet.json").read_bytes()), fleet_demo_summary(result), as_json=as_json
-    )
+    print_summary(result, fleet_demo_summary(result), as_json=as_json)
 
 
 @app.command("demo-loop", epilog="Example: fedloop demo-loop --out runs/my-loop")
@@ -134,9 +130,7 @@ def demo_loop(out: RunFolder = None, as_json: Json = False) -> None:
     folder = out or default_folder("demo-loop")
     with RichProgress(Console(stderr=True)) as progress:
         result = demonstration.demo_loop(folder, progress, lambda line: typer.echo(f"  $ {line}", err=True))
-    print_summary(
-        json.loads((folder / "demo-loop.json").read_bytes()), loop_demo_summary(result), as_json=as_json
-    )
+    print_summary(result, loop_demo_summary(result), as_json=as_json)
 
 
 @app.command(epilog="Example: fedloop doctor --json")

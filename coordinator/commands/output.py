@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Any
 
@@ -37,10 +38,11 @@ def output_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, markup=False, width=_PIPE_WIDTH)
 
 
-def make_table(*columns: str) -> Table:
+def make_table(*columns: str, right: Collection[str] = (), wrap: bool = False) -> Table:
+    """An empty table without borders. `right`: columns aligned to the right; `wrap`: long cells continue below."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, no_wrap=True)
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=not wrap)
     return table
 
 

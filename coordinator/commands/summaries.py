@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 
-from coordinator.commands.output import format_bytes, format_metric, print_summary
+from coordinator.commands.output import format_bytes, format_metric, make_table, print_summary
 from coordinator.errors import NothingLearnt
-
-if TYPE_CHECKING:
-    # They import the server's packages, which takes longer than a short run.
-    from coordinator.demos.demo import Demo
-    from coordinator.demos.demo_fleet import FleetDemo
-    from coordinator.demos.demo_loop import LoopDemo
 
 _MAX_ROWS = 10
 
@@ -27,8 +20,7 @@ def run_summary(report: dict[str, Any], folder: Path) -> str:
     runtimes = ", ".join(f"{count} {name}" for name, count in report["runtimes"].items())
     lines = [
         _scores(final) + f" after {len(report['rounds'])} rounds",
-        f"{report['clients']} clients: {runtimes};  {format_bytes(report['bytes_up'])} up, "
-        f"{format_bytes(report['bytes_down'])} down",
+        f"{report['clients']} clients: {runtimes};  {_traffic(report)}",
     ]
     if report["rejections"]:
         lines.append(
@@ -78,9 +70,8 @@ def pretraining_summary(report: dict[str, Any], folder: Path) -> str:
 
 def plan_summary(result: dict[str, Any]) -> Group:
     """The best plans with predicted time and memory, and why the first one is best."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("plan", "ms a step", "predicted", "measured", "memory"):
-        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    costs = ("ms a step", "predicted", "measured", "memory")
+    table = make_table("plan", *costs, right=costs, wrap=True)
     for row in result["ranking"][:_MAX_ROWS]:
         times = (row["seconds"], row["predicted"], row["measured"])
         milliseconds = ("-" if seconds is None else f"{seconds * 1e3:.1f}" for seconds in times)
@@ -95,9 +86,8 @@ def plan_summary(result: dict[str, Any]) -> Group:
 
 def tuning_summary(result: dict[str, Any]) -> Group:
     """The best options, each with the loss of its longest training, and how to use the first."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("lr", "warmup", "batch", "steps", "loss"):
-        table.add_column(heading, justify="right")
+    headings = ("lr", "warmup", "batch", "steps", "loss")
+    table = make_table(*headings, right=headings, wrap=True)
     longest = {row["candidate"]: row for row in sorted(result["table"], key=lambda row: row["round"])}
     ranked = sorted(
         longest.values(),
@@ -116,9 +106,8 @@ def tuning_summary(result: dict[str, Any]) -> Group:
 
 def compression_summary(report: dict[str, Any], folder: Path) -> Group:
     """Cost and accuracy of a model before and after every compression step."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("step", "", "accuracy", "nonzero", "MACs", "bytes", "zipped", "latency"):
-        table.add_column(heading, justify="left" if heading in ("step", "") else "right", no_wrap=True)
+    costs = ("accuracy", "nonzero", "MACs", "bytes", "zipped", "latency")
+    table = make_table("step", "", *costs, right=costs)
     for row in (report["source"], *report["steps"]):
         table.add_row(
             f"{row['step']} {row['kind']}" if row["step"] else row["kind"],
@@ -153,9 +142,10 @@ def _precision_lines(measured: Mapping[str, Any]) -> list[str]:
 def search_summary(report: dict[str, Any], folder: Path) -> Group:
     """Every pipeline that was tried, which one was chosen and why, and its result."""
     search = report["search"]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("pipeline", "", "accuracy", "bytes", "memory", "", "latency", ""):
-        table.add_column(heading, justify="left" if heading in ("pipeline", "") else "right", no_wrap=True)
+    table = make_table(
+        "pipeline", "", "accuracy", "bytes", "memory", "", "latency", "",
+        right=("accuracy", "bytes", "memory", "latency"),
+    )  # fmt: skip
     refused: list[str] = []
     for row in search["candidates"]:
         if "refused" in row:
@@ -226,57 +216,60 @@ def _scores(final: dict[str, Any]) -> str:
     )
 
 
-def demo_summary(demo: Demo) -> Group:
+def demo_summary(demo: Mapping[str, Any]) -> Group:
     """The demo's stages side by side, and where the files are."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("stage", "accuracy", "bytes", ""):
-        table.add_column(heading, justify="right" if heading in ("accuracy", "bytes") else "left")
-    for stage in demo.stages:
-        table.add_row(stage.name, f"{stage.accuracy:.4f}", f"{stage.bytes:,}", stage.detail)
-    runtimes = ", ".join(f"{count} {name}" for name, count in demo.runtimes.items())
+    table = make_table("stage", "accuracy", "bytes", "", right=("accuracy", "bytes"), wrap=True)
+    for stage in demo["stages"]:
+        table.add_row(stage["name"], f"{stage['accuracy']:.4f}", f"{stage['bytes']:,}", stage["detail"])
+    runtimes = ", ".join(f"{count} {name}" for name, count in demo["runtimes"].items())
     return Group(
         "",
         table,
         "",
-        f"accuracy on the same {demo.test_rows} held-out rows throughout",
-        f"clients: {runtimes};  {format_bytes(demo.bytes_up)} up, {format_bytes(demo.bytes_down)} down",
-        f"report: {demo.report}",
-        f"curves: {demo.curves}",
+        f"accuracy on the same {demo['test_rows']} held-out rows throughout",
+        f"clients: {runtimes};  {_traffic(demo)}",
+        f"report: {demo['report']}",
+        f"curves: {Path(demo['report']).with_name('curves.png')}",
     )
 
 
-def fleet_demo_summary(demo: FleetDemo) -> Group:
+def fleet_demo_summary(demo: Mapping[str, Any]) -> Group:
     """The fleet beside the simulation, and how its processes ended."""
-    runtimes = ", ".join(f"{name} ({runtime})" for name, runtime in demo.runtimes.items())
-    failed = {name: status for name, status in demo.stopped.items() if status}
+    runtimes = ", ".join(f"{name} ({runtime})" for name, runtime in demo["runtimes"].items())
+    of_fleet, of_simulation = demo["test_rows"]
     return Group(
         "",
-        f"fleet       test accuracy {demo.fleet_accuracy:.4f} on {demo.test_rows[0]} held-out rows after {demo.rounds} rounds",
-        f"simulation  test accuracy {demo.simulated_accuracy:.4f} on {demo.test_rows[1]} held-out rows with the same shares",
+        f"fleet       test accuracy {demo['fleet_accuracy']:.4f} on {of_fleet} held-out rows after {demo['rounds']} rounds",
+        f"simulation  test accuracy {demo['simulated_accuracy']:.4f} on {of_simulation} held-out rows with the same shares",
         "",
-        f"devices: {runtimes};  {format_bytes(demo.bytes_up)} up, {format_bytes(demo.bytes_down)} down",
-        f"all {len(demo.stopped)} processes ended cleanly" if not failed else f"processes failed: {failed}",
-        f"report: {demo.report}",
+        f"devices: {runtimes};  {_traffic(demo)}",
+        _endings(demo["stopped"]),
+        f"report: {demo['report']}",
     )
 
 
-def loop_demo_summary(demo: LoopDemo) -> Group:
+def loop_demo_summary(demo: Mapping[str, Any]) -> Group:
     """Both turns of the cycle, the lineage, and how the processes ended."""
     lines = []
-    for origin, turn in (("pretrained", demo.shipped), ("trained on devices", demo.learnt)):
+    for origin, turn in (("pretrained", demo["shipped"]), ("trained on devices", demo["learnt"])):
         on_devices = ""
-        if turn.device_accuracy is not None and turn.before is not None:
-            on_devices = f"; on the devices, which share the held-out rows, on {turn.device_rows} of them {turn.device_accuracy:.4f}, the release before {turn.before:.4f}"
+        if turn["device_accuracy"] is not None and turn["before"] is not None:
+            on_devices = (
+                f"; on the devices, which share the held-out rows, on {turn['device_rows']} of them "
+                f"{turn['device_accuracy']:.4f}, the release before {turn['before']:.4f}"
+            )
         lines.append(
-            f"digits:{turn.version}  {origin}: {turn.bytes:,} bytes, accuracy {turn.accuracy:.4f} on {turn.test_rows} {turn.scored}{on_devices}; rollout {turn.rollout}"
+            f"digits:{turn['version']}  {origin}: {turn['bytes']:,} bytes, accuracy {turn['accuracy']:.4f} on "
+            f"{turn['test_rows']} {turn['scored']}{on_devices}; rollout {turn['rollout']}"
         )
-    failed = {name: status for name, status in demo.stopped.items() if status}
-    return Group(
-        "",
-        *lines,
-        "",
-        demo.lineage.rstrip(),
-        "",
-        f"all {len(demo.stopped)} processes ended cleanly" if not failed else f"processes failed: {failed}",
-        f"report: {demo.report}",
-    )
+    lineage = demo["lineage"].rstrip()
+    return Group("", *lines, "", lineage, "", _endings(demo["stopped"]), f"report: {demo['report']}")
+
+
+def _traffic(report: Mapping[str, Any]) -> str:
+    return f"{format_bytes(report['bytes_up'])} up, {format_bytes(report['bytes_down'])} down"
+
+
+def _endings(stopped: Mapping[str, int]) -> str:
+    failed = {name: status for name, status in stopped.items() if status}
+    return f"processes failed: {failed}" if failed else f"all {len(stopped)} processes ended cleanly"

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from coordinator.errors import RunInterrupted
 from coordinator.storage.private_folders import private_folder
 from edge_client.processes.process import worker_environment
 
@@ -54,7 +55,7 @@ _MODULES: Mapping[Stage, str] = {
 }
 
 
-class JobFailed(RuntimeError):
+class JobFailed(RunInterrupted):
     """A job ended without a result.
 
     Attributes:

@@ -10,24 +10,19 @@ Every stage writes its files into a separate folder; `demo.json` holds the summa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from coordinator.datacenter import job_worker, jobs
-from coordinator.datacenter.job_worker import JobFailed
+from coordinator.datacenter.documents import write_document
 from coordinator.datacenter.jobs import Job
-from coordinator.errors import RunInterrupted
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import Experiment
 from coordinator.output_folders import require_new
-from coordinator.reports.progress import Progress
 from coordinator.runs import simulation
-from edge_client.files import write_durably
 from models import datasets
 
 PUBLIC_SAMPLES = 150
@@ -36,54 +31,16 @@ _TEACHER = {"channels": [32, 64], "hidden": 64}
 _INT8 = {"kind": "quantize", "precision": "static-int8"}
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One row of the summary. `bytes` is the size of the file that a device would get."""
+def demo(out: Path, surroundings: simulation.Environment) -> dict[str, Any]:
+    """Runs all stages into the new or empty folder `out`; returns the contents of `demo.json`.
 
-    name: str
-    accuracy: float
-    bytes: int
-    detail: str
-
-
-@dataclass(frozen=True)
-class Demo:
-    """The results of the demo, and paths of its files."""
-
-    stages: tuple[Stage, ...]
-    test_rows: int
-    runtimes: Mapping[str, int]
-    bytes_up: int
-    bytes_down: int
-    report: Path
-    curves: Path
-
-
-def demo(out: Path, surroundings: simulation.Environment) -> Demo:
-    """Runs all stages into the new or empty folder `out`.
+    Its `stages` are the rows of the summary; `bytes` is the size of the file that a device would get.
 
     Raises:
         UserError: `out` is not empty.
         RunInterrupted: a stage failed; the message says which and where its log is.
     """
     require_new(out)
-    try:
-        result = _stages(out, surroundings)
-    except JobFailed as error:
-        raise RunInterrupted(str(error)) from None
-    document = {
-        "stages": [vars(stage) for stage in result.stages],
-        "test_rows": result.test_rows,
-        "runtimes": dict(result.runtimes),
-        "bytes_up": result.bytes_up,
-        "bytes_down": result.bytes_down,
-        "report": str(result.report),
-    }
-    write_durably(out / "demo.json", json.dumps(document, indent=2).encode())
-    return result
-
-
-def _stages(out: Path, surroundings: simulation.Environment) -> Demo:
     show_stage = surroundings.progress.stage
     data = _public_data()
     model = {"name": "cnn", "input_shape": [8, 8], "classes": 10}
@@ -91,7 +48,11 @@ def _stages(out: Path, surroundings: simulation.Environment) -> Demo:
 
     def run_job(stage: job_worker.Stage, folder: str, **settings: Any) -> dict[str, Any]:
         job = Job(stage, arrays=data, seed=SEED, **{"model": model, **settings})
-        return jobs.run(job, out / folder, lambda line: _show_epoch(surroundings.progress, line))
+        return jobs.run(job, out / folder, show_epoch)
+
+    def show_epoch(line: Mapping[str, Any]) -> None:
+        if "epochs" in line:
+            surroundings.progress.step(line["epoch"], line["epochs"])
 
     def params(folder: str) -> Path:
         return out / folder / "model.safetensors"
@@ -111,26 +72,21 @@ def _stages(out: Path, surroundings: simulation.Environment) -> Demo:
     final_int8 = final["rows"][-1]
 
     rounds, clients = len(federated["rounds"]), federated["clients"]
-    return Demo(
-        stages=(
-            Stage("teacher", teacher["test_accuracy"], teacher["bytes"], f"{teacher['parameters']:,} parameters, DDP on 2 processes"),
-            Stage("student", student["accuracy"], student["bytes"], f"{student['parameters']:,} parameters, distilled"),
-            Stage("student int8", student_int8["accuracy"], student_int8["bytes"], "static int8 .tflite"),
-            Stage("federated", federated["final"]["test_accuracy"], params("federated").stat().st_size, f"{rounds} rounds, {clients} clients"),
-            Stage("federated int8", final_int8["accuracy"], final_int8["bytes"], "static int8 .tflite"),
-        ),
-        test_rows=len(data["x_test"]),
-        runtimes=federated["runtimes"],
-        bytes_up=federated["bytes_up"],
-        bytes_down=federated["bytes_down"],
-        report=out / "federated" / "report.json",
-        curves=out / "federated" / "curves.png",
+    rows = (
+        ("teacher", teacher["test_accuracy"], teacher["bytes"], f"{teacher['parameters']:,} parameters, DDP on 2 processes"),
+        ("student", student["accuracy"], student["bytes"], f"{student['parameters']:,} parameters, distilled"),
+        ("student int8", student_int8["accuracy"], student_int8["bytes"], "static int8 .tflite"),
+        ("federated", federated["final"]["test_accuracy"], params("federated").stat().st_size, f"{rounds} rounds, {clients} clients"),
+        ("federated int8", final_int8["accuracy"], final_int8["bytes"], "static int8 .tflite"),
     )  # fmt: skip
-
-
-def _show_epoch(progress: Progress, line: Mapping[str, Any]) -> None:
-    if "epochs" in line:
-        progress.step(line["epoch"], line["epochs"])
+    document = {
+        "stages": [dict(zip(("name", "accuracy", "bytes", "detail"), row, strict=True)) for row in rows],
+        "test_rows": len(data["x_test"]),
+        **{key: federated[key] for key in ("runtimes", "bytes_up", "bytes_down")},
+        "report": str(out / "federated" / "report.json"),
+    }
+    write_document(out / "demo.json", document)
+    return document
 
 
 def _public_data() -> dict[str, Any]:

@@ -10,23 +10,20 @@ Results are in `demo-fleet.json`, the files of the run in `federated/`.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.demos.local_fleet import LocalFleet, ProcessFailed, local_fleet
-from coordinator.errors import RunInterrupted
+from coordinator.datacenter.documents import write_document
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from coordinator.experiments import experiment as experiments
 from coordinator.experiments.schema import Experiment
 from coordinator.operator import run_follower
 from coordinator.output_folders import require_new
 from coordinator.runs import simulation
-from edge_client.files import write_durably
 from models import datasets
 
 DEVICES = {"meter-1": "litert", "meter-2": "litert", "gateway": "torch", "server": "tensorflow"}
@@ -43,80 +40,59 @@ _EXPERIMENT: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class FleetDemo:
-    """The results. `test_rows`: rows behind each of the two accuracies; `stopped`: exit status of every process."""
+def demo_fleet(out: Path, surroundings: simulation.Environment) -> dict[str, Any]:
+    """Runs the demo into the new or empty folder `out`; returns the contents of `demo-fleet.json`.
 
-    fleet_accuracy: float
-    simulated_accuracy: float
-    test_rows: tuple[int, int]
-    runtimes: Mapping[str, str]
-    rounds: int
-    bytes_up: int
-    bytes_down: int
-    stopped: Mapping[str, int]
-    report: Path
-
-
-def demo_fleet(out: Path, surroundings: simulation.Environment) -> FleetDemo:
-    """Runs the demo into the new or empty folder `out`.
+    `test_rows`: rows behind each of the two accuracies; `stopped`: exit status of every process.
 
     Raises:
         UserError: `out` is not empty.
-        RunInterrupted: a process failed; the message holds the end of its log.
+        ProcessFailed: a process failed; the message holds the end of its log.
     """
     require_new(out)
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    experiment = experiments.resolve(_EXPERIMENT, "demo-fleet")
-    try:
-        with local_fleet(out) as fleet:
-            names = _enrol(fleet, experiment, surroundings)
-            federated = _federate(fleet, out / "federated", surroundings)
-            stopped = fleet.stop()
-    except ProcessFailed as error:
-        raise RunInterrupted(str(error)) from None
-    surroundings.progress.stage("4/4 simulating the same shares")
-    simulated = simulation.simulate(_same_clients(names), out / "simulated", surroundings)
-    result = FleetDemo(
-        fleet_accuracy=federated["final"]["test_accuracy"],
-        simulated_accuracy=simulated["final"]["test_accuracy"],
-        test_rows=(federated["final"]["test_rows"], simulated["final"]["test_rows"]),
-        runtimes=DEVICES,
-        rounds=len(federated["rounds"]),
-        bytes_up=federated["bytes_up"],
-        bytes_down=federated["bytes_down"],
-        stopped=stopped,
-        report=out / "federated" / "report.json",
-    )
-    document = {**vars(result), "report": str(result.report)}
-    write_durably(out / "demo-fleet.json", json.dumps(document, indent=2).encode())
-    return result
+    progress = surroundings.progress
+    with local_fleet(out) as fleet:
+        progress.stage("1/4 a coordinator, and devices that enrol with it")
+        names = _enrol(fleet)
+        progress.stage("2/4 exporting the model, waiting for the devices")
+        run = run_follower.submit(fleet.client, _EXPERIMENT)
+        progress.stage("3/4 federated training on four devices")
+        federated = run_follower.follow(fleet.client, run["id"], out / "federated", progress)
+        stopped = fleet.stop()
+    progress.stage("4/4 simulating the same shares")
+    # Simulated clients with the devices' ids draw the same batches as the devices.
+    same_clients = experiments.resolve({**_EXPERIMENT, "simulation": {"names": names}}, "demo-fleet")
+    simulated = simulation.simulate(same_clients, out / "simulated", surroundings)
+    fleet_result, simulated_result = federated["final"], simulated["final"]
+    document = {
+        "fleet_accuracy": fleet_result["test_accuracy"],
+        "simulated_accuracy": simulated_result["test_accuracy"],
+        "test_rows": [fleet_result["test_rows"], simulated_result["test_rows"]],
+        "runtimes": DEVICES,
+        "rounds": len(federated["rounds"]),
+        "bytes_up": federated["bytes_up"],
+        "bytes_down": federated["bytes_down"],
+        "stopped": stopped,
+        "report": str(out / "federated" / "report.json"),
+    }
+    write_document(out / "demo-fleet.json", document)
+    return document
 
 
-def _enrol(fleet: LocalFleet, experiment: Experiment, surroundings: simulation.Environment) -> list[str]:
+def _enrol(fleet: LocalFleet) -> list[str]:
     """Enrols the devices, distributes the shares and starts the daemons; returns their ids in the order of the shares."""
-    surroundings.progress.stage("1/4 a coordinator, and devices that enrol with it")
     for name, runtime in DEVICES.items():
         fleet.add(name, device_config(runtime))
     ids = fleet.ids()
     in_order = sorted(DEVICES, key=lambda name: ids[name])  # the order in which a round reads its cohort
-    for name, share in zip(in_order, client_data(experiment), strict=True):
+    for name, share in zip(
+        in_order, client_data(experiments.resolve(_EXPERIMENT, "demo-fleet")), strict=True
+    ):
         fleet.write_data(name, share)
         fleet.devices[name].start()
     return [ids[name] for name in in_order]
-
-
-def _federate(fleet: LocalFleet, out: Path, surroundings: simulation.Environment) -> dict[str, Any]:
-    surroundings.progress.stage("2/4 exporting the model, waiting for the devices")
-    run = run_follower.submit(fleet.client, _EXPERIMENT)
-    surroundings.progress.stage("3/4 federated training on four devices")
-    return run_follower.follow(fleet.client, run["id"], out, surroundings.progress)
-
-
-def _same_clients(names: list[str]) -> Experiment:
-    """The experiment over simulated clients with the devices' ids, which therefore draw the same batches."""
-    return experiments.resolve({**_EXPERIMENT, "simulation": {"names": names}}, "demo-fleet")
 
 
 def device_config(runtime: str, dataset: str = "digits") -> dict[str, Any]:

@@ -17,16 +17,17 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 import tomlkit
 
+from coordinator.datacenter.documents import write_document
 from coordinator.demos.demo_fleet import device_config, split_arrays
-from coordinator.demos.local_fleet import STALL_SECONDS, LocalFleet, ProcessFailed, StallDetector, local_fleet
+from coordinator.demos.local_fleet import STALL_SECONDS, LocalFleet, StallDetector, local_fleet
 from coordinator.errors import RunInterrupted
 from coordinator.output_folders import require_new
 from coordinator.reports.progress import Progress
@@ -48,40 +49,6 @@ _EXPERIMENT: dict[str, Any] = {
     "federation": {"clients": len(DEVICES), "rounds": 12, "runtimes": {"litert": 1.0}},
     "local": {"epochs": 3, "batch_size": 16, "lr": 0.05},
 }
-
-
-@dataclass(frozen=True)
-class Released:
-    """One turn of the cycle.
-
-    Attributes:
-        version: in the registry.
-        accuracy: of the released file on `test_rows` of the coordinator's rows; `scored` says which.
-        device_accuracy, before: of this release and of its predecessor over the `device_rows`, pooled as in a gate. These rows are
-            the coordinator's held-out rows, distributed over the devices; no device counts for more than the median one.
-        rollout: final state of its rollout.
-    """
-
-    version: int
-    bytes: int
-    accuracy: float
-    rollout: str
-    device_accuracy: float | None
-    before: float | None
-    test_rows: int
-    scored: str
-    device_rows: int
-
-
-@dataclass(frozen=True)
-class LoopDemo:
-    """The results of the cycle. `lineage`: the printed graph; `stopped`: exit status of every process."""
-
-    shipped: Released
-    learnt: Released
-    lineage: str
-    stopped: Mapping[str, int]
-    report: Path
 
 
 @dataclass(frozen=True)
@@ -120,8 +87,13 @@ class _Commands:
         return json.loads(self(*arguments, "--json"))
 
 
-def demo_loop(out: Path, progress: Progress, show: Callable[[str], None] = lambda line: None) -> LoopDemo:
-    """Runs the demo into the new or empty folder `out`. Calls `show` with every command.
+def demo_loop(
+    out: Path, progress: Progress, show: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Runs the demo into the new or empty folder `out`; returns the contents of `demo-loop.json`. Calls `show` with every command.
+
+    `shipped` and `learnt` are the two turns of the cycle; `lineage` is the printed graph; `stopped` the exit status of every
+    process.
 
     Raises:
         UserError: `out` is not empty.
@@ -130,23 +102,25 @@ def demo_loop(out: Path, progress: Progress, show: Callable[[str], None] = lambd
     require_new(out)
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    try:
-        with local_fleet(out / "fleet") as fleet:
-            for name, share in zip(DEVICES, device_data(), strict=True):
-                fleet.add(name, {**device_config("litert"), "releases": {"trial_seconds": 5}}, share).start()
-            commands = _Commands(fleet, out, show)
-            shipped = _ship(commands, progress)
-            learnt = _learn(commands, progress)
-            progress.stage("5/5 printing the lineage")
-            lineage = commands("model", "lineage", f"{NAME}:{learnt.version}")
-            stopped = fleet.stop()
-    except ProcessFailed as error:
-        raise RunInterrupted(str(error)) from None
-    result = LoopDemo(shipped, learnt, lineage, stopped, out / "demo-loop.json")
-    write_durably(
-        result.report, json.dumps({**asdict(result), "report": str(result.report)}, indent=2).encode()
-    )
-    return result
+    with local_fleet(out / "fleet") as fleet:
+        for name, share in zip(DEVICES, device_data(), strict=True):
+            fleet.add(name, {**device_config("litert"), "releases": {"trial_seconds": 5}}, share).start()
+        commands = _Commands(fleet, out, show)
+        shipped = _ship(commands, progress)
+        learnt = _learn(commands, progress)
+        progress.stage("5/5 printing the lineage")
+        lineage = commands("model", "lineage", f"{NAME}:{learnt['version']}")
+        stopped = fleet.stop()
+    path = out / "demo-loop.json"
+    document = {
+        "shipped": shipped,
+        "learnt": learnt,
+        "lineage": lineage,
+        "stopped": stopped,
+        "report": str(path),
+    }
+    write_document(path, document)
+    return document
 
 
 def device_data() -> list[dict[str, npt.NDArray[Any]]]:
@@ -157,8 +131,7 @@ def device_data() -> list[dict[str, npt.NDArray[Any]]]:
     return split_arrays(dataset, parts, SEED)
 
 
-def _ship(fedloop: _Commands, progress: Progress) -> Released:
-    """Brings the datacenter's model to every device."""
+def _ship(fedloop: _Commands, progress: Progress) -> dict[str, Any]:
     progress.stage(f"1/5 pretraining on {PUBLIC_SAMPLES} public rows, compressing")
     rows = f"data.public_samples={PUBLIC_SAMPLES}"
     fedloop(
@@ -169,17 +142,16 @@ def _ship(fedloop: _Commands, progress: Progress) -> Released:
     fedloop("model", "add", "student", "--name", NAME)
 
     progress.stage("2/5 signing a release offline, rolling it out to four devices")
-    _initialize_repository(fedloop)
+    fedloop("release", "keygen", "keys", "--no-passphrase")
+    write_durably(fedloop.folder / "online.json", fedloop("release", "online-keys").encode())
+    fedloop("release", "init", "--keys", "keys", "--online", "online.json", "--staging", "stick")
+    _sign(fedloop)
     return _release(fedloop, "student", "release-1")
 
 
-def _learn(fedloop: _Commands, progress: Progress) -> Released:
-    """Trains the model on the devices and brings the result to every device."""
+def _learn(fedloop: _Commands, progress: Progress) -> dict[str, Any]:
     progress.stage("3/5 training on the devices")
-    experiment = {
-        **_EXPERIMENT,
-        "model": {"name": "cnn", "init": STUDENT},
-    }
+    experiment = {**_EXPERIMENT, "model": {"name": "cnn", "init": STUDENT}}
     write_durably(fedloop.folder / "experiment.toml", tomlkit.dumps(experiment).encode())
     fedloop("run", "experiment.toml", "--out", "federated")
     fedloop("model", "add", "federated", "--name", NAME)
@@ -188,21 +160,18 @@ def _learn(fedloop: _Commands, progress: Progress) -> Released:
     return _release(fedloop, "federated", "release-2")
 
 
-def _initialize_repository(fedloop: _Commands) -> None:
-    """Makes keys, and a repository without releases."""
-    fedloop("release", "keygen", "keys", "--no-passphrase")
-    write_durably(fedloop.folder / "online.json", fedloop("release", "online-keys").encode())
-    fedloop("release", "init", "--keys", "keys", "--online", "online.json", "--staging", "stick")
-    _sign(fedloop)
-
-
 def _sign(fedloop: _Commands) -> None:
     fedloop("release", "sign", "--keys", "keys", "--staging", "stick")
     fedloop("release", "publish", "--staging", "stick")
 
 
-def _release(fedloop: _Commands, folder: str, release: str) -> Released:
-    """Exports, registers, signs, publishes and rolls out the model in `folder`."""
+def _release(fedloop: _Commands, folder: str, release: str) -> dict[str, Any]:
+    """Exports, registers, signs, publishes and rolls out the model in `folder`; returns one turn of the cycle.
+
+    `accuracy` is that of the released file on `test_rows` of the coordinator's rows. `device_accuracy` and `before` are of
+    this release and of its predecessor over the `device_rows`, pooled as in a gate: the coordinator's held-out rows,
+    distributed over the devices. No device counts for more than the median one.
+    """
     version = 1 + max(each["number"] for each in fedloop.json("model", "list", NAME))
     exported = fedloop.json(
         "export", folder, "--name", NAME, "--version", str(version), "--dataset", NAME, "--out", release
@@ -213,17 +182,17 @@ def _release(fedloop: _Commands, folder: str, release: str) -> Released:
     rollout = _roll_out(fedloop, version)
     fedloop("model", "alias", f"{NAME}:{version}", "champion")
     comparisons = [phase["comparison"] for phase in rollout["phases"] if phase["comparison"]]
-    return Released(
-        version,
-        exported["bytes"],
-        exported["accuracy"],
-        rollout["state"],
-        _pooled(comparisons, "accuracy"),
-        _pooled(comparisons, "champion_accuracy"),
-        exported["test_rows"],
-        exported["scored"],
-        round(sum(each["labels"] for each in comparisons)),
-    )
+    return {
+        "version": version,
+        "bytes": exported["bytes"],
+        "accuracy": exported["accuracy"],
+        "rollout": rollout["state"],
+        "device_accuracy": _pooled(comparisons, "accuracy"),
+        "before": _pooled(comparisons, "champion_accuracy"),
+        "test_rows": exported["test_rows"],
+        "scored": exported["scored"],
+        "device_rows": round(sum(each["labels"] for each in comparisons)),
+    }
 
 
 def _pooled(comparisons: list[dict[str, Any]], figure: str) -> float | None:

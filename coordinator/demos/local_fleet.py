@@ -30,7 +30,7 @@ import psutil
 import tomlkit
 
 from coordinator.accounts.admin_token import read_admin_token
-from coordinator.errors import UserError
+from coordinator.errors import RunInterrupted, UserError
 from coordinator.operator.client import OperatorClient
 from edge_client.files import write_durably
 from edge_client.processes.process import tie_to_parent, worker_environment
@@ -41,7 +41,7 @@ STALL_SECONDS = 60.0
 _STOP_SECONDS = 30.0
 
 
-class ProcessFailed(Exception):
+class ProcessFailed(RunInterrupted):
     """A process ended unexpectedly, or does not come up; the message holds the end of its log."""
 
 

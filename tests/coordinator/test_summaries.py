@@ -10,16 +10,18 @@ import pytest
 from rich.console import Console
 
 from coordinator.commands import summaries
-from coordinator.demos.demo import Demo, Stage
-from coordinator.demos.demo_fleet import FleetDemo
-from coordinator.demos.demo_loop import LoopDemo, Released
 
 HERE = Path("runs/here")
 STEP = {
     "step": 1, "kind": "quantize", "model": "cnn", "precision": "static-int8", "accuracy": 0.9, "nonzero": 1, "macs": 1,
     "bytes": 10, "compressed_bytes": 9, "latency_us": 1.0, "facts": {},
 }  # fmt: skip
-TURN = Released(1, 10, 0.9, "finished", 0.9, 0.8, 180, "of the run's 359 held-out rows", 96)
+TURN = {
+    "version": 1, "bytes": 10, "accuracy": 0.9, "rollout": "finished", "device_accuracy": 0.9, "before": 0.8,
+    "test_rows": 180, "scored": "of the run's 359 held-out rows", "device_rows": 96,
+}  # fmt: skip
+LOOP = {"shipped": TURN, "learnt": TURN, "lineage": "", "stopped": {}, "report": "r"}
+TRAFFIC = {"runtimes": {}, "bytes_up": 0, "bytes_down": 0, "report": "r"}
 
 
 def printed(shown: Any) -> str:
@@ -47,9 +49,13 @@ PRINTED = {
         {"source": {**STEP, "step": 0}, "steps": [STEP], "test_rows": 180, "scored": "of 359 held-out rows", "notices": []},
         HERE,
     ),
-    "demo": lambda: summaries.demo_summary(Demo((Stage("a", 0.9, 1, ""),), 359, {}, 0, 0, HERE, HERE)),
-    "demo-fleet": lambda: summaries.fleet_demo_summary(FleetDemo(0.9, 0.9, (359, 359), {}, 2, 0, 0, {}, HERE)),
-    "demo-loop": lambda: summaries.loop_demo_summary(LoopDemo(TURN, TURN, "", {}, HERE)),
+    "demo": lambda: summaries.demo_summary(
+        {"stages": [{"name": "a", "accuracy": 0.9, "bytes": 1, "detail": ""}], "test_rows": 359, **TRAFFIC}
+    ),
+    "demo-fleet": lambda: summaries.fleet_demo_summary(
+        {"fleet_accuracy": 0.9, "simulated_accuracy": 0.9, "test_rows": [359, 359], "rounds": 2, "stopped": {}, **TRAFFIC}
+    ),
+    "demo-loop": lambda: summaries.loop_demo_summary(LOOP),
 }  # fmt: skip
 
 
@@ -59,7 +65,7 @@ def test_an_accuracy_comes_with_its_number_of_rows(command: str) -> None:
 
 
 def test_an_accuracy_on_devices_comes_with_its_number_of_rows() -> None:
-    text = printed(summaries.loop_demo_summary(LoopDemo(TURN, TURN, "", {}, HERE)))
+    text = printed(summaries.loop_demo_summary(LOOP))
     assert (
         "on the devices, which share the held-out rows, on 96 of them 0.9000" in text
         and "own rows" not in text
