@@ -18,7 +18,7 @@ from rich.text import Text
 from coordinator.commands.options import Json, command_group
 from coordinator.commands.output import format_time, make_table, output_console, print_json, print_result
 from coordinator.errors import UserError
-from coordinator.operator.client import Coordinator, OperatorClient, connect
+from coordinator.operator.client import Coordinator, connect
 from coordinator.operator.references import device_id, run_id
 from edge_client.wire.strict import printable
 
@@ -32,7 +32,6 @@ Group = Annotated[str, typer.Option("--group", help="Group that the devices belo
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_PAGE = 1000
 
 
 @app.command(epilog="Example: fedloop device token --uses 20 --ttl 2h --group clinic")
@@ -83,15 +82,8 @@ def token(
 def list_tokens(coordinator: Coordinator = None, as_json: Json = False) -> None:
     """List the tokens that still admit devices. Their secret was shown once and is not stored."""
     tokens = connect(coordinator).get("/tokens")
-    if as_json:
-        print_json(tokens)
-    elif not tokens:
-        typer.echo("no tokens; make one: fedloop device token")
-    for each in () if as_json else tokens:
-        who = "any listed machine" if each["listed_serials_only"] else f"group {printable(each['group'])}"
-        uses = f"{each['uses_left']} more device{'s' * (each['uses_left'] != 1)}"
-        ends = format_time(each["expires_at"])
-        typer.echo(f"{each['id']}  {who}, {uses}, until {ends}{', with approval' * each['needs_approval']}")
+    lines = map(_token_line, tokens) if tokens else ["no tokens; make one: fedloop device token"]
+    print_result(tokens, *lines, as_json=as_json)
 
 
 @app.command(epilog="Example: fedloop device withdraw 0b9f2c1e-…")
@@ -135,7 +127,7 @@ def list_devices(
 ) -> None:
     """List the enrolled devices."""
     client = connect(coordinator)
-    devices = list(_all(client, state=state, group=group))
+    devices = list(client.pages("/devices", "devices", state=state, group=group))
     if as_json:
         print_json(devices)
     elif not devices:
@@ -149,12 +141,9 @@ def show(device: DeviceReference, coordinator: Coordinator = None, as_json: Json
     """Show the record of a device."""
     client = connect(coordinator)
     record = client.get(f"/devices/{device_id(client, device)}")
-    if as_json:
-        print_json(record)
-        return
-    report = record.pop("report")
-    for key, value in {**record, **report}.items():
-        typer.echo(f"{key.replace('_', ' '):18} {_format_value(key, value)}")
+    fields = {key: value for key, value in record.items() if key != "report"} | record["report"]
+    lines = (f"{key.replace('_', ' '):18} {_format_value(key, value)}" for key, value in fields.items())
+    print_result(record, *lines, as_json=as_json)
 
 
 @app.command(epilog="Example: fedloop device approve 3f2a")
@@ -183,7 +172,7 @@ def why(
     client = connect(coordinator)
     only = run_id(client, run) if run is not None else None
     explanation = client.get(f"/devices/{device_id(client, device)}/why", run=only)
-    print_result(explanation, "\n".join(_explanation_lines(explanation)), as_json=as_json)
+    print_result(explanation, *_explanation_lines(explanation), as_json=as_json)
 
 
 def _change(coordinator: str | None, device: str, verb: str, outcome: str, as_json: bool) -> None:
@@ -192,14 +181,11 @@ def _change(coordinator: str | None, device: str, verb: str, outcome: str, as_js
     print_result(changed, f"{printable(changed['name'])} ({changed['id']}) {outcome}", as_json=as_json)
 
 
-def _all(client: OperatorClient, **filters: str | None) -> Iterator[dict[str, Any]]:
-    after: str | None = None
-    while True:
-        page = client.get("/devices", limit=_PAGE, after=after, **filters)
-        yield from page["devices"]
-        after = page["next"]
-        if after is None:
-            return
+def _token_line(token: Mapping[str, Any]) -> str:
+    who = "any listed machine" if token["listed_serials_only"] else f"group {printable(token['group'])}"
+    uses = f"{token['uses_left']} more device{'s' * (token['uses_left'] != 1)}"
+    ends = format_time(token["expires_at"])
+    return f"{token['id']}  {who}, {uses}, until {ends}{', with approval' * token['needs_approval']}"
 
 
 def _seconds(text: str) -> float:

@@ -6,7 +6,6 @@ The wheel carries the pages in `coordinator/docs`; a checkout has them in `docs`
 from __future__ import annotations
 
 from contextlib import nullcontext
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from coordinator.errors import UserError
+from edge_client.data.quoting import nearest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _BUILT = ("index.md", "reference")
@@ -37,9 +37,7 @@ def docs(
         return
     path = pages.get(page.removeprefix("docs/").removesuffix(".md"))
     if path is None:
-        near = get_close_matches(page, pages, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"no page is named {page!r}; {hint}`fedloop docs` lists all pages")
+        raise UserError(f"no page is named {page!r}{nearest(page, pages)}; `fedloop docs` lists all pages")
     with console.pager(styles=True) if console.is_terminal else nullcontext():
         console.print(Markdown(path.read_text("utf-8")))
 

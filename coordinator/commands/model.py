@@ -143,18 +143,22 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List models, or the versions of one."""
+    from coordinator.operator import lineage_drawing
+
     client = connect(coordinator)
     if name is None:
-        items = list(_pages(client, "/models", "models", "after"))
+        items = list(client.pages("/models", "models"))
         table = make_table("model", "versions", "aliases", "since")
         for model in items:
             aliases = ", ".join(f"{alias} = {number}" for alias, number in model["aliases"].items())
             table.add_row(model["name"], str(model["latest"]), aliases, model["created_at"][:16])
     else:
-        items = list(_pages(client, f"/models/{quote(name, safe='')}/versions", "versions", "before"))
+        items = list(client.pages(f"/models/{quote(name, safe='')}/versions", "versions", "before"))
         table = make_table("version", "stage", "kind", "aliases", "figures", "since")
         for version in items:
-            table.add_row(*_row(version))
+            figures = printable(lineage_drawing.figures(version["stage"], version["metrics"]), 100)
+            known_as, since = ", ".join(version["aliases"]), version["created_at"][:16]
+            table.add_row(version["version"], version["stage"], version["kind"], known_as, figures, since)
     if as_json:
         print_json(items)
     elif not items:
@@ -167,21 +171,23 @@ def list_(
 def show(version: VersionReference, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """Show a version: its origin, metrics and files."""
     shown = _version(connect(coordinator), version)
-    if as_json:
-        print_json(shown)
-        return
-    aliases = "".join(f" @{alias}" for alias in shown["aliases"])
-    typer.echo(f"{shown['version']}{aliases}  {shown['stage']}, {shown['kind']}, {shown['created_at'][:16]}")
-    for key, value in shown["about"].items():
+    print_result(shown, *_lines(shown), as_json=as_json)
+
+
+def _lines(version: Mapping[str, Any]) -> Iterator[str]:
+    aliases = "".join(f" @{alias}" for alias in version["aliases"])
+    since = version["created_at"][:16]
+    yield f"{version['version']}{aliases}  {version['stage']}, {version['kind']}, {since}"
+    for key, value in version["about"].items():
         if value not in (None, {}, []):
-            typer.echo(f"  {printable(key)}: {printable(json.dumps(value), 200)}")
-    for each in shown["inputs"]:
-        typer.echo(f"  made from {each['relation']} {each['ref']}")
-    for stage, figures in shown["metrics"].items():
+            yield f"  {printable(key)}: {printable(json.dumps(value), 200)}"
+    for each in version["inputs"]:
+        yield f"  made from {each['relation']} {each['ref']}"
+    for stage, figures in version["metrics"].items():
         values = ", ".join(f"{key} {value:.6g}" for key, value in figures.items())
-        typer.echo(f"  {printable(stage)}: {printable(values)}")
-    for file in shown["files"]:
-        typer.echo(f"  {file['sha256'][:12]}  {file['size_bytes']:>12,}  {file['path']}")
+        yield f"  {printable(stage)}: {printable(values)}"
+    for file in version["files"]:
+        yield f"  {file['sha256'][:12]}  {file['size_bytes']:>12,}  {file['path']}"
 
 
 @app.command(epilog="Example: fedloop model alias digits:3 champion")
@@ -217,12 +223,11 @@ def aliases(
 ) -> None:
     """Show the history of a model's aliases, the latest change first."""
     moves = connect(coordinator).get(f"/models/{quote(name, safe='')}/moves", limit=_PAGE)
-    if as_json:
-        print_json(moves)
-        return
+    lines = []
     for move in moves:
         before, number = (f"{name}:{move[key]}" if move[key] else "nothing" for key in ("before", "number"))
-        typer.echo(f"{move['moved_at'][:19]}  {move['alias']}: {before} -> {number}")
+        lines.append(f"{move['moved_at'][:19]}  {move['alias']}: {before} -> {number}")
+    print_result(moves, *lines, as_json=as_json)
 
 
 @app.command(epilog="Example: fedloop model lineage digits:4 --dot | dot -Tsvg > lineage.svg")
@@ -335,11 +340,9 @@ def _register(
 def _print_version(version: Mapping[str, Any], as_json: bool) -> None:
     from coordinator.operator import lineage_drawing
 
-    if as_json:
-        print_json(version)
-        return
     figures = lineage_drawing.figures(version["stage"], version["metrics"])
-    typer.echo(f"{version['version']}  {version['stage']}{f', {figures}' if figures else ''}")
+    line = f"{version['version']}  {version['stage']}{f', {figures}' if figures else ''}"
+    print_result(version, line, as_json=as_json)
 
 
 @contextmanager
@@ -363,26 +366,3 @@ def _progress_bar(description: str, total_bytes: int) -> Iterator[Any]:
 def _version(client: OperatorClient, which: str) -> dict[str, Any]:
     version: dict[str, Any] = client.get(f"/versions/{quote(which, safe='')}")
     return version
-
-
-def _pages(client: OperatorClient, path: str, key: str, cursor: str) -> Iterator[dict[str, Any]]:
-    position = None
-    while True:
-        page = client.get(path, limit=_PAGE, **{cursor: position})
-        yield from page[key]
-        position = page["next"]
-        if position is None:
-            return
-
-
-def _row(version: Mapping[str, Any]) -> tuple[str, ...]:
-    from coordinator.operator import lineage_drawing
-
-    return (
-        version["version"],
-        version["stage"],
-        version["kind"],
-        ", ".join(version["aliases"]),
-        printable(lineage_drawing.figures(version["stage"], version["metrics"]), 100),
-        version["created_at"][:16],
-    )

@@ -19,9 +19,10 @@ def print_json(document: Any) -> None:
     typer.echo(json.dumps(document, indent=2))
 
 
-def print_result(document: Any, text: str, *, as_json: bool) -> None:
-    """Prints a document as JSON, or the text that says the same."""
-    typer.echo(json.dumps(document, indent=2) if as_json else text)
+def print_result(document: Any, *lines: str, as_json: bool) -> None:
+    """Prints a document as JSON, or the lines that say the same."""
+    for line in [json.dumps(document, indent=2)] if as_json else lines:
+        typer.echo(line)
 
 
 def print_summary(document: Any, summary: RenderableType, *, as_json: bool) -> None:

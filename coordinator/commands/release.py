@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coordinator.commands.options import Json, command_group
-from coordinator.commands.output import print_json
+from coordinator.commands.output import print_json, print_result
 from coordinator.errors import UserError
 from coordinator.operator.client import Coordinator, connect
 from coordinator.releases import roles
@@ -207,12 +208,10 @@ def publish(staging: StagingDir, coordinator: Coordinator = None) -> None:
     from coordinator.operator import release_transfer
 
     with Progress(console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, Any] = {}
 
-        def progress(path: str, sent: int, size: int) -> None:
-            if path not in tasks:
-                tasks[path] = bars.add_task(path, total=size)
-            bars.update(tasks[path], completed=sent)
+        def progress(path: str, size: int) -> Callable[[int], None]:
+            task = bars.add_task(path, total=size)
+            return lambda count: bars.advance(task, count)
 
         version = release_transfer.publish(connect(coordinator), _open_staging(staging), progress)
     typer.echo(f"published targets {version}")
@@ -222,15 +221,12 @@ def publish(staging: StagingDir, coordinator: Coordinator = None) -> None:
 def list_releases(coordinator: Coordinator = None, as_json: Json = False) -> None:
     """List the published releases."""
     releases = connect(coordinator).get("/releases")
-    if as_json:
-        print_json(releases)
-        return
-    for each in releases:
-        typer.echo(
-            f"{each['model']}:{each['version']}  {each['model_bytes']} bytes  SHA-256 {each['model_sha256']}"
-        )
-    if not releases:
-        typer.echo("no releases; stage one: fedloop release add FOLDER --staging DIR")
+    lines = [
+        f"{each['model']}:{each['version']}  {each['model_bytes']} bytes  SHA-256 {each['model_sha256']}"
+        for each in releases
+    ]
+    lines = lines or ["no releases; stage one: fedloop release add FOLDER --staging DIR"]
+    print_result(releases, *lines, as_json=as_json)
 
 
 @app.command(epilog="Example: fedloop release status --json")

@@ -5,7 +5,6 @@ The commands only call the coordinator and print. The coordinator decides phases
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -15,12 +14,13 @@ from urllib.parse import quote
 import typer
 
 from coordinator.commands.options import Json, command_group
-from coordinator.commands.output import format_time, print_json, print_result
+from coordinator.commands.output import format_time, print_result
 from coordinator.errors import UserError
 from coordinator.operator.client import Coordinator, OperatorClient, connect
 from coordinator.operator.references import device_id
 from coordinator.releases.roles import parse_release
 from coordinator.rollouts.gates import Gates
+from edge_client.data.quoting import nearest
 from edge_client.wire.strict import printable
 
 app = command_group("Rollouts: bring a release to devices phase by phase, and roll it back if it proves bad.")
@@ -92,16 +92,12 @@ def list_rollouts(
 ) -> None:
     """List rollouts, newest first."""
     rollouts = connect(coordinator).get("/rollouts", model=model)
-    if as_json:
-        print_json(rollouts)
-    elif not rollouts:
-        typer.echo("no rollouts; start one: fedloop rollout start MODEL:VERSION")
-    for each in () if as_json else rollouts:
-        phase = f", phase {each['phase'] + 1}" if each["phase"] >= 0 and each["state"] not in _ENDED else ""
-        release = f"{each['model']}:{each['version']}"
-        typer.echo(
-            f"{each['id'][:8]}  {release:24} {each['state']}{phase}, since {format_time(each['since'])}"
-        )
+    lines = (
+        map(_summary, rollouts)
+        if rollouts
+        else ["no rollouts; start one: fedloop rollout start MODEL:VERSION"]
+    )
+    print_result(rollouts, *lines, as_json=as_json)
 
 
 @app.command(epilog="Example: fedloop rollout show digits")
@@ -109,7 +105,7 @@ def show(rollout: RolloutReference, coordinator: Coordinator = None, as_json: Js
     """Show the progress of a rollout by phase, and why devices failed."""
     client = connect(coordinator)
     shown = client.get(f"/rollouts/{_id(client, rollout)}")
-    print_result(shown, "\n".join(_lines(shown)), as_json=as_json)
+    print_result(shown, *_lines(shown), as_json=as_json)
 
 
 @app.command(epilog="Example: fedloop rollout pause digits")
@@ -225,9 +221,9 @@ def _gates(texts: list[str]) -> dict[str, float | int | None]:
     for text in texts:
         name, equals, value = text.partition("=")
         if name not in _GATES or not equals:
-            near = difflib.get_close_matches(name, _GATES, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"--gate {text!r}: expected NAME=VALUE with one of {', '.join(_GATES)}{hint}")
+            raise UserError(
+                f"--gate {text!r}: expected NAME=VALUE with one of {', '.join(_GATES)}{nearest(name, _GATES)}"
+            )
         gates[name] = _gate_value(text, str(_GATES[name]), value)
     return gates
 
@@ -240,6 +236,15 @@ def _gate_value(text: str, kind: str, value: str) -> float | int | None:
     except ValueError:
         expected = "an integer" if kind == "int" else "a number"
         raise UserError(f"--gate {text!r}: expected {expected}{' or none' * ('None' in kind)}") from None
+
+
+def _summary(rollout: Mapping[str, Any]) -> str:
+    has_phase = rollout["phase"] >= 0 and rollout["state"] not in _ENDED
+    phase = f", phase {rollout['phase'] + 1}" if has_phase else ""
+    release = f"{rollout['model']}:{rollout['version']}"
+    return (
+        f"{rollout['id'][:8]}  {release:24} {rollout['state']}{phase}, since {format_time(rollout['since'])}"
+    )
 
 
 def _lines(rollout: Mapping[str, Any]) -> Iterator[str]:

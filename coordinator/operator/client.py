@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 from urllib.parse import urlencode, urlsplit
 
 import typer
@@ -23,6 +23,8 @@ from coordinator.settings import DEFAULT_OPERATOR, default_home
 
 DEFAULT_URL = f"http://{DEFAULT_OPERATOR}"
 PREFIX = "/api/v1"
+PIECE_BYTES = 2**20
+_PAGE_ITEMS = 1000
 _TIMEOUT = urllib3.Timeout(connect=5, read=60)
 
 Coordinator = Annotated[
@@ -36,6 +38,10 @@ Coordinator = Annotated[
     ),
 ]
 """The option of every command that calls a coordinator."""
+
+
+OnBytes = Callable[[int], None]
+"""Called with the number of bytes transferred since the last call."""
 
 
 class Unreachable(UserError):
@@ -74,10 +80,35 @@ class OperatorClient:
         response = self._call("POST", path, {} if body is None else body).data
         return json.loads(response) if response else None
 
-    def put_bytes(self, path: str, piece: bytes, **query: Any) -> Any:
-        """The response to these bytes."""
+    def pages(self, path: str, key: str, cursor: str = "after", **query: Any) -> Iterator[dict[str, Any]]:
+        """The items `key` of all pages at `path`; `cursor` is the parameter that asks for the next one."""
+        position = None
+        while True:
+            page = self.get(path, limit=_PAGE_ITEMS, **query, **{cursor: position})
+            yield from page[key]
+            position = page["next"]
+            if position is None:
+                return
+
+    def upload(self, path: str, source: BinaryIO, size_bytes: int, on_bytes: OnBytes) -> None:
+        """Sends a file to `path` in pieces, from where an earlier upload stopped, even of another process.
+
+        Raises:
+            UserError: the file became shorter meanwhile.
+            OSError: it cannot be read.
+        """
         headers = {"Content-Type": "application/octet-stream"}
-        return json.loads(self._call("PUT", _with_query(path, query), content=piece, headers=headers).data)
+        offset = int(self.get(path)["offset"])
+        on_bytes(min(offset, size_bytes))
+        while offset < size_bytes:
+            source.seek(offset)
+            piece = source.read(min(PIECE_BYTES, size_bytes - offset))
+            if not piece:
+                raise UserError(f"{getattr(source, 'name', path)}: became shorter during the upload")
+            response = self._call("PUT", f"{path}?offset={offset}", content=piece, headers=headers)
+            reached = int(json.loads(response.data)["offset"])
+            on_bytes(reached - offset)
+            offset = reached
 
     def put(self, path: str, body: Any) -> Any:
         """The response to `body`."""
@@ -92,7 +123,7 @@ class OperatorClient:
         """The bytes at `path`."""
         return self._call("GET", path).data
 
-    def fetch(self, path: str, into: Path, on_bytes: Callable[[int], None]) -> None:
+    def fetch(self, path: str, into: Path, on_bytes: OnBytes) -> None:
         """Writes the bytes at `path` into a file, piece by piece; calls `on_bytes` with the size of each.
 
         Raises:

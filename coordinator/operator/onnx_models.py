@@ -22,9 +22,8 @@ from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.experiments.validation import find_model_problems, to_user_error
 from coordinator.model_references import check_file_path
 from coordinator.operator import version_transfer
-from coordinator.operator.client import OperatorClient
+from coordinator.operator.client import OnBytes, OperatorClient
 from coordinator.operator.version_folders import Gathered
-from coordinator.operator.version_transfer import OnBytes
 from coordinator.output_folders import require_new
 from coordinator.registry.contents import Content, content_of
 from coordinator.registry.kinds import MODEL, ONNX, ONNX_ABOUT, PARAMS

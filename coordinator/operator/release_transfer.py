@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable
-from pathlib import Path
 
 from coordinator.errors import UserError
-from coordinator.operator.client import OperatorClient
+from coordinator.operator.client import OnBytes, OperatorClient
 from coordinator.operator.staging import Staging
 
-PIECE_BYTES = 2 * 2**20
-
-Progress = Callable[[str, int, int], None]
-"""Called with a target path, the bytes sent, and the total bytes."""
+Progress = Callable[[str, int], OnBytes]
+"""Called with a target path and its total bytes; returns what receives the bytes sent."""
 
 
 def fetch(client: OperatorClient, staging: Staging) -> list[str]:
@@ -38,7 +36,10 @@ def publish(client: OperatorClient, staging: Staging, progress: Progress) -> int
         raise UserError(
             f"{staging.folder}: signatures are missing: {'; '.join(missing)}; `fedloop release sign`"
         )
-    files = {path: _send(client, path, file, progress) for path, file in staging.new_files().items()}
+    files = {}
+    for path, file in staging.new_files().items():
+        with file.open("rb") as source:
+            files[path] = _send(client, source, progress(path, file.stat().st_size))
     roots = [root.to_bytes()] if root is not None else []
     body = {
         "targets": _send_bytes(client, targets.to_bytes()),
@@ -50,24 +51,12 @@ def publish(client: OperatorClient, staging: Staging, progress: Progress) -> int
     return version
 
 
-def _send(client: OperatorClient, path: str, file: Path, progress: Progress) -> str:
-    """Uploads a file from where an earlier attempt stopped; returns its SHA-256."""
-    size = file.stat().st_size
-    with file.open("rb") as source:
-        sha256 = hashlib.file_digest(source, "sha256").hexdigest()
-        offset = int(client.get(f"/releases/files/{sha256}")["offset"])
-        while offset < size:
-            source.seek(offset)
-            piece = source.read(PIECE_BYTES)
-            offset = int(client.put_bytes(f"/releases/files/{sha256}", piece, offset=offset)["offset"])
-            progress(path, offset, size)
+def _send(client: OperatorClient, source: io.BufferedReader | io.BytesIO, on_bytes: OnBytes) -> str:
+    """Uploads a file; returns its SHA-256."""
+    sha256 = hashlib.file_digest(source, "sha256").hexdigest()
+    client.upload(f"/releases/files/{sha256}", source, source.seek(0, io.SEEK_END), on_bytes)
     return sha256
 
 
 def _send_bytes(client: OperatorClient, content: bytes) -> str:
-    sha256 = hashlib.sha256(content).hexdigest()
-    offset = int(client.get(f"/releases/files/{sha256}")["offset"])
-    while offset < len(content):
-        piece = content[offset : offset + PIECE_BYTES]
-        offset = int(client.put_bytes(f"/releases/files/{sha256}", piece, offset=offset)["offset"])
-    return sha256
+    return _send(client, io.BytesIO(content), lambda count: None)

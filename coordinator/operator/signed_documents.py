@@ -76,19 +76,6 @@ def withdraw_release(targets: Targets, name: ReleaseName) -> None:
     del targets.targets[name.manifest], targets.targets[name.file]
 
 
-def require_release_files_only(folder: Path) -> None:
-    """Refuses a release folder with other files: the whole folder is meant to be passed on.
-
-    Raises:
-        UserError: naming the other files.
-    """
-    if others := sorted(path.name for path in folder.iterdir() if path.name not in FILES):
-        raise UserError(
-            f"{folder}: holds {', '.join(others)[:200]}, not a file of a release ({', '.join(FILES)}); rows of data may lie "
-            "there: remove it, or export again into another folder"
-        )
-
-
 def real_rows(manifest: Path) -> int:
     """Number of rows of real data in a manifest.
 
@@ -130,5 +117,10 @@ def release_in(folder: Path) -> ReleaseName:
         raise UserError(
             f"{folder / MANIFEST_NAME} is for another file than {MODEL_NAME}, whose SHA-256 is {sha256}"
         )
-    require_release_files_only(folder)
+    if others := sorted(path.name for path in folder.iterdir() if path.name not in FILES):
+        # The whole folder is meant to be passed on.
+        raise UserError(
+            f"{folder}: holds {', '.join(others)[:200]}, not a file of a release ({', '.join(FILES)}); rows of data may lie "
+            "there: remove it, or export again into another folder"
+        )
     return name

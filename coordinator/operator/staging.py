@@ -15,9 +15,10 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
 
 from securesystemslib.signer import CryptoSigner, Key
 from tuf.api.metadata import Metadata, Root, Targets
@@ -31,6 +32,8 @@ from edge_client.files import write_durably
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
 
 TRUSTED_ROOT = "trusted-root.json"
+
+Document = TypeVar("Document", Root, Targets)
 
 _ROOT_NAME = re.compile(r"[1-9][0-9]{0,8}\.root\.json")
 
@@ -47,20 +50,18 @@ class Staging:
     def roots(self) -> list[Metadata[Root]]:
         """Published roots, oldest first."""
         paths = [path for path in self._published.glob("*.root.json") if _ROOT_NAME.fullmatch(path.name)]
-        return [self._root(path) for path in sorted(paths, key=lambda path: int(path.name.partition(".")[0]))]
+        ordered = sorted(paths, key=lambda path: int(path.name.partition(".")[0]))
+        return [root for path in ordered if (root := _read(path, checks.read_root)) is not None]
 
     def published_targets(self) -> Metadata[Targets] | None:
-        path = self._published / "targets.json"
-        return self._targets(path) if path.exists() else None
+        return _read(self._published / "targets.json", checks.read_targets)
 
     def next_root(self) -> Metadata[Root] | None:
         """The root that waits for signatures or publication."""
-        path = self.folder / "root.json"
-        return self._root(path) if path.exists() else None
+        return _read(self.folder / "root.json", checks.read_root)
 
     def next_targets(self) -> Metadata[Targets] | None:
-        path = self.folder / "targets.json"
-        return self._targets(path) if path.exists() else None
+        return _read(self.folder / "targets.json", checks.read_targets)
 
     def newest_root(self) -> Root:
         """The root that the next documents must satisfy."""
@@ -291,8 +292,7 @@ class Staging:
     def _require_trusted(self, trusted: Path) -> None:
         """Checks the chain of roots from the trusted one, and that published targets follow from it."""
         roots, staged = self.roots(), self.next_root()
-        if trusted.exists():
-            pinned = self._root(trusted)
+        if (pinned := _read(trusted, checks.read_root)) is not None:
             same_version = (
                 root
                 for root in [*roots, *([staged] if staged is not None else [])]
@@ -312,18 +312,6 @@ class Staging:
             raise UserError(
                 f"{self._published / 'targets.json'} lacks the signatures that the root beside it requires"
             )
-
-    def _root(self, path: Path) -> Metadata[Root]:
-        try:
-            return checks.read_root(read_bytes(path))
-        except Refusal as error:
-            raise _damaged(path, error) from None
-
-    def _targets(self, path: Path) -> Metadata[Targets]:
-        try:
-            return checks.read_targets(read_bytes(path))
-        except Refusal as error:
-            raise _damaged(path, error) from None
 
     def _write(self, name: str, metadata: Metadata[Root] | Metadata[Targets]) -> None:
         _write_metadata(self.folder / name, metadata)
@@ -367,9 +355,15 @@ def _sign(
     return len(eligible)
 
 
-def _damaged(path: Path, error: Refusal) -> UserError:
-    again = "fetch it" if path.parent.name == "published" else "stage the change"
-    return UserError(f"{path}: {error}; remove it, and {again} again")
+def _read(path: Path, parse: Callable[[bytes], Metadata[Document]]) -> Metadata[Document] | None:
+    """The document in a file; None if there is none."""
+    if not path.exists():
+        return None
+    try:
+        return parse(read_bytes(path))
+    except Refusal as error:
+        again = "fetch it" if path.parent.name == "published" else "stage the change"
+        raise UserError(f"{path}: {error}; remove it, and {again} again") from None
 
 
 def _write_metadata(path: Path, metadata: Metadata[Root] | Metadata[Targets]) -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from coordinator.errors import UserError
-from coordinator.operator.client import OperatorClient, Refused
+from coordinator.operator.client import OnBytes, OperatorClient, Refused
 from coordinator.output_folders import require_new
 from coordinator.registry.contents import Contents
 from coordinator.registry.kinds import Kind
 from edge_client.files import file_sha256, make_durably
-
-PIECE_BYTES = 2**20
-
-OnBytes = Callable[[int], None]
-"""Called with the number of bytes transferred since the last call."""
 
 
 def add(
@@ -57,7 +52,11 @@ def add(
             if not missing:
                 raise  # it was sent already
         for content in missing:
-            _send(client, content.place, content.sha256, content.size_bytes, on_bytes)
+            try:
+                with content.place.open("rb") as file:
+                    client.upload(f"/model-files/{content.sha256}", file, content.size_bytes, on_bytes)
+            except OSError as error:
+                raise UserError(f"{content.place}: {error.strerror}") from None
 
 
 def export(client: OperatorClient, version: Mapping[str, Any], out: Path, on_bytes: OnBytes) -> None:
@@ -83,22 +82,3 @@ def export(client: OperatorClient, version: Mapping[str, Any], out: Path, on_byt
             make_durably(place, write)
         except OSError as error:
             raise UserError(f"--out {place}: cannot be written: {error.strerror}") from None
-
-
-def _send(client: OperatorClient, place: Path, sha256: str, size_bytes: int, on_bytes: OnBytes) -> None:
-    """Continues an earlier upload of the same file, even by another process."""
-    path = f"/model-files/{sha256}"
-    offset = client.get(path)["offset"]
-    on_bytes(min(offset, size_bytes))
-    try:
-        with place.open("rb") as file:
-            while offset < size_bytes:
-                file.seek(offset)
-                piece = file.read(min(PIECE_BYTES, size_bytes - offset))
-                if not piece:
-                    raise UserError(f"{place}: became shorter during the upload")
-                reached = client.put_bytes(path, piece, offset=offset)["offset"]
-                on_bytes(reached - offset)
-                offset = reached
-    except OSError as error:
-        raise UserError(f"{place}: {error.strerror}") from None

@@ -29,7 +29,7 @@ def test_every_guide_is_listed_and_shown() -> None:
 def test_an_unknown_page_is_refused_with_the_nearest_name() -> None:
     refused = run_here("docs", "real-flet")
     assert refused.returncode == 2
-    assert "did you mean real-fleet?" in refused.stderr
+    assert "did you mean 'real-fleet'?" in refused.stderr
 
 
 @pytest.mark.slow
