@@ -90,15 +90,4 @@ def _write(services: Services, device: str, work: Callable[[Connection], DeviceR
 
 
 def _render(row: DeviceRow) -> Device:
-    return Device(
-        id=row.id,
-        name=row.name,
-        group=row.device_group,
-        state=row.state,
-        serial_number=row.serial_number,
-        enrolled_at=row.enrolled_at,
-        certificate_until=row.certificate_until,
-        last_seen_at=row.last_seen_at,
-        expected_at=row.expected_at,
-        report=dict(row.report),
-    )
+    return Device(group=row.device_group, **vars(row))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query
@@ -36,7 +37,8 @@ async def stream_events(
         last = await asyncio.to_thread(services.database.read, _newest)
     while not services.signals.closed:
         seen = services.signals.seen("events")
-        rows = await asyncio.to_thread(services.database.read, _reader(last, run))
+        read = partial(events.since, after=last, limit=_BATCH, run=run)
+        rows = await asyncio.to_thread(services.database.read, read)
         for row in rows:
             last = row.id
             yield ServerSentEvent(id=str(row.id), data=as_json(row))
@@ -54,13 +56,6 @@ def as_json(row: Row[Any]) -> dict[str, Any]:
         **{key: value for key, value in subjects.items() if value is not None},
         **row._mapping["values"],
     }
-
-
-def _reader(last: int, run: str | None) -> Any:
-    def read(connection: Connection) -> Sequence[Row[Any]]:
-        return events.since(connection, last, _BATCH, run)
-
-    return read
 
 
 def _newest(connection: Connection) -> int:

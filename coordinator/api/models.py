@@ -171,14 +171,14 @@ def list_models(
     rows = services.database.read(partial(registry.list_models, limit=limit + 1, after=after))
     page = rows[:limit]
     return Models(
-        models=[_render_model(row) for row in page], next=page[-1].name if len(rows) > limit else None
+        models=[Model(**vars(row)) for row in page], next=page[-1].name if len(rows) > limit else None
     )
 
 
 @router.get("/models/{name}")
 def get_registered_model(name: str, services: ServicesDep) -> Model:
     """One model."""
-    return _render_model(services.database.read(partial(_require_model, name=check_model_name(name))))
+    return Model(**vars(services.database.read(partial(_require_model, name=check_model_name(name)))))
 
 
 @router.get("/models/{name}/versions")
@@ -364,21 +364,6 @@ def _write_move(services: Services, work: Callable[[Connection], aliases.AliasMo
     return AliasMove(**vars(move))
 
 
-def _render_model(row: ModelRow) -> Model:
-    return Model(name=row.name, latest=row.latest, created_at=row.created_at, aliases=dict(row.aliases))
-
-
 def _render(row: VersionRow) -> Version:
-    return Version(
-        version=str(row.id),
-        model=row.id.model,
-        number=row.id.number,
-        kind=row.kind,
-        stage=row.stage,
-        created_at=row.created_at,
-        aliases=list(row.aliases),
-        files=[VersionFile(**vars(file)) for file in row.files],
-        inputs=[VersionInput(relation=each.relation, ref=each.ref) for each in row.inputs],
-        metrics={stage: dict(figures) for stage, figures in row.metrics.items()},
-        about=dict(row.about),
-    )
+    names = {"version": str(row.id), "model": row.id.model, "number": row.id.number}
+    return Version.model_validate({**vars(row), **names}, from_attributes=True)

@@ -149,13 +149,7 @@ def publish_releases(request: PublishRequest, services: ServicesDep) -> Publishe
 
 
 def _render(release: Stored) -> Release:
-    return Release(
-        model=release.name.model,
-        version=release.name.version,
-        model_bytes=release.model_bytes,
-        model_sha256=release.model_sha256,
-        manifest_sha256=release.manifest_sha256,
-    )
+    return Release(model=release.name.model, version=release.name.version, **vars(release))
 
 
 def _public(keys: dict[str, SSlibKey]) -> dict[str, dict[str, Any]]:

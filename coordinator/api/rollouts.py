@@ -33,23 +33,6 @@ class RolloutFilter(BaseModel):
     ids: tuple[_TEXT, ...] = ()
 
 
-class RolloutGates(BaseModel):
-    """What every phase must achieve; `fedloop rollout start --help` explains each."""
-
-    model_config = {"extra": "forbid", "allow_inf_nan": False}
-
-    install: float = Gates.install
-    answered: float = Gates.answered
-    min_answers: int = Gates.min_answers
-    deadline_seconds: float = Gates.deadline_seconds
-    soak_seconds: float = Gates.soak_seconds
-    golden_accuracy: float | None = Gates.golden_accuracy
-    max_accuracy_drop: float | None = Gates.max_accuracy_drop
-    max_loss_increase: float | None = Gates.max_loss_increase
-    min_labels: int = Gates.min_labels
-    confidence: float | None = Gates.confidence
-
-
 class RolloutRequest(BaseModel):
     """A published release for devices. `phases`: increasing percentages of them."""
 
@@ -59,7 +42,9 @@ class RolloutRequest(BaseModel):
     version: int = Field(ge=1, lt=10**9)
     phases: list[float] = Field(list(plan.DEFAULT_PHASES), min_length=1, max_length=50)
     filter: RolloutFilter = RolloutFilter()
-    gates: RolloutGates = RolloutGates()
+    gates: Gates = Field(
+        Gates(), description="What every phase must achieve; `fedloop rollout start --help` explains each."
+    )
 
 
 class Rollout(BaseModel):
@@ -164,7 +149,7 @@ def start_rollout(request: RolloutRequest, services: ServicesDep) -> Rollout:
         request.version,
         percents=request.phases,
         device_filter=Filter(**request.filter.model_dump()),
-        gates=Gates(**request.gates.model_dump()),
+        gates=request.gates,
     )
     return _render(started)
 
@@ -226,11 +211,11 @@ def force_rollout_device(rollout: str, request: ForceRequest, services: Services
 
 
 def _render(row: RolloutRow) -> Rollout:
-    return Rollout(**{key: getattr(row, key) for key in Rollout.model_fields})
+    return Rollout(**vars(row))
 
 
 def _render_member(row: MemberRow) -> RolloutMember:
-    return RolloutMember(**{key: getattr(row, key) for key in RolloutMember.model_fields})
+    return RolloutMember(**vars(row))
 
 
 def _details(at: Connection, row: RolloutRow, now: datetime) -> RolloutDetails:

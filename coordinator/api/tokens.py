@@ -7,14 +7,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
-from sqlalchemy import Connection
 
 from coordinator.accounts import enrolment_tokens
-from coordinator.accounts.enrolment_tokens import (
-    NewToken,
-    TokenTerms,
-    plain_text,
-)
+from coordinator.accounts.enrolment_tokens import TokenTerms, plain_text
 from coordinator.api.deps import ServicesDep
 from coordinator.db import tokens
 from coordinator.db.tokens import TokenRow
@@ -89,18 +84,18 @@ def make_token(request: TokenRequest, services: ServicesDep) -> MadeToken:
         request.listed_serials_only,
     )
 
-    def work(connection: Connection) -> NewToken:
-        return enrolment_tokens.create_token(connection, services.authority, terms, services.clock())
-
-    token = services.database.write(work).result()
+    token = services.database.write(
+        lambda at: enrolment_tokens.create_token(at, services.authority, terms, services.clock())
+    ).result()
     services.signals.notify("events")
+    row = token.row
     return MadeToken(
-        id=token.row.id,
+        id=row.id,
         token=token.text,
         url=services.settings.device_url,
-        group=token.row.device_group,
-        uses=token.row.uses_left,
-        expires_at=token.row.expires_at,
+        group=row.device_group,
+        uses=row.uses_left,
+        expires_at=row.expires_at,
     )
 
 
@@ -122,15 +117,7 @@ def withdraw_token(token: str, services: ServicesDep) -> Token:
 
 
 def _render(row: TokenRow) -> Token:
-    return Token(
-        id=row.id,
-        group=row.device_group,
-        uses_left=row.uses_left,
-        needs_approval=row.needs_approval,
-        listed_serials_only=row.listed_serials_only,
-        created_at=row.created_at,
-        expires_at=row.expires_at,
-    )
+    return Token(group=row.device_group, **vars(row))
 
 
 @router.post("/serials")
@@ -139,8 +126,7 @@ def list_serials(request: SerialsRequest, services: ServicesDep) -> SerialsAdded
     numbers = dict.fromkeys(plain_text(each, "a serial number") for each in request.serial_numbers)
     group = plain_text(request.group, "group")
 
-    def work(connection: Connection) -> int:
-        return tokens.add_serials(connection, list(numbers), group, services.clock())
-
-    added = services.database.write(work).result()
+    added = services.database.write(
+        lambda at: tokens.add_serials(at, list(numbers), group, services.clock())
+    ).result()
     return SerialsAdded(added=added, already_listed=len(numbers) - added)

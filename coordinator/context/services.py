@@ -5,10 +5,14 @@ Routes read them from `request.app.state.services`; runs and fleets take them as
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
+from typing import TypeVar
+
+from sqlalchemy import Connection
 
 from coordinator.accounts.certificate_authority import Authority
 from coordinator.context.device_log import DeviceLog
@@ -25,6 +29,7 @@ from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs, PartFiles
 
 Clock = Callable[[], datetime]
+T = TypeVar("T")
 
 
 def utc_now() -> datetime:
@@ -47,6 +52,10 @@ class Services:
     device_log: DeviceLog = field(default_factory=DeviceLog)
     admin_guesses: WrongTokens = field(default_factory=WrongTokens)
     enrolment_guesses: WrongTokens = field(default_factory=WrongTokens)
+
+    async def write(self, work: Callable[[Connection], T]) -> T:
+        """The result of `work` in one transaction of the database, without blocking the event loop."""
+        return await asyncio.wrap_future(self.database.write(work))
 
     @cached_property
     def uploads_in_flight(self) -> UploadSlots:

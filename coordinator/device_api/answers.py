@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
 from sqlalchemy import Connection
 
 from coordinator.api.deps import ServicesDep
+from coordinator.context.services import Services
 from coordinator.db import answers
 from coordinator.device_api.bodies import read_message
 from coordinator.device_api.identity import CallerDep
@@ -23,10 +23,7 @@ router = APIRouter()
 
 @router.post("/tasks/{task}/evaluation")
 async def evaluation(
-    task: str,
-    request: Request,
-    caller: CallerDep,
-    services: ServicesDep,
+    task: str, request: Request, caller: CallerDep, services: ServicesDep
 ) -> Mapping[str, Any]:
     """Idempotent: a repeated message gets the same answer and counts once."""
     message = await read_message(EvaluationResult, request)
@@ -45,19 +42,11 @@ async def evaluation(
         answers.record_evaluation(connection, row, to_json(message), now)
         return row.run
 
-    run = await asyncio.wrap_future(services.database.write(work))
-    if run is not None:
-        services.signals.notify(f"run:{run}", "events")
-    return {"accepted": True}
+    return await _record(services, work)
 
 
 @router.post("/tasks/{task}/decline")
-async def decline(
-    task: str,
-    request: Request,
-    caller: CallerDep,
-    services: ServicesDep,
-) -> Mapping[str, Any]:
+async def decline(task: str, request: Request, caller: CallerDep, services: ServicesDep) -> Mapping[str, Any]:
     """Idempotent; no effect on a task that is over."""
     message = await read_message(Decline, request)
 
@@ -68,7 +57,12 @@ async def decline(
         answers.decline(connection, row, message.code, message.words, services.clock())
         return row.run
 
-    run = await asyncio.wrap_future(services.database.write(work))
+    return await _record(services, work)
+
+
+async def _record(services: Services, work: Callable[[Connection], str | None]) -> Mapping[str, Any]:
+    """Does the `work`, and notifies the run that it returns."""
+    run = await services.write(work)
     if run is not None:
         services.signals.notify(f"run:{run}", "events")
     return {"accepted": True}

@@ -7,7 +7,6 @@ import re
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse
-from sqlalchemy import Connection
 
 from coordinator.api.deps import ServicesDep
 from coordinator.db import rounds
@@ -24,15 +23,10 @@ class BlobResponse(FileResponse):
 
 
 @router.get("/blobs/{sha256}")
-async def fetch_blob(
-    sha256: str,
-    request: Request,
-    caller: CallerDep,
-    services: ServicesDep,
-) -> FileResponse:
-    granted = await run_in_threadpool(services.database.read, lambda at: _is_granted(at, caller.id, sha256))
-    if not granted:
-        if _is_digest(sha256) and services.blobs.path(sha256).exists():
+async def fetch_blob(sha256: str, request: Request, caller: CallerDep, services: ServicesDep) -> FileResponse:
+    tasks = await run_in_threadpool(services.database.read, lambda at: rounds.live_tasks(at, caller.id))
+    if not any(sha256 in rounds.blobs_of(task.offer) for task in tasks):
+        if is_digest(sha256) and services.blobs.path(sha256).exists():
             raise Refusal(403, "not_yours", "no open task of this device refers to this blob")
         raise Refusal(404, "not_found", "there is no such blob")
     path = services.blobs.require(sha256)
@@ -57,9 +51,6 @@ def require_range(header: str | None, size_bytes: int) -> None:
         raise Refusal(416, "bad_range", f"expected one range bytes=FIRST- within {size_bytes} bytes")
 
 
-def _is_granted(connection: Connection, device: str, digest: str) -> bool:
-    return any(digest in rounds.blobs_of(task.offer) for task in rounds.live_tasks(connection, device))
-
-
-def _is_digest(text: str) -> bool:
+def is_digest(text: str) -> bool:
+    """Whether this is a SHA-256 in lower-case hex."""
     return len(text) == 64 and set(text) <= set("0123456789abcdef")

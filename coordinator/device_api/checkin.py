@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -58,11 +58,7 @@ class _Outcome:
 
 
 @router.post("/checkin")
-async def check_in(
-    request: Request,
-    caller: CallerDep,
-    services: ServicesDep,
-) -> Mapping[str, Any]:
+async def check_in(request: Request, caller: CallerDep, services: ServicesDep) -> Mapping[str, Any]:
     report = await read_message(CheckIn, request)
     wire = _negotiate(report.wire)
     _require_valid_releases(report)
@@ -72,7 +68,7 @@ async def check_in(
 
     seen = services.signals.seen(topic)
     due_seconds = max(hold_seconds, idle_seconds)
-    outcome = await _write(services, lambda at: _record(at, services, caller, report, due_seconds))
+    outcome = await services.write(lambda at: _record(at, services, caller, report, due_seconds))
     services.signals.notify("devices")
     _notify(services, caller, report, outcome)
     if not outcome.worth_holding:
@@ -81,7 +77,7 @@ async def check_in(
         return _answer(wire, 0.0, outcome, hold=True)
     with services.pacing.poll_slot(services.settings.held, caller.id) as held:
         if held and await _wait_for_signal(request, services, topic, seen, hold_seconds):
-            outcome = await _write(services, lambda at: _find_work(at, services, caller, report))
+            outcome = await services.write(lambda at: _find_work(at, services, caller, report))
             _notify(services, caller, report, outcome)
     next_seconds = 0.0 if held and hold_seconds > 0 else idle_seconds
     return _answer(wire, next_seconds, outcome, hold=held and outcome.worth_holding)
@@ -122,7 +118,6 @@ def _require_valid_releases(report: CheckIn) -> None:
 def _record(
     connection: Connection, services: Services, caller: Caller, report: CheckIn, due_seconds: float
 ) -> _Outcome:
-    """Stores the report, then looks for work."""
     now = services.clock()
     due = now + timedelta(seconds=due_seconds)
     participants.checked_in(connection, caller.id, to_json(report), now, due)
@@ -202,10 +197,6 @@ def _idle_seconds(services: Services) -> float:
     return services.pacing.next_seconds(
         lambda: services.database.read(participants.fleet_size), services.settings.checkins_per_second
     )
-
-
-async def _write(services: Services, work: Callable[[Connection], _Outcome]) -> _Outcome:
-    return await asyncio.wrap_future(services.database.write(work))
 
 
 async def _wait_for_signal(

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from sqlalchemy import Connection
 
 from coordinator.accounts import enrolment
 from coordinator.api.deps import ServicesDep
-from coordinator.context.services import Services
 from coordinator.device_api.bodies import read_anonymous_message
 from coordinator.device_api.identity import CallerDep
 from coordinator.errors import Refusal
 from edge_client.wire.device import EnrolRequest, RenewRequest, to_json
-
-T = TypeVar("T")
 
 router = APIRouter()
 
@@ -33,38 +28,31 @@ async def ca(services: ServicesDep) -> Response:
 async def enrol(request: Request, services: ServicesDep) -> Mapping[str, Any]:
     message = await read_anonymous_message(EnrolRequest, request)
     try:
-        answer = await _write(
-            services,
-            lambda at: enrolment.enrol(at, services.authority, services.settings, message, services.clock()),
+        answer = await services.write(
+            lambda at: enrolment.enrol(at, services.authority, services.settings, message, services.clock())
         )
     except Refusal as refusal:
         if refusal.code == "token_unknown":
             services.enrolment_guesses.record("enrolment", request.client.host if request.client else None)
         raise
+    services.signals.notify("events")
     return to_json(answer)
 
 
 @router.post("/renew")
 async def renew(request: Request, services: ServicesDep) -> Mapping[str, Any]:
     message = await read_anonymous_message(RenewRequest, request)
-    return to_json(
-        await _write(
-            services,
-            lambda at: enrolment.renew(at, services.authority, services.settings, message, services.clock()),
-        )
+    answer = await services.write(
+        lambda at: enrolment.renew(at, services.authority, services.settings, message, services.clock())
     )
+    services.signals.notify("events")
+    return to_json(answer)
 
 
 @router.post("/leave")
 async def leave(caller: CallerDep, services: ServicesDep) -> Mapping[str, Any]:
-    await _write(services, lambda at: enrolment.leave(at, caller.id, services.clock()))
+    await services.write(lambda at: enrolment.leave(at, caller.id, services.clock()))
     live = (f"run:{deployment.run}" for deployment in services.deployments.active())
-    services.signals.notify(f"device:{caller.id}", *live)
+    services.signals.notify(f"device:{caller.id}", "events", *live)
     services.device_log.forget(caller.id)
     return {}
-
-
-async def _write(services: Services, work: Callable[[Connection], T]) -> T:
-    done = await asyncio.wrap_future(services.database.write(work))
-    services.signals.notify("events")
-    return done

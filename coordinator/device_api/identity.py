@@ -10,7 +10,7 @@ The device's state is read for every request, so a revocation takes effect on th
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 from typing import Annotated
@@ -68,9 +68,12 @@ def _client_certificate(request: Request, trusted: tuple[str, ...]) -> x509.Cert
         if len(forwarded) > 1:
             raise Refusal(401, "foreign_certificate", f"the proxy forwarded {len(forwarded)} certificates")
         if forwarded and forwarded[0]:
-            return _parse_pem(unquote(forwarded[0]))
+            pem = unquote(forwarded[0]).encode()
+            return _parse(x509.load_pem_x509_certificate, pem, f"{FORWARDED} holds no certificate in PEM")
     der: bytes | None = state.get("peer_certificate")
-    return None if der is None else _parse_der(der)
+    if der is None:
+        return None
+    return _parse(x509.load_der_x509_certificate, der, "this certificate cannot be read")
 
 
 def _is_trusted(address: str, trusted: tuple[str, ...]) -> bool:
@@ -81,15 +84,10 @@ def _is_trusted(address: str, trusted: tuple[str, ...]) -> bool:
     return any((mapped or peer) in ip_network(each, strict=False) for each in trusted)
 
 
-def _parse_der(der: bytes) -> x509.Certificate:
+def _parse(load: Callable[[bytes], x509.Certificate], encoded: bytes, problem: str) -> x509.Certificate:
     try:
-        return x509.load_der_x509_certificate(der)
-    except Exception as error:  # an operator's own CA may have signed what only OpenSSL accepts
-        raise Refusal(401, "foreign_certificate", "this certificate cannot be read") from error
-
-
-def _parse_pem(pem: str) -> x509.Certificate:
-    try:
-        return x509.load_pem_x509_certificate(pem.encode())
-    except Exception as error:  # a parser may raise anything on untrusted bytes
-        raise Refusal(401, "foreign_certificate", f"{FORWARDED} holds no certificate in PEM") from error
+        return load(encoded)
+    except (
+        Exception
+    ) as error:  # the parser may raise anything on untrusted bytes, and on what only OpenSSL accepts
+        raise Refusal(401, "foreign_certificate", problem) from error

@@ -12,10 +12,10 @@ of its part file.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import anyio.to_thread
 from fastapi import APIRouter, Query, Request
@@ -30,6 +30,7 @@ from coordinator.context.services import Services
 from coordinator.db import answers, rounds
 from coordinator.db.answers import AcceptedUpdate
 from coordinator.db.rounds import TaskRow
+from coordinator.device_api.blobs import is_digest
 from coordinator.device_api.bodies import read_message
 from coordinator.device_api.identity import Caller, CallerDep
 from coordinator.device_api.tasks import own_task, require_open
@@ -49,16 +50,12 @@ STALL_SECONDS = 20.0
 _checks = anyio.CapacityLimiter(2)
 """Results inflated or checked concurrently: each takes a core and some MB of memory."""
 
-T = TypeVar("T")
 router = APIRouter()
 
 
 @router.post("/tasks/{task}/upload")
 async def start_upload(
-    task: str,
-    request: Request,
-    caller: CallerDep,
-    services: ServicesDep,
+    task: str, request: Request, caller: CallerDep, services: ServicesDep
 ) -> Mapping[str, Any]:
     """Idempotent: answers the offset to resume at, and finishes a complete upload."""
     announced = await read_message(UploadStart, request)
@@ -87,9 +84,8 @@ async def upload_piece(
         if row.state in ("waiting", "leased"):
             transfer = services.part_files.of(row.id)
             async with transfer.lock:
-                row = await _own_task(
-                    services, caller, task
-                )  # the previous holder of the lock may have finished
+                # The previous holder of the lock may have finished.
+                row = await _own_task(services, caller, task)
                 if row.state != "accepted":
                     announced = await _announcement(services, row)
                     upload = _Upload(services, row, announced, transfer)
@@ -110,7 +106,7 @@ class _Upload:
 
     async def start(self) -> UploadState:
         """The offset to resume at. Bytes of a different earlier announcement are dropped."""
-        before = await self._write(self._store_announcement)
+        before = await self._services.write(self._store_announcement)
         failpoints.reach("intake.opened")
         if before != self._announced:
             await run_in_threadpool(self._transfer.remove)
@@ -225,7 +221,7 @@ class _Upload:
             if task.state == "leased":
                 answers.reject(connection, task, verdict.reason, verdict.message, self._services.clock())
 
-        await self._write(work)
+        await self._services.write(work)
         self._notify()
         if names_other_client:
             return Refusal(403, "foreign_identity", verdict.message)
@@ -248,7 +244,7 @@ class _Upload:
             with blobs.held(digest):
                 await run_in_threadpool(blobs.adopt, file, digest)
                 failpoints.reach("intake.blob_stored")
-                await self._write(work)
+                await self._services.write(work)
         except Refusal:
             await run_in_threadpool(self._drop, digest)
             raise
@@ -289,7 +285,7 @@ class _Upload:
         """Renews the lease, since sending is a sign of life; once in a while, not for every piece."""
         now = self._services.clock()
         if self._task.leased_until is None or self._task.leased_until - now < self._lease / 2:
-            await self._write(lambda at: rounds.lease(at, self._task.id, now + self._lease))
+            await self._services.write(lambda at: rounds.lease(at, self._task.id, now + self._lease))
 
     @property
     def _lease(self) -> timedelta:
@@ -299,9 +295,6 @@ class _Upload:
         return Refusal(
             413, "oversized", f"more than the announced {self._announced.size_bytes} bytes arrived"
         )
-
-    async def _write(self, work: Callable[[Connection], T]) -> T:
-        return await asyncio.wrap_future(self._services.database.write(work))
 
     def _notify(self) -> None:
         self._services.signals.notify(f"run:{self._task.run}", "events")
@@ -344,7 +337,7 @@ def _require_plausible(announced: UploadStart, task: TaskRow) -> None:
         raise Refusal(422, "malformed", "UploadStart: a size is not positive")
     if announced.encoding == "identity" and announced.size_bytes != announced.decoded_bytes:
         raise Refusal(422, "malformed", "UploadStart: without an encoding both sizes must be equal")
-    if len(announced.sha256) != 64 or not set(announced.sha256) <= set("0123456789abcdef"):
+    if not is_digest(announced.sha256):
         raise Refusal(422, "malformed", "UploadStart.sha256 is not a SHA-256 in lower-case hex")
 
 

@@ -39,6 +39,8 @@ class Gates:
             rows decide nothing (see `undecided_comparison`). None: the pooled figures are compared directly.
     """
 
+    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012 - for requests to the API
+
     install: float = 0.95
     answered: float = 0.5
     min_answers: int = 1
