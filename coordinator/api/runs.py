@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import FileResponse
@@ -17,7 +18,6 @@ from coordinator.db import runs as rows
 from coordinator.errors import Refusal
 from coordinator.experiments import experiment as experiments
 from coordinator.reports import run_report
-from coordinator.runs.service import RunService
 
 router = APIRouter(tags=["runs"])
 
@@ -44,16 +44,25 @@ class Run(BaseModel):
     experiment: dict[str, Any]
 
 
+class RunService(Protocol):
+    """What these routes use of `coordinator.runs.service.RunService`."""
+
+    def create(self, document: Mapping[str, Any], sets: Sequence[str] = ()) -> str: ...
+
+    def cancel(self, run: str) -> None: ...
+
+
 def runs_of(request: Request) -> RunService:
     """The run service of the process that serves this request."""
     service: RunService = request.app.state.runs
     return service
 
 
+RunsDep = Annotated[RunService, Depends(runs_of)]
+
+
 @router.post("/runs", status_code=201)
-def create_run(
-    request: RunRequest, service: Annotated[RunService, Depends(runs_of)], services: ServicesDep
-) -> Run:
+def create_run(request: RunRequest, service: RunsDep, services: ServicesDep) -> Run:
     """Starts federated training on the fleet.
 
     422 `code_not_allowed`, `path_not_allowed`: the experiment names code or a file that this coordinator does not accept
@@ -122,7 +131,7 @@ def get_model(run: str, services: ServicesDep) -> FileResponse:
 
 
 @router.post("/runs/{run}/cancel")
-def cancel_run(run: str, service: Annotated[RunService, Depends(runs_of)], services: ServicesDep) -> Run:
+def cancel_run(run: str, service: RunsDep, services: ServicesDep) -> Run:
     """Ends a run now; committed rounds stay."""
     service.cancel(run)
     return _render(_require_run(services, run))

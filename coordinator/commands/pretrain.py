@@ -176,15 +176,12 @@ def plan(
     from coordinator.commands.summaries import plan_summary
     from coordinator.datacenter import pretrain_config, pretraining
     from coordinator.datacenter.environment import Environment
-    from coordinator.experiments.experiment import apply_settings, read_toml
 
     if processes % hosts:
         raise UserError(
             f"--processes {processes} --hosts {hosts}: every host must have the same number of processes"
         )
-    document = apply_settings(read_toml(config) if config else {}, sets or [])
-    planner = document.pop("planner", {})
-    resolved = pretrain_config.resolve(document, str(config) if config else "pretraining")
+    resolved, planner = pretrain_config.load_with(config, sets or [], "planner")
     planner = {**planner, "processes": processes, "per_host": processes // hosts}
     with RichProgress(Console(stderr=True)) as progress:
         ranking = pretraining.plan(resolved, planner, Environment(data_dir, progress))
@@ -205,11 +202,8 @@ def tune(
     from coordinator.commands.summaries import tuning_summary
     from coordinator.datacenter import pretrain_config, pretraining
     from coordinator.datacenter.environment import Environment
-    from coordinator.experiments.experiment import apply_settings, read_toml
 
-    document = apply_settings(read_toml(config) if config else {}, sets or [])
-    tuner = document.pop("tune", {})
-    resolved = pretrain_config.resolve(document, str(config) if config else "pretraining")
+    resolved, tuner = pretrain_config.load_with(config, sets or [], "tune")
     with RichProgress(Console(stderr=True)) as progress:
         results = pretraining.tune(resolved, tuner, Environment(data_dir, progress))
     print_summary(results, tuning_summary(results), as_json=as_json)

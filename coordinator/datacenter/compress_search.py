@@ -11,7 +11,7 @@ candidates that are not there yet.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.datacenter import compression, jobs
+from coordinator.datacenter import compression
 from coordinator.datacenter.compression import Request
 from coordinator.datacenter.compression_sources import Source, SourceReader
 from coordinator.datacenter.documents import LINEAGE, MODEL, PARAMS, PIPELINE, REPORT, TFLITE
 from coordinator.datacenter.environment import Environment
-from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import Job
 from coordinator.errors import UserError
 from coordinator.experiments.validation import to_user_error
+from coordinator.output_folders import require_new
 from coordinator.storage.private_folders import private_folder
 
 FOLDER = "search"
@@ -105,8 +105,7 @@ def search(
         UserError: `folder` holds no trained model, the request is wrong, or `out` is something else.
         RunInterrupted: the worker failed; the message says where its log is.
     """
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / FOLDER).is_dir())):
-        raise UserError(f"--out {out}: the folder is not empty; name another one")
+    require_new(out, may_continue=(out / FOLDER).is_dir())
     with private_folder() as scratch:
         pipeline = request.pipeline.model_copy(update={"test_rows": 2 * request.pipeline.test_rows})
         source = SourceReader(pipeline, scratch, environment, request.data_options).read(folder)
@@ -155,22 +154,10 @@ def _run_search(
             **({"student": student} if student else {}),
         },
     )
-    display = _CandidateDisplay(environment.progress.stage, environment.progress.trained)
-    try:
-        return jobs.run(job, out, display, environment.clock)
-    except JobFailed as error:
-        raise compression.failure(error, display.checked) from None
 
+    def describe(line: Mapping[str, Any]) -> str | None:
+        if "candidate" not in line:
+            return None
+        return str(line["candidate"]) + (" with few epochs" if line["rung"] == "short" else "")
 
-class _CandidateDisplay:
-    """Displays each candidate once."""
-
-    def __init__(self, stage: Callable[[str], None], trained: Callable[[Mapping[str, Any]], None]) -> None:
-        self.checked = False
-        self._stage, self._trained = stage, trained
-
-    def __call__(self, line: Mapping[str, Any]) -> None:
-        self.checked = self.checked or bool(line.get("checked"))
-        if "candidate" in line:
-            self._stage(line["candidate"] + (" with few epochs" if line["rung"] == "short" else ""))
-        self._trained(line)
+    return compression.run_job(job, out, environment, describe)

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +38,7 @@ from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.experiment import apply_settings
 from coordinator.experiments.validation import format_error, to_user_error
+from coordinator.output_folders import require_new
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import file_sha256, write_durably
 from models import catalog
@@ -128,8 +129,7 @@ def compress(
         RunInterrupted: a step failed; the message says which and where its log is.
     """
     started = (out / PIPELINE).is_file()
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not started)):
-        raise UserError(f"--out {out}: the folder is not empty; name another one")
+    require_new(out, may_continue=started)
     with private_folder() as scratch:
         source = SourceReader(request.pipeline, scratch, environment, request.data_options).read(folder)
         pipeline = _complete(request, source)
@@ -175,17 +175,6 @@ def run_steps(
         UserError: the worker rejected the request before it started.
         RunInterrupted: a step failed.
     """
-    checked = False
-
-    def on_progress(line: Mapping[str, Any]) -> None:
-        nonlocal checked
-        checked = checked or bool(line.get("checked"))
-        if line.get("stage") in ("compress", "kept") and line["pipeline_step"]:
-            message = f"step {line['pipeline_step']} of {line['steps_in_all']}: {line['kind']}"
-            progress.stage(message + (", kept from before" if line["stage"] == "kept" else ""))
-        progress.trained(line)
-
-    progress = environment.progress
     described_teachers = {
         name: {"model": dict(teacher.model), "params": str(teacher.params.absolute())}
         for name, teacher in (teachers or {}).items()
@@ -198,19 +187,47 @@ def run_steps(
         params=source.params,
         more={"steps": [dict(step) for step in steps], "pipeline": origin, "teachers": described_teachers},
     )
+
+    def describe(line: Mapping[str, Any]) -> str | None:
+        if line.get("stage") not in ("compress", "kept") or not line["pipeline_step"]:
+            return None
+        step = f"step {line['pipeline_step']} of {line['steps_in_all']}: {line['kind']}"
+        return step + (", kept from before" if line["stage"] == "kept" else "")
+
+    return run_job(job, out, environment, describe, resumable=keep_on_failure)
+
+
+def run_job(
+    job: Job,
+    out: Path,
+    environment: Environment,
+    describe: Callable[[Mapping[str, Any]], str | None],
+    *,
+    resumable: bool = True,
+) -> dict[str, Any]:
+    """The result of a job in `out`. `describe`: the stage that a line of its progress begins, if any.
+
+    Raises:
+        UserError: the worker rejected the request.
+        RunInterrupted: it failed after it had checked the request.
+    """
+    progress, checked = environment.progress, False
+
+    def on_progress(line: Mapping[str, Any]) -> None:
+        nonlocal checked
+        checked = checked or bool(line.get("checked"))
+        if (stage := describe(line)) is not None:
+            progress.stage(stage)
+        progress.trained(line)
+
     try:
         return jobs.run(job, out, on_progress, environment.clock)
     except JobFailed as error:
-        raise failure(error, checked, resumable=keep_on_failure) from None
-
-
-def failure(error: JobFailed, checked: bool, *, resumable: bool = True) -> UserError | RunInterrupted:
-    """The error of a worker that failed: the user's mistake, unless the worker had `checked` the request before."""
-    if not checked:
-        return UserError(error.reason)
-    if not resumable:
-        return RunInterrupted(error.summary)
-    return RunInterrupted(f"{error}; the same command continues after the last finished step")
+        if not checked:
+            raise UserError(error.reason) from None
+        if not resumable:
+            raise RunInterrupted(error.summary) from None
+        raise RunInterrupted(f"{error}; the same command continues after the last finished step") from None
 
 
 def write_report(source: Source, result: Mapping[str, Any], out: Path, **more: Any) -> dict[str, Any]:
@@ -319,7 +336,10 @@ def student_of(student: Model, model: Mapping[str, Any]) -> str | None:
         raise UserError(f"student.name = {name!r} is unknown; known: {', '.join(catalog.MODELS)}")
     if target is not None:
         if "litert" not in target.runtimes:
-            raise UserError(f"student.name = {name!r} cannot be exported for devices; choose {_exportable()}")
+            exportable = (key for key, entry in catalog.MODELS.items() if "litert" in entry.runtimes)
+            raise UserError(
+                f"student.name = {name!r} cannot be exported for devices; choose {', '.join(exportable)}"
+            )
         try:
             target.options.model_validate(options)
         except ValidationError as error:
@@ -327,7 +347,3 @@ def student_of(student: Model, model: Mapping[str, Any]) -> str | None:
                 "student", [format_error(item, target.options) for item in error.errors()]
             ) from None
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})" if options else name
-
-
-def _exportable() -> str:
-    return ", ".join(name for name, entry in catalog.MODELS.items() if "litert" in entry.runtimes)

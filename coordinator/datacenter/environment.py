@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from coordinator.datacenter.pretrain_queue import Queue
+from coordinator.reports.progress import Quiet
 from coordinator.rounds.events import Clock
 
 
@@ -23,16 +24,6 @@ class Progress(Protocol):
         """A worker's progress: `step` of `steps`, `loss`, `lr`, `seconds`."""
 
 
-class NoProgress:
-    """Displays nothing."""
-
-    def stage(self, message: str) -> None: ...
-
-    def note(self, message: str) -> None: ...
-
-    def trained(self, line: Mapping[str, Any]) -> None: ...
-
-
 @dataclass(frozen=True)
 class Environment:
     """The environment of a datacenter command.
@@ -42,6 +33,6 @@ class Environment:
     """
 
     data_dir: Path | None = None
-    progress: Progress = NoProgress()  # noqa: RUF009 - stateless
+    progress: Progress = Quiet()  # noqa: RUF009 - stateless
     clock: Clock = lambda: datetime.now(UTC)
     queue: Queue | None = None

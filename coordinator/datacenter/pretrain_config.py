@@ -121,6 +121,17 @@ def load(
     return resolve(document, str(path) if path else "pretraining", plan)
 
 
+def load_with(path: Path | None, sets: Sequence[str], table: str) -> tuple[Pretraining, dict[str, Any]]:
+    """The pretraining as `load`, without the command's own `table` in its file and settings, and that table.
+
+    Raises:
+        UserError: as `load`.
+    """
+    document = apply_settings(read_toml(path) if path else {}, sets)
+    own = document.pop(table, {})
+    return resolve(document, str(path) if path else "pretraining"), own
+
+
 def resolve(document: Mapping[str, Any], source: str, plan: str = "") -> Pretraining:
     """A valid pretraining with every default filled in; `plan` is "key=value,…" and overrides `[plan]`.
 

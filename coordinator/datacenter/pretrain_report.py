@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -14,6 +13,7 @@ from coordinator.datacenter import jobs, profile_report
 from coordinator.datacenter.documents import LINEAGE, MODEL, PUBLIC, REPORT, write_document
 from coordinator.datacenter.pretrain_config import Pretraining
 from coordinator.experiments.schema import MODEL_KEYS
+from coordinator.reports.curves import as_png, make_figure
 from edge_client.files import file_sha256, write_durably
 
 _ABOUT = ("device", "backend", "seconds", "restarts", "stall_seconds")
@@ -91,13 +91,7 @@ def read_curve(folder: Path, losses: Sequence[float]) -> list[Point]:
 
 def draw_curve(path: Path, title: str, points: Sequence[Point]) -> None:
     """Plots loss and learning rate by step into the PNG `path`."""
-    # Figure and canvas directly: pyplot keeps global state and looks for a display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+    figure, left, right = make_figure()
     steps = [step for step, _, _ in points]
     left.plot(steps, [loss for _, loss, _ in points], color="#1f6feb", lw=0.8)
     left.set_ylabel("training loss (cross-entropy)")
@@ -107,9 +101,5 @@ def draw_curve(path: Path, title: str, points: Sequence[Point]) -> None:
     right.set_ylabel("learning rate")
     for axes in (left, right):
         axes.set_xlabel("step")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
-    write_durably(path, buffer.getvalue())
+    write_durably(path, as_png(figure))

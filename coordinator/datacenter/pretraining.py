@@ -29,6 +29,7 @@ from coordinator.datacenter.pretrain_report import write_report
 from coordinator.datacenter.training_data import as_user_errors
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments.experiment import read_toml
+from coordinator.output_folders import require_new
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import write_durably
 from models import options
@@ -45,10 +46,7 @@ def pretrain(config: Pretraining, out: Path, environment: Environment) -> dict[s
         RunInterrupted: the training stopped for another reason; it can be resumed.
     """
     _check_queue(config, environment)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(
-            f"--out {out}: the folder is not empty; name another one, or resume with: fedloop pretrain --resume {out}"
-        )
+    require_new(out, hint=f", or resume with: fedloop pretrain --resume {out}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_durably(out / CONFIG, config.to_toml().encode())
@@ -131,15 +129,9 @@ def plan(config: Pretraining, planner: Mapping[str, Any], environment: Environme
     Raises:
         UserError: the model, the data or the fixed degrees leave no plan.
     """
-    progress = environment.progress
-    with private_folder() as folder:
-        progress.stage(f"loading {config.data.dataset}")
-        data = _load_data(config, folder / "data", environment)
-        progress.stage(f"profiling {config.model.name} on this machine")
-        job = _job("plan", config, data, folder / "data" / "arrays")
-        job = replace(job, plan=_fixed_degrees(config), more={**job.more, "planner": dict(planner)})
-        with as_user_errors():
-            return jobs.run(job, folder, progress.trained, environment.clock)
+    fixed = {key: value for key, value in config.plan.items() if value != 1}
+    message = f"profiling {config.model.name} on this machine"
+    return _try_out("plan", config, {"planner": dict(planner)}, environment, message, plan=fixed)
 
 
 def tune(config: Pretraining, tuner: Mapping[str, Any], environment: Environment) -> dict[str, Any]:
@@ -150,20 +142,27 @@ def tune(config: Pretraining, tuner: Mapping[str, Any], environment: Environment
     Raises:
         UserError: the model, the data or the settings are wrong.
     """
-    progress = environment.progress
+    message = f"trying options of {config.model.name}"
+    return _try_out("tune", config, {"tune": dict(tuner)}, environment, message, plan={}, processes=1)
+
+
+def _try_out(
+    stage: Stage,
+    config: Pretraining,
+    settings: Mapping[str, Any],
+    environment: Environment,
+    message: str,
+    **changes: Any,
+) -> dict[str, Any]:
+    """The result of a job with these settings and changes that leaves nothing behind."""
     with private_folder() as folder:
-        progress.stage(f"loading {config.data.dataset}")
+        environment.progress.stage(f"loading {config.data.dataset}")
         data = _load_data(config, folder / "data", environment)
-        progress.stage(f"trying options of {config.model.name}")
-        job = _job("tune", config, data, folder / "data" / "arrays")
-        job = replace(job, plan={}, processes=1, more={**job.more, "tune": dict(tuner)})
+        environment.progress.stage(message)
+        job = _job(stage, config, data, folder / "data" / "arrays")
+        job = replace(job, more={**job.more, **settings}, **changes)
         with as_user_errors():
-            return jobs.run(job, folder, progress.trained, environment.clock)
-
-
-def _fixed_degrees(config: Pretraining) -> dict[str, Any]:
-    """The part of the plan that a configuration fixes: every value but 1."""
-    return {key: value for key, value in config.plan.items() if value != 1}
+            return jobs.run(job, folder, environment.progress.trained, environment.clock)
 
 
 def _load_data(config: Pretraining, folder: Path, environment: Environment) -> dict[str, Any]:
@@ -191,7 +190,8 @@ def _run(config: Pretraining, out: Path, environment: Environment) -> dict[str, 
                 write_durably(out / _CHECKED, json.dumps(check(config, data)).encode())
         except UserError:
             if jobs.read(out) is None:
-                _empty(out)  # so that the same command works once the mistake is corrected
+                for path in out.iterdir():  # so that the same command works once the mistake is corrected
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
             raise
         checked = json.loads((out / _CHECKED).read_text("utf-8"))
         for line in _describe_scaling(config, data):
@@ -271,11 +271,6 @@ def _job(stage: Stage, config: Pretraining, data: Mapping[str, Any], arrays: Pat
         plan=config.plan,
         more=more,
     )
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coordinator.reports.curves import as_png, make_figure
 from edge_client.files import write_durably
 
 PAGE = "profile.html"
@@ -80,13 +80,7 @@ def figures(profile: Mapping[str, Any]) -> dict[str, str]:
 
 def draw_plot(profile: Mapping[str, Any]) -> bytes:
     """A PNG: the time of a step by process and activity, and memory over the profiled steps."""
-    # Figure and canvas directly: pyplot keeps global state and looks for a display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+    figure, left, right = make_figure()
     ranks = profile["ranks"]
     names = [str(rank["rank"]) for rank in ranks]
     before = [0.0] * len(ranks)
@@ -105,9 +99,4 @@ def draw_plot(profile: Mapping[str, Any]) -> bytes:
     right.set_xlabel("seconds")
     right.set_ylabel(f"MiB, {ranks[0]['memory']['from']}")
     right.legend(fontsize=8)
-    for axes in (left, right):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
-    return buffer.getvalue()
+    return as_png(figure)

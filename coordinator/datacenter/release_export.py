@@ -48,6 +48,7 @@ from coordinator.datacenter.jobs import Job
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import MODEL_KEYS
+from coordinator.output_folders import require_new
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import file_sha256, write_durably
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
@@ -110,8 +111,7 @@ def export(folder: Path, request: Request, out: Path, environment: Environment) 
         UserError: `folder` lacks something, `out` is something else, or real rows are requested of data not marked as public.
         RunInterrupted: the model cannot be released; the message says why.
     """
-    if out.exists() and not (out.is_dir() and _is_unfinished(out)):
-        raise UserError(f"--out {out}: the folder is not empty; name another one")
+    require_new(out, may_continue=out.is_dir() and _is_unfinished(out))
     _require_public(folder, request)
     with private_folder() as private:
         if _needs_quantization(folder, request):

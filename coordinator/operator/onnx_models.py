@@ -14,6 +14,7 @@ from typing import Any
 
 from coordinator import extras
 from coordinator.datacenter import jobs
+from coordinator.datacenter.documents import write_document
 from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import Job
 from coordinator.errors import RunInterrupted, UserError
@@ -28,7 +29,7 @@ from coordinator.output_folders import require_new
 from coordinator.registry.contents import Content, content_of
 from coordinator.registry.kinds import MODEL, ONNX, ONNX_ABOUT, PARAMS
 from coordinator.storage.private_folders import private_folder
-from edge_client.files import make_durably, write_durably
+from edge_client.files import make_durably
 from models import catalog
 
 _RESERVED_NAMES = (ONNX, ONNX_ABOUT, PARAMS, MODEL)
@@ -80,7 +81,7 @@ def export(
         try:
             out.mkdir(parents=True, exist_ok=True)
             make_durably(out / ONNX, lambda place: shutil.copyfile(work / ONNX, place))
-            write_durably(out / ONNX_ABOUT, _json(about))
+            write_document(out / ONNX_ABOUT, about)
         except OSError as error:
             raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
     return about
@@ -113,9 +114,9 @@ def gather(path: Path, model: str | None, options: Sequence[str], scratch: Path)
         _require_usable_name(location, path)
         contents[location] = content_of(path.parent / location)
     if "params_sha256" in result:
-        write_durably(scratch / MODEL, _json({**result["model"], "sha256": result["params_sha256"]}))
+        write_document(scratch / MODEL, {**result["model"], "sha256": result["params_sha256"]})
         contents |= {name: content_of(scratch / name) for name in (PARAMS, MODEL)}
-    write_durably(scratch / ONNX_ABOUT, _json(result))
+    write_document(scratch / ONNX_ABOUT, result)
     contents[ONNX_ABOUT] = content_of(scratch / ONNX_ABOUT)
     return "onnx", contents
 
@@ -149,7 +150,3 @@ def _require_packages() -> None:
         raise UserError(
             f"ONNX needs {', '.join(lacking)}, not installed here; {extras.how_to_install('ONNX')}"
         )
-
-
-def _json(document: Mapping[str, Any]) -> bytes:
-    return (json.dumps(document, indent=2) + "\n").encode()

@@ -1,4 +1,4 @@
-"""Curves of a run: loss and accuracy over rounds, as a PNG file."""
+"""Figures as PNG files, and the curves of a run: loss and accuracy over rounds."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from edge_client.files import write_durably
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def draw_curves(
@@ -21,6 +22,15 @@ def draw_curves(
 
     Values that are None leave gaps.
     """
+    figure, left, right = make_figure()
+    _draw_loss(left, start, rounds)
+    _draw_accuracy(right, start, rounds)
+    figure.suptitle(title)
+    write_durably(path, as_png(figure))
+
+
+def make_figure() -> tuple[Figure, Axes, Axes]:
+    """A figure with two axes side by side."""
     # Figure and canvas directly: pyplot has global state and looks for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -28,12 +38,17 @@ def draw_curves(
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    _draw_loss(left, start, rounds)
-    _draw_accuracy(right, start, rounds)
-    figure.suptitle(title)
+    for axes in (left, right):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, left, right
+
+
+def as_png(figure: Figure) -> bytes:
+    """The figure as a PNG; equal figures give equal bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
-    write_durably(path, buffer.getvalue())
+    return buffer.getvalue()
 
 
 def _draw_loss(axes: Axes, start: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> None:
@@ -84,6 +99,4 @@ def _style(axes: Axes, label: str, numbers: Sequence[int]) -> None:
     axes.set_ylabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(0, max(numbers))
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)

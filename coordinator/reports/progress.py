@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from coordinator.rounds.records import RoundRecord
 
@@ -22,7 +23,7 @@ class Progress(Protocol):
 
 
 class Quiet:
-    """Ignores all progress."""
+    """Ignores all progress, of runs and of datacenter jobs."""
 
     def stage(self, message: str, /) -> None: ...
 
@@ -33,3 +34,5 @@ class Quiet:
     def begin(self, rounds: int, done: int) -> None: ...
 
     def round(self, record: RoundRecord) -> None: ...
+
+    def trained(self, line: Mapping[str, Any], /) -> None: ...

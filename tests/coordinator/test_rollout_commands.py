@@ -135,7 +135,7 @@ def test_a_rollout_is_paused_resumed_and_aborted(fedloop: Console) -> None:
         (["digits:2", "--gate", "confidence=inf"], "expected a number"),
         (["digits:2", "--filter", "color=red"], "one of group, class, runtime, id or label.KEY"),
         (["digits:2", "--filter", "group=nobody"], "no device matches"),
-        (["digits:2", "--gate", "instal=1"], "did you mean install"),
+        (["digits:2", "--gate", "instal=1"], "did you mean 'install'"),
         (["digits:2", "--gate", "install=most"], "expected a number"),
         (["digits:2", "--gate", "min_answers=1.5"], "expected an integer"),
         (["digits:2", "--gate", "install=2"], "gate install = 2: expected 0 to 1"),
