@@ -1,6 +1,6 @@
 """`fedloop device`: enrol devices, inspect them, revoke them.
 
-`coordinator.operator.references` says how a device or a run may be named.
+`coordinator.operator.client` says how a device or a run may be named.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from rich.text import Text
 from coordinator.commands.options import Json, command_group
 from coordinator.commands.output import format_time, make_table, output_console, print_json, print_result
 from coordinator.errors import UserError
-from coordinator.operator.client import Coordinator, connect
-from coordinator.operator.references import device_id, run_id
+from coordinator.operator.client import Coordinator, connect, device_id, run_id
 from edge_client.wire.strict import printable
 
 app = command_group("Devices: enrolment tokens, the list of devices, and why a device takes part or not.")

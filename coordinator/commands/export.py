@@ -182,11 +182,7 @@ def _report_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tables(sets: list[str]) -> dict[str, Any]:
-    """The tables `data` and `model` of `--set`.
-
-    Raises:
-        UserError: another key.
-    """
+    """The tables `data` and `model` of `--set`."""
     from coordinator.experiments.experiment import apply_settings
 
     tables = apply_settings({}, sets)

@@ -99,8 +99,7 @@ def run(
 ) -> None:
     """Train on the fleet of devices of a running coordinator and report on it."""
     from coordinator.operator import run_follower
-    from coordinator.operator.client import connect
-    from coordinator.operator.references import run_id
+    from coordinator.operator.client import connect, run_id
 
     if cancel is not None:
         _require_alone("--cancel", experiment, sets, out, detach, follow)

@@ -19,8 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from coordinator.commands.options import Json, command_group
 from coordinator.commands.output import make_table, output_console, print_json, print_result
 from coordinator.errors import UserError
-from coordinator.operator.client import Coordinator, OperatorClient, connect
-from coordinator.operator.references import run_id
+from coordinator.operator.client import Coordinator, OperatorClient, connect, run_id
 from edge_client.wire.strict import printable
 
 app = command_group("Models: versions that were trained, compressed and released, and their lineage.")

@@ -16,8 +16,7 @@ import typer
 from coordinator.commands.options import Json, command_group
 from coordinator.commands.output import format_time, print_result
 from coordinator.errors import UserError
-from coordinator.operator.client import Coordinator, OperatorClient, connect
-from coordinator.operator.references import device_id
+from coordinator.operator.client import Coordinator, OperatorClient, connect, device_id
 from coordinator.releases.roles import parse_release
 from coordinator.rollouts.gates import Gates
 from edge_client.data.quoting import nearest

@@ -5,8 +5,7 @@ of `result.json`. Frameworks are imported in the worker only, and a crash there 
 everything it starts die with this process, even on SIGKILL, so an interrupted run leaves nothing that holds memory or ports.
 
 The folder is the complete state of a job: `record.json` holds its state, `events.jsonl` its history. If the parent is killed,
-the record still reads `started` but nobody holds the lock. `unfinished` finds such jobs; `resume` continues them from
-the worker's last checkpoint.
+the record still reads `started` but nobody holds the lock; `resume` continues such a job from the worker's last checkpoint.
 """
 
 from __future__ import annotations
@@ -156,21 +155,6 @@ def read(folder: Path) -> Record | None:
         return Record(**json.loads((folder / _RECORD).read_text("utf-8")))
     except FileNotFoundError:
         return None
-
-
-def unfinished(root: Path) -> list[Path]:
-    """Folders under `root` with jobs that can be resumed: preempted ones, and those whose parent died."""
-    folders = []
-    for path in sorted(root.rglob(_RECORD)):
-        record = read(path.parent)
-        if record is None or record.state not in ("started", "preempted"):
-            continue
-        try:
-            with _locked(record.stage, path.parent):
-                folders.append(path.parent)
-        except JobFailed:
-            continue  # it is running
-    return folders
 
 
 def _attempt(

@@ -29,7 +29,7 @@ from coordinator.datacenter.documents import (
 from coordinator.datacenter.environment import Environment
 from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import Job
-from coordinator.errors import RunInterrupted, UserError
+from coordinator.errors import RunInterrupted
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import MODEL_KEYS, Experiment
 from coordinator.storage.private_folders import private_folder
@@ -55,16 +55,6 @@ def is_keras(path: Path) -> bool:
     if name in catalog.MODELS:
         return False
     return name.endswith(user_code.KERAS_FILE) or _framework(path, run) == "keras"
-
-
-def require_precision(precision: str) -> None:
-    """Requires a precision of Keras models.
-
-    Raises:
-        UserError: it is not one of `PRECISIONS`.
-    """
-    if precision not in PRECISIONS:
-        raise UserError(f"--precision {precision}: precisions of Keras models are: {', '.join(PRECISIONS)}")
 
 
 def quantize(

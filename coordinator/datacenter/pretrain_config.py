@@ -7,7 +7,6 @@ every bad value at once. The result is complete: stored (`to_toml`), it document
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,11 +15,12 @@ import tomlkit
 from pydantic import Field
 
 from coordinator.datacenter.data_options import Data, Model
-from coordinator.experiments.checks import dataset_name_problem
+from coordinator.experiments.checks import dataset_name_problem, own_key_problems
+from coordinator.experiments.defaults import absolute, complete_options, data_name, missing
 from coordinator.experiments.experiment import apply_settings, read_toml
 from coordinator.experiments.schema import Section
 from coordinator.experiments.validation import find_model_problems, to_user_error, validate
-from models import catalog, options
+from models import options
 from models.pretrain import plan as plans
 from models.pretrain.parameter_server.settings import Servers
 from models.pretrain.plan import ParallelPlan, PlanError
@@ -159,9 +159,7 @@ def _problems(config: Pretraining, plan: str) -> Iterator[str]:
         yield f"data.dataset = {data.dataset!r} needs data.path, the file to read"
     if data.public_samples and data.dataset in ("shakespeare", TEXT):
         yield f"data.public_samples = {data.public_samples} is for data sets of rows, but data.dataset = {data.dataset!r} is one text"
-    for key, datasets in _OWN_KEYS.items():
-        if getattr(data, key) is not None and data.dataset not in datasets:
-            yield f"data.{key} = {getattr(data, key)!r} is for {' and '.join(datasets)}, but data.dataset = {data.dataset!r}"
+    yield from own_key_problems(data, _OWN_KEYS)
     yield from find_model_problems(_model_name(config), config.model.options)
     if config.model.head is not None and config.model.init is None:
         yield "model.head selects what to use of model.init, which is missing"
@@ -185,19 +183,14 @@ def _problems(config: Pretraining, plan: str) -> Iterator[str]:
 
 def _complete(config: Pretraining, plan: ParallelPlan) -> Pretraining:
     data, name = config.data, _model_name(config)
-    text: dict[str, Any] = {k: v for k, v in _TEXT.get(data.dataset, {}).items() if getattr(data, k) is None}
+    text = missing(data, _TEXT.get(data.dataset, {}))
     if data.path is not None:
-        text["path"] = str(Path(data.path).expanduser().absolute())
+        text["path"] = absolute(data.path)
     if data.dataset == TEXT and data.encoding is None:
         text["encoding"] = "characters"
     data = data.model_copy(update=text)
-    entry = catalog.MODELS.get(name)
-    model_options = config.model.options
-    if entry is not None:
-        if "vocab" in entry.options.model_fields and data.vocab is not None:
-            model_options = {"vocab": data.vocab, **model_options}
-        model_options = entry.options.model_validate(model_options).model_dump()
-    init = {"init": str(Path(config.model.init).expanduser().absolute())} if config.model.init else {}
+    model_options = complete_options(name, config.model.options, data.vocab)
+    init = {"init": absolute(config.model.init)} if config.model.init else {}
     model = Model.model_validate({"name": name, **init, "head": config.model.head, **model_options})
     defaults = _TRAIN.get(data.dataset, _OTHER_TRAIN)
     if "epochs" in config.train:
@@ -205,7 +198,7 @@ def _complete(config: Pretraining, plan: ParallelPlan) -> Pretraining:
     train = dataclasses.asdict(options.read(Options, {**defaults, **config.train}, "train"))
     return config.model_copy(
         update={
-            "name": config.name or _default_name(data),
+            "name": config.name or data_name(data.dataset, data.path),
             "data": data,
             "model": model,
             "train": train,
@@ -226,7 +219,3 @@ def _table(plan: ParallelPlan) -> dict[str, Any]:
         for field in dataclasses.fields(plan)
         if (value := getattr(plan, field.name)) != field.default or field.name in always
     }
-
-
-def _default_name(data: Data) -> str:
-    return Path(data.path).stem if data.path is not None else re.split(r"\W", data.dataset, maxsplit=1)[0]

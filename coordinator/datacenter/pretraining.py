@@ -80,11 +80,7 @@ def resume(out: Path, environment: Environment, sets: Sequence[str] = (), plan: 
 
 
 def _reconfigure(config: Pretraining, out: Path, environment: Environment) -> None:
-    """Stores `config` in `out` if the model, the data and the checkpoints there allow it.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Stores `config` in `out` if the model, the data and the checkpoints there allow it."""
     if jobs.read(out) is not None:
         data = _load_data(config, out / "data", environment)
         rows = data["rows"]["train"]
@@ -166,10 +162,7 @@ def _try_out(
 
 
 def _load_data(config: Pretraining, folder: Path, environment: Environment) -> dict[str, Any]:
-    """Loads the data of a pretraining as arrays into `folder`, or reuses what is already complete there.
-
-    Returns and raises as `training_data.load_data`.
-    """
+    """As `training_data.load_data`, but reuses what is already complete in `folder`."""
     done = jobs.read(folder)
     if done is not None and done.state == "finished":
         return jobs.resume(folder)

@@ -135,11 +135,7 @@ def _is_unfinished(out: Path) -> bool:
 
 
 def _require_public(folder: Path, request: Request) -> None:
-    """Refuses real rows in a manifest unless the data is marked as public.
-
-    Raises:
-        UserError: naming where the mark belongs.
-    """
+    """Refuses real rows in a manifest unless the data is marked as public."""
     count = (request.options or {}).get("real_rows", 0)
     if not count:
         return
@@ -189,7 +185,9 @@ def _quantize(path: Path, request: Request, out: Path, environment: Environment)
     imported = is_imported(path)
     if not imported and keras_models.is_keras(path):
         precision = request.precision or "static-int8"
-        keras_models.require_precision(precision)
+        if precision not in keras_models.PRECISIONS:
+            known = ", ".join(keras_models.PRECISIONS)
+            raise UserError(f"--precision {precision}: precisions of Keras models are: {known}")
         with private_folder() as scratch:
             reader = SourceReader(Pipeline.model_validate({}), scratch, environment, request.data_options)
             keras_models.quantize(reader.read(path), precision, request.accuracy_limit, out, environment)
@@ -252,11 +250,7 @@ def _export(folder: Path, request: Request, private: Path, environment: Environm
 
 
 def _known_model(folder: Path, request: Request, scratch: Path) -> dict[str, Any] | None:
-    """The contents of `model.json`; None if it is missing and the command's options replace it.
-
-    Raises:
-        UserError: neither describes the model.
-    """
+    """The contents of `model.json`; None if it is missing and the command's options replace it."""
     if (folder / MODEL).is_file() or not folder.is_dir():
         return read_document(folder / MODEL)
     if not (request.tflite or folder / TFLITE).is_file():

@@ -60,11 +60,7 @@ class _Commands:
     show: Callable[[str], None]
 
     def __call__(self, *arguments: str | Path) -> str:
-        """Runs a command; returns its output.
-
-        Raises:
-            RunInterrupted: it failed; with its own message.
-        """
+        """Runs a command; returns its output."""
         self.show(shlex.join(["fedloop", *map(str, arguments)]))
         environment = {
             **os.environ,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment, Federation, FleetKind
@@ -90,9 +91,14 @@ def _data_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         yield f"data.partition: {error}"
     if data.dataset == "csv" and data.path is None:
         yield 'data.dataset = "csv" needs data.path, the table to read'
-    for key, datasets in _OWN_KEYS.items():
-        if getattr(data, key) is not None and data.dataset not in datasets:
-            yield f"data.{key} = {getattr(data, key)!r} is for {' and '.join(datasets)}, but data.dataset = {data.dataset!r}"
+    yield from own_key_problems(data, _OWN_KEYS)
+
+
+def own_key_problems(data: Any, own_keys: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """One sentence for each key of a table `data` that is not for its data set. `own_keys`: key -> data sets that it is for."""
+    for key, datasets in own_keys.items():
+        if (value := getattr(data, key)) is not None and data.dataset not in datasets:
+            yield f"data.{key} = {value!r} is for {' and '.join(datasets)}, but data.dataset = {data.dataset!r}"
 
 
 def dataset_name_problem(dataset: str) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from coordinator.experiments.schema import (
     Data,
@@ -46,7 +48,7 @@ def with_defaults(experiment: Experiment, fleet: FleetKind) -> Experiment:
     data = _data(experiment.data, partition)
     return experiment.model_copy(
         update={
-            "name": experiment.name or _default_name(data),
+            "name": experiment.name or data_name(data.dataset, data.path),
             "data": data,
             "model": _model(experiment.model, model, data, fleet),
             "federation": _federation(experiment.federation, data),
@@ -58,35 +60,25 @@ def with_defaults(experiment: Experiment, fleet: FleetKind) -> Experiment:
 
 
 def _data(data: Data, partition: str) -> Data:
-    text = {
-        key: value
-        for key, value in _TEXT_DEFAULTS.get(data.dataset, {}).items()
-        if getattr(data, key) is None
-    }
     return data.model_copy(
         update={
             "partition": data.partition or ("natural" if data.site else partition),
-            "path": None if data.path is None else _absolute(data.path),
-            **text,
+            "path": None if data.path is None else absolute(data.path),
+            **missing(data, _TEXT_DEFAULTS.get(data.dataset, {})),
         }
     )
 
 
 def _model(model: Model, default: str, data: Data, fleet: FleetKind) -> Model:
     name = model.name or default
-    entry = catalog.MODELS.get(name)
     options = model.options
-    if entry is not None:
-        if "vocab" in entry.options.model_fields and data.vocab is not None:
-            options = {"vocab": data.vocab, **options}
-        with suppress(ValidationError):
-            options = entry.options.model_validate(options).model_dump()
+    with suppress(ValidationError):
+        options = complete_options(name, options, data.vocab)
     return Model.model_validate(
         {
             "name": name,
             **({"init": _init(model.init, fleet)} if model.init else {}),
-            **({"adapt": model.adapt} if model.adapt is not None else {}),
-            **({"register": model.registered} if model.registered is not None else {}),
+            **model.model_dump(include={"adapt", "registered"}, exclude_none=True),
             **options,
         }
     )
@@ -117,12 +109,32 @@ def _strategy(strategy: StrategySection) -> StrategySection:
 
 def _init(init: str, fleet: FleetKind) -> str:
     """Only a coordinator has versions; in a simulation `model.init` is always a file."""
-    return init if fleet == "devices" and is_version(init) else _absolute(init)
+    return init if fleet == "devices" and is_version(init) else absolute(init)
 
 
-def _absolute(path: str) -> str:
+def absolute(path: str) -> str:
+    """The absolute path; `~` is the user's home."""
     return str(Path(path).expanduser().absolute())
 
 
-def _default_name(data: Data) -> str:
-    return Path(data.path).stem if data.path is not None else re.split(r"\W", data.dataset, maxsplit=1)[0]
+def missing(section: BaseModel, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Those defaults for which a table has no value."""
+    return {key: value for key, value in defaults.items() if getattr(section, key) is None}
+
+
+def complete_options(name: str, options: Mapping[str, Any], vocab: int | None) -> dict[str, Any]:
+    """All options of a model of the catalog; those of any other model unchanged. `vocab`: of the data, if it has one.
+
+    Raises:
+        ValidationError: an option is wrong.
+    """
+    entry = catalog.MODELS.get(name)
+    if entry is None:
+        return dict(options)
+    words = {"vocab": vocab} if vocab is not None and "vocab" in entry.options.model_fields else {}
+    return entry.options.model_validate({**words, **options}).model_dump()
+
+
+def data_name(dataset: str, path: str | None) -> str:
+    """What a run on this data is called by default."""
+    return Path(path).stem if path is not None else re.split(r"\W", dataset, maxsplit=1)[0]
