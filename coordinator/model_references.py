@@ -9,11 +9,13 @@ import re
 from dataclasses import dataclass
 
 from coordinator.errors import UserError
-from coordinator.releases.roles import ReleaseName
+from edge_client.wire.rollouts import is_release
 
 FILES_LIMIT = 1000
 """Most files of one version."""
 
+_RESERVED_NAME = "rollouts"
+"""In a repository of releases the folder of the rollouts."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _PATH = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}/){0,3}[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -81,7 +83,7 @@ def check_model_name(text: str) -> str:
     Raises:
         UserError: `bad_name`.
     """
-    if not ReleaseName(text, 1).is_valid:
+    if not is_release(text, 1) or text == _RESERVED_NAME:
         raise UserError(
             f"{text[:100]!r} is no name for a model; expected 1 to 63 small letters, digits and dashes, no dash first, "
             "and not `rollouts`",

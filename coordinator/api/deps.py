@@ -13,7 +13,7 @@ from coordinator.accounts.admin_token import ADMIN, Principal, require_admin_tok
 from coordinator.context.services import Services
 from coordinator.errors import Refusal
 
-_bearer = HTTPBearer(
+bearer = HTTPBearer(
     auto_error=False, description="The admin token, in `admin.token` of the coordinator's home."
 )
 
@@ -31,7 +31,7 @@ ServicesDep = Annotated[Services, Depends(services_of)]
 async def require_operator(
     request: Request,
     services: ServicesDep,
-    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)],
 ) -> Principal:
     """The operator whose token the request carries.
 

@@ -83,7 +83,9 @@ def _explain(connection: Connection, services: Services, device: str, run: str |
         device=candidate.id,
         name=candidate.name,
         state=candidate.state,
-        reasons=[_reason(reason.code, reason.message) for reason in matching.absence_reasons(candidate, now)],
+        reasons=[
+            WhyReason(code=each.code, words=each.message) for each in matching.absence_reasons(candidate, now)
+        ],
         runs=[_explain_run(connection, candidate, each, live.get(each.id), now) for each in runs],
     )
 
@@ -94,15 +96,14 @@ def _explain_run(
     blocking = matching.blocking_reasons(device, deployment, now) if deployment is not None else ()
     latest = run_states.last_round(connection, run.id)
     task = rounds.last_task(connection, run.id, device.id)
-    reasons = [_reason(reason.code, reason.message) for reason in blocking]
     history = _history(run, latest, task, is_blocked=bool(blocking))
-    reasons += [_reason(code, message) for code, message in history]
+    found = [*((each.code, each.message) for each in blocking), *history]
     return WhyRun(
         run=run.id,
         name=run.name,
         state=run.state,
         matches=not blocking if deployment is not None else None,
-        reasons=reasons,
+        reasons=[WhyReason(code=code, words=message) for code, message in found],
     )
 
 
@@ -138,10 +139,12 @@ def _history(
 def _outcome(task: TaskRow) -> tuple[str, str]:
     """The code and message of its latest task."""
     detail = f": {task.words}" if task.words else ""
+    until = f"; it must check in by {task.leased_until:%H:%M:%S} UTC" if task.leased_until else ""
+    at = f" at {task.answered_at:%Y-%m-%d %H:%M:%S} UTC" if task.answered_at else ""
     outcomes = {
         "waiting": ("asked", f"selected in round {task.round}; its task waits for its next check-in"),
-        "leased": ("training", f"it works on round {task.round}{_until(task.leased_until)}"),
-        "accepted": ("accepted", f"its update of round {task.round} was accepted{_at(task.answered_at)}"),
+        "leased": ("training", f"it works on round {task.round}{until}"),
+        "accepted": ("accepted", f"its update of round {task.round} was accepted{at}"),
         "rejected": ("rejected", f"its update of round {task.round} was rejected{detail}"),
         "declined": ("declined", f"it declined round {task.round}{detail}"),
         "cancelled": ("cancelled", f"round {task.round} ended before it answered"),
@@ -151,15 +154,3 @@ def _outcome(task: TaskRow) -> tuple[str, str]:
     if task.reason == "deadline":
         return "too_late", f"it did not answer by the deadline of round {task.round}"
     return "lease_expired", f"its task of round {task.round} expired{detail}"
-
-
-def _at(moment: datetime | None) -> str:
-    return f" at {moment:%Y-%m-%d %H:%M:%S} UTC" if moment is not None else ""
-
-
-def _until(moment: datetime | None) -> str:
-    return f"; it must check in by {moment:%H:%M:%S} UTC" if moment is not None else ""
-
-
-def _reason(code: str, message: str) -> WhyReason:
-    return WhyReason(code=code, words=message)

@@ -8,13 +8,11 @@ from importlib import metadata
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
-from fastapi.security import HTTPAuthorizationCredentials
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from sqlalchemy import Connection, Table, func, select
 
-from coordinator.api.deps import ServicesDep, require_operator
-from coordinator.context.services import Services
+from coordinator.api.deps import ServicesDep, bearer, require_operator
 from coordinator.db import tables
 
 router = APIRouter(tags=["system"])
@@ -60,7 +58,7 @@ def healthz(services: ServicesDep) -> dict[str, str]:
 async def metrics(request: Request, services: ServicesDep) -> Response:
     """Metrics for Prometheus. Requests from other machines need the token."""
     if request.client is None or request.client.host not in _LOOPBACK:
-        await _require_token(request, services)
+        await require_operator(request, services, await bearer(request))
     text = await run_in_threadpool(request.app.state.metrics.text)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
@@ -68,13 +66,6 @@ async def metrics(request: Request, services: ServicesDep) -> Response:
 def version() -> str:
     """Version of the installed package."""
     return metadata.version("fedloop")
-
-
-async def _require_token(request: Request, services: Services) -> None:
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    await require_operator(
-        request, services, HTTPAuthorizationCredentials(scheme=scheme, credentials=token) if token else None
-    )
 
 
 def _count_by_state(connection: Connection) -> tuple[dict[str, int], dict[str, int]]:

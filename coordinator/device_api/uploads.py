@@ -30,8 +30,7 @@ from coordinator.context.services import Services
 from coordinator.db import answers, rounds
 from coordinator.db.answers import AcceptedUpdate
 from coordinator.db.rounds import TaskRow
-from coordinator.device_api.blobs import is_digest
-from coordinator.device_api.bodies import read_message
+from coordinator.device_api.bodies import is_digest, read_message
 from coordinator.device_api.identity import Caller, CallerDep
 from coordinator.device_api.tasks import own_task, require_open
 from coordinator.errors import Refusal

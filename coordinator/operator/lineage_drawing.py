@@ -37,7 +37,9 @@ def tree(graph: Graph) -> Tree:
     ]  # popped from the end: the root with the most descendants first
     while waiting:
         above, name = waiting.pop()
-        line = Text(_line(nodes[name]), style="bold" if name == graph["of"] else "")
+        line = Text(
+            printable("  ".join(_describe(nodes[name])), 300), style="bold" if name == graph["of"] else ""
+        )
         if name in drawn and children.get(name):
             above.add(line.append(" (see above)", style="dim"))
             continue
@@ -68,7 +70,11 @@ def figures(stage: str, metrics: Mapping[str, Mapping[str, float]]) -> str:
     """Accuracy and size of a version by stage, without the steps of a compression."""
     stages = []
     for name, values in metrics.items():
-        known = [_figure(key, values[key]) for key in _FIGURES if key in values]
+        known = [
+            f"{values[key]:,.0f} bytes" if key == "bytes" else f"accuracy {values[key]:.4f}"
+            for key in _FIGURES
+            if key in values
+        ]
         if known and name != "source" and not name.startswith("step-"):
             stages.append(" ".join([*[name] * (name not in (stage, "final")), *known]))
     return ", ".join(stages)
@@ -86,10 +92,6 @@ def _descendants(name: str, children: Mapping[str, list[str]]) -> set[str]:
     return descendants
 
 
-def _line(node: Mapping[str, Any]) -> str:
-    return printable("  ".join(_describe(node)), 300)
-
-
 def _describe(node: Mapping[str, Any]) -> list[str]:
     facts = node["facts"]
     if node["kind"] == "version":
@@ -104,10 +106,6 @@ def _describe(node: Mapping[str, Any]) -> list[str]:
         accuracy = [f"accuracy {facts['test_accuracy']:.4f}"] if "test_accuracy" in facts else []
         return [f"{run} {facts['name']}", f"{facts['rounds']} rounds, {facts['state']}", *accuracy]
     return [f"{kind} {ref[:12]}"] + ["not registered"] * (kind == "params")
-
-
-def _figure(key: str, value: float) -> str:
-    return f"{value:,.0f} bytes" if key == "bytes" else f"accuracy {value:.4f}"
 
 
 def _quoted(text: str) -> str:

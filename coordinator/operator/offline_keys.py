@@ -55,7 +55,8 @@ def _make(folder: Path, name: str, passphrase: bytes | None) -> Path:
     public = SSlibKey.from_crypto(private.public_key())
     public.unrecognized_fields[NAME_FIELD] = name
     write_durably(folder / f"{name}.pem", pem, mode=0o600)
-    write_durably(folder / f"{name}.pub", _serialize(public))
+    document = {"keyid": public.keyid, **public.to_dict()}
+    write_durably(folder / f"{name}.pub", (json.dumps(document, indent=1, sort_keys=True) + "\n").encode())
     return folder / f"{name}.pem"
 
 
@@ -128,10 +129,6 @@ def read_json(path: Path) -> Any:
         return json.loads(read_bytes(path))
     except (ValueError, RecursionError):
         raise UserError(f"{path}: not JSON") from None
-
-
-def _serialize(key: Key) -> bytes:
-    return (json.dumps({"keyid": key.keyid, **key.to_dict()}, indent=1, sort_keys=True) + "\n").encode()
 
 
 def read_bytes(path: Path) -> bytes:

@@ -72,8 +72,10 @@ def follow(
     finally:
         for file in lines.values():
             file.close()
-    if last["event"] != "run_finished":
-        raise RunInterrupted(_failure_message(run, last))
+    if last["event"] == "run_failed":
+        raise RunInterrupted(f"run {run} failed: {last.get('error', 'no reason was given')}")
+    if last["event"] == "run_cancelled":
+        raise RunInterrupted(f"run {run} was cancelled")
     return _save_results(client, run, out, experiment.name)
 
 
@@ -131,11 +133,14 @@ def _watch(
             case "round_waiting":
                 progress.note(_format_waiting(event))
             case "round_committed":
-                record = record_of(event)
+                record = RoundRecord(**{field.name: event[field.name] for field in fields(RoundRecord)})
                 run_files.append_round(lines["rounds.csv"], record)
                 progress.round(record)
             case name if name in ENDS:
-                _note_registration(progress, event)
+                if "registered" in event:
+                    progress.note(f"registered as {event['registered']}")
+                if reason := event.get("not_registered"):
+                    progress.note(f"the run has finished, but its model was not registered: {reason}")
                 return event
     raise AssertionError("the stream of events has no end of its own")
 
@@ -158,18 +163,6 @@ def _format_waiting(event: Mapping[str, Any]) -> str:
     return f"round {event['round']} waits: {counts}; {start}; why one cannot: fedloop device why DEVICE"
 
 
-def _note_registration(progress: Progress, last: Mapping[str, Any]) -> None:
-    if "registered" in last:
-        progress.note(f"registered as {last['registered']}")
-    if "not_registered" in last:
-        progress.note(f"the run has finished, but its model was not registered: {last['not_registered']}")
-
-
-def record_of(event: Mapping[str, Any]) -> RoundRecord:
-    """The line of the report in a `round_committed` event; ignores further keys."""
-    return RoundRecord(**{field.name: event[field.name] for field in fields(RoundRecord)})
-
-
 def _save_results(client: OperatorClient, run: str, out: Path, name: str) -> dict[str, Any]:
     """Saves the model, the curves, and last the report."""
     model = client.download(f"/runs/{run}/model")
@@ -183,9 +176,3 @@ def _save_results(client: OperatorClient, run: str, out: Path, name: str) -> dic
     draw_curves(out / "curves.png", name, document["start"], document["rounds"])
     write_durably(out / "report.json", json.dumps(document, indent=2).encode())
     return document
-
-
-def _failure_message(run: str, last: Mapping[str, Any]) -> str:
-    if last["event"] == "run_failed":
-        return f"run {run} failed: {last.get('error', 'no reason was given')}"
-    return f"run {run} was cancelled"

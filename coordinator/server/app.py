@@ -21,8 +21,7 @@ from starlette.requests import ClientDisconnect
 from coordinator.api import devices, events, models, participation, releases, rollouts, runs, system, tokens
 from coordinator.api.deps import has_admin_token, require_operator
 from coordinator.context.services import Services
-from coordinator.device_api import answers, blobs, checkin, enrolment, uploads
-from coordinator.device_api import releases as device_releases
+from coordinator.device_api import answers, checkin, downloads, enrolment, uploads
 from coordinator.errors import Refusal, UserError
 from coordinator.runs.service import RunService
 from coordinator.server.metrics import Metrics
@@ -86,7 +85,7 @@ def device_app(services: Services, metrics: Metrics) -> FastAPI:
     """The device API. Its contract is `edge_client.wire.device`, so it has no OpenAPI document."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.services = services
-    for routes in (enrolment, checkin, blobs, uploads, answers, device_releases):
+    for routes in (enrolment, checkin, downloads, uploads, answers):
         app.include_router(routes.router, prefix=DEVICE_PREFIX)
     _add_error_handlers(app)
     app.add_middleware(RequestLogMiddleware, api="device", metrics=metrics, failure=_unexpected_failure)
