@@ -1,6 +1,6 @@
 """Settings of `fedloop serve`: read once from options and `FEDLOOP_*` variables, passed on as a frozen value.
 
-A field annotated with an `Option` is an option of the command: `coordinator.commands.fleet` derives its flag, environment
+A field annotated with an `Option` is an option of the command: `coordinator.commands.options` derives its flag, environment
 variable, help and default from the field, and `read_settings` checks its value.
 """
 

@@ -9,10 +9,11 @@ these imports fail if another package shadows one.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -31,10 +32,11 @@ from coordinator.commands import (
     rollout,
 )
 from coordinator.commands import doctor as checks
-from coordinator.commands.options import DataDir, ExperimentFile, Json, RunFolder, Sets
+from coordinator.commands.options import DataDir, ExperimentFile, Json, RunFolder, Sets, serve_signature
 from coordinator.commands.output import print_json, print_summary
 from coordinator.errors import NothingLearnt, RunInterrupted, UserError
 from coordinator.output_folders import default_folder
+from coordinator.settings import read_settings
 from edge_client.wire.strict import printable_lines
 
 _ERROR_CHARACTERS = 4_000
@@ -145,8 +147,19 @@ def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
+def serve(**values: Any) -> None:
+    """Serve devices and operators until stopped. Prints its addresses on standard output, in one line of JSON."""
+    settings = read_settings(values)
+    from coordinator.server import logs
+    from coordinator.server import serve as serving
+
+    logs.configure(settings.log_format)
+    serving.serve(settings, lambda event: typer.echo(json.dumps(event)))
+
+
+serve.__signature__ = serve_signature()  # type: ignore[attr-defined]
 app.command(epilog="Example: fedloop docs real-fleet")(documentation.docs)
-app.command(epilog="Example: fedloop serve --device 0.0.0.0:8443 --name fed.example.org")(fleet.serve)
+app.command(epilog="Example: fedloop serve --device 0.0.0.0:8443 --name fed.example.org")(serve)
 app.command(epilog="Example: fedloop run my.toml --set federation.rounds=5 --out runs/fleet")(fleet.run)
 app.command(epilog="Example: fedloop compress runs/shakespeare --student charlm --set student.width=48")(
     compress.compress

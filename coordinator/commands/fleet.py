@@ -1,12 +1,10 @@
-"""`fedloop serve` and `fedloop run`: the real fleet from the command line."""
+"""`fedloop run`: federated training on devices, from the command line."""
 
 from __future__ import annotations
 
-import inspect
 import json
-from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,66 +12,7 @@ from rich.console import Console
 from coordinator.commands.options import ExperimentFile, Json, RunFolder, Sets
 from coordinator.errors import UserError
 from coordinator.operator.client import Coordinator
-from coordinator.option_parsers import Address
 from coordinator.output_folders import default_folder, require_new
-from coordinator.settings import Settings, options, read_settings
-
-
-def serve(**values: Any) -> None:
-    """Serve devices and operators until stopped. Prints its addresses on standard output, in one line of JSON."""
-    settings = read_settings(values)
-    from coordinator.server import logs
-    from coordinator.server import serve as serving
-
-    logs.configure(settings.log_format)
-    serving.serve(settings, lambda event: typer.echo(json.dumps(event)))
-
-
-def _serve_signature() -> inspect.Signature:
-    """The parameters of `serve`, from which typer makes its options: one for each option in `Settings`."""
-    defaults = {field.name: field.default for field in fields(Settings)}
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=False if kind is bool else None,
-                annotation=Annotated[
-                    _command_line_type(kind),
-                    typer.Option(
-                        option.flag,
-                        envvar=option.variable,
-                        show_envvar=option.variable is not None,
-                        metavar=option.metavar,
-                        help=option.help + _default_help(defaults[name]),
-                    ),
-                ],
-            )
-            for name, (kind, option) in options().items()
-        ]
-    )
-
-
-def _command_line_type(kind: Any) -> Any:
-    """Numbers and addresses arrive as text: `read_settings` then reports every bad value at once."""
-    if kind is bool:
-        return bool
-    item = Path if Path in (kind, *get_args(kind)) else str
-    return list[item] | None if get_origin(kind) is tuple else item | None  # type: ignore[valid-type]
-
-
-def _default_help(default: Any) -> str:
-    match default:
-        case bool() | "":
-            return ""
-        case float():
-            return f" Default: {default:g}"
-        case int() | str() | Address():
-            return f" Default: {default}"
-    return ""
-
-
-serve.__signature__ = _serve_signature()  # type: ignore[attr-defined]
 
 
 def run(

@@ -36,11 +36,7 @@ def run_summary(report: dict[str, Any], folder: Path) -> str:
 
 
 def show_report(report: dict[str, Any], folder: Path, *, as_json: bool) -> None:
-    """Prints the result of a run on standard output.
-
-    Raises:
-        NothingLearnt: no round changed the model.
-    """
+    """Prints the result of a run on standard output. Raises: NothingLearnt: no round changed the model."""
     print_summary({"out": str(folder), **report}, run_summary(report, folder), as_json=as_json)
     rounds = report["rounds"]
     if rounds and not any(row["accepted"] for row in rounds):

@@ -71,11 +71,7 @@ class Request:
 def parse_request(
     file: Path | None, student: str | None, sets: Sequence[str], data: str | None = None
 ) -> Request:
-    """The compression that a command's options request.
-
-    Raises:
-        UserError: listing every problem at once.
-    """
+    """The compression that a command's options request. Raises: UserError: listing every problem at once."""
     origin = "compress" if file is None else str(file)
     document = {} if file is None else experiment.read_toml(file)
     if file is not None and not document.get("step"):

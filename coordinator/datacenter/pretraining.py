@@ -108,11 +108,7 @@ def is_finished(out: Path) -> bool:
 
 
 def check(config: Pretraining, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's sizes, if it can follow the plan.
-
-    Raises:
-        UserError: it cannot, with every reason.
-    """
+    """The model's sizes, if it can follow the plan. Raises: UserError: it cannot, with every reason."""
     with private_folder() as folder, as_user_errors():
         return jobs.run(_job("check", config, data, folder), folder)
 

@@ -116,11 +116,7 @@ class Daemon:
             self.process.send_signal(number)
 
     def wait(self, seconds: float = _STOP_SECONDS) -> int:
-        """Waits for its end; returns the exit status.
-
-        Raises:
-            ProcessFailed: it does not end.
-        """
+        """Waits for its end; returns the exit status. Raises: ProcessFailed: it does not end."""
         assert self.process is not None
         try:
             return self.process.wait(seconds)

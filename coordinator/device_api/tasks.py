@@ -13,11 +13,7 @@ from edge_client.wire.device import TaskKind
 
 
 def own_task(connection: Connection, caller: str, task: str, kind: TaskKind | None = None) -> TaskRow:
-    """The caller's task.
-
-    Raises:
-        Refusal: 404 `not_found`, 403 `not_yours`, 409 `wrong_kind`.
-    """
+    """The caller's task. Raises: Refusal: 404 `not_found`, 403 `not_yours`, 409 `wrong_kind`."""
     # PostgreSQL rejects NUL in text, even in a comparison.
     row = rounds.find_task(connection, task) if len(task) == 36 and "\0" not in task else None
     if row is None:

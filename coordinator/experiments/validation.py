@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -59,8 +59,9 @@ def _without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]
 
 def _intended_key(key: str, root: type[BaseModel]) -> str:
     """The known key most similar to an unknown one, or the key itself."""
-    *tables, last = key.split(".")
-    if tables and tables[0] not in root.model_fields:
+    *tables, last = key.split(".", 1)  # the rest may hold dots too
+    field = root.model_fields.get(tables[0]) if tables else None
+    if tables and (field is None or not _is_table(field.annotation)):
         return key
     close = difflib.get_close_matches(last, _known_keys(tables, root), n=1, cutoff=0.5)
     return ".".join([*tables, *close]) if close else key
@@ -91,9 +92,13 @@ def _known_keys(tables: list[str], root: type[BaseModel]) -> list[str]:
     section = root
     for table in tables:
         annotation = section.model_fields[table].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        assert _is_table(annotation)
         section = annotation
     return list(section.model_fields)
+
+
+def _is_table(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

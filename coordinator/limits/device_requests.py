@@ -29,11 +29,7 @@ class DeviceRequests:
 
     @contextmanager
     def request(self, device: str) -> Iterator[None]:
-        """Entered while a request of the device is answered.
-
-        Raises:
-            Refusal: 429 `too_many_requests`.
-        """
+        """Entered while a request of the device is answered. Raises: Refusal: 429 `too_many_requests`."""
         if self._in_progress[device] >= CONCURRENT_REQUESTS:
             raise _too_many(f"{CONCURRENT_REQUESTS} requests of this device are in progress")
         if wait := self._buckets.take(device):

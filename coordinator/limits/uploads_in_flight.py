@@ -35,11 +35,7 @@ class UploadSlots:
 
     @contextmanager
     def acquire(self) -> Iterator[Slot]:
-        """A slot, held while a piece is received.
-
-        Raises:
-            Refusal: 503 `busy`, with `Retry-After`.
-        """
+        """A slot, held while a piece is received. Raises: Refusal: 503 `busy`, with `Retry-After`."""
         if self._in_use >= self._slots:
             self._refused_at = self._monotonic()
             raise _busy(f"{self._in_use} uploads are in progress")
@@ -63,11 +59,7 @@ class Slot:
         self._acquired_at = acquired_at
 
     def check(self) -> None:
-        """Checks that the piece may continue.
-
-        Raises:
-            Refusal: 503 `busy`: its time is over and others wait.
-        """
+        """Checks that the piece may continue. Raises: Refusal: 503 `busy`: its time is over and others wait."""
         self._slots.check(self._acquired_at)
 
 

@@ -265,11 +265,7 @@ def _sse_data(response: urllib3.BaseHTTPResponse) -> Iterator[str]:
 
 
 def device_id(client: OperatorClient, reference: str) -> str:
-    """The id of the device that `reference` means.
-
-    Raises:
-        UserError: it matches no device, or several.
-    """
+    """The id of the device that `reference` means. Raises: UserError: it matches no device, or several."""
     matches = client.get("/devices", called=reference, limit=100)["devices"]
     match = _unique(reference, matches, "devices")
     if match is None:
@@ -278,11 +274,7 @@ def device_id(client: OperatorClient, reference: str) -> str:
 
 
 def run_id(client: OperatorClient, reference: str) -> str:
-    """The id of the run that `reference` means.
-
-    Raises:
-        UserError: it matches no run, or several.
-    """
+    """The id of the run that `reference` means. Raises: UserError: it matches no run, or several."""
     match = _unique(reference, client.get("/runs", called=reference, limit=100), "runs")
     if match is None:
         newest = client.get("/runs", limit=_MAX_LISTED)

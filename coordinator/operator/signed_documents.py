@@ -77,11 +77,7 @@ def withdraw_release(targets: Targets, name: ReleaseName) -> None:
 
 
 def real_rows(manifest: Path) -> int:
-    """Number of rows of real data in a manifest.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Number of rows of real data in a manifest. Raises: UserError: it cannot be read."""
     try:
         return len(inference.from_json(manifest.read_bytes(), str(manifest)).golden.real_y)
     except OSError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coordinator.errors import UserError
@@ -463,6 +463,8 @@ documents = st.dictionaries(
 
 
 @given(documents)
+@example({"data": {".": 0}})
+@example({"name.x": 0})
 def test_whatever_a_file_says_it_resolves_or_is_refused(document: dict[str, Any]) -> None:
     try:
         experiment.resolve(document, "any.toml").to_toml()
