@@ -1,4 +1,4 @@
-"""Dependencies of the routes of both APIs: the services of this process, and the caller of the operator API."""
+"""The caller of the operator API."""
 
 from __future__ import annotations
 
@@ -10,22 +10,12 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
 
 from coordinator.accounts.admin_token import ADMIN, Principal, require_admin_token
-from coordinator.context.services import Services
+from coordinator.context.services import Services, ServicesDep
 from coordinator.errors import Refusal
 
 bearer = HTTPBearer(
     auto_error=False, description="The admin token, in `admin.token` of the coordinator's home."
 )
-
-
-def services_of(request: Request) -> Services:
-    """The services of the process that serves this request."""
-    services: Services = request.app.state.services
-    return services
-
-
-ServicesDep = Annotated[Services, Depends(services_of)]
-"""Type of a route's parameter that receives the services."""
 
 
 async def require_operator(

@@ -11,8 +11,7 @@ from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 
 from coordinator.accounts import enrolment
-from coordinator.api.deps import ServicesDep
-from coordinator.context.services import Services
+from coordinator.context.services import Services, ServicesDep
 from coordinator.db import devices
 from coordinator.db.devices import DeviceRow, State
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Header, Query
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from sqlalchemy import Connection, Row, func, select
 
-from coordinator.api.deps import ServicesDep
+from coordinator.context.services import ServicesDep
 from coordinator.db import events, tables
 
 router = APIRouter(tags=["events"])

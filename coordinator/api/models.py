@@ -16,8 +16,7 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field, StringConstraints
 from sqlalchemy import Connection
 
-from coordinator.api.deps import ServicesDep
-from coordinator.context.services import Services
+from coordinator.context.services import Services, ServicesDep
 from coordinator.db import aliases, registry
 from coordinator.db.registry import ModelRow, VersionId, VersionRow
 from coordinator.errors import Refusal

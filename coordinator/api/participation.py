@@ -14,8 +14,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel
 from sqlalchemy import Connection
 
-from coordinator.api.deps import ServicesDep
-from coordinator.context.services import Services
+from coordinator.context.services import Services, ServicesDep
 from coordinator.db import participants, rounds, run_states
 from coordinator.db.rounds import TaskRow
 from coordinator.db.run_states import LastRound, RunRow

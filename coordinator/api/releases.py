@@ -10,7 +10,7 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, Field
 from securesystemslib.signer import SSlibKey
 
-from coordinator.api.deps import ServicesDep
+from coordinator.context.services import ServicesDep
 from coordinator.errors import Refusal
 from coordinator.releases import roles
 from coordinator.releases.renewal import warnings

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 
-from coordinator.api.deps import ServicesDep
+from coordinator.context.services import ServicesDep
 from coordinator.rollouts import controller, engine, members, plan, queries, service
 from coordinator.rollouts.gates import Gates, Tally
 from coordinator.rollouts.plan import Filter

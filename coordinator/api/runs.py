@@ -12,8 +12,7 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection, Row
 
-from coordinator.api.deps import ServicesDep
-from coordinator.context.services import Services
+from coordinator.context.services import Services, ServicesDep
 from coordinator.db import runs as rows
 from coordinator.errors import Refusal
 from coordinator.experiments import experiment as experiments

@@ -12,7 +12,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from sqlalchemy import Connection, Table, func, select
 
-from coordinator.api.deps import ServicesDep, bearer, require_operator
+from coordinator.api.deps import bearer, require_operator
+from coordinator.context.services import ServicesDep
 from coordinator.db import tables
 
 router = APIRouter(tags=["system"])

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from coordinator.accounts import enrolment_tokens
 from coordinator.accounts.enrolment_tokens import TokenTerms, plain_text
-from coordinator.api.deps import ServicesDep
+from coordinator.context.services import ServicesDep
 from coordinator.db import tokens
 from coordinator.db.tokens import TokenRow
 

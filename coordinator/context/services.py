@@ -1,6 +1,6 @@
 """The services of a coordinator process, created once by `coordinator.server.serve`.
 
-Routes read them from `request.app.state.services`; runs and fleets take them as an argument.
+Routes receive them as a parameter `ServicesDep`; runs and fleets take them as an argument.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+from fastapi import Depends, Request
 from sqlalchemy import Connection
 
 from coordinator.accounts.certificate_authority import Authority
@@ -83,3 +84,13 @@ class Services:
         incoming = Incoming(self.settings.home / "models" / "incoming")
         incoming.clear()
         return incoming
+
+
+def services_of(request: Request) -> Services:
+    """The services of the process that serves this request."""
+    services: Services = request.app.state.services
+    return services
+
+
+ServicesDep = Annotated[Services, Depends(services_of)]
+"""Type of a route's parameter that receives the services."""

@@ -8,13 +8,16 @@ writable. The run continues by itself.
 from __future__ import annotations
 
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator.context.services import Services
 from coordinator.db import events
 from coordinator.storage.errors import describe
+
+if TYPE_CHECKING:
+    from coordinator.context.services import Services
 
 _log = structlog.get_logger("fedloop.runs")
 

@@ -8,8 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from sqlalchemy import Connection
 
-from coordinator.api.deps import ServicesDep
-from coordinator.context.services import Services
+from coordinator.context.services import Services, ServicesDep
 from coordinator.db import answers
 from coordinator.device_api.bodies import read_message
 from coordinator.device_api.identity import CallerDep

@@ -17,8 +17,7 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from sqlalchemy import Connection
 
-from coordinator.api.deps import ServicesDep
-from coordinator.context.services import Services
+from coordinator.context.services import Services, ServicesDep
 from coordinator.db import answers, participants, rounds
 from coordinator.db.rounds import TaskRow
 from coordinator.device_api.bodies import read_message

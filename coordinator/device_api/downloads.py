@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, Response
 
-from coordinator.api.deps import ServicesDep
+from coordinator.context.services import ServicesDep
 from coordinator.db import rounds
 from coordinator.device_api.bodies import is_digest
 from coordinator.device_api.identity import CallerDep

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from coordinator.accounts import enrolment
-from coordinator.api.deps import ServicesDep
+from coordinator.context.services import ServicesDep
 from coordinator.device_api.bodies import read_anonymous_message
 from coordinator.device_api.identity import CallerDep
 from coordinator.errors import Refusal

@@ -21,7 +21,7 @@ from fastapi import Depends, Request
 from fastapi.concurrency import run_in_threadpool
 
 from coordinator.accounts.enrolment import require_active
-from coordinator.api.deps import ServicesDep
+from coordinator.context.services import ServicesDep
 from coordinator.db import devices
 from coordinator.errors import Refusal
 

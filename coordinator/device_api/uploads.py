@@ -25,8 +25,7 @@ from sqlalchemy.exc import DBAPIError
 from starlette.requests import ClientDisconnect
 
 from coordinator import failpoints
-from coordinator.api.deps import ServicesDep
-from coordinator.context.services import Services
+from coordinator.context.services import Services, ServicesDep
 from coordinator.db import answers, rounds
 from coordinator.db.answers import AcceptedUpdate
 from coordinator.db.rounds import TaskRow
