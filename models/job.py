@@ -62,15 +62,15 @@ class Job:
 
     def spec(self, *keys: str) -> ModelSpec:
         """The torch model described under `keys`, `("model",)` by default."""
-        from models import zoo
+        from models.zoo.resolve import get
 
-        return self._resolve(zoo.get, keys)
+        return self._resolve(get, keys)
 
     def any_spec(self) -> ModelSpec | KerasSpec:
         """The torch or Keras model described under `model`."""
-        from models import zoo
+        from models.zoo.resolve import find
 
-        return self._resolve(zoo.find, ())
+        return self._resolve(find, ())
 
     def _resolve(self, find: Callable[..., T], keys: tuple[str, ...]) -> T:
         where = keys or ("model",)

@@ -31,13 +31,9 @@ def read(kind: type[Options], table: object, where: str) -> Options:
     Raises:
         OptionError: its message starts with `where`.
     """
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    known = only(table, tuple(fields), where)
-    hints = typing.get_type_hints(kind)
-    for name, value in known.items():
-        problem = _problem(value, hints[name], fields[name].metadata)
-        if problem:
-            raise OptionError(f"{where}.{name} is {value!r}, expected {problem}")
+    known = only(table, tuple(typing.get_type_hints(kind)), where)
+    if wrong := problems(kind, known, where):
+        raise OptionError(wrong[0])
     return kind(**known)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
@@ -31,12 +31,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-config_app = typer.Typer(
-    help="The configuration.", no_args_is_help=True, suggest_commands=False, rich_markup_mode=None
-)
-data_app = typer.Typer(
-    help="The device's data sets.", no_args_is_help=True, suggest_commands=False, rich_markup_mode=None
-)
+_GROUP: dict[str, Any] = {"no_args_is_help": True, "suggest_commands": False, "rich_markup_mode": None}
+config_app = typer.Typer(help="The configuration.", **_GROUP)
+data_app = typer.Typer(help="The device's data sets.", **_GROUP)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 

@@ -20,7 +20,18 @@ from edge_client.transport.identity import Identity
 from edge_client.transport.link import Link, pinned_context, unverified_date
 
 _LITTLE_DISK_BYTES = 500_000_000
+_ENROL_AGAIN = "fedloop-edge leave, then enroll again"
 _RENEWED = "the daemon renews it by itself: fedloop-edge run"
+_REPLACED = "an intermediary removes the certificate, or the coordinator was set up again"
+_CERTIFICATE_REMEDIES = {
+    "revoked": _ENROL_AGAIN,
+    "unknown_device": _ENROL_AGAIN,
+    "pending": "wait for it",
+    "expired": _RENEWED,
+    "not_yet_valid": _RENEWED,
+    "no_certificate": _REPLACED,
+    "foreign_certificate": _REPLACED,
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ def examine(config: EdgeConfig, wall: Callable[[], float] = time.time) -> Iterat
     try:
         member = identity.load(config.state_dir)
     except UserMistake as error:
-        yield Check("identity", False, str(error), "fedloop-edge leave, then enroll again")
+        yield Check("identity", False, str(error), _ENROL_AGAIN)
         return
     if member is None:
         yield Check("identity", False, "not enrolled", "fedloop-edge enroll URL TOKEN")
@@ -119,19 +130,8 @@ def _membership(link: Link, member: Identity, date: float) -> Check:
     try:
         link.content(f"/blobs/{'0' * 64}")
     except ServerRefused as refused:
-        if refused.code in ("revoked", "unknown_device"):
-            return Check("certificate", False, refused.message, "fedloop-edge leave, then enroll again")
-        if refused.code == "pending":
-            return Check("certificate", False, refused.message, "wait for it")
-        if refused.code in ("expired", "not_yet_valid"):
-            return Check("certificate", False, refused.message, _RENEWED)
-        if refused.code in ("no_certificate", "foreign_certificate"):
-            return Check(
-                "certificate",
-                False,
-                refused.message,
-                "an intermediary removes the certificate, or the coordinator was set up again",
-            )
+        if refused.code in _CERTIFICATE_REMEDIES:
+            return Check("certificate", False, refused.message, _CERTIFICATE_REMEDIES[refused.code])
         if refused.is_transient:
             raise
     left = member.not_after - date

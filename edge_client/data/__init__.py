@@ -38,7 +38,7 @@ from importlib.metadata import EntryPoint, entry_points
 from edge_client.data.connector import Connector, DataConfig, DataProblem, Preview
 from edge_client.data.quoting import nearest
 
-__all__ = ["GROUP", "Connector", "DataConfig", "DataProblem", "Preview", "known_kinds", "open_data"]
+__all__ = ["GROUP", "Connector", "DataConfig", "DataProblem", "Preview", "open_data"]
 
 GROUP = "fedloop.connectors"
 
@@ -75,11 +75,6 @@ def problem_of(config: DataConfig) -> str | None:
     except DataProblem as error:
         return str(error)
     return None
-
-
-def known_kinds() -> tuple[str, ...]:
-    """Kinds this device can read, plug-ins included."""
-    return (*_BUILT_IN, *sorted(_plug_ins()))
 
 
 def _plug_ins() -> dict[str, EntryPoint]:

@@ -9,7 +9,7 @@ from typing import Any
 from edge_client.data.connector import Connector, DataConfig, DataProblem
 from edge_client.data.options import TableOptions, read_only_problem, read_options, require_path
 from edge_client.data.rows import Rows, RowsConnector, all_rows
-from edge_client.data.table import BLOCK_ROWS, Record, Table
+from edge_client.data.table import BLOCK_ROWS, Table
 from edge_client.data.table_reader import read_rows
 
 
@@ -39,7 +39,9 @@ def _rows(path: Path, options: TableOptions) -> Rows:
             schema = file.schema_arrow
             columns = _columns(options, tuple(schema.names))
             kinds = tuple(str(schema.field(name).type) for name in columns)
-            return read_rows(Table(str(path), columns, kinds, _records(file, columns), "row"), options)
+            return read_rows(
+                Table(str(path), columns, kinds, enumerate(_cells(file, columns), 1), "row"), options
+            )
     except OSError as error:
         raise read_only_problem(path, error) from None
     except pyarrow.ArrowException as error:
@@ -54,9 +56,6 @@ def _columns(options: TableOptions, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if name in selected)
 
 
-def _records(file: Any, columns: tuple[str, ...]) -> Iterator[Record]:
-    number = 0
+def _cells(file: Any, columns: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
     for batch in file.iter_batches(batch_size=BLOCK_ROWS, columns=list(columns), use_threads=False):
-        for cells in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
-            number += 1
-            yield number, cells
+        yield from zip(*(batch.column(name).to_pylist() for name in columns), strict=True)

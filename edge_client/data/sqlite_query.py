@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from urllib.parse import quote
 from edge_client.data.connector import Connector, DataConfig, DataProblem
 from edge_client.data.options import TableOptions, read_options, require_path
 from edge_client.data.rows import Rows, RowsConnector
-from edge_client.data.table import BLOCK_ROWS, Record, Table
+from edge_client.data.table import Table
 from edge_client.data.table_reader import read_rows
 
 _ALLOWED = {
@@ -56,7 +55,7 @@ def _rows(path: Path, options: SqliteOptions) -> Rows:
             columns = tuple(entry[0] for entry in cursor.description or ())
             if len(set(columns)) < len(columns):
                 raise DataProblem(f"{path}: the query has two columns of one name; name them apart with AS")
-            table = Table(str(path), columns, (), _records(cursor), "row")
+            table = Table(str(path), columns, (), enumerate(cursor, 1), "row")
             return read_rows(table, options)
     except (sqlite3.Error, sqlite3.Warning) as error:
         raise DataProblem(f"{path}: the query cannot be answered: {error}") from None
@@ -71,11 +70,3 @@ def _connect(path: Path) -> sqlite3.Connection:
         lambda action, *_: sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY
     )
     return connection
-
-
-def _records(cursor: sqlite3.Cursor) -> Iterator[Record]:
-    number = 0
-    while block := cursor.fetchmany(BLOCK_ROWS):
-        for cells in block:
-            number += 1
-            yield number, cells

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -31,19 +31,14 @@ def read_rows(table: Table, options: TableOptions) -> Rows:
     """
     parser = _parser(table, options)
     records = iter(table.records)
-    first = list(islice(records, BLOCK_ROWS))
+    blocks_of_records = iter(lambda: list(islice(records, BLOCK_ROWS)), [])
+    first = next(blocks_of_records, [])
     if not first:
         raise DataProblem(f"{table.name}: has column names but no rows")
     kinds = table.kinds or tuple(
         kind_of(column, table.decimal_comma) for column in zip(*(row for _, row in first), strict=True)
     )
-    blocks = [parser.block(first), *map(parser.block, _blocks(records))]
-    return parser.rows(blocks, kinds)
-
-
-def _blocks(records: Iterator[Record]) -> Iterator[list[Record]]:
-    while block := list(islice(records, BLOCK_ROWS)):
-        yield block
+    return parser.rows([parser.block(first), *map(parser.block, blocks_of_records)], kinds)
 
 
 def feature_names(table: Table, roles: Mapping[str, str], features: Sequence[str] | None) -> tuple[str, ...]:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.infer.runtime import LoadedRelease
 from edge_client.train import golden
 from edge_client.train.golden import SelfTestFailed
 from edge_client.wire.inference import InferenceManifest
 from edge_client.wire.manifest import ManifestError
+
+if TYPE_CHECKING:
+    from edge_client.infer.runtime import LoadedRelease
 
 Predict = Callable[[npt.NDArray[Any]], npt.NDArray[np.float32]]
 """Rows [N, …] -> logits [N, …], as `LoadedRelease.predict`."""

@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, BinaryIO
 from edge_client.failpoints import reach
 from edge_client.files import NO_ROOM, SPARE_BYTES, file_sha256
 from edge_client.ota.errors import Postponed
-from edge_client.ota.repository import PATH
 from edge_client.transport.failures import ServerRefused
 from edge_client.transport.link import Link
 from edge_client.wire import blocks
 
 if TYPE_CHECKING:
     from tuf.api.metadata import TargetFile
+
+PATH = "/releases"
+"""Of the repository on the coordinator."""
 
 MOST_RANGES = 64
 """With more gaps than this, one long request is faster."""

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 
-class Postponed(Exception):
+class _Coded(Exception):
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class Postponed(_Coded):
     """Not now: the metadata cannot be trusted, or there is no room. Says nothing about the version; tried again later."""
 
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
 
-
-class Rejected(Exception):
+class Rejected(_Coded):
     """The version does not run on this device: wrong answers, another device class. Not tried again unless forced."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
 
 
 TRANSIENT_CODES = ("too_slow", "memory")

@@ -24,6 +24,7 @@ from tuf.ngclient import Updater
 from tuf.ngclient.fetcher import FetcherInterface
 
 from edge_client.files import make_folder, sync_file, sync_folder, write_durably
+from edge_client.ota.download import PATH
 from edge_client.ota.errors import Postponed
 from edge_client.transport.failures import ServerRefused
 from edge_client.transport.link import Link
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
     from edge_client.wire.device import ReleaseOffer
 
-PATH = "/releases"
 FOLDER = "_tuf"
 """Next to the models' folders, none of which can have this name."""
 

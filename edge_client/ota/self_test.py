@@ -1,55 +1,34 @@
 """Self-tests a release in a separate process, so that a runtime that crashes on a file does not crash the daemon.
 
-    python -P -m edge_client.ota.self_test JOB.json
-
-writes one JSON object per line: `{"passed": …}` once the golden answers are right on this runtime, or what is wrong; then,
-if the device has held-out rows of the manifest's data set, how the new model and the active one perform on them. The child
-has the kernel limit its own memory and processor time; the parent watches the clock.
+The child (`edge_client.ota.self_test_worker`) limits its own memory and processor time; this side watches the clock.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from edge_client.data import DataConfig
 from edge_client.ota.errors import Postponed, Rejected
-from edge_client.processes.process import (
-    Report,
-    limit_memory,
-    lower_priority,
-    serve,
-    set_soft_limit,
-    worker_environment,
-)
+from edge_client.processes.process import worker_environment
 from edge_client.wire.device import ReleaseEvaluation
 from edge_client.wire.strict import printable
-
-if TYPE_CHECKING:
-    from edge_client.infer.runtime import LoadedRelease
 
 SECONDS = 120.0
 """Time limit of a self-test with its evaluation, imports included."""
 
-BASE_BYTES = 512 * 1024 * 1024
-"""Memory for Python, numpy, the runtime and the rows, in addition to the model's as its manifest states it."""
-
-EVALUATED_ROWS = 10_000
-_BATCH = 64
 _POLL_SECONDS = 0.2
 _LOG_BYTES = 4_096
-_LARGEST_LOSS = 1e30
 _EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGXCPU)
 """Signals sent from outside: by a person, by the kernel short of memory, by the processor time limit."""
 
@@ -93,22 +72,21 @@ def run(
         Postponed: `self_test_broken`: no child can be started, or it failed for a reason of this machine.
     """
     reported: dict[str, Any] = {}
-    with tempfile.TemporaryFile() as log, _child(job, log.fileno()) as child:
-        end = now() + seconds
-        try:
-            for line in _lines(child):
-                if line is not None:
-                    reported |= line
+    with tempfile.TemporaryFile() as answers, tempfile.TemporaryFile() as log:
+        with _child(job, answers, log) as child:
+            end = now() + seconds
+            while child.poll() is None and now() < end:
                 check_cancelled()
-                if now() >= end:
-                    break
-            timed_out = child.poll() is None and now() >= end
-        finally:
-            child.kill()
-        status = child.wait()
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(_POLL_SECONDS)
+            timed_out = child.poll() is None
+        answers.seek(0)
+        for line in answers.read().splitlines(keepends=True):
+            if line.endswith(b"\n"):  # not one that its end cut short
+                reported |= json.loads(line)
         log.seek(0)
         stderr = log.read()[-_LOG_BYTES:].decode("utf-8", "replace")
-    return interpret(reported, status, timed_out=timed_out, seconds=seconds, stderr=stderr)
+    return interpret(reported, child.returncode, timed_out=timed_out, seconds=seconds, stderr=stderr)
 
 
 def interpret(
@@ -161,53 +139,33 @@ def _raise_failure(status: int, timed_out: bool, seconds: float, stderr: str) ->
 
 
 @contextmanager
-def _child(job: SelfTestJob, log: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs the child with its job file; both are removed at the end."""
+def _child(job: SelfTestJob, answers: IO[bytes], log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs the child with its job file; both are ended and removed at the end."""
     handle, name = tempfile.mkstemp(prefix=".self-test-", suffix=".json", dir=job.folder.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(_as_json(job), file, default=str)
-        process = _start(name, log)
+        process = _start(name, answers, log)
         try:
             yield process
         finally:
             process.kill()
             process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
     finally:
         Path(name).unlink(missing_ok=True)
 
 
-def _start(job_path: str, log: int) -> subprocess.Popen[bytes]:
+def _start(job_path: str, answers: IO[bytes], log: IO[bytes]) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "edge_client.ota.self_test", job_path],
+            [sys.executable, "-P", "-m", "edge_client.ota.self_test_worker", job_path],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=answers,
             stderr=log,
             env=worker_environment(),
         )
     except OSError as error:
         raise Postponed("self_test_broken", f"no process can be started: {error.strerror}") from None
-
-
-def _lines(child: subprocess.Popen[bytes]) -> Iterator[dict[str, Any] | None]:
-    """The child's lines as they arrive; None at first and at every poll. Ends with the child."""
-    assert child.stdout is not None
-    handle, received = child.stdout.fileno(), b""
-    yield None
-    while True:
-        if not select.select([handle], [], [], _POLL_SECONDS)[0]:
-            yield None
-            continue
-        part = os.read(handle, 65_536)
-        if not part:
-            child.wait()
-            return
-        *lines, received = (received + part).split(b"\n")
-        for line in lines:
-            yield json.loads(line)
 
 
 def _as_json(job: SelfTestJob) -> dict[str, Any]:
@@ -217,124 +175,3 @@ def _as_json(job: SelfTestJob) -> dict[str, Any]:
         "champion": str(job.champion.absolute()) if job.champion is not None else None,
         "data": job.data.to_json() if job.data is not None else None,
     }
-
-
-# -- in the child --
-
-
-def _work(job: Path, report: Report) -> None:
-    import resource
-
-    document = json.loads(job.read_bytes())
-    lower_priority()
-    limit_memory(document["memory_bytes"] + BASE_BYTES)
-    set_soft_limit(resource.RLIMIT_CPU, int(SECONDS))
-    candidate = _load_and_test(Path(document["folder"]), report)
-    if candidate is None or document["data"] is None:
-        return
-    report(at="data")
-    try:
-        examples = _examples(document["data"], candidate)
-    except ValueError as error:
-        report(note=f"not evaluated: {error}")
-        return
-    if examples is None:
-        return
-    report(at="candidate")
-    own = _evaluate(candidate, *examples)
-    if not own["labels"]:
-        report(note="not evaluated: no label of its rows is one of the model's classes", at="done")
-        return
-    report(evaluation=own, at="champion")
-    champion = _champion(document["champion"], report)
-    if champion is not None and champion.manifest.input == candidate.manifest.input:
-        theirs = _evaluate(champion, *examples)
-        report(
-            evaluation={
-                **own,
-                "champion_correct": theirs["correct"],
-                "champion_loss_sum": theirs["loss_sum"],
-            }
-        )
-
-
-def _load_and_test(folder: Path, report: Report) -> LoadedRelease | None:
-    """The loaded release, once its answers are right; None after reporting a failure."""
-    from edge_client.infer import golden_check, runtime
-    from edge_client.train.golden import SelfTestFailed
-    from edge_client.wire.manifest import ManifestError
-
-    try:
-        loaded = runtime.load(folder)
-    except runtime.NoRuntime as missing:
-        report(later=str(missing))  # a problem of this machine; what ran here before will run again
-        return None
-    except ManifestError as error:
-        report(code="bad_artifact", message=str(error))
-        return None
-    try:
-        accuracy = golden_check.require(loaded)
-    except SelfTestFailed as error:
-        report(code="self_test", message=str(error))
-        return None
-    except golden_check.NotEnoughMemory as error:
-        report(later=str(error))  # within the limit, but not free now
-        return None
-    except ManifestError as error:
-        report(code="wrong_runtime", message=str(error))
-        return None
-    except (RuntimeError, ValueError) as error:
-        # The interpreter opens the file and cannot run it.
-        report(code="bad_artifact", message=f"this runtime cannot run it: {error}")
-        return None
-    report(passed={"golden_accuracy": accuracy})
-    return loaded
-
-
-def _examples(data: dict[str, Any], candidate: LoadedRelease) -> tuple[Any, Any] | None:
-    """Held-out rows and labels as the model takes them; None if there are none.
-
-    Raises:
-        ValueError: the data does not match its description or the model.
-    """
-    from edge_client.data import open_data
-    from edge_client.infer.runtime import check_rows
-
-    held_out = open_data(DataConfig.from_json(data)).held_out()
-    if not len(held_out):
-        return None
-    return check_rows(held_out.x[:EVALUATED_ROWS], candidate.manifest), held_out.y[:EVALUATED_ROWS]
-
-
-def _champion(folder: str | None, report: Report) -> LoadedRelease | None:
-    from edge_client.infer import runtime
-    from edge_client.wire.manifest import ManifestError
-
-    if folder is None:
-        return None
-    try:
-        return runtime.load(Path(folder))
-    except ManifestError as error:
-        report(note=f"the active model cannot be loaded: {error}")
-        return None
-
-
-def _evaluate(loaded: LoadedRelease, x: Any, y: Any) -> dict[str, Any]:
-    """Counts of labels and correct ones, and cross-entropy, over all rows; labels that are no class do not count."""
-    import numpy as np
-
-    from edge_client.data.examples import PADDING
-    from edge_client.train.evaluation import merge, score
-
-    known = np.where((y >= 0) & (y < loaded.manifest.classes), y, PADDING)
-    total = merge(
-        score(loaded.predict(x[start : start + _BATCH]), known[start : start + _BATCH])
-        for start in range(0, len(x), _BATCH)
-    )
-    # JSON has no infinity, so an infinite or NaN loss becomes the largest.
-    loss = total.loss_sum if total.loss_sum < _LARGEST_LOSS else _LARGEST_LOSS
-    return {"labels": int(total.labels.sum()), "correct": int(total.correct.sum()), "loss_sum": loss}
-
-
-if __name__ == "__main__":
-    serve(_work)

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
 
 from edge_client.ota.pointer import Failure, Pointer, Slot, SlotName
-from edge_client.wire.device import ReleaseOffer, ReleaseReport
+from edge_client.wire.device import ReleaseOffer, ReleaseReport, ReleaseStanding
 from edge_client.wire.rollouts import NO_MODEL
 
 TRIAL_STARTS = 3
@@ -31,11 +30,8 @@ def reports(pointer: Pointer) -> tuple[ReleaseReport, ...]:
     running = pointer.running
     if running is not None:
         reported.append(
-            ReleaseReport(
-                running.rollout,
-                pointer.model,
-                running.version,
-                "active",
+            replace(
+                _report(pointer, running, "active"),
                 golden_accuracy=running.golden_accuracy,
                 evaluation=running.evaluation,
             )
@@ -141,9 +137,8 @@ def switch_back(pointer: Pointer, slot: Slot) -> Pointer:
     switched = activate(pointer, slot)
     if previous is None:
         return switched
-    return replace(
-        switched, last=_rolled_back(pointer.model, previous, f"told to run version {slot.version}")
-    )
+    message = f"told to run version {slot.version}"
+    return replace(switched, last=_report(pointer, previous, "rolled_back", "told", message))
 
 
 def keep_active(pointer: Pointer, offer: ReleaseOffer, code: str, message: str) -> Pointer:
@@ -151,18 +146,16 @@ def keep_active(pointer: Pointer, offer: ReleaseOffer, code: str, message: str) 
     running = pointer.running
     if running is None:
         return pointer
-    return replace(
-        pointer,
-        last=ReleaseReport(
-            offer.rollout, pointer.model, running.version, "active", code, message[:_MOST_CHARACTERS]
-        ),
-    )
+    kept = replace(running, rollout=offer.rollout)
+    return replace(pointer, last=_report(pointer, kept, "active", code, message))
 
 
 def deactivate(pointer: Pointer) -> Pointer:
     """Stops running any version, as ordered: none ran before this one."""
     previous = pointer.running
-    last = _rolled_back(pointer.model, previous, "told to run no version") if previous is not None else None
+    last = None
+    if previous is not None:
+        last = _report(pointer, previous, "rolled_back", "told", "told to run no version")
     return replace(pointer, active=None, a=None, b=None, trial_starts=None, last=last)
 
 
@@ -210,15 +203,10 @@ def roll_back(pointer: Pointer, code: str, message: str) -> Pointer:
         active=pointer.spare_name if pointer.spare is not None else None,
         trial_starts=_first_starts(pointer.spare),
         failed=_add_failure(pointer.failed, Failure(bad.version, code, message[:_MOST_CHARACTERS])),
-        last=ReleaseReport(
-            bad.rollout,
-            pointer.model,
-            bad.version,
-            "rolled_back",
-            code,
-            message[:_MOST_CHARACTERS],
-            bad.golden_accuracy,
-            bad.evaluation,
+        last=replace(
+            _report(pointer, bad, "rolled_back", code, message),
+            golden_accuracy=bad.golden_accuracy,
+            evaluation=bad.evaluation,
         ),
     )
 
@@ -238,26 +226,17 @@ def discard_damaged(pointer: Pointer, name: SlotName) -> Pointer:
         emptied,
         active=pointer.spare_name if pointer.spare is not None else None,
         trial_starts=_first_starts(pointer.spare),
-        last=ReleaseReport(bad.rollout, pointer.model, bad.version, "installing", "damaged", message),
+        last=_report(pointer, bad, "installing", "damaged", message),
     )
 
 
 def _report(
-    pointer: Pointer,
-    offer: ReleaseOffer,
-    standing: Literal["installing", "failed"],
-    code: str = "",
-    message: str = "",
+    pointer: Pointer, about: ReleaseOffer | Slot, standing: ReleaseStanding, code: str = "", message: str = ""
 ) -> ReleaseReport:
-    return ReleaseReport(
-        offer.rollout, pointer.model, offer.version, standing, code, message[:_MOST_CHARACTERS]
-    )
+    text = message[:_MOST_CHARACTERS]
+    return ReleaseReport(about.rollout, pointer.model, about.version, standing, code, text)
 
 
 def _add_failure(known: Iterable[Failure], failure: Failure) -> tuple[Failure, ...]:
     others = [each for each in known if each.version != failure.version]
     return (*others[-_MOST_FAILURES + 1 :], failure)
-
-
-def _rolled_back(model: str, slot: Slot, message: str) -> ReleaseReport:
-    return ReleaseReport(slot.rollout, model, slot.version, "rolled_back", "told", message)

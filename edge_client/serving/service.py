@@ -74,17 +74,7 @@ _Answer = list[Prediction] | InvalidRows
 
 
 class Service:
-    """The model and the requests that wait for it.
-
-    Args:
-        find: the folder of the release to run now.
-        log: logs one line.
-        starts: counts starts with a release.
-        now: monotonic seconds.
-
-    Raises:
-        UserMistake, ManifestError, SelfTestFailed: there is no release that can be used here.
-    """
+    """The model and the requests that wait for it. Further arguments and errors are those of `ActiveModel`."""
 
     def __init__(
         self,

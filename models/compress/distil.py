@@ -228,13 +228,8 @@ def parse_model(text: str, like: ModelSpec) -> ModelSpec:
 
 
 def _teachers(options: Options, context: Context) -> Mapping[str, Model]:
-    names = teacher_names(options.teachers)
+    names = [name.strip() for name in options.teachers.split(",") if name.strip()]
     return {name: context.teachers[name] for name in names} or {"original": context.original}
-
-
-def teacher_names(teachers: str) -> list[str]:
-    """The names in an option `teachers`."""
-    return [name.strip() for name in teachers.split(",") if name.strip()]
 
 
 def _require_same_shapes(name: str, teacher: ModelSpec, student: ModelSpec) -> None:

@@ -32,7 +32,6 @@ import safetensors.numpy
 from edge_client.files import sync_folder, write_durably
 from models import catalog, options, zoo
 from models.compress import report
-from models.compress.c_array import c_array
 from models.compress.pruning.structure import rebuild
 from models.compress.step import Context, Data, Model, Precision, StepRefused
 from models.job import read_params
@@ -299,6 +298,20 @@ def _store(step_folder: Path, model: Model, data: Data, inputs: Mapping[str, Any
     write_durably(step_folder / RECORD, (json.dumps(record, indent=2) + "\n").encode())
     sync_folder(step_folder.parent)
     return StepResult(step_folder, record, stored)
+
+
+def c_array(tflite: bytes) -> str:
+    """C source for firmware without a file system: the file as an array that the linker puts into flash, aligned for tflite-micro, and its length."""
+    lines = [
+        "  " + ", ".join(f"0x{byte:02x}" for byte in tflite[start : start + 12]) + ","
+        for start in range(0, len(tflite), 12)
+    ]
+    return (
+        f"// {len(tflite)} bytes, a .tflite for tflite-micro\n"
+        f"alignas(16) extern const unsigned char g_model[] = {{\n"
+        + "\n".join(lines)
+        + f"\n}};\nextern const unsigned int g_model_len = {len(tflite)};\n"
+    )
 
 
 def _load_stored(step_folder: Path, key: str) -> StepResult | None:

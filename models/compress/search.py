@@ -26,13 +26,7 @@ import torch
 
 from edge_client.processes import process
 from models import job as jobs
-from models.compress import (
-    amx,
-    memory,
-    pipeline,
-    report,
-    worker,
-)
+from models.compress import amx, memory, pipeline, report, worker
 from models.compress.ladder import Candidate, Table, ladder
 from models.compress.pipeline import OnProgress
 from models.compress.step import Data, Model, StepRefused

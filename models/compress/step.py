@@ -1,6 +1,6 @@
 """The inputs and the result of a compression step: a model, and the data that the step may use.
 
-A step is a pure function `(Model, Data, options, Context) -> Model`, registered in `models.compress.pipeline.STEPS` under its
+A step is a pure function `(Model, Data, options, Context) -> Model` that may raise StepRefused, registered in `models.compress.pipeline.STEPS` under its
 `kind` with a dataclass of options (`models.options`). Steps that change float params give a `Model` with a `module`;
 quantization adds a `tflite` with its precision. A module whose layers changed in size or
 number is still described by its spec and params alone: `models.compress.pruning.structure.rebuild`.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,6 @@ Precision = Literal[
 ]
 OnEpoch = Callable[[int, float], None]
 """Called with the number of an epoch, from 1, and its mean loss."""
-Options = TypeVar("Options", contravariant=True)
 
 
 class StepRefused(ValueError):
@@ -87,10 +86,3 @@ class Context:
     def report_epochs(self, **line: object) -> OnEpoch:
         """Reports every epoch as progress, with the further keys of `line`."""
         return lambda epoch, loss: self.on_progress({**line, "epoch": epoch, "loss": loss})
-
-
-class Step(Protocol[Options]):
-    """One kind of step."""
-
-    def __call__(self, model: Model, data: Data, options: Options, context: Context) -> Model:
-        """Raises StepRefused."""

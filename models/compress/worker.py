@@ -16,12 +16,7 @@ import torch
 from edge_client.files import write_durably
 from edge_client.processes import process
 from models import job as jobs
-from models.compress import (
-    amx,
-    distil,
-    pipeline,
-    report,
-)
+from models.compress import amx, distil, pipeline, report
 from models.compress.pipeline import PARAMS, TFLITE, PlannedStep
 from models.compress.pruning.structure import rebuild
 from models.compress.step import Data, Model

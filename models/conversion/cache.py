@@ -17,8 +17,6 @@ import fcntl
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -26,21 +24,14 @@ from torch.fx import GraphModule
 
 from edge_client.files import write_durably
 from edge_client.wire import manifest as manifests
-from edge_client.wire.manifest import Manifest, ManifestError
+from edge_client.wire.manifest import Manifest
+from models.conversion.request_cache import Entry, read_entry, version_of
 from models.conversion.trace import Traced
 
 EXPORT_FORMAT = 1
 """Increment it when this package makes another file from the same graphs."""
 
 MAKERS = ("torch", "litert-torch", "litert-converter", "ai-edge-litert")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """An artifact in the cache."""
-
-    tflite: Path
-    manifest: Path
 
 
 def key(content: Iterable[bytes], description: str, makers: Iterable[str]) -> str:
@@ -52,7 +43,7 @@ def key(content: Iterable[bytes], description: str, makers: Iterable[str]) -> st
         makers: distributions that make the file.
     """
     digest = hashlib.sha256(f"{EXPORT_FORMAT} {manifests.FORMAT}\n{description}\n".encode())
-    digest.update("\n".join(f"{name} {_version(name)}" for name in makers).encode())
+    digest.update("\n".join(f"{name} {version_of(name)}" for name in makers).encode())
     for part in content:
         digest.update(part)
     return digest.hexdigest()
@@ -68,15 +59,8 @@ def content(traced: Traced) -> Iterator[bytes]:
 
 
 def find(folder: Path, key: str) -> Entry | None:
-    """The artifact of `key`, if it is complete; a damaged one counts as absent and is made again."""
-    path = folder / f"{key}.json"
-    try:
-        manifest = manifests.from_json(path.read_bytes(), str(path))
-        tflite = folder / f"{manifest.file.sha256}.tflite"
-        manifests.require_file(manifest, tflite.read_bytes(), str(tflite))
-    except (FileNotFoundError, ManifestError):
-        return None
-    return Entry(tflite, path)
+    """The artifact of `key`, if it is complete."""
+    return read_entry(folder / f"{key}.json")
 
 
 def store(folder: Path, key: str, tflite: bytes, manifest: Manifest) -> Entry:
@@ -108,10 +92,3 @@ def _attribute(graph: GraphModule, name: str) -> torch.Tensor:
         value = getattr(value, part)
     assert isinstance(value, torch.Tensor), f"{name} of a traced graph is not a tensor"
     return value
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "absent"

@@ -55,20 +55,10 @@ from edge_client.wire.manifest import (
 from edge_client.wire.strict import InvalidDocument
 from models import adaptation, zoo
 from models.conversion import cache, int8_constants
-from models.conversion.operators import (
-    ForeignOperator,
-    minimum_runtime,
-    operators,
-)
+from models.conversion.operators import ForeignOperator, minimum_runtime, operators
 from models.conversion.request import ExportRequest
 from models.conversion.request_cache import ARTIFACTS
-from models.conversion.trace import (
-    NotConvertible,
-    NotTraceable,
-    Traced,
-    not_convertible,
-    trace,
-)
+from models.conversion.trace import NotConvertible, NotTraceable, Traced, not_convertible, trace
 from models.user_code import UserCodeError
 from models.zoo.spec import ModelSpec
 

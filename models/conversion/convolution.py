@@ -13,21 +13,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from models.conversion.images import (
-    Windows,
-    interleave,
-    pad,
-)
+from models.conversion.images import Windows, interleave, pad
 
 aten = torch.ops.aten
 
 
 class NoGradient(ValueError):
     """An operation whose gradient is not implemented; the message names it and an alternative."""
+
+
+@dataclass(frozen=True)
+class _Slide:
+    """How the kernel moves over an image, down and across."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
 
 
 def convolution_backward(
@@ -52,55 +56,30 @@ def convolution_backward(
         raise NoGradient(
             "aten.convolution_backward of a transposed convolution; use upsampling and a convolution"
         )
-    if x.dim() == 3:
-        return _as_images(
-            grad,
-            x,
-            weight,
-            bias_sizes,
-            stride,
-            padding,
-            dilation,
-            transposed,
-            output_padding,
-            groups,
-            output_mask,
+    if x.dim() == 3:  # a 1-D convolution is one over images of height 1
+        images = (grad.unsqueeze(2), x.unsqueeze(2), weight.unsqueeze(2))
+        sizes = ([1, *stride], [0, *padding], [1, *dilation])
+        grad_x, grad_weight, grad_bias = convolution_backward(
+            *images, bias_sizes, *sizes, transposed, output_padding, groups, output_mask
         )
+        return _without_height(grad_x), _without_height(grad_weight), grad_bias
     if x.dim() != 4:
         raise NoGradient("aten.convolution_backward of a 3-D convolution; LiteRT trains 1-D and 2-D ones")
     wants_x, wants_weight, wants_bias = output_mask
+    slide = _Slide(stride, padding, dilation)
     parts = _split_groups(grad, x, weight, groups)
     grad_x = grad_weight = None
     if wants_x:
-        grad_x = _concatenate([_conv_grad_x(g, a, w, stride, padding, dilation) for g, a, w in parts], 1)
+        grad_x = _concatenate([_conv_grad_x(g, a, w, slide) for g, a, w in parts], 1)
     if wants_weight and groups == x.shape[1] and weight.shape[0] == groups:
-        grad_weight = _depthwise_grad_weight(grad, x, weight, stride, padding, dilation)
+        grad_weight = _depthwise_grad_weight(grad, x, weight, slide)
     elif wants_weight:
-        grad_weight = _concatenate(
-            [_conv_grad_weight(g, a, w, stride, padding, dilation) for g, a, w in parts], 0
-        )
+        grad_weight = _concatenate([_conv_grad_weight(g, a, w, slide) for g, a, w in parts], 0)
     return grad_x, grad_weight, grad.sum((0, 2, 3)) if wants_bias else None
 
 
-def _as_images(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    *rest: Any,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """A 1-D convolution as one over images of height 1."""
-    grad_x, grad_weight, grad_bias = convolution_backward(
-        grad.unsqueeze(2), x.unsqueeze(2), weight.unsqueeze(2), bias_sizes, [1, *stride], [0, *padding], [1, *dilation], *rest
-    )  # fmt: skip
-    return (
-        None if grad_x is None else grad_x.squeeze(2),
-        None if grad_weight is None else grad_weight.squeeze(2),
-        grad_bias,
-    )
+def _without_height(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return None if grad is None else grad.squeeze(2)
 
 
 def _split_groups(
@@ -116,33 +95,26 @@ def _concatenate(parts: list[torch.Tensor], axis: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
-def _conv_grad_x(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> torch.Tensor:
+def _conv_grad_x(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, slide: _Slide) -> torch.Tensor:
     """The gradient convolved with the flipped kernel, channels swapped.
 
     At a stride above 1 the textbook method inserts zeros between the gradient's elements and mostly multiplies by
     them. Instead every s-th pixel, which only some kernel elements reach, is computed by its own small
     convolution, and the results are interleaved (Shi 2016, sub-pixel convolution). This halves the time of a step.
     """
-    height, width = (-(-(x.shape[2 + k] + padding[k]) // stride[k]) for k in (0, 1))
+    height, width = (-(-(x.shape[2 + k] + slide.padding[k]) // slide.stride[k]) for k in (0, 1))
     swapped = weight.transpose(0, 1)
     rows = []
-    for down in _phases(weight.shape[2], stride[0], dilation[0]):
+    for down in _phases(weight.shape[2], slide.stride[0], slide.dilation[0]):
         columns = [
             _phase_grad_x(grad, swapped, down, across, (height, width))
-            for across in _phases(weight.shape[3], stride[1], dilation[1])
+            for across in _phases(weight.shape[3], slide.stride[1], slide.dilation[1])
         ]
         rows.append(interleave(columns, 3))
     image = interleave(rows, 2)
     for axis in (0, 1):
-        extent = x.shape[2 + axis]
-        image = pad(image, axis, -padding[axis], extent + padding[axis] - image.shape[2 + axis], 0.0)
+        before = slide.padding[axis]
+        image = pad(image, axis, -before, x.shape[2 + axis] + before - image.shape[2 + axis], 0.0)
     return image
 
 
@@ -186,33 +158,33 @@ def _phase_grad_x(
 
 
 def _conv_grad_weight(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, slide: _Slide
 ) -> torch.Tensor:
     """The input convolved with the gradient: rows act as channels, stride and dilation are swapped."""
     for axis in (0, 1):
-        needed = stride[axis] * (grad.shape[2 + axis] - 1) + dilation[axis] * (weight.shape[2 + axis] - 1) + 1
-        x = pad(x, axis, padding[axis], needed - padding[axis] - x.shape[2 + axis], 0.0)
+        reach = slide.stride[axis] * (grad.shape[2 + axis] - 1)
+        needed = reach + slide.dilation[axis] * (weight.shape[2 + axis] - 1) + 1
+        before = slide.padding[axis]
+        x = pad(x, axis, before, needed - before - x.shape[2 + axis], 0.0)
     answer: torch.Tensor = aten.convolution(
-        x.transpose(0, 1), grad.transpose(0, 1), None, list(dilation), [0, 0], list(stride), False, [0, 0], 1
+        x.transpose(0, 1),
+        grad.transpose(0, 1),
+        None,
+        list(slide.dilation),
+        [0, 0],
+        list(slide.stride),
+        False,
+        [0, 0],
+        1,
     )
     return answer.transpose(0, 1)
 
 
 def _depthwise_grad_weight(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, slide: _Slide
 ) -> torch.Tensor:
     """A sum of products for each kernel element: cheaper than a convolution for each channel."""
-    windows = Windows(x, grad, weight.shape[2:], stride, padding, dilation)
+    windows = Windows(x, grad, weight.shape[2:], slide.stride, slide.padding, slide.dilation)
     sums = [(element * grad).sum((0, 2, 3)) for element in windows.elements(0.0)]
     return torch.stack(sums, -1).reshape(weight.shape)
 

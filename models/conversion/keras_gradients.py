@@ -135,10 +135,7 @@ def depthwise_convolution(op: Any, dy: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]
 
 def max_pool(op: Any, dy: tf.Tensor) -> tf.Tensor:
     """Each window's gradient goes to its first maximum in reading order."""
-    (x,), (y,) = op.inputs, op.outputs
-    windows = Windows.of(
-        x, dy, op.get_attr("ksize")[1:3], op.get_attr("strides")[1:3], op.get_attr("padding")
-    )
+    (x,), (y,), windows = op.inputs, op.outputs, _pool_windows(op, dy)
     open_, shares = tf.ones_like(dy), []
     for part in windows.elements(x, LOWEST):
         first = tf.cast(tf.equal(part, y), dy.dtype) * open_
@@ -149,10 +146,7 @@ def max_pool(op: Any, dy: tf.Tensor) -> tf.Tensor:
 
 def average_pool(op: Any, dy: tf.Tensor) -> tf.Tensor:
     """Every pixel of a window gets the same share; padding does not count."""
-    x = op.inputs[0]
-    windows = Windows.of(
-        x, dy, op.get_attr("ksize")[1:3], op.get_attr("strides")[1:3], op.get_attr("padding")
-    )
+    windows = _pool_windows(op, dy)
     counted = functools.reduce(
         np.multiply.outer,
         (
@@ -164,6 +158,11 @@ def average_pool(op: Any, dy: tf.Tensor) -> tf.Tensor:
     )
     share = dy * tf.constant(1 / counted[None, :, :, None], tf.float32)
     return windows.scatter_add([share] * len(windows.positions))
+
+
+def _pool_windows(op: Any, dy: tf.Tensor) -> Windows:
+    sizes = op.get_attr("ksize")[1:3], op.get_attr("strides")[1:3]
+    return Windows.of(op.inputs[0], dy, *sizes, op.get_attr("padding"))
 
 
 def _inside(size: int, count: int, kernel: int, stride: int, before: int) -> np.ndarray[Any, Any]:

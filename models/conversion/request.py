@@ -21,7 +21,7 @@ from typing import Any, Literal
 from edge_client.processes.process import Launch
 from edge_client.wire.strict import InvalidDocument, parse
 from models.conversion import request_cache
-from models.conversion.request_cache import ARTIFACTS
+from models.conversion.request_cache import ARTIFACTS, Entry
 
 TIMEOUT_SECONDS = 1800.0
 
@@ -103,8 +103,8 @@ def export(
         raise ExportError(f"the folder of the model's code, {where}, does not exist")
     folder, settings = cache_dir.resolve(), request.to_json()
     digest = request_cache.digest(settings) if request_cache.is_ours(request.model) else None
-    if digest is not None and (files := request_cache.find(folder, digest)) is not None:
-        return Exported(*files, cached=True)
+    if digest is not None and (entry := request_cache.find(folder, digest)) is not None:
+        return Exported(entry.tflite, entry.manifest, cached=True)
     document = {"request": settings, "cache_dir": str(folder)}
     launch = launch or Launch()
     try:
@@ -124,7 +124,7 @@ def export(
         ) from None
     exported = _answer(request, done, folder)
     if digest is not None and request_cache.digest(settings) == digest:  # our code did not change meanwhile
-        request_cache.store(folder, digest, exported.tflite, exported.manifest)
+        request_cache.store(folder, digest, Entry(exported.tflite, exported.manifest))
     return exported
 
 

@@ -14,6 +14,7 @@ import json
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def digest(request: Mapping[str, Any]) -> str:
     """SHA-256 of a request, our source code and the libraries' versions. Reads 2 MB."""
     total = hashlib.sha256(json.dumps(request, sort_keys=True).encode())
     total.update(f"\n{platform.python_version()} {platform.machine()}\n".encode())
-    total.update("\n".join(f"{name} {_version(name)}" for name in _LIBRARIES).encode())
+    total.update("\n".join(f"{name} {version_of(name)}" for name in _LIBRARIES).encode())
     root = Path(__file__).resolve().parents[2]
     for package in _CODE:
         for path in sorted((root / package).rglob("*.py")):
@@ -49,21 +50,37 @@ def digest(request: Mapping[str, Any]) -> str:
     return total.hexdigest()
 
 
-def find(folder: Path, digest: str) -> tuple[Path, Path] | None:
-    """The artifact and its manifest, if both are complete; otherwise None, and the model must be traced."""
+@dataclass(frozen=True)
+class Entry:
+    """An artifact in the cache."""
+
+    tflite: Path
+    manifest: Path
+
+
+def read_entry(manifest: Path) -> Entry | None:
+    """The artifact of a manifest, if it is complete; None for a missing or a damaged one, which is made again."""
+    try:
+        described = manifests.from_json(manifest.read_bytes(), str(manifest))
+        tflite = manifest.with_name(f"{described.file.sha256}.tflite")
+        manifests.require_file(described, tflite.read_bytes(), str(tflite))
+    except (FileNotFoundError, ManifestError):
+        return None
+    return Entry(tflite, manifest)
+
+
+def find(folder: Path, digest: str) -> Entry | None:
+    """The artifact that answers a request; None without a complete one, and the model must be traced."""
     try:
         names = json.loads(_path(folder, digest).read_text("utf-8"))
-        tflite, manifest = (folder / ARTIFACTS / names[kind] for kind in ("tflite", "manifest"))
-        described = manifests.from_json(manifest.read_bytes(), str(manifest))
-        manifests.require_file(described, tflite.read_bytes(), str(tflite))
-    except (OSError, ValueError, KeyError, TypeError, ManifestError):
+        return read_entry(folder / ARTIFACTS / names["manifest"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return tflite, manifest
 
 
-def store(folder: Path, digest: str, tflite: Path, manifest: Path) -> None:
+def store(folder: Path, digest: str, entry: Entry) -> None:
     """Stores the answer. If the folder is not writable, the next request only has to trace the model again."""
-    names = {"tflite": tflite.name, "manifest": manifest.name}
+    names = {"tflite": entry.tflite.name, "manifest": entry.manifest.name}
     with suppress(OSError):
         _path(folder, digest).parent.mkdir(exist_ok=True)
         write_durably(_path(folder, digest), json.dumps(names).encode())
@@ -73,7 +90,8 @@ def _path(folder: Path, digest: str) -> Path:
     return folder / "answered" / f"{digest}.json"
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The installed version of a distribution, or `absent`."""
     try:
         return version(package)
     except PackageNotFoundError:

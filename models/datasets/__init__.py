@@ -8,9 +8,14 @@ digits are read as a file.
 from __future__ import annotations
 
 from models.datasets.dataset import DataError, Dataset
-from models.datasets.ownership import owners
-from models.datasets.partitioners import Partition, client_names, parse_partition, partition
-from models.datasets.public import public_rows
+from models.datasets.partitioners import (
+    Partition,
+    client_names,
+    owners,
+    parse_partition,
+    partition,
+    public_rows,
+)
 from models.datasets.sources import load
 from models.datasets.summary import preview
 

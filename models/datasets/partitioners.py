@@ -1,4 +1,5 @@
-"""Which training rows each client holds: `iid`, `shards(n)`, `dirichlet(alpha)` or `natural`.
+"""Which training rows each client holds, `iid`, `shards(n)`, `dirichlet(alpha)` or `natural`; whose the held-out rows are;
+and the rows that are set aside for the server to pretrain or distil on.
 
 Every training row that is not set aside goes to exactly one client, and every client gets at least one. The
 same seed deals the same hands.
@@ -216,3 +217,64 @@ def _none_empty(parts: Sequence[Rows]) -> list[Rows]:
         heapq.heappush(largest, (-kept[giver], giver))
         result[empty] = parts[giver][kept[giver] : kept[giver] + 1]
     return [part[:size] if size else part for part, size in zip(result, kept, strict=True)]
+
+
+def owners(dataset: Dataset, parts: Sequence[npt.NDArray[np.int64]], seed: int) -> npt.NDArray[np.int32]:
+    """The client of each test row, in the order of `np.flatnonzero(dataset.test)`.
+
+    Where clients are the sites, a row's site. Otherwise a row is assigned to a client at random, with probability
+    proportional to how many training rows of its class the client holds, so that each client is tested on the
+    mix it trains on; sequences, and classes that no client trains on, are assigned by the clients' sizes.
+
+    `parts`: training rows of each client.
+    """
+    test = np.flatnonzero(dataset.test)
+    if dataset.site is not None and _by_site(dataset.site, parts, len(dataset.site_names)):
+        return dataset.site[test].astype(np.int32)
+    rng = stream(seed, "owners")
+    label = dataset.y if dataset.y.ndim == 1 else np.zeros(len(dataset.y), np.int32)
+    held = np.stack([np.bincount(label[part], minlength=int(label.max()) + 1) for part in parts])
+    held[:, held.sum(axis=0) == 0] = np.array([[len(part)] for part in parts])
+    drawn = rng.random(len(test))
+    owner = np.empty(len(test), np.int32)
+    for one in np.unique(label[test]):
+        rows = label[test] == one
+        upto = np.cumsum(held[:, one])
+        owner[rows] = np.searchsorted(upto, drawn[rows] * upto[-1], side="right")
+    return owner
+
+
+def _by_site(site: npt.NDArray[np.int32], parts: Sequence[npt.NDArray[np.int64]], sites: int) -> bool:
+    return len(parts) == sites and all((site[part] == index).all() for index, part in enumerate(parts))
+
+
+def public_rows(dataset: Dataset, count: int, seed: int) -> npt.NDArray[np.int64]:
+    """`count` training rows, ascending, with classes as equal in number as the data allows.
+
+    Sequences have no class and are drawn evenly. A site's last training row is never taken.
+
+    Raises:
+        DataError: `count` is more than can be spared.
+    """
+    rng = stream(seed, "public")
+    rows = rng.permutation(np.flatnonzero(~dataset.test))
+    spare = rows[_turn(dataset.site[rows]) > 0] if dataset.site is not None else rows[1:]
+    if not 0 <= count <= len(spare):
+        raise DataError(
+            f"{count:,} public rows are asked for; {dataset.name!r} can spare 0 to {len(spare):,} of its "
+            f"{len(rows):,} training rows"
+        )
+    if dataset.y.ndim == 1:
+        # First one of every class, then a second of every class, and so on; within a turn at random.
+        spare = spare[np.lexsort((rng.random(len(spare)), _turn(dataset.y[spare])))]
+    return np.sort(spare[:count])
+
+
+def _turn(labels: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """[N]: how many earlier places hold the same label."""
+    order = np.argsort(labels, kind="stable")
+    ordered = labels[order]
+    starts = np.searchsorted(ordered, ordered, side="left")
+    turn = np.empty(len(labels), np.int64)
+    turn[order] = np.arange(len(labels)) - starts
+    return turn

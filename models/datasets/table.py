@@ -14,9 +14,9 @@ from edge_client.data.csv_file import DELIMITERS
 from edge_client.data.options import TableOptions
 from edge_client.data.rows import Rows
 from edge_client.data.table_reader import feature_names, read_rows
-from models.datasets import columns, delimited
+from models.datasets import columns
+from models.datasets.columns import TextTable
 from models.datasets.dataset import DataError, Dataset
-from models.datasets.delimited import TextTable
 from models.datasets.holdout import held_out
 from models.datasets.standardise import standardised
 
@@ -53,7 +53,7 @@ def load(
     Raises:
         DataError: naming the file and, where there is one, the line and the column.
     """
-    table = delimited.read(path)
+    table = columns.read(path)
     roles = _roles(table, label, site, split, features)
     texts = {name: names for name in roles.features if (names := columns.categories(table, name))}
     options = TableOptions(

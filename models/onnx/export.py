@@ -23,11 +23,7 @@ from edge_client.files import write_durably
 from edge_client.processes import process
 from models import job as jobs
 from models.compress.pruning.structure import rebuild
-from models.onnx.files import (
-    LIMIT_BYTES,
-    describe,
-    messages,
-)
+from models.onnx.files import LIMIT_BYTES, describe, messages
 from models.onnx.parity import ROWS, require_same_logits
 from models.zoo import ModelSpec
 

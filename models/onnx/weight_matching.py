@@ -17,11 +17,7 @@ from onnx import TensorProto, external_data_helper, numpy_helper
 from torch import nn
 
 from models import zoo
-from models.onnx.files import (
-    BadOnnx,
-    OnnxFile,
-    describe,
-)
+from models.onnx.files import BadOnnx, OnnxFile, describe
 from models.onnx.parity import LogitsDiffer, require_same_logits
 from models.pretrain import params as stored
 from models.zoo import ModelSpec

@@ -44,11 +44,7 @@ from models.job import JobError
 from models.options import bounded
 from models.release import golden
 from models.release.golden import GoldenAnswers, NotReleasable, Predict, Rows
-from models.release.verify import (
-    RUNTIMES,
-    Verdict,
-    verify,
-)
+from models.release.verify import RUNTIMES, Verdict, verify
 from models.zoo import KerasSpec
 from models.zoo.spec import ModelSpec
 

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import safetensors.numpy
@@ -20,7 +21,9 @@ from torch import nn
 from models import adaptation
 from models.adaptation import Adaptation, AdaptationError, Arrays
 from models.zoo.calls import called_layers
-from models.zoo.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from models.zoo.spec import ModelSpec
 
 
 class LowRank(nn.Module):

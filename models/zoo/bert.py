@@ -9,13 +9,15 @@ padding, as a pair.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from models.zoo.gpt import MLP, Embedding, linear, require_dropout, scale_residual_init
+from models.zoo import gpt
+from models.zoo.gpt import Embedding, require_dropout, scale_residual_init
 from models.zoo.layout import Layout
 from models.zoo.spec import ModelSpec
 from models.zoo.transformer import MASKED, require_divisible, sequence_length
@@ -69,42 +71,18 @@ class PaddedEmbedding(nn.Module):
         return self.rows(x), (x != PAD).to(x.dtype)
 
 
-class Block(nn.Module):
-    """Attention, then a feed-forward network, each with a residual connection and after a LayerNorm."""
+class Block(gpt.Block):
+    """A block of `gpt` in which every token attends to all tokens that are not padding."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = MLP(width)
-        self.dropout = nn.Dropout(dropout)
+        super().__init__(width, heads, dropout, causal=False)
 
-    def forward(self, hidden: Hidden) -> Hidden:
+    def forward(self, hidden: Hidden) -> Hidden:  # type: ignore[override]
         h, real = hidden
-        h = h + self.dropout(self.attention(self.norm1(h), real))
-        return h + self.dropout(self.mlp(self.norm2(h))), real
-
-
-class Attention(nn.Module):
-    """Multi-head attention of every token to the tokens that are not padding."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.head_width = width // heads
-        self.query, self.key, self.value, self.out = (linear(width, width) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        B, T, _ = x.shape
-        query, key, value = (
-            projection(x).view(B, T, -1, self.head_width).transpose(1, 2)
-            for projection in (self.query, self.key, self.value)
-        )
         # finite, so that a text of only padding stays finite
-        bias = ((1 - real) * MASKED).to(query.dtype)[:, None, None, :]
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-        output: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(B, T, -1))
-        return output
+        bias = ((1 - real) * MASKED)[:, None, None, :]
+        h = h + self.dropout(self.attention(self.norm1(h), bias))
+        return h + self.dropout(self.mlp(self.norm2(h))), real
 
 
 class Norm(nn.Module):
@@ -153,19 +131,11 @@ class TokenPredictor(nn.Module):
 
 def layout(width: int, heads: int, objective: Objective) -> Layout:
     """Without a `length`: sequences cannot be split, because padding is known only for whole ones."""
-    return Layout(
-        order=("embedding", "layers.*", "norm", "head"),
-        columns=(
-            *(f"layers.*.attention.{name}" for name in ("query", "key", "value")),
-            "layers.*.mlp.up",
-        ),
-        rows=("layers.*.attention.out", "layers.*.mlp.down"),
+    return replace(
+        gpt.layout(0, width, heads),
         vocabulary="embedding.rows.token",
         head="head.out" if objective == "masked" else "",
-        norms=("layers.*.norm1", "layers.*.norm2", "norm"),
-        heads=heads,
-        width=width,
-        hidden=4 * width,
+        attention=(),
     )
 
 

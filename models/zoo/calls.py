@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from models.zoo.spec import ModelSpec
+if TYPE_CHECKING:
+    from models.zoo.spec import ModelSpec
 
 
 def called_layers(module: nn.Module, spec: ModelSpec) -> list[str]:

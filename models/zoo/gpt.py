@@ -85,10 +85,10 @@ class Block(nn.Module):
     random numbers they drop the same elements.
     """
 
-    def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
+    def __init__(self, width: int, heads: int, dropout: float = 0.0, causal: bool = True) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attention = SelfAttention(width, heads)
+        self.attention = SelfAttention(width, heads, causal)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = MLP(width)
         self.dropout = nn.Dropout(dropout)
@@ -108,13 +108,15 @@ class SelfAttention(nn.Module):
         self.query, self.key, self.value, self.out = (linear(width, width) for _ in range(4))
         self.core = FusedAttention(causal)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        """`bias`: added to the scores, if the core takes one."""
         B, T, _ = x.shape
         query, key, value = (
             projection(x).view(B, T, -1, self.head_width).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        output: torch.Tensor = self.out(self.core(query, key, value).transpose(1, 2).reshape(B, T, -1))
+        mixed = self.core(query, key, value, *bias)
+        output: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(B, T, -1))
         return output
 
 
@@ -125,8 +127,11 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.causal = causal
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        mask = None if bias is None else bias.to(query.dtype)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=self.causal)
 
 
 class MLP(nn.Module):

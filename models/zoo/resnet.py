@@ -14,10 +14,8 @@ from torch import nn
 
 from models.zoo.cnn import image_shape
 from models.zoo.layout import Layout
-from models.zoo.resnet8 import Norm, Residual, normalisation
+from models.zoo.resnet8 import Norm, Residual, normalisation, require_norm
 from models.zoo.spec import ModelSpec
-
-_GROUPS = 4
 
 
 class ResNet(nn.Module):
@@ -88,14 +86,9 @@ def spec(
         ValueError: not images, a stage without a block, an unknown norm, or a width that its groups do not divide.
     """
     image = image_shape(input_shape)
-    if norm not in ("group", "batch"):
-        raise ValueError(f"norm is 'group' or 'batch', got {norm!r}")
+    require_norm(norm, width)
     if not blocks or min(blocks) < 1:
         raise ValueError(f"blocks has a number of 1 or more for every stage, got {list(blocks)}")
-    if width < 1 or width % _GROUPS:
-        raise ValueError(
-            f"width must be a positive multiple of {_GROUPS}, the groups of its norm; got {width}"
-        )
     return ModelSpec(
         "resnet",
         lambda: ResNet(image, blocks, width, norm, classes),

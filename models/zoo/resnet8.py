@@ -64,6 +64,16 @@ def normalisation(norm: Norm, channels: int) -> nn.Module:
     return nn.GroupNorm(_GROUPS, channels) if norm == "group" else nn.BatchNorm2d(channels)
 
 
+def require_norm(norm: str, width: int) -> None:
+    """Raises ValueError for an unknown norm, or a width that its groups do not divide."""
+    if norm not in ("group", "batch"):
+        raise ValueError(f"norm is 'group' or 'batch', got {norm!r}")
+    if width < 1 or width % _GROUPS:
+        raise ValueError(
+            f"width must be a positive multiple of {_GROUPS}, the groups of its norm; got {width}"
+        )
+
+
 def spec(input_shape: tuple[int, ...], classes: int, norm: Norm = "group", width: int = 16) -> ModelSpec:
     """`input_shape` is (H, W) or (C, H, W).
 
@@ -71,12 +81,7 @@ def spec(input_shape: tuple[int, ...], classes: int, norm: Norm = "group", width
         ValueError: not images, an unknown norm, or a width that the norm's groups do not divide.
     """
     image = image_shape(input_shape)
-    if norm not in ("group", "batch"):
-        raise ValueError(f"norm is 'group' or 'batch', got {norm!r}")
-    if width < 1 or width % _GROUPS:
-        raise ValueError(
-            f"width must be a positive multiple of {_GROUPS}, the groups of its norm; got {width}"
-        )
+    require_norm(norm, width)
     return ModelSpec(
         "resnet8",
         lambda: ResNet8(image, norm, width, classes),

@@ -40,12 +40,12 @@ def require_answers(spec: ModelSpec) -> None:
     per_row = (*spec.input_shape, spec.classes) if spec.task == "next_token" else (spec.classes,)
     if not isinstance(logits, torch.Tensor):
         raise ModelUnfit(
-            f"model {spec.name!r}{_forward(module)} returns {type(logits).__name__}, expected a tensor of logits {_format_shape(per_row)}"
+            f"model {spec.name!r}{_forward(module)} returns {type(logits).__name__}, expected a tensor of logits {format_shape(per_row)}"
         )
     if tuple(logits.shape) != (_ROWS, *per_row):
         raise ModelUnfit(
-            f"model {spec.name!r}{_forward(module)} returns logits of shape {_format_shape(tuple(logits.shape[1:]))} for {examples}, "
-            f"expected {_format_shape(per_row)}: {spec.classes} classes"
+            f"model {spec.name!r}{_forward(module)} returns logits of shape {format_shape(tuple(logits.shape[1:]))} for {examples}, "
+            f"expected {format_shape(per_row)}: {spec.classes} classes"
         )
     if are_probabilities(logits.numpy()):
         raise ModelUnfit(
@@ -101,5 +101,5 @@ class _Lookups(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _format_shape(per_row: tuple[int, ...]) -> str:
+def format_shape(per_row: tuple[int, ...]) -> str:
     return f"[{', '.join(['batch', *map(str, per_row)])}]"

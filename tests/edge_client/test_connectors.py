@@ -19,7 +19,6 @@ from PIL import Image
 from edge_client.data import (
     DataConfig,
     DataProblem,
-    known_kinds,
     open_data,
 )
 from tests.support.training_jobs import install_plug_in
@@ -445,7 +444,6 @@ def test_a_broken_image_is_named(tmp_path: Path) -> None:
 def test_an_installed_package_adds_a_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(install_plug_in(tmp_path)))
 
-    assert "naughty" in known_kinds()
     assert len(open_data(DataConfig("naughty", options={"does": "behave"})).train()) == 4
     with pytest.raises(DataProblem, match="connector naughty:connector: RuntimeError: as told"):
         open_data(DataConfig("naughty", options={"does": "fail"})).train()

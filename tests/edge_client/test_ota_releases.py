@@ -68,7 +68,7 @@ def test_a_runtime_that_crashes_is_a_failure_of_the_version_not_of_the_daemon(tm
 
     def crash() -> None:
         for child in psutil.Process().children():
-            if "edge_client.ota.self_test" in child.cmdline():
+            if "edge_client.ota.self_test_worker" in child.cmdline():
                 os.kill(child.pid, signal.SIGSEGV)
 
     with pytest.raises(Rejected, match="SIGSEGV") as told:
@@ -82,7 +82,9 @@ def test_a_self_test_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     with pytest.raises(Rejected) as told:
         self_test.run(SelfTestJob(folder, 2**20), seconds=0.0)
     assert told.value.code == "too_slow"
-    assert not [each for each in psutil.Process().children() if "edge_client.ota.self_test" in each.cmdline()]
+    assert not [
+        each for each in psutil.Process().children() if "edge_client.ota.self_test_worker" in each.cmdline()
+    ]
 
 
 def test_a_machine_that_can_start_no_process_says_nothing_about_the_version(

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from models.compress import memory, micro
-from models.compress.c_array import c_array
 from models.compress.micro_selftest import MicroModel
+from models.compress.pipeline import c_array
 from models.compress.quantization import quantize, recipes
 from models.compress.step import Model, StepRefused
 from models.zoo.spec import ModelSpec
@@ -70,10 +70,10 @@ def test_an_operation_that_it_does_not_have_is_named() -> None:
 def test_the_c_array_holds_the_file() -> None:
     made = fitted()
     assert made.tflite is not None
-    text = c_array(made.tflite, "digits")
+    text = c_array(made.tflite)
     assert bytes(int(byte, 16) for byte in re.findall(r"0x([0-9a-f]{2})", text)) == made.tflite
-    assert f"digits_len = {len(made.tflite)};" in text
-    assert "alignas(16) extern const unsigned char digits[]" in text
+    assert f"g_model_len = {len(made.tflite)};" in text
+    assert "alignas(16) extern const unsigned char g_model[]" in text
 
 
 class Gelu(nn.Module):

@@ -24,10 +24,7 @@ from torch import nn
 
 from edge_client.train.evaluation import score
 from models.compress import report
-from models.compress.quantization import (
-    recipes,
-    tensor_names,
-)
+from models.compress.quantization import recipes, tensor_names
 from models.compress.quantization.recipes import SIGNATURE
 from models.compress.step import Context, Data, Model, Precision, StepRefused
 from models.conversion import flatbuffer

@@ -165,14 +165,10 @@ class _Recipe:
         return self
 
 
-def _quantizer(tflite: bytes, recipe: _Recipe) -> Any:
+def _quantize(tflite: bytes, recipe: _Recipe, ranges: Ranges | None) -> bytes:
     from ai_edge_quantizer.quantizer import Quantizer
 
-    return Quantizer(tflite, recipe.rules.get_quantization_recipe())
-
-
-def _quantize(tflite: bytes, recipe: _Recipe, ranges: Ranges | None) -> bytes:
-    quantizer = _quantizer(tflite, recipe)
+    quantizer = Quantizer(tflite, recipe.rules.get_quantization_recipe())
     if quantizer.need_calibration and ranges is None:
         raise ValueError("static-int8 needs ranges of activations")
     result = quantizer.quantize(

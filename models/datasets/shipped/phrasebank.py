@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.quoting import nearest, quoted
-from models.datasets import delimited, files
+from models.datasets import columns, files
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import held_out
 
@@ -35,7 +35,7 @@ def load(data_dir: Path | None, seed: int, length: int, vocabulary: int) -> Data
         DataError: the file is missing or a row has another sentiment.
     """
     path = files.find(data_dir, [NAME], "phrasebank", ORIGIN)
-    table = delimited.read(path)
+    table = columns.read(path)
     y = _classes(table)
     test = held_out(y, seed)
     sentences = [WORD.findall(sentence.lower()) for sentence in table.cells(SENTENCE, "the sentence")]
@@ -57,7 +57,7 @@ def load(data_dir: Path | None, seed: int, length: int, vocabulary: int) -> Data
     )
 
 
-def _classes(table: delimited.TextTable) -> npt.NDArray[np.int32]:
+def _classes(table: columns.TextTable) -> npt.NDArray[np.int32]:
     cells = table.cells(SENTIMENT, "the label")
     for row, cell in enumerate(cells):
         if cell not in CLASSES:

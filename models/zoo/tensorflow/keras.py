@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.zoo.spec import InputDtype, TaskKind
-from models.zoo.trial import are_probabilities
+from models.zoo.trial import are_probabilities, format_shape
 
 LAYERS = (
     "Activation", "Add", "Average", "AveragePooling2D", "BatchNormalization", "Concatenate", "Conv1D",
@@ -150,8 +150,8 @@ class KerasSpec:
             )
         if returns != self.logits_shape:
             raise KerasUnfit(
-                f"model {self.name!r} returns logits of shape {_format_shape(returns)} for examples of shape {self.input_shape}, "
-                f"expected {_format_shape(self.logits_shape)}: {self.classes} classes"
+                f"model {self.name!r} returns logits of shape {format_shape(returns)} for examples of shape {self.input_shape}, "
+                f"expected {format_shape(self.logits_shape)}: {self.classes} classes"
             )
         for weight in model.weights:
             if "float" in weight.dtype and weight.dtype != "float32":
@@ -322,10 +322,6 @@ def _named(model: Any, within: str) -> Iterator[tuple[int, str]]:
             inner = each.path.rpartition(f"{layer.name}/")[2].replace("/", ".")
             own = each.name if names.count(each.name) == 1 else inner
             yield id(each), f"{within}{layer.name}.{own}"
-
-
-def _format_shape(per_row: tuple[int, ...]) -> str:
-    return f"[{', '.join(['batch', *map(str, per_row)])}]"
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,134 @@
+"""The process of a self-test: tests one release, and compares it with the active one on this device's rows.
+
+    python -P -m edge_client.ota.self_test_worker JOB.json
+
+writes one JSON object per line: `{"passed": …}` once the golden answers are right on this runtime, or what is wrong; then,
+if the device has held-out rows of the manifest's data set, how the new model and the active one perform on them.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_client.data import DataConfig, open_data
+from edge_client.data.examples import PADDING
+from edge_client.infer import golden_check, runtime
+from edge_client.infer.runtime import LoadedRelease, check_rows
+from edge_client.ota.self_test import SECONDS
+from edge_client.processes.process import Report, limit_memory, lower_priority, serve, set_soft_limit
+from edge_client.train.evaluation import merge, score
+from edge_client.train.golden import SelfTestFailed
+from edge_client.wire.manifest import ManifestError
+
+BASE_BYTES = 512 * 1024 * 1024
+"""Memory for Python, numpy, the runtime and the rows, in addition to the model's as its manifest states it."""
+
+EVALUATED_ROWS = 10_000
+_BATCH = 64
+_LARGEST_LOSS = 1e30
+
+
+def _work(job: Path, report: Report) -> None:
+    document = json.loads(job.read_bytes())
+    lower_priority()
+    limit_memory(document["memory_bytes"] + BASE_BYTES)
+    set_soft_limit(resource.RLIMIT_CPU, int(SECONDS))
+    candidate = _load_and_test(Path(document["folder"]), report)
+    if candidate is None or document["data"] is None:
+        return
+    report(at="data")
+    try:
+        examples = _examples(document["data"], candidate)
+    except ValueError as error:
+        report(note=f"not evaluated: {error}")
+        return
+    if examples is None:
+        return
+    report(at="candidate")
+    own = _evaluate(candidate, *examples)
+    if not own["labels"]:
+        report(note="not evaluated: no label of its rows is one of the model's classes", at="done")
+        return
+    report(evaluation=own, at="champion")
+    champion = _champion(document["champion"], report)
+    if champion is not None and champion.manifest.input == candidate.manifest.input:
+        theirs = _evaluate(champion, *examples)
+        report(
+            evaluation={
+                **own,
+                "champion_correct": theirs["correct"],
+                "champion_loss_sum": theirs["loss_sum"],
+            }
+        )
+
+
+def _load_and_test(folder: Path, report: Report) -> LoadedRelease | None:
+    """The loaded release, once its answers are right; None after reporting a failure."""
+    try:
+        loaded = runtime.load(folder)
+    except runtime.NoRuntime as missing:
+        report(later=str(missing))  # a problem of this machine; what ran here before will run again
+        return None
+    except ManifestError as error:
+        report(code="bad_artifact", message=str(error))
+        return None
+    try:
+        accuracy = golden_check.require(loaded)
+    except SelfTestFailed as error:
+        report(code="self_test", message=str(error))
+        return None
+    except golden_check.NotEnoughMemory as error:
+        report(later=str(error))  # within the limit, but not free now
+        return None
+    except ManifestError as error:
+        report(code="wrong_runtime", message=str(error))
+        return None
+    except (RuntimeError, ValueError) as error:
+        # The interpreter opens the file and cannot run it.
+        report(code="bad_artifact", message=f"this runtime cannot run it: {error}")
+        return None
+    report(passed={"golden_accuracy": accuracy})
+    return loaded
+
+
+def _examples(data: dict[str, Any], candidate: LoadedRelease) -> tuple[Any, Any] | None:
+    """Held-out rows and labels as the model takes them; None if there are none.
+
+    Raises:
+        ValueError: the data does not match its description or the model.
+    """
+    held_out = open_data(DataConfig.from_json(data)).held_out()
+    if not len(held_out):
+        return None
+    return check_rows(held_out.x[:EVALUATED_ROWS], candidate.manifest), held_out.y[:EVALUATED_ROWS]
+
+
+def _champion(folder: str | None, report: Report) -> LoadedRelease | None:
+    if folder is None:
+        return None
+    try:
+        return runtime.load(Path(folder))
+    except ManifestError as error:
+        report(note=f"the active model cannot be loaded: {error}")
+        return None
+
+
+def _evaluate(loaded: LoadedRelease, x: Any, y: Any) -> dict[str, Any]:
+    """Counts of labels and correct ones, and cross-entropy, over all rows; labels that are no class do not count."""
+    known = np.where((y >= 0) & (y < loaded.manifest.classes), y, PADDING)
+    total = merge(
+        score(loaded.predict(x[start : start + _BATCH]), known[start : start + _BATCH])
+        for start in range(0, len(x), _BATCH)
+    )
+    # JSON has no infinity, so an infinite or NaN loss becomes the largest.
+    loss = total.loss_sum if total.loss_sum < _LARGEST_LOSS else _LARGEST_LOSS
+    return {"labels": int(total.labels.sum()), "correct": int(total.correct.sum()), "loss_sum": loss}
+
+
+if __name__ == "__main__":
+    serve(_work)
