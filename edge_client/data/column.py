@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from edge_client.data.cells import LARGEST, is_missing, numbers, one_hot
 from edge_client.data.connector import DataProblem
-from edge_client.data.labels import Labels
 from edge_client.data.options import TableOptions
 from edge_client.data.quoting import listed, nearest, quoted
 from edge_client.data.table import Table
@@ -26,26 +25,19 @@ class Column:
     cells: Sequence[Any]
     rows: Sequence[int]
 
+    def place(self, row: int) -> str:
+        """The place of one of the cells, to begin an error message with."""
+        return self.table.place(self.rows[row], self.name)
+
     def problem(self, row: int, problem: str) -> DataProblem:
         """The error for one of the cells."""
-        return DataProblem(f"{self.table.place(self.rows[row], self.name)}: {problem}")
+        return DataProblem(f"{self.place(row)}: {problem}")
 
 
 def feature(column: Column, options: TableOptions) -> npt.NDArray[np.float64]:
     """[N, values]: one value a row, but for categories, and lists of numbers in Parquet; NaN for a gap."""
     categories = options.categories.get(column.name)
     return _numbers(column, options) if categories is None else _one_hot(column, categories)
-
-
-def labels(column: Column, classes: Labels) -> npt.NDArray[np.int32]:
-    """[N] class indices."""
-    indices = np.empty(len(column.cells), np.int32)
-    for row, cell in enumerate(column.cells):
-        try:
-            indices[row] = classes.index(cell)
-        except DataProblem as problem:
-            raise column.problem(row, str(problem)) from None
-    return indices
 
 
 def held_out(column: Column) -> npt.NDArray[np.bool_]:

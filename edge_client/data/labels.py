@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from edge_client.data.cells import number
 from edge_client.data.connector import DataProblem
@@ -55,6 +58,16 @@ class Labels:
             f"label {quoted(text)} is no class index 0, 1, …; for named classes give the option classes, a list of the "
             "names in the same order on every device"
         )
+
+    def indices(self, cells: Sequence[object], place: Callable[[int], str]) -> npt.NDArray[np.int32]:
+        """[N], `index` of each cell; an error begins with the `place` of its cell."""
+        found = np.empty(len(cells), np.int32)
+        for row, cell in enumerate(cells):
+            try:
+                found[row] = self.index(cell)
+            except DataProblem as problem:
+                raise DataProblem(f"{place(row)}: {problem}") from None
+        return found
 
     def _by_number(self, value: float) -> int | None:
         if self._classes:

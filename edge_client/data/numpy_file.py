@@ -150,14 +150,8 @@ def _typed(x: Array, options: NumpyOptions, place: str) -> Array:
 def _labels(y: Array, options: NumpyOptions, place: str) -> npt.NDArray[np.int32]:
     """Whole numbers are class indices, also where classes have names; anything else is looked up."""
     if y.dtype.kind not in "iu":
-        classes = Labels(options.classes)
-        indices = np.empty(y.size, np.int32)
-        for index, label in enumerate(y.reshape(-1).tolist()):
-            try:
-                indices[index] = classes.index(label)
-            except DataProblem as problem:
-                raise DataProblem(f"{place}, y[{index}]: {problem}") from None
-        return indices.reshape(y.shape)
+        cells = y.reshape(-1).tolist()
+        return Labels(options.classes).indices(cells, lambda row: f"{place}, y[{row}]").reshape(y.shape)
     least, most = PADDING if y.ndim == 2 else 0, len(options.classes) - 1 if options.classes else 2**31 - 1
     wrong = (y < least) | (y > most)
     if wrong.any():

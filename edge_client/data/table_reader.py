@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.cells import kind_of
-from edge_client.data.column import Column, feature, held_out, labels
+from edge_client.data.column import Column, feature, held_out
 from edge_client.data.connector import DataProblem
 from edge_client.data.labels import Labels
 from edge_client.data.options import TableOptions
@@ -105,9 +105,10 @@ class _Parser:
             for name, cells in zip(self.table.columns, zip(*rows, strict=True), strict=True)
         }
         parts = [feature(columns[name], options) for name in self.features]
+        label = columns[options.label]
         return _Block(
             np.concatenate(parts, axis=1).astype(self._dtype(), copy=False),
-            labels(columns[options.label], Labels(options.classes, self.table.decimal_comma)),
+            Labels(options.classes, self.table.decimal_comma).indices(label.cells, label.place),
             held_out(columns[options.split]) if options.split else None,
             tuple(part.shape[1] for part in parts),
         )

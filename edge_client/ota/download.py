@@ -11,8 +11,8 @@ every case.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -178,7 +178,12 @@ def _runs(target: TargetFile, base: Path | None) -> list[_Run]:
         # Prefer the same place: long runs are then copied at once.
         source = k * size if k < len(known) and known[k] == digest else places.get(digest)
         runs.append(_Run(start, end, source))
-    merged = list(_merge_adjacent(runs))
+    merged: list[_Run] = []  # adjacent runs that can be fetched or copied at once
+    for run in runs:
+        if merged and _follows(merged[-1], run):
+            merged[-1] = replace(merged[-1], end=run.end)
+        else:
+            merged.append(run)
     return merged if sum(run.source is None for run in merged) <= MOST_RANGES else everything
 
 
@@ -187,20 +192,6 @@ def _hashes_of(base: Path, block_bytes: int) -> list[bytes]:
     size = min(block_bytes, base.stat().st_size)
     with base.open("rb") as file:
         return [blocks.hash_of(block) for block in iter(lambda: file.read(size), b"")]
-
-
-def _merge_adjacent(runs: list[_Run]) -> Iterator[_Run]:
-    """Merges adjacent runs that can be fetched or copied at once."""
-    previous: _Run | None = None
-    for run in runs:
-        if previous is not None and _follows(previous, run):
-            previous = _Run(previous.start, run.end, previous.source)
-            continue
-        if previous is not None:
-            yield previous
-        previous = run
-    if previous is not None:
-        yield previous
 
 
 def _follows(previous: _Run, run: _Run) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_client.files import read_regular, write_durably
+from edge_client.files import write_durably
 from models.datasets import encodings, files
 from models.datasets.dataset import DataError
 from models.datasets.encodings import Encoding, Kind
@@ -70,7 +70,7 @@ def prepare(
     Raises:
         DataError: no UTF-8 text, one too short to hold something out of it, or an encoding that cannot be.
     """
-    text = _read(path)
+    text = files.read_text(path, TEXT_LIMIT_BYTES)
     cut = round(len(text) * (1 - held_out))
     if not 0 < cut < len(text):
         raise DataError(f"{path}: {len(text)} characters are too few to hold {held_out:.0%} out of them")
@@ -79,16 +79,6 @@ def prepare(
     train, test = _write(encoding, text[:cut], folder / TRAIN), _write(encoding, text[cut:], folder / TEST)
     write_durably(folder / ENCODING, encoding.as_json().encode())
     return Corpus(encoding.vocab, train, test, len(text))
-
-
-def _read(path: Path) -> str:
-    try:
-        # decoded as bytes: reading as text would turn \r\n into \n
-        return read_regular(path, TEXT_LIMIT_BYTES).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text at byte {error.start:,}") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _write(encoding: Encoding, text: str, path: Path) -> int:

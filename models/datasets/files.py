@@ -1,10 +1,11 @@
-"""Finding the files of a data set."""
+"""Finding and reading the files of a data set."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from edge_client.files import READ_LIMIT_BYTES, read_regular
 from models.datasets.dataset import DataError
 
 
@@ -19,6 +20,20 @@ def find(data_dir: Path | None, names: Sequence[str], dataset: str, origin: str)
         if (folder / name).is_file():
             return folder / name
     raise missing(folder, names, dataset, origin)
+
+
+def read_text(path: Path, limit_bytes: int = READ_LIMIT_BYTES, remedy: str = "") -> str:
+    """The UTF-8 text in a file, with its line ends as they are.
+
+    Raises:
+        DataError: the file cannot be read, or is no UTF-8 text, which `remedy` may say what to do about.
+    """
+    try:
+        return read_regular(path, limit_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text at byte {error.start:,}{remedy}") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def missing(folder: Path, names: Sequence[str], dataset: str, origin: str) -> DataError:

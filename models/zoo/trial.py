@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import user_code
-from models.zoo.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from models.zoo.spec import ModelSpec
 
 _ROWS = 2
 

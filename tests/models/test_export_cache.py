@@ -41,7 +41,7 @@ def test_anything_that_changes_the_file_changes_the_key(monkeypatch: pytest.Monk
     monkeypatch.setattr(cache, "EXPORT_FORMAT", cache.EXPORT_FORMAT + 1)
     keys.append(key(mlp(), "described"))
     monkeypatch.undo()
-    monkeypatch.setattr(cache, "version", lambda package: "another")
+    monkeypatch.setattr(cache, "version_of", lambda package: "another")
     keys.append(key(mlp(), "described"))
 
     assert len(set(keys)) == len(keys)

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.quoting import quoted
-from edge_client.files import read_regular
 from models.datasets import files
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import take
@@ -36,7 +35,7 @@ def load(data_dir: Path | None, length: int) -> Dataset:
         DataError: the file is missing or not of this form.
     """
     path = files.find(data_dir, [NAME], "shakespeare", ORIGIN)
-    text = _text(path)
+    text = io.StringIO(files.read_text(path, remedy="; download it again"), newline=None).read()
     speakers = _speeches(text, path)
     characters = sorted(set(text))
     ids = {character: index for index, character in enumerate(characters)}
@@ -63,15 +62,6 @@ def load(data_dir: Path | None, length: int) -> Dataset:
             "The last 20 % of each speaker's rows are held out.",
         ),
     )
-
-
-def _text(path: Path) -> str:
-    try:
-        return io.StringIO(read_regular(path).decode("utf-8"), newline=None).read()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text at byte {error.start:,}; download it again") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _speeches(text: str, path: Path) -> dict[str, list[str]]:

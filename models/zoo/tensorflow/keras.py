@@ -17,13 +17,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from models.zoo.spec import InputDtype, TaskKind
 from models.zoo.trial import are_probabilities, format_shape
+
+if TYPE_CHECKING:
+    from models.zoo.spec import InputDtype, TaskKind
 
 LAYERS = (
     "Activation", "Add", "Average", "AveragePooling2D", "BatchNormalization", "Concatenate", "Conv1D",
