@@ -35,3 +35,11 @@ def dumps(value: Any, **options: Any) -> str:
         ValueError: it holds infinity or NaN; pass such values through `finite` first.
     """
     return json.dumps(value, allow_nan=False, **options)
+
+
+def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested objects, by their keys joined with dots."""
+    flat: dict[str, Any] = {}
+    for key, value in document.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat

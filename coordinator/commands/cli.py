@@ -34,6 +34,8 @@ from coordinator.commands import (
 from coordinator.commands import doctor as checks
 from coordinator.commands.options import DataDir, ExperimentFile, Json, RunFolder, Sets, serve_signature
 from coordinator.commands.output import print_json, print_summary
+from coordinator.commands.progress import RichProgress
+from coordinator.commands.summaries import demo_summary, fleet_demo_summary, loop_demo_summary, show_report
 from coordinator.errors import NothingLearnt, RunInterrupted, UserError
 from coordinator.output_folders import default_folder
 from coordinator.settings import read_settings
@@ -74,19 +76,16 @@ def simulate(
 
     EXPERIMENT.toml describes it (docs/experiment.md lists every key); without one the defaults run, on digits.
     """
-    from coordinator.commands.progress import RichProgress
-    from coordinator.commands.summaries import show_report
     from coordinator.experiments import experiment as experiments
     from coordinator.runs import simulation
 
-    console = Console(stderr=True)
-    with RichProgress(console) as progress:
+    with RichProgress() as progress:
         surroundings = simulation.Environment(data_dir=data_dir, progress=progress)
         if resume is not None:
             if experiment is not None or sets or out is not None:
                 raise UserError("--resume takes everything from its folder: omit EXPERIMENT, --set and --out")
             if simulation.is_finished(resume):
-                console.print(f"{resume}: this run is already finished")
+                progress.print(f"{resume}: this run is already finished")
             report, folder = simulation.resume(resume, surroundings), resume
         else:
             loaded = experiments.load(experiment, sets or [])
@@ -98,12 +97,10 @@ def simulate(
 @app.command(epilog="Example: fedloop demo --out runs/my-demo")
 def demo(out: RunFolder = None, as_json: Json = False) -> None:
     """Run the whole loop on digits: pretrain, distil, quantize, federate, and show the result of each stage."""
-    from coordinator.commands.progress import RichProgress
-    from coordinator.commands.summaries import demo_summary
     from coordinator.demos import demo as demonstration
     from coordinator.runs import simulation
 
-    with RichProgress(Console(stderr=True)) as progress:
+    with RichProgress() as progress:
         result = demonstration.demo(out or default_folder("demo"), simulation.Environment(progress=progress))
     print_summary(result, demo_summary(result), as_json=as_json)
 
@@ -111,13 +108,11 @@ def demo(out: RunFolder = None, as_json: Json = False) -> None:
 @app.command("demo-fleet", epilog="Example: fedloop demo-fleet --out runs/my-fleet")
 def demo_fleet(out: RunFolder = None, as_json: Json = False) -> None:
     """Run a real federation on this machine, with a coordinator and four device daemons, and its simulation."""
-    from coordinator.commands.progress import RichProgress
-    from coordinator.commands.summaries import fleet_demo_summary
     from coordinator.demos import demo_fleet as demonstration
     from coordinator.runs import simulation
 
     folder = out or default_folder("demo-fleet")
-    with RichProgress(Console(stderr=True)) as progress:
+    with RichProgress() as progress:
         result = demonstration.demo_fleet(folder, simulation.Environment(progress=progress))
     print_summary(result, fleet_demo_summary(result), as_json=as_json)
 
@@ -125,12 +120,10 @@ def demo_fleet(out: RunFolder = None, as_json: Json = False) -> None:
 @app.command("demo-loop", epilog="Example: fedloop demo-loop --out runs/my-loop")
 def demo_loop(out: RunFolder = None, as_json: Json = False) -> None:
     """Run the whole cycle on this machine: pretrain, compress, release, roll out to daemons, train there, release again."""
-    from coordinator.commands.progress import RichProgress
-    from coordinator.commands.summaries import loop_demo_summary
     from coordinator.demos import demo_loop as demonstration
 
     folder = out or default_folder("demo-loop")
-    with RichProgress(Console(stderr=True)) as progress:
+    with RichProgress() as progress:
         result = demonstration.demo_loop(folder, progress, lambda line: typer.echo(f"  $ {line}", err=True))
     print_summary(result, loop_demo_summary(result), as_json=as_json)
 

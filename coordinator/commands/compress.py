@@ -10,6 +10,8 @@ from rich.console import Console
 
 from coordinator.commands.options import DataDir, Json, Sets
 from coordinator.commands.output import print_json, print_summary
+from coordinator.commands.progress import RichProgress
+from coordinator.commands.summaries import compression_summary, search_summary
 from coordinator.output_folders import default_folder
 
 Trained = Annotated[Path, typer.Argument(help="Folder of a pretraining or of a finished run.", metavar="DIR")]
@@ -59,14 +61,12 @@ def compress(
 
     DIR is a folder that fedloop pretrain, simulate, run or model export wrote. Writes model.tflite, every step's model, a report and a plot.
     """
-    from coordinator.commands.progress import RichProgress
-    from coordinator.commands.summaries import compression_summary
     from coordinator.datacenter import compression
     from coordinator.datacenter.environment import Environment
 
     request = compression.parse_request(pipeline, student, sets or [], data)
     destination = out or default_folder("compressed")
-    with RichProgress(Console(stderr=True)) as progress:
+    with RichProgress() as progress:
         report = compression.compress(folder, request, destination, Environment(data_dir, progress))
     print_summary(
         {"out": str(destination), **report}, compression_summary(report, destination), as_json=as_json
@@ -103,8 +103,6 @@ def compress_search(
 
     Writes what fedloop compress would write for the chosen one. If none fits, exits with 1 and names the nearest.
     """
-    from coordinator.commands.progress import RichProgress
-    from coordinator.commands.summaries import search_summary
     from coordinator.datacenter import compress_search as searching
     from coordinator.datacenter import compression
     from coordinator.datacenter.environment import Environment
@@ -112,7 +110,7 @@ def compress_search(
     budget = searching.parse_budget(memory, size, latency, accuracy)
     request = compression.parse_request(None, student, sets or [], data)
     destination = out or default_folder("searched")
-    with RichProgress(Console(stderr=True)) as progress:
+    with RichProgress() as progress:
         report = searching.search(
             folder, request, budget, destination, Environment(data_dir, progress), first=first
         )

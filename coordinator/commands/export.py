@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from coordinator.commands.options import DataDir, Json
 from coordinator.commands.output import print_json
+from coordinator.commands.progress import RichProgress
 from coordinator.errors import UserError
 from edge_client.wire.inference import MANIFEST_NAME
 from edge_client.wire.rollouts import is_release
@@ -115,7 +115,6 @@ def export(
     The manifest claims the runtimes that answered correctly. The report holds the reason for each that did not.
     The float params of a federated run are quantized first.
     """
-    from coordinator.commands.progress import RichProgress
     from coordinator.datacenter import data_options, release_export
     from coordinator.datacenter.environment import Environment
 
@@ -135,7 +134,7 @@ def export(
         data_options.parse_data_options(data, _tables(sets or []), "export"),
         max_accuracy_drop,
     )
-    with RichProgress(Console(stderr=True)) as progress:
+    with RichProgress() as progress:
         report = release_export.export(folder, request, out, Environment(data_dir, progress))
     if published := report["golden"]["real_rows"]:
         typer.echo(_published_warning(published, real_rows, out), err=True)

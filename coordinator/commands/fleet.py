@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from coordinator.commands.options import ExperimentFile, Json, RunFolder, Sets
+from coordinator.commands.progress import RichProgress
+from coordinator.commands.summaries import show_report
 from coordinator.errors import UserError
 from coordinator.operator.client import Coordinator
 from coordinator.output_folders import default_folder, require_new
@@ -60,14 +61,11 @@ def run(
 
 
 def _follow(client: Any, shown: dict[str, Any], out: Path | None, as_json: bool) -> None:
-    from coordinator.commands.progress import RichProgress
-    from coordinator.commands.summaries import show_report
     from coordinator.operator import run_follower
 
     folder = out or default_folder(shown["name"])
-    console = Console(stderr=True)
-    console.print(f"run {shown['id']}", highlight=False)
-    with RichProgress(console) as progress:
+    with RichProgress() as progress:
+        progress.print(f"run {shown['id']}")
         report = run_follower.follow(client, shown["id"], folder, progress)
     show_report(report, folder, as_json=as_json)
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from click import Command, Context
-from rich.console import Console
 from typer.core import TyperGroup
 
 from coordinator.commands.options import DataDir, Json, RunFolder, Sets
 from coordinator.commands.output import print_summary
+from coordinator.commands.progress import RichProgress
+from coordinator.commands.summaries import plan_summary, pretraining_summary, tuning_summary
 from coordinator.errors import UserError
 from coordinator.output_folders import default_folder
 
@@ -119,13 +120,10 @@ def run(
 
     CONFIG.toml describes it (docs/pretraining.md lists every key); without one the defaults run, on digits.
     """
-    from coordinator.commands.progress import RichProgress
-    from coordinator.commands.summaries import pretraining_summary
     from coordinator.datacenter import pretrain_config, pretraining
     from coordinator.datacenter.environment import Environment
 
-    console = Console(stderr=True)
-    with RichProgress(console) as progress:
+    with RichProgress() as progress:
         environment = Environment(data_dir, progress, queue=_queue(slots, priority, queue))
         if resume is not None:
             if config is not None or out is not None or profile:
@@ -133,7 +131,7 @@ def run(
                     "--resume takes model and data from its folder: omit CONFIG, --out and --profile"
                 )
             if pretraining.is_finished(resume) and not (sets or plan):
-                console.print(f"{resume}: this pretraining is already finished")
+                progress.print(f"{resume}: this pretraining is already finished")
             report, folder = pretraining.resume(resume, environment, sets or [], plan), resume
         else:
             loaded = pretrain_config.load(config, sets or [], plan, profile=profile)
@@ -172,8 +170,6 @@ def plan(
 
     --set planner.KEY=VALUE sets the planner itself: memory_mib, slow_between, scaling, base_batch_size, profile, measure.
     """
-    from coordinator.commands.progress import RichProgress
-    from coordinator.commands.summaries import plan_summary
     from coordinator.datacenter import pretrain_config, pretraining
     from coordinator.datacenter.environment import Environment
 
@@ -183,7 +179,7 @@ def plan(
         )
     resolved, planner = pretrain_config.load_with(config, sets or [], "planner")
     planner = {**planner, "processes": processes, "per_host": processes // hosts}
-    with RichProgress(Console(stderr=True)) as progress:
+    with RichProgress() as progress:
         ranking = pretraining.plan(resolved, planner, Environment(data_dir, progress))
     print_summary(ranking, plan_summary(ranking), as_json=as_json)
 
@@ -198,12 +194,10 @@ def tune(
 
     --set tune.KEY=VALUE sets the search: candidates, steps, eta, lr_least, lr_most, warmup_most, batch_least, batch_most.
     """
-    from coordinator.commands.progress import RichProgress
-    from coordinator.commands.summaries import tuning_summary
     from coordinator.datacenter import pretrain_config, pretraining
     from coordinator.datacenter.environment import Environment
 
     resolved, tuner = pretrain_config.load_with(config, sets or [], "tune")
-    with RichProgress(Console(stderr=True)) as progress:
+    with RichProgress() as progress:
         results = pretraining.tune(resolved, tuner, Environment(data_dir, progress))
     print_summary(results, tuning_summary(results), as_json=as_json)

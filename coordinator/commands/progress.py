@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class RichProgress:
     """A progress bar on a terminal; elsewhere, such as in a log, one line a round."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self) -> None:
+        self._console = console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}"), console=console, transient=True, disable=not console.is_terminal,
@@ -38,6 +38,9 @@ class RichProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
+
+    def print(self, line: str) -> None:
+        self._console.print(line, highlight=False)
 
     def stage(self, message: str) -> None:
         self._console.print(Text(message + " …", style="dim"))

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import structlog
 from fastapi import Depends, Request
 from sqlalchemy import Connection
 
 from coordinator.accounts.certificate_authority import Authority
-from coordinator.context.device_log import DeviceLog
 from coordinator.context.signals import Signals
 from coordinator.db.store import Database
 from coordinator.limits.device_requests import DeviceRequests
@@ -32,9 +32,32 @@ from coordinator.storage.blobs import Blobs, PartFiles
 Clock = Callable[[], datetime]
 T = TypeVar("T")
 
+_log = structlog.get_logger("fedloop.devices")
+
 
 def utc_now() -> datetime:
     return datetime.now(UTC)
+
+
+class DeviceLog:
+    """Device states in the log: one line when a device's state has changed since its last check-in, none otherwise.
+
+    Not thread-safe: only the event loop's thread may call it.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[str, dict[str, Any]]] = {}
+
+    def log(self, device: str, state: str, **values: Any) -> None:
+        """Logs the device's state and all truthy values, unless the last line of the device was the same."""
+        present = {key: value for key, value in values.items() if value}
+        if self._last.get(device) != (state, present):
+            self._last[device] = (state, present)
+            _log.info("device", device=device, state=state, **present)
+
+    def forget(self, device: str) -> None:
+        """Drops the state of a device that left or was revoked."""
+        self._last.pop(device, None)
 
 
 @dataclass(frozen=True)

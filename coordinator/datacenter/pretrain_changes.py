@@ -11,6 +11,7 @@ from typing import Any
 from coordinator.datacenter.pretrain_config import Pretraining, resolve
 from coordinator.errors import UserError
 from coordinator.experiments.experiment import apply_settings
+from coordinator.json_values import flatten
 
 MUTABLE = (
     "plan",
@@ -44,7 +45,7 @@ def apply(
     ):
         requested["train"]["steps"] = 0  # epochs apply if steps is 0
     after = resolve(requested | ({"plan": {}} if plan else {}), source, plan)
-    old, new = (_flatten(each.model_dump(mode="json")) for each in (before, after))
+    old, new = (flatten(each.model_dump(mode="json")) for each in (before, after))
     plans = [str(each.parallel_plan) for each in (before, after)]
     differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     refused = [key for key in differing if key not in MUTABLE and key.partition(".")[0] not in MUTABLE]
@@ -60,12 +61,3 @@ def apply(
         f"{key}: {old.get(key)} -> {new.get(key)}" for key in differing if key.partition(".")[0] != "plan"
     ]
     return after, [*lines, *([f"plan: {plans[0]} -> {plans[1]}"] if plans[0] != plans[1] else [])]
-
-
-def _flatten(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of nested tables as `table.key`."""
-    flat: dict[str, Any] = {}
-    for key, value in document.items():
-        inner = {f"{key}.{name}": v for name, v in value.items()} if isinstance(value, dict) else {key: value}
-        flat |= inner
-    return flat

@@ -12,7 +12,7 @@ of its part file.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +33,7 @@ from coordinator.device_api.bodies import is_digest, read_message
 from coordinator.device_api.identity import Caller, CallerDep
 from coordinator.device_api.tasks import own_task, require_open
 from coordinator.errors import Refusal
-from coordinator.limits.uploads_in_flight import BLOCK_BYTES, Slot
+from coordinator.limits.uploads_in_flight import BLOCK_BYTES
 from coordinator.rounds import intake
 from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
@@ -77,7 +77,7 @@ async def upload_piece(
     services: ServicesDep,
 ) -> Mapping[str, Any]:
     """The body holds the bytes from `offset` on; the sender chooses how many."""
-    with services.uploads_in_flight.acquire() as slot:
+    with services.uploads_in_flight.acquire() as check_slot:
         row = await _own_task(services, caller, task)
         if row.state in ("waiting", "leased"):
             transfer = services.part_files.of(row.id)
@@ -87,7 +87,7 @@ async def upload_piece(
                 if row.state != "accepted":
                     announced = await _announcement(services, row)
                     upload = _Upload(services, row, announced, transfer)
-                    return to_json(await upload.append(request, offset, slot))
+                    return to_json(await upload.append(request, offset, check_slot))
     if row.state != "accepted":
         require_open(row, services.clock())
     return to_json(await _repeat_answer(services, row, None))
@@ -110,7 +110,7 @@ class _Upload:
             await run_in_threadpool(self._transfer.remove)
         return await self._progress()
 
-    async def append(self, request: Request, offset: int, slot: Slot) -> UploadState:
+    async def append(self, request: Request, offset: int, check_slot: Callable[[], None]) -> UploadState:
         """Receives a piece, and finishes the upload with the last one."""
         require_open(self._task, self._services.clock())
         at = self._transfer.size_bytes
@@ -119,14 +119,14 @@ class _Upload:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and offset + int(declared) > self._announced.size_bytes:
             raise self._oversized()
-        await self._receive(request, offset, slot)
+        await self._receive(request, offset, check_slot)
         await self._renew_lease()
         return await self._progress()
 
-    async def _receive(self, request: Request, offset: int, slot: Slot) -> None:
+    async def _receive(self, request: Request, offset: int, check_slot: Callable[[], None]) -> None:
         """Streams the body into the part file, a block at a time. A disconnect keeps what was received."""
         try:
-            await self._write_blocks(request, offset, slot)
+            await self._write_blocks(request, offset, check_slot)
         except FileNotFoundError as error:
             raise await self._missing_file(error) from None
         except OSError as error:
@@ -139,11 +139,11 @@ class _Upload:
                 await run_in_threadpool(self._transfer.truncate, offset)
             raise
 
-    async def _write_blocks(self, request: Request, offset: int, slot: Slot) -> None:
+    async def _write_blocks(self, request: Request, offset: int, check_slot: Callable[[], None]) -> None:
         """Receives and decrypts each block while the one before is hashed and written."""
         writing: asyncio.Task[None] | None = None
         try:
-            async for at, block in _blocks(request, offset, slot):
+            async for at, block in _blocks(request, offset, check_slot):
                 if at + len(block) > self._announced.size_bytes:
                     raise self._oversized()
                 if writing is not None:
@@ -339,14 +339,16 @@ def _require_plausible(announced: UploadStart, task: TaskRow) -> None:
         raise Refusal(422, "malformed", "UploadStart.sha256 is not a SHA-256 in lower-case hex")
 
 
-async def _blocks(request: Request, offset: int, slot: Slot) -> AsyncIterator[tuple[int, bytearray]]:
+async def _blocks(
+    request: Request, offset: int, check_slot: Callable[[], None]
+) -> AsyncIterator[tuple[int, bytearray]]:
     """The body in blocks, each with its offset; after an interruption, the bytes before it first."""
     block, at = bytearray(), offset
     interruption: Exception | None = None
     stream = request.stream()
     while True:
         try:
-            slot.check()
+            check_slot()
             async with asyncio.timeout(STALL_SECONDS):
                 block += await anext(stream)
         except StopAsyncIteration:

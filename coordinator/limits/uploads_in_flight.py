@@ -34,33 +34,27 @@ class UploadSlots:
         self._refused_at = -_WAITING_SECONDS
 
     @contextmanager
-    def acquire(self) -> Iterator[Slot]:
-        """A slot, held while a piece is received. Raises: Refusal: 503 `busy`, with `Retry-After`."""
+    def acquire(self) -> Iterator[Callable[[], None]]:
+        """A slot, held while a piece is received; yields what checks that the piece may continue.
+
+        Raises:
+            Refusal: 503 `busy`, with `Retry-After`: no slot is free; from the check: its time is over and others wait.
+        """
         if self._in_use >= self._slots:
             self._refused_at = self._monotonic()
             raise _busy(f"{self._in_use} uploads are in progress")
         self._in_use += 1
+        acquired_at = self._monotonic()
+
+        def check() -> None:
+            now = self._monotonic()
+            if now - acquired_at > SLOT_SECONDS and now - self._refused_at < _WAITING_SECONDS:
+                raise _busy("other uploads wait for this slot")
+
         try:
-            yield Slot(self, self._monotonic())
+            yield check
         finally:
             self._in_use -= 1
-
-    def check(self, acquired_at: float) -> None:
-        now = self._monotonic()
-        if now - acquired_at > SLOT_SECONDS and now - self._refused_at < _WAITING_SECONDS:
-            raise _busy("other uploads wait for this slot")
-
-
-class Slot:
-    """The memory of one piece."""
-
-    def __init__(self, slots: UploadSlots, acquired_at: float) -> None:
-        self._slots = slots
-        self._acquired_at = acquired_at
-
-    def check(self) -> None:
-        """Checks that the piece may continue. Raises: Refusal: 503 `busy`: its time is over and others wait."""
-        self._slots.check(self._acquired_at)
 
 
 def _busy(reason: str) -> Refusal:

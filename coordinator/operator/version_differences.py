@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from coordinator.json_values import flatten
+
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every value that differs, as `what`, `before`, `after`; None where a version lacks it.
@@ -21,19 +23,9 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[st
 
 def _values(version: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {"stage": version["stage"], "kind": version["kind"]}
-    values |= _flatten("", version["about"])
+    values |= flatten(version["about"])
     for stage, figures in version["metrics"].items():
         values |= {f"{stage}.{key}": value for key, value in figures.items()}
     for file in version["files"]:
         values[file["path"]] = f"{file['sha256'][:12]} {file['size_bytes']:,} bytes"
     return values
-
-
-def _flatten(prefix: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            flat |= _flatten(f"{prefix}{key}.", item)
-        else:
-            flat[prefix + key] = item
-    return flat

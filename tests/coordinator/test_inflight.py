@@ -37,25 +37,25 @@ def test_as_many_as_fit_and_no_more() -> None:
 def test_a_piece_that_had_its_turn_makes_room_where_others_wait() -> None:
     clock = Clock()
     uploads = UploadSlots(UPLOAD_BYTES, clock)
-    with uploads.acquire() as slot:
+    with uploads.acquire() as check_slot:
         clock.now += 2 * SLOT_SECONDS
-        slot.check()  # nobody waits
+        check_slot()  # nobody waits
         with pytest.raises(Refusal), uploads.acquire():
             pass
         with pytest.raises(Refusal, match="other uploads wait"):
-            slot.check()
+            check_slot()
         clock.now += 60.0
-        slot.check()  # whoever waited has gone
+        check_slot()  # whoever waited has gone
 
 
 def test_a_piece_has_its_turn_although_others_wait() -> None:
     clock = Clock()
     uploads = UploadSlots(UPLOAD_BYTES, clock)
-    with uploads.acquire() as slot:
+    with uploads.acquire() as check_slot:
         clock.now += SLOT_SECONDS / 2
         with pytest.raises(Refusal), uploads.acquire():
             pass
-        slot.check()
+        check_slot()
 
 
 def test_one_upload_always_fits() -> None:

@@ -13,7 +13,7 @@ import pytest
 import structlog
 from sqlalchemy import event
 
-from coordinator.context.device_log import DeviceLog
+from coordinator.context.services import DeviceLog
 from coordinator.errors import Refusal
 from coordinator.limits import device_requests
 from coordinator.limits.device_requests import DeviceRequests
