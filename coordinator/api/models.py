@@ -20,12 +20,7 @@ from coordinator.context.services import Services, ServicesDep
 from coordinator.db import aliases, registry
 from coordinator.db.registry import ModelRow, VersionId, VersionRow
 from coordinator.errors import Refusal
-from coordinator.model_references import (
-    check_alias,
-    check_model_name,
-    check_sha256,
-    parse_reference,
-)
+from coordinator.model_references import check_alias, check_model_name, check_sha256, parse_reference
 from coordinator.registry import lineage, registration
 from coordinator.registry.kinds import KINDS, Kind
 from coordinator.registry.registration import DeclaredFile
@@ -197,8 +192,7 @@ def list_versions(
     rows = services.database.read(read)
     page = rows[:limit]
     return Versions(
-        versions=[_render(row) for row in page],
-        next=page[-1].id.number if len(rows) > limit else None,
+        versions=[_render(row) for row in page], next=page[-1].id.number if len(rows) > limit else None
     )
 
 

@@ -59,9 +59,7 @@ class Why(BaseModel):
 
 @router.get("/devices/{device}/why")
 def device_why(
-    device: str,
-    services: ServicesDep,
-    run: Annotated[str | None, Query(description="Only this run.")] = None,
+    device: str, services: ServicesDep, run: Annotated[str | None, Query(description="Only this run.")] = None
 ) -> Why:
     """Why this device takes part, or does not."""
     return services.database.read(lambda connection: _explain(connection, services, device, run))

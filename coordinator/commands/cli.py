@@ -64,9 +64,7 @@ def simulate(
     resume: Annotated[
         Path | None,
         typer.Option(
-            "--resume",
-            help="Resume the run in this folder from its last committed round.",
-            metavar="DIR",
+            "--resume", help="Resume the run in this folder from its last committed round.", metavar="DIR"
         ),
     ] = None,
     data_dir: DataDir = None,

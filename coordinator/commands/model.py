@@ -253,8 +253,7 @@ def export(
     version: VersionReference,
     out: Annotated[Path, typer.Option("--out", help="Folder for the files; new or empty.")],
     form: Annotated[
-        str,
-        typer.Option("--format", help="files: unchanged; onnx: model.onnx made from its float params."),
+        str, typer.Option("--format", help="files: unchanged; onnx: model.onnx made from its float params.")
     ] = "files",
     coordinator: Coordinator = None,
     as_json: Json = False,

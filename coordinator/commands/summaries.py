@@ -86,8 +86,7 @@ def tuning_summary(result: dict[str, Any]) -> Group:
     table = make_table(*headings, right=headings, wrap=True)
     longest = {row["candidate"]: row for row in sorted(result["table"], key=lambda row: row["round"])}
     ranked = sorted(
-        longest.values(),
-        key=lambda row: (-row["round"], row["loss"] is None, row["loss"] or 0.0),
+        longest.values(), key=lambda row: (-row["round"], row["loss"] is None, row["loss"] or 0.0)
     )
     for row in ranked[:_MAX_ROWS]:
         loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
@@ -159,10 +158,7 @@ def search_summary(report: dict[str, Any], folder: Path) -> Group:
             f"{row['latency_us']:.1f} us",
             "chosen" if row["name"] == search["chosen"] else f"misses {misses}" if misses else "fits",
         )
-    notes = [
-        *refused,
-        f"accuracy on {search['rows']} rows for the choice; * Pareto-optimal",
-    ]
+    notes = [*refused, f"accuracy on {search['rows']} rows for the choice; * Pareto-optimal"]
     if search["chosen"] is None:
         notes.append(f"none fits {_bounds(search['budget'])}; {_nearest(search)}")
     else:

@@ -213,12 +213,7 @@ class SourceReader:
         return {key: np.load(folder / f"{key}_test.npy", mmap_mode="r") for key in "xy"}, loaded
 
     def _sampled(
-        self,
-        model: Mapping[str, Any],
-        params: Path,
-        arrays: Arrays,
-        seed: int,
-        lineage: Mapping[str, Any],
+        self, model: Mapping[str, Any], params: Path, arrays: Arrays, seed: int, lineage: Mapping[str, Any]
     ) -> Source:
         """The source with as many of its rows as the pipeline uses."""
         count, limit = len(arrays["x_test"]), self.pipeline.test_rows

@@ -99,9 +99,6 @@ def _framework(folder: Path, run: Experiment) -> str:
     data = read_document(folder / REPORT, "data")["data"]
     shape = {"input_dtype": "float32", **{key: data[key] for key in MODEL_KEYS if key in data}}
     model = {"name": run.model.name, "options": run.model.options, **shape}
-    with (
-        private_folder() as scratch,
-        WorkerPool(1, scratch / "log") as pool,
-    ):
+    with private_folder() as scratch, WorkerPool(1, scratch / "log") as pool:
         framework: str = pool.run_one({"kind": "framework", "model": model}).values["framework"]
         return framework

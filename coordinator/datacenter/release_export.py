@@ -54,16 +54,7 @@ from edge_client.files import file_sha256, write_durably
 from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
 from models import user_code
 
-PRECISIONS = (
-    "float32",
-    "float16",
-    "weight-int8",
-    "dynamic-int8",
-    "static-int8",
-    "mixed",
-    "int4",
-    "codebook",
-)
+PRECISIONS = ("float32", "float16", "weight-int8", "dynamic-int8", "static-int8", "mixed", "int4", "codebook")
 """As `models.compress.step.Precision`, which needs torch."""
 
 _RELEASE = "release"

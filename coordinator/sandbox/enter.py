@@ -47,12 +47,7 @@ _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _CHANGE = _WRITE_FILE | _TRUNCATE | _REMOVE_DIR | _REMOVE_FILE | _MAKE_DIR | _MAKE_REG | _REFER
 """Regular files and folders only: without links, pipes and devices, a result cannot redirect its reader."""
 
-_RIGHTS = {
-    "list": _READ_DIR,
-    "read": _READ,
-    "write": _READ | _CHANGE,
-    "devices": _READ_FILE | _WRITE_FILE,
-}
+_RIGHTS = {"list": _READ_DIR, "read": _READ, "write": _READ | _CHANGE, "devices": _READ_FILE | _WRITE_FILE}
 
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 _SECCOMP_MODE_FILTER = 2

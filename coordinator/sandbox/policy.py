@@ -22,11 +22,7 @@ from sqlalchemy.engine import make_url
 from coordinator.errors import UserError
 from coordinator.sandbox import enter
 from coordinator.settings import Settings
-from edge_client.processes.process import (
-    PARENT_VARIABLE,
-    Launch,
-    worker_environment,
-)
+from edge_client.processes.process import PARENT_VARIABLE, Launch, worker_environment
 from models import user_code
 
 TEMPORARY = "tmp"
