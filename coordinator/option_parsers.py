@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
+
+N = TypeVar("N", int, float)
 
 _HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_-]{1,63})*")
 
@@ -41,30 +44,21 @@ def address(text: str) -> Address:
 
 def number(least: float, most: float) -> Callable[[str], float]:
     """A parser of numbers in a range."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not least <= value <= most:
-            raise ValueError(f"expected a number from {least:g} to {most:g}")
-        return value
-
-    return parse
+    return _in_range(float, least, most, f"a number from {least:g} to {most:g}")
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
     """A parser of integers in a range."""
+    return _in_range(int, least, most, f"an integer from {least} to {most}")
 
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise ValueError(f"expected an integer from {least} to {most}")
-        return value
+
+def _in_range(kind: Callable[[str], N], least: N, most: N, expected: str) -> Callable[[str], N]:
+    def parse(text: str) -> N:
+        with suppress(ValueError):
+            value = kind(text)
+            if least <= value <= most:
+                return value
+        raise ValueError(f"expected {expected}")
 
     return parse
 
