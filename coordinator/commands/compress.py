@@ -62,7 +62,7 @@ def compress(
     DIR is a folder that fedloop pretrain, simulate, run or model export wrote. Writes model.tflite, every step's model, a report and a plot.
     """
     from coordinator.datacenter import compression
-    from coordinator.datacenter.environment import Environment
+    from coordinator.datacenter.jobs import Environment
 
     request = compression.parse_request(pipeline, student, sets or [], data)
     destination = out or default_folder("compressed")
@@ -105,7 +105,7 @@ def compress_search(
     """
     from coordinator.datacenter import compress_search as searching
     from coordinator.datacenter import compression
-    from coordinator.datacenter.environment import Environment
+    from coordinator.datacenter.jobs import Environment
 
     budget = searching.parse_budget(memory, size, latency, accuracy)
     request = compression.parse_request(None, student, sets or [], data)

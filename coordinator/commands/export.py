@@ -116,7 +116,7 @@ def export(
     The float params of a federated run are quantized first.
     """
     from coordinator.datacenter import data_options, release_export
-    from coordinator.datacenter.environment import Environment
+    from coordinator.datacenter.jobs import Environment
 
     if not is_release(name, version):
         raise UserError(

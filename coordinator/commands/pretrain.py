@@ -121,7 +121,7 @@ def run(
     CONFIG.toml describes it (docs/pretraining.md lists every key); without one the defaults run, on digits.
     """
     from coordinator.datacenter import pretrain_config, pretraining
-    from coordinator.datacenter.environment import Environment
+    from coordinator.datacenter.jobs import Environment
 
     with RichProgress() as progress:
         environment = Environment(data_dir, progress, queue=_queue(slots, priority, queue))
@@ -171,7 +171,7 @@ def plan(
     --set planner.KEY=VALUE sets the planner itself: memory_mib, slow_between, scaling, base_batch_size, profile, measure.
     """
     from coordinator.datacenter import pretrain_config, pretraining
-    from coordinator.datacenter.environment import Environment
+    from coordinator.datacenter.jobs import Environment
 
     if processes % hosts:
         raise UserError(
@@ -195,7 +195,7 @@ def tune(
     --set tune.KEY=VALUE sets the search: candidates, steps, eta, lr_least, lr_most, warmup_most, batch_least, batch_most.
     """
     from coordinator.datacenter import pretrain_config, pretraining
-    from coordinator.datacenter.environment import Environment
+    from coordinator.datacenter.jobs import Environment
 
     resolved, tuner = pretrain_config.load_with(config, sets or [], "tune")
     with RichProgress() as progress:

@@ -23,8 +23,7 @@ from coordinator.datacenter import compression
 from coordinator.datacenter.compression import Request
 from coordinator.datacenter.compression_sources import Source, SourceReader
 from coordinator.datacenter.documents import LINEAGE, MODEL, PARAMS, PIPELINE, REPORT, TFLITE
-from coordinator.datacenter.environment import Environment
-from coordinator.datacenter.jobs import Job
+from coordinator.datacenter.jobs import Environment, Job
 from coordinator.errors import UserError
 from coordinator.experiments.validation import to_user_error
 from coordinator.output_folders import require_new

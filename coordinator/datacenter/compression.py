@@ -31,9 +31,8 @@ from coordinator.datacenter.documents import (
     TFLITE,
     write_document,
 )
-from coordinator.datacenter.environment import Environment
 from coordinator.datacenter.job_worker import JobFailed
-from coordinator.datacenter.jobs import Job
+from coordinator.datacenter.jobs import Environment, Job
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.experiment import apply_settings

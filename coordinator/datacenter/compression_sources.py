@@ -32,7 +32,7 @@ from coordinator.datacenter.documents import (
     PUBLIC,
     read_document,
 )
-from coordinator.datacenter.environment import Environment
+from coordinator.datacenter.jobs import Environment
 from coordinator.datacenter.training_data import Arrays, sample_rows
 from coordinator.errors import UserError
 from coordinator.experiments import experiment

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +32,39 @@ from coordinator.datacenter.job_worker import (
     Supervisor,
     run_worker,
 )
+from coordinator.datacenter.pretrain_queue import Queue
+from coordinator.reports.progress import Quiet
 from coordinator.rounds.events import Clock, EventLog, LineFile
 from edge_client.files import write_durably
 
 State = Literal["started", "finished", "failed", "preempted"]
 
 _RECORD, _EVENTS, _LOCK, _JOB = "record.json", "events.jsonl", ".job.lock", "job.json"
+
+
+class Progress(Protocol):
+    """Displays the progress of a job."""
+
+    def stage(self, message: str) -> None: ...
+
+    def note(self, message: str) -> None: ...
+
+    def trained(self, line: Mapping[str, Any]) -> None:
+        """A worker's progress: `step` of `steps`, `loss`, `lr`, `seconds`."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The environment of a datacenter command.
+
+    Attributes:
+        queue: where a pretraining waits for slots; without one it starts at once.
+    """
+
+    data_dir: Path | None = None
+    progress: Progress = Quiet()  # noqa: RUF009 - stateless
+    clock: Clock = lambda: datetime.now(UTC)
+    queue: Queue | None = None
 
 
 @dataclass(frozen=True)

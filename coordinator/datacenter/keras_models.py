@@ -26,9 +26,8 @@ from coordinator.datacenter.documents import (
     read_document,
     write_document,
 )
-from coordinator.datacenter.environment import Environment
 from coordinator.datacenter.job_worker import JobFailed
-from coordinator.datacenter.jobs import Job
+from coordinator.datacenter.jobs import Environment, Job
 from coordinator.errors import RunInterrupted
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import MODEL_KEYS, Experiment

@@ -15,11 +15,13 @@ import tomlkit
 from pydantic import Field
 
 from coordinator.datacenter.data_options import Data, Model
+from coordinator.errors import UserError
 from coordinator.experiments.checks import dataset_name_problem, own_key_problems
 from coordinator.experiments.defaults import absolute, complete_options, data_name, missing
 from coordinator.experiments.experiment import apply_settings, read_toml
 from coordinator.experiments.schema import Section
 from coordinator.experiments.validation import find_model_problems, to_user_error, validate
+from coordinator.json_values import flatten
 from models import options
 from models.pretrain import plan as plans
 from models.pretrain.parameter_server.settings import Servers
@@ -107,6 +109,21 @@ _OWN_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+MUTABLE = (
+    "plan",
+    "checkpoint",
+    "hang_seconds",
+    *(
+        f"train.{key}"
+        for key in (
+            "steps", "epochs", "lr", "weight_decay", "momentum", "beta1", "beta2", "eps", "warmup", "decay",
+            "clip_norm", "outer_lr", "outer_momentum", "freeze_cache_mib",
+        )
+    ),
+)  # fmt: skip
+"""Settings that may change when a pretraining is resumed; not those that determine the batches of steps or the contents of checkpoints."""
+
+
 def load(
     path: Path | None, sets: Sequence[str] = (), plan: str = "", *, profile: bool = False
 ) -> Pretraining:
@@ -142,6 +159,42 @@ def resolve(document: Mapping[str, Any], source: str, plan: str = "") -> Pretrai
     if config is None or problems:
         raise to_user_error(source, problems)
     return _complete(config, plans.parse(plan, config.plan))
+
+
+def change(
+    document: Mapping[str, Any], source: str, sets: Sequence[str], plan: str
+) -> tuple[Pretraining, list[str]]:
+    """The configuration in `document` after `--set` and `--plan`, and a line for each change.
+
+    A non-empty `plan` replaces the whole `[plan]`, which lists every degree.
+
+    Raises:
+        UserError: naming every setting that may not change.
+    """
+    before = resolve(document, source)
+    requested = apply_settings(before.model_dump(exclude_none=True), sets)
+    if (
+        requested["train"]["epochs"] != before.train["epochs"]
+        and requested["train"]["steps"] == before.train["steps"]
+    ):
+        requested["train"]["steps"] = 0  # epochs apply if steps is 0
+    after = resolve(requested | ({"plan": {}} if plan else {}), source, plan)
+    old, new = (flatten(each.model_dump(mode="json")) for each in (before, after))
+    plans = [str(each.parallel_plan) for each in (before, after)]
+    differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    refused = [key for key in differing if key not in MUTABLE and key.partition(".")[0] not in MUTABLE]
+    if refused:
+        raise UserError(
+            "\n  ".join(
+                [f"{source}: cannot change when a pretraining is resumed:"]
+                + [f"{key} was {old.get(key)!r}, requested is {new.get(key)!r}" for key in refused]
+                + [f"settings that can: {', '.join(MUTABLE)}; for all others, start again with another --out"]
+            )
+        )
+    lines = [
+        f"{key}: {old.get(key)} -> {new.get(key)}" for key in differing if key.partition(".")[0] != "plan"
+    ]
+    return after, [*lines, *([f"plan: {plans[0]} -> {plans[1]}"] if plans[0] != plans[1] else [])]
 
 
 def _problems(config: Pretraining, plan: str) -> Iterator[str]:

@@ -19,11 +19,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.datacenter import jobs, pretrain_changes, training_data
+from coordinator.datacenter import jobs, pretrain_config, training_data
 from coordinator.datacenter.documents import CONFIG, REPORT
-from coordinator.datacenter.environment import Environment
 from coordinator.datacenter.job_worker import JobFailed, Stage, Supervisor
-from coordinator.datacenter.jobs import Job
+from coordinator.datacenter.jobs import Environment, Job
 from coordinator.datacenter.pretrain_config import Pretraining
 from coordinator.datacenter.pretrain_report import write_report
 from coordinator.datacenter.training_data import as_user_errors
@@ -67,7 +66,7 @@ def resume(out: Path, environment: Environment, sets: Sequence[str] = (), plan: 
     path = out / CONFIG
     if not path.exists():
         raise UserError(f"--resume {out}: there is no pretraining here (no {CONFIG})")
-    config, changes = pretrain_changes.apply(read_toml(path), str(path), sets, plan)
+    config, changes = pretrain_config.change(read_toml(path), str(path), sets, plan)
     if is_finished(out) and not changes:
         report: dict[str, Any] = json.loads((out / REPORT).read_text("utf-8"))
         return report

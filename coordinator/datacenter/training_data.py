@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.datacenter import jobs
-from coordinator.datacenter.environment import Environment
 from coordinator.datacenter.job_worker import JobFailed
-from coordinator.datacenter.jobs import Job
+from coordinator.datacenter.jobs import Environment, Job
 from coordinator.errors import UserError
 
 Arrays = Mapping[str, npt.NDArray[Any]]

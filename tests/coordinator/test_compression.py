@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.datacenter import compression, release_export
 from coordinator.datacenter.compression_sources import Pipeline, Source, SourceReader
-from coordinator.datacenter.environment import Environment
+from coordinator.datacenter.jobs import Environment
 from coordinator.errors import UserError
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.datacenter.pretrain_changes import apply
-from coordinator.datacenter.pretrain_config import resolve
+from coordinator.datacenter.pretrain_config import change, resolve
 from coordinator.errors import UserError
 
 BEGUN = resolve({"data": {"dataset": "shakespeare"}, "train": {"steps": 40}}, "x", "tp=2,pp=2").model_dump(
@@ -14,7 +13,7 @@ BEGUN = resolve({"data": {"dataset": "shakespeare"}, "train": {"steps": 40}}, "x
 
 
 def test_a_plan_takes_the_place_of_the_old_one_and_other_steps_that_of_theirs() -> None:
-    after, lines = apply(BEGUN, "config.toml", ["train.steps=80", "checkpoint.every=7"], "dp=3,zero=1")
+    after, lines = change(BEGUN, "config.toml", ["train.steps=80", "checkpoint.every=7"], "dp=3,zero=1")
     assert str(after.parallel_plan) == "dp=3,zero=1"
     assert (after.train["steps"], after.checkpoint.every) == (80, 7)
     assert sorted(lines) == [
@@ -25,16 +24,16 @@ def test_a_plan_takes_the_place_of_the_old_one_and_other_steps_that_of_theirs() 
 
 
 def test_a_key_of_the_plan_changes_alone() -> None:
-    after, _ = apply(BEGUN, "config.toml", ["plan.tp=1"], "")
+    after, _ = change(BEGUN, "config.toml", ["plan.tp=1"], "")
     assert str(after.parallel_plan) == "pp=2"
 
 
 def test_asked_for_epochs_count_where_there_were_steps() -> None:
-    assert apply(BEGUN, "config.toml", ["train.epochs=3"], "")[0].train["steps"] == 0
+    assert change(BEGUN, "config.toml", ["train.epochs=3"], "")[0].train["steps"] == 0
 
 
 def test_nothing_asked_changes_nothing() -> None:
-    after, lines = apply(BEGUN, "config.toml", ["train.batch_size=32"], "")  # as it was
+    after, lines = change(BEGUN, "config.toml", ["train.batch_size=32"], "")  # as it was
     assert not lines
     assert after == resolve(BEGUN, "x")
 
@@ -42,7 +41,7 @@ def test_nothing_asked_changes_nothing() -> None:
 def test_what_decides_batches_and_params_is_refused_all_at_once() -> None:
     sets = ["train.batch_size=8", "seed=1", "model.width=32", "data.length=9", "train.optimizer=sgd"]
     with pytest.raises(UserError) as refused:
-        apply(BEGUN, "config.toml", sets, "")
+        change(BEGUN, "config.toml", sets, "")
     for words in (
         "train.batch_size was 32, requested is 8",
         "seed was 7, requested is 1",
