@@ -61,8 +61,10 @@ def pretrain(path: Path, report: process.Report) -> None:
         training = trainer.build(spec, data.train, options, here, job.seed)
         loader = prefetch.from_job(job, training.batches, here.device)
         training.batches = loader
-        checkpointer = None if policy is None else _checkpointer(job, policy, training)
-        if checkpointer is not None:
+        checkpointer = None
+        if policy is not None:
+            run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+            checkpointer = Checkpointer(job.out / policy.folder, policy, training.identity, here, run)
             training.step = checkpointer.restore(training.state, same_run=not resume)
             for notice in checkpointer.notices:
                 report(stage="pretrain", note=notice)
@@ -180,11 +182,6 @@ def _hang_seconds(job: jobs.Job) -> float:
             f"{job.path}: hang_seconds is {seconds!r}, expected a number above 0, at most 86400"
         )
     return float(seconds)
-
-
-def _checkpointer(job: jobs.Job, policy: Policy, training: trainer.Trainer) -> Checkpointer:
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return Checkpointer(job.out / policy.folder, policy, training.identity, training.world, run)
 
 
 def work(path: Path, report: process.Report) -> None:

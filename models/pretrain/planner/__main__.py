@@ -102,7 +102,7 @@ def plan(path: Path, report: process.Report) -> None:
 def result(found: SearchResult, measured: Profile, settings: Settings) -> dict[str, Any]:
     """The result of a search, as JSON."""
     return {
-        "profile": profile.table(measured),
+        "profile": dataclasses.asdict(measured),
         "processes": settings.processes,
         "ranking": explain.rows(found),
         "refused": [

@@ -58,18 +58,19 @@ def main(path: Path) -> None:
     for number, line in enumerate(sys.stdin):
         request = json.loads(line)
         size = request.get("processes", count)
+        requested = replace(options, batch_size=request.get("batch_size", options.batch_size))
         answer: Mapping[str, object] = {}
         if rank < size:
             with process_group(store, str(number), rank, size, device):
                 if request["what"] == "machine":
                     answer = {"slowdown": _slowdown(rank, count, spec, device), "link": _link(device)}
                 elif request["what"] == "alone":
-                    answer = {"alone": _alone(spec, _with_batch_size(options, request), device)}
+                    answer = {"alone": _alone(spec, requested, device)}
                 else:
                     answer = measure_plans(
                         request["plans"],
                         spec,
-                        _with_batch_size(options, request),
+                        requested,
                         Worlds(device),
                         request["turns"],
                         request["race"],
@@ -78,11 +79,6 @@ def main(path: Path) -> None:
         if rank == 0:
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
-
-
-def _with_batch_size(options: Options, request: Mapping[str, Any]) -> Options:
-    """`options` with the request's batch size, if it has one."""
-    return replace(options, batch_size=request.get("batch_size", options.batch_size))
 
 
 def examples(spec: ModelSpec, rows: int) -> Arrays:

@@ -143,10 +143,5 @@ def _refusals(result: SearchResult) -> list[str]:
     """The most frequent reasons."""
     reasons = Counter(refused.reason for refused in result.refused)
     first = {refused.reason: refused.plan for refused in reversed(result.refused)}
-    return [
-        f"Refused {first[reason]}{_and_more(count)}: {reason}." for reason, count in reasons.most_common(8)
-    ]
-
-
-def _and_more(count: int) -> str:
-    return f" and {count - 1} more" if count > 1 else ""
+    more = {reason: f" and {count - 1} more" if count > 1 else "" for reason, count in reasons.items()}
+    return [f"Refused {first[reason]}{more[reason]}: {reason}." for reason, _ in reasons.most_common(8)]

@@ -166,12 +166,7 @@ class Profile:
 
 
 def write(profile: Profile, path: Path) -> None:
-    write_durably(path, (json.dumps(table(profile), indent=2) + "\n").encode())
-
-
-def table(profile: Profile) -> dict[str, Any]:
-    """The profile as JSON."""
-    return dataclasses.asdict(profile)
+    write_durably(path, (json.dumps(dataclasses.asdict(profile), indent=2) + "\n").encode())
 
 
 def read(path: Path) -> Profile:
@@ -186,12 +181,7 @@ def read(path: Path) -> Profile:
         raise ProfileError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise ProfileError(f"{path} is not JSON: {error}") from error
-    return from_table(content, str(path))
-
-
-def from_table(table: object, where: str = "profile") -> Profile:
-    """The profile of a table, as `table` returns it."""
-    profile: Profile = _parse(Profile, table, where)
+    profile: Profile = _parse(Profile, content, str(path))
     return profile
 
 

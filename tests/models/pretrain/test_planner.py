@@ -304,7 +304,7 @@ def test_profile_is_read_as_written(tmp_path: Path) -> None:
 )
 def test_wrong_profile_is_refused(tmp_path: Path, change: dict[str, object], complaint: str) -> None:
     path = tmp_path / "profile.json"
-    path.write_text(json.dumps({**profile.table(made()), **change}))
+    path.write_text(json.dumps({**dataclasses.asdict(made()), **change}))
     with pytest.raises(ProfileError, match=complaint):
         profile.read(path)
 

@@ -21,11 +21,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from models.pretrain.parallel.data import powersgd
 from models.pretrain.parallel.data.onebit import CompressedMean, OneBitAdam
+from models.pretrain.parallel.data.powersgd import Gradients, PowerSGD
 from models.pretrain.plan import ParallelPlan
-
-Gradients = torch.futures.Future[torch.Tensor]
 
 MIN_WARMUP_STEPS = 2
 """Onebit estimates the variance in these steps."""
@@ -38,7 +36,7 @@ def warmup_steps(plan: ParallelPlan, steps: int) -> int:
 
 def register(
     module: DistributedDataParallel, optimizer: torch.optim.Optimizer, plan: ParallelPlan, steps: int
-) -> powersgd.PowerSGD | CompressedMean | None:
+) -> PowerSGD | CompressedMean | None:
     """Registers the communication hook of `plan` on `module`; returns its rank-local state, if it has any."""
     group = module.process_group
     hooks: dict[str, tuple[object, Callable[[Any, Any], Gradients]]] = {
@@ -46,11 +44,11 @@ def register(
         "bf16": (group, bf16_hook),
         "onebit": (optimizer, onebit_hook),
     }
-    rank_state: powersgd.PowerSGD | CompressedMean | None = None
+    rank_state: PowerSGD | CompressedMean | None = None
     if plan.grad_compression == "powersgd":
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        rank_state = powersgd.PowerSGD(trained, group, plan.exchange_rank, warmup_steps(plan, steps))
-        hooks["powersgd"] = (rank_state, powersgd.hook)
+        rank_state = PowerSGD(trained, group, plan.exchange_rank, warmup_steps(plan, steps))
+        hooks["powersgd"] = (rank_state, PowerSGD.average)
     elif isinstance(optimizer, OneBitAdam):
         rank_state = optimizer.mean
     if plan.grad_compression in hooks:

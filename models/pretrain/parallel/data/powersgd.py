@@ -70,7 +70,7 @@ class PowerSGD:
         return {}
 
     def average(self, bucket: GradBucket) -> Gradients:
-        """Approximate mean of a bucket, the same on all processes."""
+        """Approximate mean of a bucket, the same on all processes; a communication hook."""
         last, coding = bucket.is_last(), self.step >= self.warmup
         self.step += last
         if not coding:
@@ -132,11 +132,6 @@ class PowerSGD:
             right = torch.randn(matrix.shape[1], columns, generator=random).to(matrix)
         orthonormal: torch.Tensor = torch.linalg.qr(right).Q
         return orthonormal
-
-
-def hook(compressor: PowerSGD, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook for DistributedDataParallel."""
-    return compressor.average(bucket)
 
 
 def _flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
