@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from edge_client.outbox import PendingResult
 from edge_client.wire.device import Decline, ReleaseOffer, TaskOffer
+
+if TYPE_CHECKING:
+    from edge_client.outbox import PendingResult
 
 HELD_SECONDS = 45.0
 """How long the coordinator may hold a check-in; shorter than the timeouts of load balancers and proxies."""

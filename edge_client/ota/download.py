@@ -22,12 +22,10 @@ from edge_client.ota.errors import Postponed
 from edge_client.transport.failures import ServerRefused
 from edge_client.transport.link import Link
 from edge_client.wire import blocks
+from edge_client.wire.rollouts import REPOSITORY_PATH
 
 if TYPE_CHECKING:
     from tuf.api.metadata import TargetFile
-
-PATH = "/releases"
-"""Of the repository on the coordinator."""
 
 MOST_RANGES = 64
 """With more gaps than this, one long request is faster."""
@@ -133,7 +131,7 @@ def _request(
 ) -> int:
     transferred = 0
     try:
-        with link.stream(f"{PATH}/targets/{_hashed_path(target)}", first, last) as stream:
+        with link.stream(f"{REPOSITORY_PATH}/targets/{_hashed_path(target)}", first, last) as stream:
             if stream.first != first:
                 file.truncate(0)
                 file.seek(0)

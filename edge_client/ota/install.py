@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from edge_client.config import EdgeConfig
 from edge_client.failpoints import reach
 from edge_client.files import NO_ROOM, make_folder, sync_file, sync_folder
 from edge_client.infer.installed import installed_kind
@@ -42,6 +41,8 @@ from edge_client.wire.strict import printable
 
 if TYPE_CHECKING:
     from tuf.api.metadata import TargetFile
+
+    from edge_client.config import EdgeConfig
 
 MANIFEST_BYTES = 32_000_000
 """Largest manifest accepted; most of it is golden rows."""

@@ -16,9 +16,8 @@ import random
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from edge_client.config import EdgeConfig
 from edge_client.failpoints import reach
 from edge_client.ota import crash_counter, self_test, slots, transitions
 from edge_client.ota.errors import TRANSIENT_CODES, NotSigned, NotWithdrawn, Postponed, Rejected
@@ -31,6 +30,9 @@ from edge_client.wire import rollouts
 from edge_client.wire.device import ReleaseOffer, ReleaseReport
 from edge_client.wire.inference import MANIFEST_NAME
 from edge_client.wire.strict import printable
+
+if TYPE_CHECKING:
+    from edge_client.config import EdgeConfig
 
 FIRST_AGAIN_SECONDS, LONGEST_AGAIN_SECONDS = 10.0, 3600.0
 CHECK_SECONDS = 3600.0

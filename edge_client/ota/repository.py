@@ -24,12 +24,11 @@ from tuf.ngclient import Updater
 from tuf.ngclient.fetcher import FetcherInterface
 
 from edge_client.files import make_folder, sync_file, sync_folder, write_durably
-from edge_client.ota.download import PATH
 from edge_client.ota.errors import Postponed
 from edge_client.transport.failures import ServerRefused
 from edge_client.transport.link import Link
 from edge_client.wire import rollouts
-from edge_client.wire.rollouts import Rollout
+from edge_client.wire.rollouts import REPOSITORY_PATH, Rollout
 from edge_client.wire.strict import InvalidDocument, printable
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ class Repository:
         if pinned.exists():
             return pinned.read_bytes()
         try:
-            return self._link.content(f"{PATH}/root")
+            return self._link.content(f"{REPOSITORY_PATH}/root")
         except ServerRefused as refused:
             if refused.status != _NOT_FOUND:
                 raise
@@ -170,7 +169,7 @@ class _LinkFetcher(FetcherInterface):
     def _fetch(self, url: str) -> Iterator[bytes]:
         self.last = url
         try:
-            with self._link.stream(f"{PATH}/{url}") as stream:
+            with self._link.stream(f"{REPOSITORY_PATH}/{url}") as stream:
                 for chunk in stream.chunks:
                     self._check_cancelled()
                     yield chunk

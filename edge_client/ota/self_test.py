@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from edge_client.data import DataConfig
+from edge_client.data.connector import DataConfig
 from edge_client.ota.errors import Postponed, Rejected
 from edge_client.processes.process import worker_environment
 from edge_client.wire.device import ReleaseEvaluation

@@ -28,9 +28,10 @@ from edge_client.wire.manifest import (
     parse_manifest,
     require,
 )
+from edge_client.wire.rollouts import MANIFEST_NAME as MANIFEST_NAME
+from edge_client.wire.rollouts import MODEL_NAME as MODEL_NAME
 
 FORMAT = 1
-MANIFEST_NAME, MODEL_NAME = "manifest.json", "model.tflite"
 
 RuntimeKind = Literal["litert", "tflite-runtime", "tflite-micro"]
 """ai-edge-litert; tflite-runtime 2.14, its predecessor; tflite-micro, for microcontrollers."""

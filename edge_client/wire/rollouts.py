@@ -13,8 +13,12 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
 from edge_client.wire.strict import InvalidDocument, loads, parse_message
+
+MANIFEST_NAME, MODEL_NAME = "manifest.json", "model.tflite"
+"""The two files of a release."""
+REPOSITORY_PATH = "/releases"
+"""Of the signed repository, at the coordinator."""
 
 PERMILLE = 1000
 NO_MODEL = 0
