@@ -23,7 +23,7 @@ from coordinator.operator.client import (
 from coordinator.option_parsers import address
 from coordinator.settings import Settings, read_settings
 from edge_client.processes.process import tie_to_parent
-from tests.support.cli import FEDLOOP, run_cli
+from tests.support.cli import FEDLOOP, run_here
 
 ANY_PORTS = ("--operator", "127.0.0.1:0", "--device", "127.0.0.1:0")
 ENDS_SECONDS = 60
@@ -86,11 +86,13 @@ def test_a_client_that_follows_events_does_not_delay_the_shutdown(tmp_path: Path
 def test_a_home_has_one_coordinator_and_a_port_one_server(tmp_path: Path) -> None:
     home = tmp_path / "home"
     with served(home) as (_, place):
-        second = run_cli("serve", "--home", home, *ANY_PORTS)
+        second = run_here("serve", "--home", home, *ANY_PORTS)
         assert second.returncode == 2
         assert "another coordinator uses this home" in second.stderr
         taken = place["operator"].removeprefix("http://")
-        third = run_cli("serve", "--home", tmp_path / "other", "--operator", taken, "--device", "127.0.0.1:0")
+        third = run_here(
+            "serve", "--home", tmp_path / "other", "--operator", taken, "--device", "127.0.0.1:0"
+        )
         assert third.returncode == 2
         assert "the port is in use" in third.stderr
         assert "Traceback" not in second.stderr + third.stderr
@@ -98,7 +100,7 @@ def test_a_home_has_one_coordinator_and_a_port_one_server(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_every_bad_option_is_reported_at_once(tmp_path: Path) -> None:
-    bad = run_cli(
+    bad = run_here(
         *("serve", "--home", tmp_path / "home", "--operator", "8080", "--device-url", "http://x"),
         *("--certificate-days", "none", "--ca-cert", tmp_path / "ca.pem"),
         *("--lease-seconds", "0", "--checkins-per-second", "nan", "--held", "-1"),
@@ -171,7 +173,7 @@ def test_invalid_addresses(text: str) -> None:
     ],
 )
 def test_run_reports_a_mistake(tmp_path: Path, args: Sequence[str], words: str) -> None:
-    done = run_cli(*args, cwd=tmp_path, env={"FEDLOOP_ADMIN_TOKEN": "t"})
+    done = run_here(*args, cwd=tmp_path, env={"FEDLOOP_ADMIN_TOKEN": "t"})
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -179,6 +181,6 @@ def test_run_reports_a_mistake(tmp_path: Path, args: Sequence[str], words: str) 
 
 @pytest.mark.slow
 def test_run_without_a_token_names_the_expected_file(tmp_path: Path) -> None:
-    done = run_cli("run", env={"FEDLOOP_HOME": str(tmp_path), "FEDLOOP_ADMIN_TOKEN": ""})
+    done = run_here("run", env={"FEDLOOP_HOME": str(tmp_path), "FEDLOOP_ADMIN_TOKEN": ""})
     assert done.returncode == 2
     assert str(tmp_path / "admin.token") in done.stderr.replace("\n", "")

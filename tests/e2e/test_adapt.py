@@ -17,7 +17,7 @@ from coordinator.reports.progress import Quiet
 from edge_client.files import file_sha256
 from edge_client.wire import arrays
 from models import adaptation
-from tests.support.cli import CACHE, run_cli
+from tests.support.cli import CACHE, run_cli, run_here
 from tests.support.shipped import digits_model, shipped, written
 
 pytestmark = pytest.mark.slow
@@ -76,7 +76,7 @@ def test_daemons_train_a_head_and_the_model_they_end_with_can_be_compressed(tmp_
 
 def test_what_cannot_be_adapted_is_refused_before_anything_runs(tmp_path: Path) -> None:
     sets = ["model.adapt=lora", "federation.runtimes={tensorflow=1}"]
-    done = run_cli(
+    done = run_here(
         "simulate", "--out", tmp_path / "run", *(part for each in sets for part in ("--set", each))
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli import assert_refused, run_cli
+from tests.support.cli import assert_refused, run_cli, run_here
 
 pytestmark = pytest.mark.slow
 
@@ -32,4 +32,4 @@ def test_the_demo_closes_the_loop_and_shows_the_gain(tmp_path: Path) -> None:
     assert set(shown["runtimes"]) == {"litert", "torch", "tensorflow"}
     assert (tmp_path / shown["report"]).is_file()
 
-    assert_refused(run_cli("demo", "--out", "demo", cwd=tmp_path), "not empty")
+    assert_refused(run_here("demo", "--out", "demo", cwd=tmp_path), "not empty")

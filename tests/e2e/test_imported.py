@@ -15,7 +15,7 @@ import safetensors.numpy
 from models.compress.report import logits
 from models.pretrain.params import params_of
 from tests.coordinator.registry.test_commands import fedloop, served
-from tests.support.cli import assert_refused, run_cli
+from tests.support.cli import assert_refused, run_cli, run_here
 from tests.support.compressing import cnn, digits
 
 pytestmark = pytest.mark.slow
@@ -75,7 +75,7 @@ def test_a_model_from_elsewhere_is_released_and_predicts(
     fedloop("export", f"{name}:1", "--out", tmp_path / "fetched")
     known = CNN if made is not onnx_file else []  # its model.json says it
 
-    none = run_cli("export", tmp_path / "fetched", "--name", name, "--out", tmp_path / "release")
+    none = run_here("export", tmp_path / "fetched", "--name", name, "--out", tmp_path / "release")
     done = run_cli(
         "export", tmp_path / "fetched", "--name", name, *DATA, *known, "--out", tmp_path / "release"
     )
@@ -102,7 +102,7 @@ def test_what_is_missing_or_does_not_fit_is_named(coordinator: None, tmp_path: P
     (tmp_path / "net.onnx").rename(tmp_path / "as-it-is" / "model.onnx")
 
     def refused(folder: Path, *words: str, asked: list[str]) -> None:
-        done = run_cli("export", folder, "--name", "net", *asked, "--out", tmp_path / "release")
+        done = run_here("export", folder, "--name", "net", *asked, "--out", tmp_path / "release")
         assert done.returncode != 0
         assert "Traceback" not in done.stderr
         for word in words:

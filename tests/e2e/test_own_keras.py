@@ -16,7 +16,7 @@ from coordinator.operator import run_follower
 from coordinator.reports.progress import Quiet
 from edge_client.files import file_sha256
 from edge_client.wire import arrays
-from tests.support.cli import assert_refused, options, report_of, run_cli
+from tests.support.cli import assert_refused, options, report_of, run_cli, run_here
 
 pytestmark = pytest.mark.slow
 
@@ -109,5 +109,5 @@ def test_daemons_train_it_as_any_model(folder: Path, tmp_path: Path, monkeypatch
 
 def test_a_keras_file_needs_rows_to_be_tried_on(folder: Path) -> None:
     (folder / "net.keras").write_bytes(b"")
-    done = run_cli("export", "net.keras", "--name", "digits", "--out", "none", cwd=folder)
+    done = run_here("export", "net.keras", "--name", "digits", "--out", "none", cwd=folder)
     assert_refused(done, "net.keras", "--data is missing", "digits")

@@ -32,6 +32,7 @@ PLAYS = (
     "train.lr=0.01",
 )
 GUIDE = (Path(__file__).parents[2] / "docs" / "pretraining.md").read_text("utf-8")
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL) for line in block.splitlines()]
 QUICK = ("rows=400", "test_rows=60", "distil.epochs=2", "quantize.max_accuracy_drop=0.1")
 
 
@@ -52,19 +53,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def guided(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the guide's commands were run as they are written, but those that need the text, and minutes."""
+    """Where the guide's first two commands were run as they are written: they train and compress digits."""
     folder = tmp_path_factory.mktemp("guided")
-    commands = [
-        line for block in re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL) for line in block.splitlines()
-    ]
-    here = [line for line in commands if "plays" not in line]
-    assert len(here) == 9
-    (module,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    (folder / "mynet.py").write_text(module)
-    for line in here:
-        done = run_cli(*shlex.split(line)[1:], cwd=folder, env={"XDG_STATE_HOME": str(folder / "state")})
-        assert done.returncode == 0, (line, done.stderr)
+    for line in COMMANDS[:2]:
+        run_as_written(line, folder)
     return folder
+
+
+def run_as_written(line: str, folder: Path) -> None:
+    done = run_cli(*shlex.split(line)[1:], cwd=folder, env={"XDG_STATE_HOME": str(folder / "state")})
+    assert done.returncode == 0, (line, done.stderr)
 
 
 def test_a_finished_one_goes_on_by_another_plan(tmp_path: Path) -> None:
@@ -197,9 +195,20 @@ def test_plans_are_ranked_with_reasons(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_guides_commands_and_configuration_are_as_they_are_written(guided: Path) -> None:
+@pytest.mark.extended
+def test_the_guides_other_commands_run_as_they_are_written(guided: Path) -> None:
+    """But for those that need the text, and minutes."""
+    here = [line for line in COMMANDS[2:] if "plays" not in line]
+    assert len(here) == 7
+    (module,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    (guided / "mynet.py").write_text(module)
+    for line in here:
+        run_as_written(line, guided)
     left = {path.name for path in (guided / "runs").iterdir()}
     assert left >= {"digits", "digits-small", "mynet", "profiled", "urgent"}
+
+
+def test_the_guides_configuration_is_valid_and_its_table_of_plans_is_whole() -> None:
     (configuration,) = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)
     config = pretrain_config.resolve(tomllib.loads(configuration), "docs/pretraining.md")
     assert config.parallel_plan == ParallelPlan(dp=2)

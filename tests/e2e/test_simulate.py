@@ -113,7 +113,7 @@ def test_a_finished_run_is_left_as_it_is(default_run: Path) -> None:
     # As when it was killed after its report was written, and before its working data was removed.
     (default_run / "work").mkdir()
     (default_run / "work" / "x.npy").touch()
-    resumed = run_cli("simulate", "--resume", default_run)
+    resumed = run_here("simulate", "--resume", default_run)
     assert resumed.returncode == 0 and "already finished" in resumed.stderr
     assert_refused(run_here("simulate", "--out", default_run), "not empty", f"--resume {default_run}")
     assert {path: path.stat().st_mtime_ns for path in default_run.rglob("*")} == before
@@ -142,7 +142,7 @@ def test_two_processes_cannot_run_in_one_folder(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with started("simulate", "--out", out, *options(SMALL)) as run:
         assert run.reaches(lambda: (out / "events.jsonl").exists()), run.errors()
-        assert_refused(run_cli("simulate", "--resume", out), "another process is running this experiment")
+        assert_refused(run_here("simulate", "--resume", out), "another process is running this experiment")
 
 
 BAD = {
@@ -203,7 +203,7 @@ def test_a_file_that_is_no_toml_says_where(tmp_path: Path) -> None:
 
 
 def test_an_unknown_option_of_the_command_is_refused(tmp_path: Path) -> None:
-    assert_refused(run_cli("simulate", "--round", "3", cwd=tmp_path), "--round")
+    assert_refused(run_here("simulate", "--round", "3", cwd=tmp_path), "--round")
 
 
 def test_a_changed_experiment_is_not_resumed(tmp_path: Path) -> None:
@@ -214,4 +214,4 @@ def test_a_changed_experiment_is_not_resumed(tmp_path: Path) -> None:
         run.ended()
     path = out / "experiment.toml"
     path.write_text(path.read_text().replace("lr = 0.05", "lr = 0.1"))
-    assert_refused(run_cli("simulate", "--resume", out), str(path), "changed")
+    assert_refused(run_here("simulate", "--resume", out), str(path), "changed")

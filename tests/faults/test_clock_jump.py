@@ -26,11 +26,12 @@ from coordinator.demos.local_fleet import (
 )
 from edge_client.files import write_durably
 from tests.support.arena import DATASET, Arena, experiment, readings
+from tests.support.long import LONG
 from tests.support.require import require
 
 pytestmark = pytest.mark.slow
 
-FLEET = 20
+FLEET = 20 if LONG else 4
 JUMP_DAYS = 45
 WAIT_SECONDS = 90.0
 EDGE = Path(sys.executable).parent / "fedloop-edge"
@@ -110,10 +111,10 @@ def wait_until(holds: Callable[[], bool], told: Callable[[], str]) -> None:
 
 
 @pytest.fixture
-def twenty(
+def fleet_of_devices(
     tmp_path: Path, clocks: Path, served_on: Mapping[str, str]
 ) -> Iterator[tuple[LocalFleet, list[Daemon]]]:
-    """A coordinator and twenty daemons, all by one clock."""
+    """A coordinator and its daemons, all by one clock."""
     environment = {**clock(clocks / "all"), **served_on}
     with local_fleet(tmp_path / "fleet", environment=environment) as fleet:
         with ThreadPoolExecutor(2) as pool:  # a start costs a second of a core
@@ -123,10 +124,11 @@ def twenty(
         yield fleet, daemons
 
 
-def test_twenty_devices_come_back_untouched_after_45_days(
-    twenty: tuple[LocalFleet, list[Daemon]], clocks: Path
+@pytest.mark.long
+def test_a_fleet_comes_back_untouched_after_45_days(
+    fleet_of_devices: tuple[LocalFleet, list[Daemon]], clocks: Path
 ) -> None:
-    fleet, daemons = twenty
+    fleet, daemons = fleet_of_devices
     wait_until(lambda: all(each["last_seen_at"] for each in devices_of(fleet)), lambda: _told(daemons))
     pids = [daemon.pid for daemon in daemons]
     before = {each["id"]: each["certificate_until"] for each in devices_of(fleet)}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli import assert_refused, options, report_of, run_cli, simulate, started
+from tests.support.cli import assert_refused, options, report_of, run_cli, run_here, simulate, started
 from tests.support.require import require
 
 pytestmark = pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_file_that_cannot_grow_loses_no_committed_round(tmp_path: Path, expect
 
 def test_a_disk_that_is_full_from_the_start_is_told(small_disk: Path) -> None:
     _fill(small_disk / "filler")
-    done = run_cli("simulate", "--out", small_disk / "run", *options(SETTINGS))
+    done = run_here("simulate", "--out", small_disk / "run", *options(SETTINGS))
     assert_refused(done, "No space left on device")
 
 

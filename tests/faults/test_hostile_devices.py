@@ -33,6 +33,7 @@ from tests.support.device_client import Answer, NoAnswer, RawDevice, checkin, re
 from tests.support.federation import task
 from tests.support.hostile import Target, canary, request_cases, result_cases, sent
 from tests.support.hostile_results import TENSORS, bad_results, mutated, sound_result
+from tests.support.long import LONG
 from tests.support.stored import rows, url_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "wire.md"
@@ -291,7 +292,8 @@ def test_a_bad_result_is_rejected_in_words(case: Any, tmp_path: Path) -> None:
     assert verdict.message.encode()
 
 
-@settings(max_examples=400, deadline=None)
+@pytest.mark.long
+@settings(max_examples=400 if LONG else 100, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 3))
 def test_a_mutated_result_is_rejected_or_holds_what_was_asked_for(rng: random.Random, times: int) -> None:
     payload = GOOD.payload
@@ -314,7 +316,8 @@ def _mutated_again(payload: bytes, rng: random.Random) -> bytes:
         return payload  # so broken already that there is no header to change
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.long
+@settings(max_examples=200 if LONG else 100, deadline=None)
 @given(st.binary(max_size=600))
 def test_any_bytes_are_rejected(payload: bytes) -> None:
     verdict = intake.check(arrays.BytesPayload(payload), TASK, EXPECTED)
@@ -338,7 +341,8 @@ MESSAGES: Sequence[Any] = (
 )
 
 
-@settings(max_examples=400, deadline=None)
+@pytest.mark.long
+@settings(max_examples=400 if LONG else 100, deadline=None)
 @given(st.sampled_from(MESSAGES), st.data())
 def test_a_message_with_anything_in_place_of_a_value_is_unfit_or_read(
     message: Any, data: st.DataObject
@@ -355,7 +359,8 @@ def test_a_message_with_anything_in_place_of_a_value_is_unfit_or_read(
         assert str(read).encode("ascii", "backslashreplace")
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.long
+@settings(max_examples=300 if LONG else 100, deadline=None)
 @given(st.binary(max_size=300) | JSON.map(lambda value: repr(value).encode("utf-8", "surrogatepass")))
 def test_any_bytes_are_json_or_unfit(text: bytes) -> None:
     try:

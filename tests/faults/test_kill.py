@@ -49,6 +49,7 @@ MIXED = (*SETTINGS, "federation.runtimes={litert=0.5, torch=0.5}", "strategy.nam
 TORCH = (*SETTINGS, "federation.runtimes={torch=1}", "strategy.name=scaffold")
 
 
+@pytest.mark.extended
 def test_a_run_killed_anywhere_ends_in_the_model_of_an_undisturbed_one(tmp_path: Path) -> None:
     killed_anywhere(tmp_path, 1, MIXED, 11, kills_in_rounds=3)
 

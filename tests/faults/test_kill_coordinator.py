@@ -28,6 +28,7 @@ from edge_client.outbox import Ledger
 from edge_client.state import State
 from tests.support import databases
 from tests.support.cli import CACHE
+from tests.support.long import extended
 from tests.support.stored import rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -40,6 +41,7 @@ POINTS = [
     f"{name}:{1 if place % 2 else 3 if name.startswith('intake') else 2}"
     for place, name in enumerate(failpoints.NAMES)
 ]
+SOME_POINTS = ["intake.blob_stored:2", "commit.done:1"]
 RANDOM_KILLS = 1
 
 
@@ -80,11 +82,19 @@ def on_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
         yield fleet
 
 
-def test_killed_at_every_failpoint_and_anywhere_the_model_is_the_same(on_sqlite: LocalFleet) -> None:
-    fleet = on_sqlite
-    rounds = len(POINTS) + RANDOM_KILLS + 4
-    expected = undisturbed(fleet, experiment(rounds))
-    disturbed(fleet, expected, experiment(rounds), POINTS, RANDOM_KILLS)
+@pytest.mark.parametrize(
+    ("points", "random_kills", "rounds"),
+    [
+        (SOME_POINTS, 0, len(SOME_POINTS) + 2),
+        *extended((POINTS, RANDOM_KILLS, len(POINTS) + RANDOM_KILLS + 4)),
+    ],
+    ids=["two points", "every point"],
+)
+def test_killed_at_failpoints_and_anywhere_the_model_is_the_same(
+    on_sqlite: LocalFleet, points: list[str], random_kills: int, rounds: int
+) -> None:
+    expected = undisturbed(on_sqlite, experiment(rounds))
+    disturbed(on_sqlite, expected, experiment(rounds), points, random_kills)
 
 
 def test_an_update_that_was_damaged_while_the_coordinator_was_away_is_trained_once_more(
@@ -120,14 +130,14 @@ def damaged_in_between(fleet: LocalFleet, url: str) -> None:
     assert again[damaged.device] > damaged.accepted_at
 
 
+@pytest.mark.extended
 def test_on_postgresql_too(tmp_path: Path) -> None:
     cluster = databases.postgres()
     url = cluster.create()
-    points = ["intake.blob_stored:2", "commit.done:1"]
     with federation(tmp_path, {"FEDLOOP_DATABASE_URL": url}) as fleet:
-        asked = experiment(len(points) + 2)
+        asked = experiment(len(SOME_POINTS) + 2)
         expected = undisturbed(fleet, asked)
-        disturbed(fleet, expected, asked, points, 0, url)
+        disturbed(fleet, expected, asked, SOME_POINTS, 0, url)
         damaged_in_between(fleet, url)
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from edge_client import failpoints
 from edge_client.ota import transitions
+from tests.support.long import extended
 from tests.support.ota import World, world
 from tests.support.processes import HANGS_SECONDS
 
@@ -81,7 +82,7 @@ def completes(ota: World, version: int = 2) -> None:
     assert ota.runs() == version
 
 
-@pytest.mark.parametrize("failpoint", BEFORE_FLIP)
+@pytest.mark.parametrize("failpoint", [BEFORE_FLIP[-1], *extended(*BEFORE_FLIP[:-1])])
 def test_killed_before_the_flip_the_old_version_runs_and_the_install_completes(
     ota: World, failpoint: str
 ) -> None:

@@ -19,7 +19,7 @@ ON_ONE = {
     "test_another_file_and_half_of_one_are_told": "of SQLite's file",
     "test_one_that_is_gone_leaves_its_log_alone": "of SQLite's file",
     "test_a_server_that_is_away": "which SQLite has none of",
-    "test_killed_at_every_failpoint_and_anywhere_the_model_is_the_same": "test_on_postgresql_too, with fewer kills",
+    "test_killed_at_failpoints_and_anywhere_the_model_is_the_same": "test_on_postgresql_too, with fewer kills",
     "test_an_update_that_was_damaged_while_the_coordinator_was_away_is_trained_once_more": "test_on_postgresql_too",
     "test_on_postgresql_too": "is the other one of these two",
 }

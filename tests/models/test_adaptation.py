@@ -20,6 +20,7 @@ from models.zoo.resolve import ModelNotFound
 from models.zoo.spec import ModelSpec
 from strategies.params import Params
 from tests.support.artifacts import BATCH, ROOT, cache_dir, lived_in, local_examples
+from tests.support.long import extended
 
 SHAPE, CLASSES = (12,), 5
 BASE = zoo.get("mlp", input_shape=SHAPE, classes=CLASSES, hidden=[16, 8])
@@ -65,11 +66,11 @@ def test_the_first_model_is_the_shipped_one_on_its_backbone(how: str, tmp_path: 
 @pytest.mark.parametrize(
     ("how", "trained"),
     [
-        ("head", {"fc.weight", "fc.bias"}),
         (
             "lora(2, 4)",
             {"fc.weight", "fc.bias"} | {f"hidden.{i}.lora_{part}" for i in (0, 1) for part in "ab"},
         ),
+        *extended(("head", {"fc.weight", "fc.bias"})),
     ],
 )
 def test_a_step_is_pytorchs_in_litert_and_the_merged_model_answers_as_the_adapted_one(

@@ -153,16 +153,16 @@ def test_a_wrong_request_is_refused_with_its_reason(
 def test_a_code_folder_or_cache_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ExportError, match=r"the folder of the model's code, .*nowhere, does not exist"):
-        export(ARCHITECTURES["logreg"], tmp_path, code_folder=tmp_path / "nowhere")
+        export(ARCHITECTURES["mlp"], tmp_path, code_folder=tmp_path / "nowhere")
     with pytest.raises(ExportError, match=r"the cache cannot be used: .*file"):
-        export(ARCHITECTURES["logreg"], tmp_path / "file" / "cache", code_folder=ROOT)
+        export(ARCHITECTURES["mlp"], tmp_path / "file" / "cache", code_folder=ROOT)
 
 
 def test_the_second_export_is_a_hit_that_converts_nothing() -> None:
-    first, _ = exported("logreg")
+    first, _ = exported("mlp")
 
     # With the converter unable to be imported, a hit is the only way to an answer.
-    answer = converting(ARCHITECTURES["logreg"], kept(), "import sys; sys.modules['litert_torch'] = None")
+    answer = converting(ARCHITECTURES["mlp"], kept(), "import sys; sys.modules['litert_torch'] = None")
 
     assert answer["cached"] is True
     assert (Path(answer["tflite"]), Path(answer["manifest"])) == (first.tflite, first.manifest)
@@ -172,12 +172,12 @@ def test_the_second_export_is_a_hit_that_converts_nothing() -> None:
 def test_a_request_answered_before_needs_no_process_where_the_model_is_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, _ = exported("logreg")
+    first, _ = exported("mlp")
     folder = tmp_path / "artifacts"
     folder.mkdir()
     for path in (first.tflite, first.manifest):
         (folder / path.name).write_bytes(path.read_bytes())
-    request = ARCHITECTURES["logreg"]
+    request = ARCHITECTURES["mlp"]
     request_cache.store(
         tmp_path,
         request_cache.digest(request.to_json()),
@@ -194,7 +194,7 @@ def test_a_request_answered_before_needs_no_process_where_the_model_is_ours(
 
 
 def test_what_decides_the_graphs_decides_which_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = ARCHITECTURES["logreg"].to_json()
+    request = ARCHITECTURES["mlp"].to_json()
     first = request_cache.digest(request)
     assert request_cache.digest(request) == first
     assert request_cache.digest(request | {"batch_size": request["batch_size"] + 1}) != first

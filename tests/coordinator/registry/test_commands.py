@@ -23,7 +23,7 @@ from coordinator.errors import UserError
 from coordinator.operator.client import Refused, Unreachable
 from edge_client.processes.process import tie_to_parent
 from tests.support import model_folders as left
-from tests.support.cli import FEDLOOP, assert_refused, run_cli
+from tests.support.cli import FEDLOOP, assert_refused, run_here
 
 pytestmark = pytest.mark.slow
 
@@ -159,7 +159,7 @@ def test_a_model_keeps_its_params_through_onnx(coordinator: None, tmp_path: Path
 
 def test_an_invalid_or_unsuitable_onnx_file_is_refused(coordinator: None, tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(b"nothing of the kind")
-    done = run_cli("model", "import", tmp_path / "m.onnx", "--name", "net")
+    done = run_here("model", "import", tmp_path / "m.onnx", "--name", "net")
     assert_refused(done, str(tmp_path / "m.onnx"), "is not a")
     for words, *args in (
         ("is unknown, did you mean 'cnn'?", "--model", "cn"),
@@ -199,10 +199,10 @@ def test_a_large_file_is_sent_in_pieces(coordinator: None, tmp_path: Path) -> No
 def test_mistakes_are_reported_in_one_line(coordinator: None, tmp_path: Path) -> None:
     left.pretrained(tmp_path / "run")
     (tmp_path / "run" / "model.safetensors").write_bytes(left.params(9))
-    done = run_cli("model", "add", tmp_path / "run", "--name", "digits")
+    done = run_here("model", "add", tmp_path / "run", "--name", "digits")
     assert_refused(done, str(tmp_path / "run"), "model.safetensors", "lineage.json")
     (tmp_path / "model.pt").write_bytes(b"x")
-    assert_refused(run_cli("model", "import", tmp_path / "model.pt", "--name", "digits"), "pickles")
+    assert_refused(run_here("model", "import", tmp_path / "model.pt", "--name", "digits"), "pickles")
     with pytest.raises(UserError, match="no name for a model"):
         fedloop("import", _tflite(tmp_path), "--name", "Not/This")
     with pytest.raises(UserError, match="not a release folder"):

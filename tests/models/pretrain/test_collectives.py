@@ -16,6 +16,7 @@ from models.pretrain.planner.collective_cost import (
 )
 from tests.support import ranks
 from tests.support.collectives import cost
+from tests.support.long import extended
 
 LINK = Link(alpha=1e-4, beta=1e-9, gamma=1e-10)
 EVEN, ODD = 7 * 2 * 3 * 4 * 5 * 8, 99_991
@@ -34,7 +35,7 @@ class Outcome:
     odd: Sent
 
 
-@pytest.fixture(scope="module", params=[2, 3, 8])
+@pytest.fixture(scope="module", params=[5, *extended(2, 3, 8)])
 def world(request: pytest.FixtureRequest) -> list[Outcome]:
     """What every process of a world found, by rank."""
     return ranks.run(request.param, f"{__name__}:compare_and_measure")

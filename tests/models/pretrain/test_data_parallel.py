@@ -11,6 +11,7 @@ import pytest
 
 from tests.models.pretrain.curves import Case
 from tests.support import ranks
+from tests.support.long import extended
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +42,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("processes", PLANS)
+@pytest.mark.parametrize("processes", [1, 2, *extended(3, 4)])
 def test_sharding_trains_what_one_process_trains(processes: int, alone: list[float]) -> None:
     cases = [Case(plan) for plan in PLANS[processes]]
     for found in ranks.run(processes, CURVES, cases):
@@ -56,7 +57,7 @@ def test_clipping_and_sgd_under_zero1() -> None:
         np.testing.assert_allclose(found, alone, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, *extended(4)])
 def test_optimizer_state_exists_once(processes: int) -> None:
     found = ranks.run(processes, f"{HERE}:state_values", f"dp={processes},zero=1")
     whole = found[0]["whole"]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from models.pretrain.parallel.data import onebit
 from tests.support import ranks
+from tests.support.long import extended
 
 HERE = "tests.models.pretrain.test_exchange"
 CURVE = "tests.models.pretrain.curves:curve"
@@ -38,7 +39,7 @@ def test_packing_twice_is_packing_once(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [3, *extended(2)])
 def test_what_rounding_leaves_out_comes_later(processes: int) -> None:
     for told, meant, left, worst in ranks.run(processes, f"{HERE}:fed_back"):
         np.testing.assert_allclose(np.add(told, left), meant, atol=1e-3)
@@ -72,6 +73,7 @@ def test_losses_and_bytes_of_every_exchange() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_onebit_among_four_processes() -> None:
     plain, coded = ranks.run(
         4,

@@ -9,6 +9,7 @@ import pytest
 
 from models.pretrain.plan import parse
 from tests.support import ranks
+from tests.support.long import extended
 
 pytestmark = pytest.mark.slow
 
@@ -24,21 +25,23 @@ def alone(family: str) -> list[float]:
 @pytest.mark.parametrize(
     ("family", "plan"),
     [
-        ("bert", "dp=2"),
         ("bert", "tp=2"),
-        ("bert", "pp=2"),
-        ("bert", "tp=2,pp=2"),
-        ("bert masked", "dp=2"),
-        ("bert masked", "tp=2,loss_parallel=true"),
         ("bert masked", "pp=2,schedule=gpipe"),
-        ("lstm", "dp=2"),
         ("lstm", "dp=2,zero=3"),
-        ("lstm", "pp=2"),
-        ("resnet", "dp=2"),
         ("resnet", "pp=2"),
         ("resnet varied", "dp=4"),
         ("gpt tied", "dp=2"),
-        ("gpt tied", "dp=2,zero=3,activation_checkpoint=full"),
+        *extended(
+            ("bert", "dp=2"),
+            ("bert", "pp=2"),
+            ("bert", "tp=2,pp=2"),
+            ("bert masked", "dp=2"),
+            ("bert masked", "tp=2,loss_parallel=true"),
+            ("lstm", "dp=2"),
+            ("lstm", "pp=2"),
+            ("resnet", "dp=2"),
+            ("gpt tied", "dp=2,zero=3,activation_checkpoint=full"),
+        ),
     ],
 )
 def test_several_processes_train_what_one_does(family: str, plan: str) -> None:

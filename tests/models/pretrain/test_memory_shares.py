@@ -17,6 +17,7 @@ from models.pretrain import trainer, world
 from models.pretrain.plan import parse
 from tests.models.pretrain.curves import settings, small_gpt, tokens
 from tests.support import ranks
+from tests.support.long import extended
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,7 @@ def alone() -> Bytes:
     return found
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, *extended(4)])
 def test_zero3_shares_out_params_gradients_and_optimizer_state(n: int, alone: Bytes) -> None:
     found = ranks.run(n, TARGET, f"dp={n},zero=3")
     for mine in found:

@@ -33,6 +33,7 @@ from models.pretrain.parameter_server.settings import Servers
 from models.pretrain.parameter_server.shard import split
 from tests.models.pretrain import curves, serving
 from tests.support import ranks
+from tests.support.long import extended
 
 slow = pytest.mark.slow
 TOLERANCE = 1e-5
@@ -60,7 +61,7 @@ def run(what: str, store: str, *args: Any, **table: Any) -> tuple[list[Any], lis
 
 
 @slow
-@pytest.mark.parametrize(("servers", "replicas"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("servers", "replicas"), [(2, 1), (1, 2), *extended((1, 1))])
 def test_synchronous_server_trains_what_ddp_trains(
     servers: int, replicas: int, store: str, ddp: list[float]
 ) -> None:
@@ -78,7 +79,7 @@ def test_synchronous_server_trains_what_ddp_trains(
 
 
 @slow
-@pytest.mark.parametrize("bound", [0, 2])
+@pytest.mark.parametrize("bound", [2, *extended(0)])
 def test_worker_waits_when_it_is_too_far_ahead(bound: int, store: str) -> None:
     # the slow worker begins when the other cannot go on without it
     asleep = "tests.models.pretrain.serving:part_with_last_worker_asleep"
@@ -110,8 +111,10 @@ def test_k_of_n_drops_what_a_sleeping_worker_sends(store: str) -> None:
 
 
 @slow
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("mode", "when"),
+    [("sync", "after"), *extended(("sync", "before"), ("async", "before"), ("async", "after"))],
+)
 def test_backup_serves_on_without_a_lost_update_when_the_primary_is_killed(
     mode: str, when: str, store: str, ddp: list[float]
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.models.pretrain.curves import Case
 from tests.support import ranks
+from tests.support.long import extended
 
 pytestmark = pytest.mark.slow
 
@@ -121,6 +122,27 @@ CASES = [
     Case("dp=2", options={"batch_size": 7}),
     Case("dp=2", options={"optimizer": "sgd", "lr": 0.1}),
 ]
+REPRESENTATIVES = [
+    Case(plan, model, options)
+    for plan, model, options in [
+        ("dp=2", {}, {"clip_norm": 0.5}),
+        ("dp=2,zero=2,microbatches=2", {}, {"clip_norm": 0.5}),
+        ("dp=2,zero=3,activation_checkpoint=full", {}, {"clip_norm": 0.5}),
+        ("tp=2,sequence=true,loss_parallel=true", UNEVEN, {}),
+        ("tp=2,sequence=true,activation_checkpoint=full,loss_parallel=true", DROPPING, {}),
+        ("tp=2,sequence=true", {}, FROZEN),
+        ("cp=2", TIED, {"clip_norm": 0.5}),
+        ("pp=2,schedule=1f1b", {}, {"clip_norm": 0.5}),
+        ("dp=2,ep=2", EXPERTS, {"clip_norm": 0.5}),
+        ("tp=2", ANNOTATED, {"clip_norm": 0.5}),
+        ("dp=4,zero=3,shards=2", {}, {"clip_norm": 0.5}),
+        ("dp=2,tp=2,zero=3,sequence=true,loss_parallel=true", {}, {"clip_norm": 0.5}),
+        ("cp=2,pp=2", {}, {"clip_norm": 0.5}),
+        ("dp=2,tp=2,pp=2", {}, {"clip_norm": 0.5}),
+    ]
+]
+"""One of every kind of parallelism, of every kind of model, and some of several kinds at once."""
+
 BROKEN = [
     Case(plan, model, {"clip_norm": 0.5}, f"tests.models.pretrain.broken:{axis}")
     for axis, plan, model in [
@@ -133,9 +155,16 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("processes", [2, 4, 8])
-def test_plan_trains_what_one_process_trains(processes: int) -> None:
-    cases = [case for case in CASES if processes_of(case) == processes]
+@pytest.mark.parametrize(
+    ("processes", "among"),
+    [
+        *((processes, REPRESENTATIVES) for processes in (2, 4, 8)),
+        *extended((2, CASES), (4, CASES), (8, CASES)),
+    ],
+    ids=[f"{processes}-{kind}" for kind in ("representatives", "all") for processes in (2, 4, 8)],
+)
+def test_plan_trains_what_one_process_trains(processes: int, among: list[Case]) -> None:
+    cases = [case for case in among if processes_of(case) == processes]
 
     differences = differences_from_one(cases, "dp=1")
 
@@ -148,7 +177,7 @@ def test_without_talking_every_plan_trains_something_else() -> None:
     assert all(np.abs(found).max() > 100 * TOLERANCE for found in differences), report(BROKEN, differences)
 
 
-@pytest.mark.parametrize(("plans", "alone"), [(HALF, "dp=1"), (HALF_SHARED_OUT, "zero=3")])
+@pytest.mark.parametrize(("plans", "alone"), [(HALF_SHARED_OUT, "zero=3"), *extended((HALF, "dp=1"))])
 def test_bfloat16_differs_by_rounding_only(plans: list[str], alone: str) -> None:
     """Against one process that rounds as well: each loss by one unit in its last place at most, 2^-8 of it.
 

@@ -18,6 +18,7 @@ from models.pretrain.plan import ParallelPlan, PlanError, Sizes, parse
 from models.pretrain.plan_rules import check
 from tests.models.pretrain.curves import Case
 from tests.support import ranks
+from tests.support.long import extended
 
 pytestmark = pytest.mark.slow
 
@@ -26,26 +27,30 @@ SIZES = Sizes(layers=64, heads=4, width=32, hidden=128, vocab=48, length=16, att
 
 OF_TWO = [
     "pp=2,schedule=naive,microbatches=4",
-    "pp=2,schedule=naive,microbatches=1",
-    "pp=2,schedule=gpipe,microbatches=1",
     "pp=2,schedule=gpipe,microbatches=8,split=2+6",
     "pp=2,schedule=1f1b,split=5+3",
-    "pp=2,schedule=interleaved,microbatches=1",
     "pp=2,schedule=interleaved,stages=4",
-    "pp=2,schedule=zero-bubble,microbatches=1",
     "pp=2,schedule=zero-bubble,stages=4,activation_checkpoint=full",
     "pp=2,schedule=zbv,microbatches=2,split=1+2+3+2",
-    "pp=2,schedule=interleaved,activation_checkpoint=selective",
     "pp=2,devices=cpu+cpu",
+]
+FURTHER_OF_TWO = [
+    "pp=2,schedule=naive,microbatches=1",
+    "pp=2,schedule=gpipe,microbatches=1",
+    "pp=2,schedule=interleaved,microbatches=1",
+    "pp=2,schedule=zero-bubble,microbatches=1",
+    "pp=2,schedule=interleaved,activation_checkpoint=selective",
     "pp=2,devices=cpu+cpu,schedule=zbv",
 ]
 OF_FOUR = [
     "pp=4,schedule=1f1b,microbatches=4,split=1+3+3+1",
+    "dp=2,pp=2,zero=2,schedule=zero-bubble",
+]
+FURTHER_OF_FOUR = [
     "pp=4,schedule=gpipe,microbatches=2",
     "pp=4,schedule=interleaved,microbatches=2",
     "pp=4,schedule=zero-bubble,microbatches=4",
     "pp=4,schedule=zbv,microbatches=2",
-    "dp=2,pp=2,zero=2,schedule=zero-bubble",
     "dp=2,pp=2,zero=3,schedule=naive",
     "dp=2,pp=2,schedule=interleaved,devices=cpu+cpu",
     "tp=2,pp=2,loss_parallel=true,schedule=zbv",
@@ -58,7 +63,11 @@ def alone() -> list[float]:
     return _curves(["dp=1"])[0][0]
 
 
-@pytest.mark.parametrize("plans", [OF_TWO, OF_FOUR], ids=["two", "four"])
+@pytest.mark.parametrize(
+    "plans",
+    [OF_TWO, OF_FOUR, *extended(FURTHER_OF_TWO, FURTHER_OF_FOUR)],
+    ids=["two", "four", "further of two", "further of four"],
+)
 def test_every_schedule_trains_what_one_process_trains(plans: list[str], alone: list[float]) -> None:
     for of_rank in _curves(plans):
         for plan, found in zip(plans, of_rank, strict=True):

@@ -42,9 +42,19 @@ OF_FOUR = ["dp=2,pp=2,microbatches=2", "dp=2,tp=2,zero=2"]
 @pytest.mark.parametrize(
     ("model", "of_two"),
     [
-        pytest.param({"vocab": 256, "width": 64, "length": 64}, PLANS, id="mostly activations"),
         pytest.param({"vocab": 512, "width": 128, "length": 16}, PLANS[::3], id="mostly params"),
-        pytest.param({"vocab": 2048, "width": 64, "length": 32}, PLANS[1::3], id="mostly logits"),
+        pytest.param(
+            {"vocab": 256, "width": 64, "length": 64},
+            PLANS,
+            id="mostly activations",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            {"vocab": 2048, "width": 64, "length": 32},
+            PLANS[1::3],
+            id="mostly logits",
+            marks=pytest.mark.extended,
+        ),
     ],
 )
 def test_predicted_memory_is_measured_memory(model: dict[str, int], of_two: list[str]) -> None:

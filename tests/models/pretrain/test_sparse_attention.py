@@ -15,6 +15,7 @@ from models.pretrain.profiling import flops_of_row
 from models.zoo import gpt
 from models.zoo.sparse import BlockSparseAttention
 from tests.support import ranks
+from tests.support.long import extended
 
 MODEL = {"attention": "block_sparse", "attention_block": 2, "attention_local": 2, "attention_stride": 3}
 
@@ -65,7 +66,7 @@ def test_an_attention_that_does_not_exist_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["tp=2", "cp=2", "pp=2"])
+@pytest.mark.parametrize("plan", ["cp=2", *extended("tp=2", "pp=2")])
 def test_processes_train_it_as_one_does(plan: str) -> None:
     (alone,) = ranks.run(1, "tests.models.pretrain.test_sparse_attention:curve", "dp=1", MODEL)
     several = ranks.run(2, "tests.models.pretrain.test_sparse_attention:curve", plan, MODEL)[0]

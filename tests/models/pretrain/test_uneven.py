@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from tests.support import ranks
+from tests.support.long import extended
 
 pytestmark = pytest.mark.slow
 
 HERE = "tests.models.pretrain.test_uneven"
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=3"])
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", *extended("dp=2", "dp=2,zero=1")])
 def test_a_process_that_ends_early_follows_the_others(plan: str) -> None:
     (alone,) = ranks.run(1, f"{HERE}:together", [3, 6])
     for found in ranks.run(2, f"{HERE}:apart", plan, [3, 6]):
