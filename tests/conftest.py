@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -52,6 +53,19 @@ def log_settings_left_as_found() -> Iterator[None]:
     structlog.configure(**settings_before)
 
 
+def pytest_collection_finish() -> None:
+    """Millions of objects of the frameworks that tests import need not be searched for garbage again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frameworks_imported_by_a_module_are_frozen_too() -> Iterator[None]:
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 _LONG_FIRST = ("faults", "e2e", "models", "parity")
 """Folders whose files take longest. Each file goes to one worker as a whole (`--dist loadfile`)."""
 
@@ -60,8 +74,6 @@ _ON_POSTGRESQL = {
     "test_enrolment",
     "test_migrations",
     "test_store",
-    "test_tokens_and_certificates",
-    "test_upload_cuts",
     "test_uploads",
 }
 """Modules whose tests run on PostgreSQL in `make test` too: what the two databases do differently is in them."""

@@ -18,6 +18,7 @@ from edge_client.files import file_sha256
 from edge_client.wire import arrays
 from models import adaptation
 from tests.support.cli import CACHE, run_cli, run_here
+from tests.support.long import extended
 from tests.support.shipped import digits_model, shipped, written
 
 pytestmark = pytest.mark.slow
@@ -35,8 +36,8 @@ def kept_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model", "steps", "adapt", "trained"),
     [
-        (RESNET, 60, "head", {"fc.weight", "fc.bias"}),
         (MLP, 15, "lora(1, 8)", {"fc.weight", "fc.bias", "hidden.0.weight", "hidden.1.weight"}),
+        *extended((RESNET, 60, "head", {"fc.weight", "fc.bias"})),
     ],
 )
 def test_few_params_trained_federatedly_improve_the_model_for_a_twentieth_of_the_bytes(

@@ -37,7 +37,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_guides_pipeline_makes_a_small_model_though_it_is_killed(here: Path) -> None:
-    _, first, again = COMMANDS
+    first = COMMANDS[1]
     out = here / "runs" / "small"
     with started(*first, cwd=here) as command:
         assert command.reaches(lambda: (out / "step-01-distil" / "step.json").exists())
@@ -65,6 +65,17 @@ def test_the_guides_pipeline_makes_a_small_model_though_it_is_killed(here: Path)
         assert line["parent_sha256"] == before["params_sha256"]
     assert lines[0]["params_sha256"] == report["lineage"]["parent"]["model_sha256"]
     assert (out / "pareto.png").stat().st_size > 10_000
+
+
+@pytest.mark.extended
+def test_the_guides_change_of_one_step_keeps_the_others_and_the_result_is_compressed_again(
+    here: Path,
+) -> None:
+    _, first, again = COMMANDS
+    out = here / "runs" / "small"
+    done = run_cli(*first, cwd=here)
+    assert done.returncode == 0, done.stderr
+    report = report_of(out)
 
     done = run_cli(*again, "--json", cwd=here)
 

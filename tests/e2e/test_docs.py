@@ -27,6 +27,7 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_guide_to_an_own_model_runs(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(blocks("docs/own-model.md", "python")[0])

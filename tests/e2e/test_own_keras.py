@@ -60,7 +60,7 @@ def test_litert_clients_train_it_from_its_own_initialisation(run: Path) -> None:
 
 
 def test_torch_clients_are_refused_with_what_to_do(folder: Path) -> None:
-    done = run_cli("simulate", "--out", "torch", *options(SETTINGS), cwd=folder)
+    done = run_here("simulate", "--out", "torch", *options(SETTINGS), cwd=folder)
     assert_refused(done, "federation.runtimes", "torch", "mine:build", "Keras model", "{litert=1}")
 
 
@@ -87,6 +87,7 @@ def test_what_a_run_came_to_is_released_as_integers(run: Path, folder: Path) -> 
     assert left == {"manifest.json", "model.tflite", "report.json"}
 
 
+@pytest.mark.extended
 def test_daemons_train_it_as_any_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)  # where `fedloop serve` runs, and finds mine.py
     document = {

@@ -139,7 +139,13 @@ def test_an_installed_package_offers_its_model_under_a_short_name(tmp_path: Path
     (site / "othernets.py").write_text(MODELS.replace("from layers import Widened", LAYERS))
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: othernets\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[fedloop.models]\nothernet = othernets:build\n")
-    asked = ["model.name=othernet", "model.channels=4", "federation.rounds=1", "local.steps=2"]
+    asked = [
+        "model.name=othernet",
+        "model.channels=4",
+        "federation.rounds=1",
+        "federation.runtimes={torch=1}",
+        "local.steps=2",
+    ]
 
     done = run_cli("simulate", "--out", "out", *options(asked), cwd=tmp_path, env={"PYTHONPATH": str(site)})
 

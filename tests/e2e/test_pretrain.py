@@ -217,6 +217,7 @@ def test_the_guides_configuration_is_valid_and_its_table_of_plans_is_whole() -> 
         assert f"`{field.name}`" in rows, f"docs/pretraining.md lacks the plan's key {field.name}"
 
 
+@pytest.mark.extended
 def test_a_parameter_server_trains_the_same_model(tmp_path: Path) -> None:
     plain = options(("train.epochs=2",))
     for name, sets in {"alone": plain, "served": [*plain, "--set", "server={workers=2}"]}.items():

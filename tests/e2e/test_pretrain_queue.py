@@ -69,6 +69,7 @@ def test_the_urgent_one_preempts_and_the_other_goes_on_with_the_same_losses(tmp_
     assert losses(patient) == pytest.approx(losses(alone), abs=1e-5)
 
 
+@pytest.mark.extended
 def test_ctrl_c_while_waiting_leaves_the_queue_and_says_how_to_go_on(tmp_path: Path) -> None:
     queue, out = tmp_path / "queue", tmp_path / "later"
     with occupied(queue), started(*asked(queue, out, 20)) as waiting:

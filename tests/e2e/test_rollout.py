@@ -63,6 +63,7 @@ def test_a_good_release_reaches_all_and_a_bad_one_is_taken_back(tmp_path: Path) 
         assert set(fleet.stop().values()) == {0}
 
 
+@pytest.mark.extended
 def test_a_device_heals_from_bit_rot_and_gives_a_model_up_once_it_is_withdrawn(tmp_path: Path) -> None:
     releases = SignedReleases(tmp_path / "coordinator" / "releases")
     releases.publish(release_folder(tmp_path / "only", 1))

@@ -81,7 +81,7 @@ def test_a_clock_that_is_wrong_is_told_by_how_much(coordinator: FakeCoordinator)
 
 def test_a_port_that_does_not_speak_tls_is_told_as_the_operators(tmp_path: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         with pytest.raises(
             Unreachable, match=r"not in TLS: it may be the operator's port.*fedloop device token"

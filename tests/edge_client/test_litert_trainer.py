@@ -18,7 +18,7 @@ from edge_client.wire.manifest import FileSpec, InputSpec, Manifest, ManifestErr
 from strategies.client_rules import Correction
 from tests.support.artifacts import BATCH, exported
 
-NAME = "mlp"
+NAME = "cnn"
 
 
 def test_the_self_test_passes_where_the_runtime_is_right() -> None:

@@ -206,6 +206,7 @@ def test_a_clock_a_day_ahead_is_told_and_does_no_damage(one: tuple[LocalFleet, D
     assert _identity(fleet) == identity, "nothing was renewed for a date that nobody vouched for"
 
 
+@pytest.mark.extended
 def test_a_clock_that_jumps_far_ahead_alone_renews_nothing_by_itself(
     one: tuple[LocalFleet, Daemon], clocks: Path
 ) -> None:

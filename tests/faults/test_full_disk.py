@@ -65,6 +65,7 @@ def test_a_full_disk_loses_no_committed_round(small_disk: Path, expected: str) -
     _assert_goes_on(out, expected)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("what", ["events", "checkpoint"])
 def test_a_file_that_cannot_grow_loses_no_committed_round(tmp_path: Path, expected: str, what: str) -> None:
     out = tmp_path / "run"

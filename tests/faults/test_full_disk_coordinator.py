@@ -20,6 +20,7 @@ from strategies.update import Update
 from tests.support import noop
 from tests.support.device_client import RawDevice
 from tests.support.federation import steps_of
+from tests.support.long import extended
 from tests.support.small_disk import fill, free_bytes, small_disk
 from tests.support.stored import rows, url_of
 
@@ -38,7 +39,9 @@ def fleet(tmp_path: Path, served_on: Mapping[str, str]) -> Iterator[LocalFleet]:
         yield served
 
 
-@pytest.mark.parametrize("left_bytes", [2_000_000, 0], ids=["too little for a result", "nothing at all"])
+@pytest.mark.parametrize(
+    "left_bytes", [0, *extended(2_000_000)], ids=["nothing at all", "too little for a result"]
+)
 def test_a_full_disk_refuses_results_until_there_is_room(fleet: LocalFleet, left_bytes: int) -> None:
     raw = RawDevice.enrol(fleet.device_url, fleet.client.post("/tokens")["token"], fleet.folder / "raw")
     daemon = noop.add_device(fleet, "a")

@@ -114,6 +114,7 @@ def test_everything_dies_with_the_launcher(tmp_path: Path) -> None:
     assert not [process for process in tree if is_alive(process)]
 
 
+@pytest.mark.extended
 def test_a_preempted_training_moves_to_another_folder_and_plan(
     tmp_path: Path, undisturbed: list[float]
 ) -> None:

@@ -27,17 +27,17 @@ from coordinator.server import http_protocol
 from coordinator.server.http_protocol import LimitedProtocol
 from tests.support.device_client import RawDevice, checkin, request
 from tests.support.device_world import serving
+from tests.support.long import LONG
 from tests.support.stranger import Port, seconds_until_closed, unfinished
 
-SOCKETS = 500
+SOCKETS = 500 if LONG else 100
 CLOSED_SECONDS = 120.0
 MIB = 2**20
 
 
 @pytest.mark.slow
-def test_500_slow_sockets_keep_no_device_out_and_are_closed(
-    tmp_path: Path, served_on: Mapping[str, str]
-) -> None:
+@pytest.mark.long
+def test_slow_sockets_keep_no_device_out_and_are_closed(tmp_path: Path, served_on: Mapping[str, str]) -> None:
     with ExitStack() as stack:
         stack.enter_context(open_files(256))  # the coordinator helps itself to more
         fleet = stack.enter_context(local_fleet(tmp_path, environment=served_on))
@@ -211,8 +211,9 @@ REFUSED = (
 )
 
 
+@pytest.mark.extended
 @pytest.mark.slow
-def test_500_answered_requests_whose_body_never_ends_are_closed_within_seconds(
+def test_answered_requests_whose_body_never_ends_are_closed_within_seconds(
     tmp_path: Path, served_on: Mapping[str, str]
 ) -> None:
     with ExitStack() as stack:

@@ -17,6 +17,7 @@ from tests.support.compression import accuracy, context, digits, trained
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.extended
 def test_three_quarters_of_the_parameters_go_within_a_point_and_stay_gone_in_the_file() -> None:
     data = digits()
     dense = trained("resnet8", data, epochs=8, norm="batch", width=8)

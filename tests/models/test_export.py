@@ -93,6 +93,7 @@ def asked(build: str) -> ExportRequest:
     return ExportRequest(f"nets:{build}", {}, (8, 8), 10, batch_size=4)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_users_own_module_exports_and_trains_as_in_pytorch(own: Path) -> None:
     found = export(asked("pooled"), kept(), code_folder=own)
@@ -153,16 +154,16 @@ def test_a_wrong_request_is_refused_with_its_reason(
 def test_a_code_folder_or_cache_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ExportError, match=r"the folder of the model's code, .*nowhere, does not exist"):
-        export(ARCHITECTURES["mlp"], tmp_path, code_folder=tmp_path / "nowhere")
+        export(ARCHITECTURES["cnn"], tmp_path, code_folder=tmp_path / "nowhere")
     with pytest.raises(ExportError, match=r"the cache cannot be used: .*file"):
-        export(ARCHITECTURES["mlp"], tmp_path / "file" / "cache", code_folder=ROOT)
+        export(ARCHITECTURES["cnn"], tmp_path / "file" / "cache", code_folder=ROOT)
 
 
 def test_the_second_export_is_a_hit_that_converts_nothing() -> None:
-    first, _ = exported("mlp")
+    first, _ = exported("cnn")
 
     # With the converter unable to be imported, a hit is the only way to an answer.
-    answer = converting(ARCHITECTURES["mlp"], kept(), "import sys; sys.modules['litert_torch'] = None")
+    answer = converting(ARCHITECTURES["cnn"], kept(), "import sys; sys.modules['litert_torch'] = None")
 
     assert answer["cached"] is True
     assert (Path(answer["tflite"]), Path(answer["manifest"])) == (first.tflite, first.manifest)
@@ -172,12 +173,12 @@ def test_the_second_export_is_a_hit_that_converts_nothing() -> None:
 def test_a_request_answered_before_needs_no_process_where_the_model_is_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, _ = exported("mlp")
+    first, _ = exported("cnn")
     folder = tmp_path / "artifacts"
     folder.mkdir()
     for path in (first.tflite, first.manifest):
         (folder / path.name).write_bytes(path.read_bytes())
-    request = ARCHITECTURES["mlp"]
+    request = ARCHITECTURES["cnn"]
     request_cache.store(
         tmp_path,
         request_cache.digest(request.to_json()),
@@ -194,7 +195,7 @@ def test_a_request_answered_before_needs_no_process_where_the_model_is_ours(
 
 
 def test_what_decides_the_graphs_decides_which_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = ARCHITECTURES["mlp"].to_json()
+    request = ARCHITECTURES["cnn"].to_json()
     first = request_cache.digest(request)
     assert request_cache.digest(request) == first
     assert request_cache.digest(request | {"batch_size": request["batch_size"] + 1}) != first
@@ -209,6 +210,7 @@ def test_only_models_of_our_own_are_known_by_their_request() -> None:
     assert not any(request_cache.is_ours(name) for name in ("nets:pooled", "adapted", "net.keras", "nothing"))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_exports_of_one_model_at_once_convert_it_once(tmp_path: Path) -> None:
     request = ExportRequest("logreg", {}, (3,), 2, batch_size=2)

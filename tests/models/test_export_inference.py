@@ -276,6 +276,7 @@ def test_the_command_makes_a_release_from_a_folder(tmp_path: Path) -> None:
     assert "not tried" in next(v["refused"] for v in report["verdicts"] if v["runtime"] == "tflite-runtime")
 
 
+@pytest.mark.extended
 def test_the_float_params_of_a_federated_run_become_an_integer_file_again(tmp_path: Path) -> None:
     made, _ = model()
     run, out = tmp_path / "run", tmp_path / "release"

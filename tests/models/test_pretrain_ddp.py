@@ -71,6 +71,7 @@ def test_two_processes_train_what_one_trains(
         np.testing.assert_allclose(actual[name], expected[name], atol=TOLERANCE, err_msg=name)
 
 
+@pytest.mark.extended
 def test_two_processes_that_do_not_exchange_gradients_differ(
     alone: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ RULES: dict[str, ClientRule] = {
     "proximal": Proximal(mu=0.7),
     "control variates": ControlVariates(),
 }
-EXTENDED = {"logreg", "resnet8-group", "textcls"}
+EXTENDED = {"logreg", "mlp", "resnet8-batch", "resnet8-group", "textcls"}
 """Beside others of their kind."""
 
 architectures = pytest.mark.parametrize(
@@ -80,6 +80,7 @@ def test_params_are_named_shaped_and_split_as_the_module_has_them(name: str) -> 
     assert manifest.trainable == tuple(n for n, p in module.named_parameters() if p.requires_grad)
 
 
+@pytest.mark.extended
 def test_running_statistics_come_in_but_are_not_trained() -> None:
     litert, _, params = twins("resnet8-batch")
     data = local_examples(spec_of(ARCHITECTURES["resnet8-batch"]), BATCH, seed=1)
@@ -102,8 +103,8 @@ def test_labels_that_are_padding_do_not_move_the_model() -> None:
 
 def test_a_short_batch_is_the_step_of_its_own_rows() -> None:
     """Three rows alone, and the same three rows in a full batch whose other labels are padding."""
-    litert, _, params = twins("mlp")
-    full = local_examples(spec_of(ARCHITECTURES["mlp"]), BATCH, seed=1)
+    litert, _, params = twins("cnn")
+    full = local_examples(spec_of(ARCHITECTURES["cnn"]), BATCH, seed=1)
     full.y[3:] = PADDING
     task = TrainTask(seed=5, batch_size=BATCH, lr=0.1, epochs=1)
 

@@ -14,6 +14,7 @@ import pytest
 from edge_client.wire import arrays
 from strategies.params import Params
 from tests.support.cli import simulate
+from tests.support.long import extended
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["scaffold", *extended("fedprox")])
 def test_a_round_of_three_runtimes_equals_the_round_of_pytorch_alone(tmp_path: Path, strategy: str) -> None:
     settings = [*SETTINGS, *STRATEGIES[strategy]]
     mixed = simulate(tmp_path / "mixed", [*settings, "federation.runtimes={litert=1, torch=1, tensorflow=1}"])

@@ -117,6 +117,7 @@ assert not {"torch", "models"} & set(sys.modules)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.extended
 def test_a_running_tensorflow_is_left_as_it_was_set() -> None:
     script = """
 import tensorflow as tf

@@ -214,6 +214,7 @@ class _Cut(Exception):
 class _Handler(BaseHTTPRequestHandler):
     fake: FakeCoordinator
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a body waits 40 ms for the acknowledgement of its headers
 
     def log_message(self, *args: Any) -> None:
         pass

@@ -287,7 +287,9 @@ class TerminatingProxy:
 
         self._server = _TlsServer(("127.0.0.1", 0), Handler, _inward(pki))
         self.address: Address = self._server.socket.getsockname()[:2]
-        self._thread = threading.Thread(target=self._server.serve_forever, name="proxy", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.02,), name="proxy", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -335,6 +337,7 @@ class _Forwarding(BaseHTTPRequestHandler):
     """One connection of a device, and one of ours to the coordinator for each request of it."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a body waits 40 ms for the acknowledgement of its headers
     paths: list[str]
 
     def far(self) -> http.client.HTTPSConnection:

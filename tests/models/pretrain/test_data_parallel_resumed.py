@@ -25,7 +25,8 @@ ZERO1, DISK, NESTEROV, ONEBIT = (
 )
 POWERSGD, LOCAL = "dp=2,grad_compression=powersgd,exchange_warmup=0", "dp=2,sync_every=2"
 REMEMBERING = [
-    [POWERSGD, ONEBIT, LOCAL, f"{LOCAL},outer=nesterov", NESTEROV],
+    [POWERSGD, ONEBIT, NESTEROV],
+    [LOCAL, f"{LOCAL},outer=nesterov"],
     [f"{LOCAL},tp=2", f"{LOCAL},pp=2"],
 ]
 TRAINED = "tests.models.pretrain.resumed:trained"
@@ -57,7 +58,9 @@ def test_outer_momentum_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "plans", [REMEMBERING[0], *extended(*REMEMBERING[1:])], ids=["2 processes", "4 processes"]
+    "plans",
+    [REMEMBERING[0], *extended(*REMEMBERING[1:])],
+    ids=["2 processes", "2 processes, local steps", "4 processes"],
 )
 def test_what_an_exchange_remembers_goes_on(plans: list[str], tmp_path: Path) -> None:
     """Saved between two agreements of sync_every, and after the first step that powersgd and onebit code."""

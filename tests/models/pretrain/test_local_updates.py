@@ -53,6 +53,7 @@ def test_params_agree_when_asked_before_their_time() -> None:
     assert together[0] == together[1]
 
 
+@pytest.mark.extended
 def test_diloco_and_local_sgd_reach_about_the_loss_with_an_eighth_of_the_bytes() -> None:
     plans = ["dp=2", "dp=2,sync_every=8", "dp=2,sync_every=8,outer=nesterov"]
     plain, *rare = ranks.run(2, "tests.models.pretrain.markov:trained", plans)[0]

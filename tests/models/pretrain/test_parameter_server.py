@@ -89,6 +89,7 @@ def test_worker_waits_when_it_is_too_far_ahead(bound: int, store: str) -> None:
     assert_converges(workers[0]["records"][0]["losses"])
 
 
+@pytest.mark.extended
 @slow
 def test_without_a_bound_a_worker_runs_ahead_to_the_end(store: str) -> None:
     asleep = "tests.models.pretrain.serving:part_with_last_worker_asleep"

@@ -14,17 +14,17 @@ import pytest
 
 from tests.models.pretrain.random_plans import APPROXIMATE, Trial, draw
 from tests.support import ranks
-from tests.support.long import LONG
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.slow
 
 LOSSES = "tests.models.pretrain.random_plans:losses"
 TOLERANCE = 1e-4
-TRIALS = 20 if LONG else 10
-SEEDS = {2: 10, 3: 4, 4: 16} if LONG else {2: 1}
+TRIALS = 20
+SEEDS = {2: 10, 3: 4, 4: 16}
 """By number of processes."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("processes", "seed"), [(processes, seed) for processes, seeds in SEEDS.items() for seed in range(seeds)]
 )
