@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from strategies.lazy import elementwise
-from strategies.params import FloatArray, Params, Tensors, difference, zeros_like
-from strategies.update import Aggregate
+from strategies.params import FloatArray, Params, Tensors, difference, elementwise, zeros_like
+
+if TYPE_CHECKING:
+    from strategies.update import Aggregate
 
 Streams = Mapping[str, Tensors]
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import overload
 
-from strategies.lazy import select
-from strategies.params import Params, Tensors
+from strategies.params import Params, Tensors, select
 
 JsonValue = str | int | float | bool | None
 

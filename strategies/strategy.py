@@ -4,14 +4,14 @@
     each round:  fold = strategy.start(cohort_size); fold.add(position, strategy.transform(update)) …
                  params, state = strategy.apply(params, state, fold.finish(), num_clients)
 
-Every part is a small pure value; an algorithm (`strategies.algorithms`) is a composition under a known name. The
+Every part is a small pure value; an algorithm (`strategies.presets`) is a composition under a known name. The
 client rules have their own module; here are the server's parts:
 
 Aggregators make one delta of a cohort's updates. The weighted mean folds updates as they arrive. The cohort's
 canonical order is cut into blocks of `BLOCK` positions; updates are summed in position order inside a block, then
 blocks in block order, all in float64. Floating-point addition is not associative, so this fixed tree gives the same
 bits whatever the order of arrival. Updates on disk are recorded, not read: their mean is computed where the server
-optimizer reads it, piece by piece in the same tree (`strategies.lazy`), so folding them keeps no tensor in memory.
+optimizer reads it, piece by piece in the same tree (`strategies.params`), so folding them keeps no tensor in memory.
 
 Server optimizers move the global params by the aggregated delta, which is a negated pseudo-gradient (Reddi 2021,
 Algorithm 1 and 2). Arithmetic is float64, results and state are float32. Tensors not in the delta (frozen ones) do not
@@ -27,8 +27,17 @@ from typing import Literal, Protocol
 import numpy as np
 
 from strategies.client_rules import ClientRule, PlainSGD, Streams
-from strategies.lazy import add, cache_last_piece, elementwise, overlay, select, shape_of
-from strategies.params import FloatArray, Tensors, zeros_like
+from strategies.params import (
+    FloatArray,
+    Tensors,
+    add,
+    cache_last_piece,
+    elementwise,
+    overlay,
+    select,
+    shape_of,
+    zeros_like,
+)
 from strategies.state import State, flatten, subtree, unflatten
 from strategies.update import Aggregate, Update
 

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from strategies.lazy import l2_norm
-from strategies.params import Tensors
+from strategies.params import Tensors, l2_norm
 
 
 @dataclass(frozen=True)
 class Update:
-    """One client's contribution to a round. Its tensors may be on disk (`strategies.lazy`).
+    """One client's contribution to a round. Its tensors may be on disk (`strategies.params`).
 
     Attributes:
         delta: trained minus base, trainable tensors only, float32.

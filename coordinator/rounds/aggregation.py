@@ -39,8 +39,7 @@ from coordinator.rounds.fleet import (
 )
 from coordinator.rounds.plan import RunPlan
 from strategies.client_rules import ClientRule
-from strategies.lazy import l2_norm, select
-from strategies.params import Tensors
+from strategies.params import Tensors, l2_norm, select
 from strategies.strategy import Strategy
 from strategies.update import Aggregate, Update
 

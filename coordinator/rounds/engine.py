@@ -30,9 +30,7 @@ from coordinator.rounds.plan import RunPlan, Task
 from coordinator.rounds.records import RoundRecord, RunState, Score
 from coordinator.storage.blobs import Blobs
 from edge_client.wire.arrays import FilePayload, StoredArrays
-from strategies import lazy
-from strategies.lazy import NotFinite
-from strategies.params import Params, Tensors
+from strategies.params import NotFinite, Params, Tensors, guard_finite, materialize
 from strategies.state import State
 from strategies.update import Aggregate
 
@@ -63,8 +61,8 @@ Evaluate = Callable[[int, Tensors], Score]
 
 
 def materialize_in_memory(state: RunState) -> RunState:
-    strategy = State(lazy.materialize(state.strategy.arrays), state.strategy.values)
-    return RunState(state.round, lazy.materialize(state.params), strategy)
+    strategy = State(materialize(state.strategy.arrays), state.strategy.values)
+    return RunState(state.round, materialize(state.params), strategy)
 
 
 def materialize_in(blobs: Blobs, state: RunState) -> RunState:
@@ -178,10 +176,8 @@ def _apply(
     """
     with np.errstate(over="ignore", invalid="ignore"):  # `guard_finite` catches the results
         params, strategy = run_plan.strategy.apply(state.params, state.strategy, aggregate, population)
-        after = State(lazy.guard_finite(strategy.arrays, strategy.arrays), strategy.values)
-        return store.materialize(
-            RunState(state.round + 1, lazy.guard_finite(params, run_plan.trainable), after)
-        )
+        after = State(guard_finite(strategy.arrays, strategy.arrays), strategy.values)
+        return store.materialize(RunState(state.round + 1, guard_finite(params, run_plan.trainable), after))
 
 
 def _make_record(

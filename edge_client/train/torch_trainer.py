@@ -17,8 +17,7 @@ from torch import nn
 
 from edge_client.data.examples import Examples
 from strategies.client_rules import Correction
-from strategies.lazy import copy_into
-from strategies.params import Params, Tensors
+from strategies.params import Params, Tensors, copy_into
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -20,8 +20,7 @@ from edge_client.train.evaluation import EVALUATION_ROWS, Evaluation, merge, sco
 from edge_client.wire.device import TaskMessage
 from strategies import client_rules
 from strategies.client_rules import ClientRule, Correction, PlainSGD, Streams
-from strategies.lazy import elementwise, select
-from strategies.params import FloatArray, Params, Tensors
+from strategies.params import FloatArray, Params, Tensors, elementwise, select
 from strategies.update import Update
 
 

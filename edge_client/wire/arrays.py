@@ -25,8 +25,7 @@ import safetensors.numpy
 
 from edge_client.wire.device import TaskMessage
 from edge_client.wire.strict import abbreviate, is_text, loads
-from strategies.lazy import LazyTensors, pieces_of, shape_of
-from strategies.params import Params, Tensors
+from strategies.params import LazyTensors, Params, Tensors, pieces_of, shape_of
 from strategies.state import flatten
 from strategies.update import Update
 

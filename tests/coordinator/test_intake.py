@@ -17,8 +17,7 @@ from coordinator.rounds.intake import Expected, Reason, Rejection
 from coordinator.workers import faults
 from edge_client.wire import arrays
 from edge_client.wire.arrays import BytesPayload, FilePayload, encode_result
-from strategies.lazy import PIECE, LazyTensors
-from strategies.params import Params
+from strategies.params import PIECE, LazyTensors, Params
 from strategies.update import Update
 from tests.support.federation import task, update
 from tests.support.payloads import entry, parsed, raw

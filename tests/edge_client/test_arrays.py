@@ -19,8 +19,8 @@ from hypothesis.extra import numpy as npst
 from edge_client.files import file_sha256
 from edge_client.wire import arrays
 from edge_client.wire.arrays import BytesPayload, FilePayload, Malformed, Payload, StoredArrays, TensorHeader
-from strategies import lazy
-from strategies.lazy import LazyTensors
+from strategies import params as lazy
+from strategies.params import LazyTensors
 from tests.support.payloads import entry, parsed, raw
 
 GOLDEN = bytes.fromhex(

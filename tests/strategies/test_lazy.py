@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import lazy, presets
-from strategies.lazy import LazyTensors, add, elementwise, materialize, overlay, select
-from strategies.params import Params, Tensors
+from strategies import params as lazy
+from strategies import presets
+from strategies.params import LazyTensors, Params, Tensors, add, elementwise, materialize, overlay, select
 from strategies.state import State, flatten, unflatten
 from strategies.strategy import Strategy
 from strategies.update import Update
