@@ -1,26 +1,26 @@
 """Executes the steps of `edge_client.steps`, each in one method, over files, wire and training.
 
-A failing step raises the exception of the transport or the training; the agent decides how to go on. Files of a
-task are in `work/<task>`, blobs in `blobs` as long as their run gives work, the client rule's state of a run in
-`rules/<run>`.
+A failing step raises the exception of the transport or the training; the agent decides how to go on. A task offer is
+checked first: its ids become file names, its numbers are stored, its texts are shown. Files of a task are in `work/<task>`,
+blobs in `blobs` as long as their run gives work, the client rule's state of a run in `rules/<run>`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from edge_client.config import EdgeConfig
-from edge_client.daemon.offers import blobs_of, check_offer
 from edge_client.files import NO_ROOM, SPARE_BYTES, file_sha256
 from edge_client.outbox import Ledger, Outbox, OutboxFull, PendingResult
 from edge_client.state import State
 from edge_client.train.process import Done, Job, TrainingFailed
-from edge_client.transport.failures import ServerRefused
+from edge_client.transport.failures import ServerRefused, Unreachable
 from edge_client.transport.link import Link, download, parse_answer, upload
 from edge_client.wire.device import (
     BlobRef,
@@ -31,6 +31,7 @@ from edge_client.wire.device import (
     TaskOffer,
     UploadStart,
 )
+from edge_client.wire.strict import printable
 
 FORGET_BLOBS_SECONDS = 600.0
 """A run that gave no work for so long, while the coordinator holds this device for no run, is over: its blobs are deleted."""
@@ -292,3 +293,42 @@ class Executor:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LARGEST = 2**53
+
+
+def check_offer(offer: TaskOffer) -> TaskOffer:
+    """The offer, with its run's name made printable.
+
+    Raises:
+        Unreachable: an id, a number or the nesting is invalid.
+    """
+    for name in (offer.task, offer.run):
+        if not _ID.fullmatch(name):
+            raise Unreachable(f"the coordinator offers a task with the invalid id {name[:40]!r}")
+    for ref in blobs_of(offer):
+        if not (_SHA256.fullmatch(ref.sha256) and 0 <= ref.size_bytes <= _LARGEST):
+            raise Unreachable(
+                f"the coordinator offers an invalid blob {ref.sha256[:40]!r} of {ref.size_bytes:.3g} bytes"
+            )
+    if not (0 <= offer.round <= _LARGEST and offer.lease_seconds > 0):
+        raise Unreachable(
+            f"the coordinator offers a task of round {offer.round:.3g} with a lease of {offer.lease_seconds:g} s"
+        )
+    if not (_is_shallow(offer.message) and _is_shallow(offer.model.options)):
+        raise Unreachable("the coordinator offers a task that is nested too deep")
+    return replace(offer, run_name=printable(offer.run_name, 200))
+
+
+def blobs_of(offer: TaskOffer) -> list[BlobRef]:
+    """The blobs that the task needs."""
+    return [ref for ref in (offer.params, offer.streams, offer.artifact, offer.manifest) if ref is not None]
+
+
+def _is_shallow(value: object, levels: int = 20) -> bool:
+    """Whether JSON is nested at most so deep: later code walks it by recursion."""
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_is_shallow(part, levels - 1) for part in parts)

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from edge_client.config import EdgeConfig
 from edge_client.infer.installed import installed_kind
-from edge_client.ota import releases
+from edge_client.ota import slots, transitions
 from edge_client.state import State
 from edge_client.steps import Desired
-from edge_client.wire.device import WIRE, CheckIn
+from edge_client.wire.device import WIRE, CheckIn, ReleaseReport
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,15 @@ def checkin_message(config: EdgeConfig, state: State, host: HostEnvironment) -> 
         models=host.models,
         ineligible=desired.ineligible,
         opted_out=desired.opted_out,
-        releases=releases.reports(config.state_dir),
+        releases=release_reports(config.state_dir),
         release_runtime=installed_kind() or "",
     )
+
+
+def release_reports(state_dir: Path) -> tuple[ReleaseReport, ...]:
+    """The state of every model, for a check-in."""
+    pointers = (slots.read(state_dir, model) for model in slots.models(state_dir))
+    return tuple(report for pointer in pointers for report in transitions.reports(pointer))
 
 
 def software_version() -> str:

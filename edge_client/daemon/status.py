@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edge_client.ota import releases
+from edge_client.ota import slots
 from edge_client.state import State, daemon_pid
 from edge_client.transport import identity
 from edge_client.wire.device import TaskOffer
@@ -109,7 +109,35 @@ def read(folder: Path) -> dict[str, Any]:
         "paused": paused,
         "results_waiting": waiting,
         "opted_out": list(opted_out),
-        "models": releases.describe(folder),
+        "models": _describe_models(folder),
         "disk_free_bytes": shutil.disk_usage(folder).free,
         **last,
     }
+
+
+def _describe_models(state_dir: Path) -> list[dict[str, Any]]:
+    described = []
+    for model in slots.models(state_dir):
+        pointer = slots.read(state_dir, model)
+        held = {name: slot.version for name in ("a", "b") if (slot := pointer.slot(name)) is not None}
+        last = pointer.last
+        described.append(
+            {
+                "model": model,
+                "active": pointer.active,
+                "version": pointer.running.version if pointer.running is not None else None,
+                "slots": held,
+                "on_trial": pointer.trial_starts is not None,
+                "golden_accuracy": pointer.running.golden_accuracy if pointer.running is not None else None,
+                "failed": {str(each.version): each.code for each in pointer.failed},
+                "last": None
+                if last is None
+                else {
+                    "version": last.version,
+                    "standing": last.standing,
+                    "code": last.code,
+                    "words": last.words,
+                },
+            }
+        )
+    return described

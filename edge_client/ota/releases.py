@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from edge_client.failpoints import reach
 from edge_client.ota import crash_counter, self_test, slots, transitions
@@ -27,7 +27,7 @@ from edge_client.transport.backoff import Backoff
 from edge_client.transport.failures import CertificateExpired, ServerRefused, Unreachable
 from edge_client.transport.link import Link
 from edge_client.wire import rollouts
-from edge_client.wire.device import ReleaseOffer, ReleaseReport
+from edge_client.wire.device import ReleaseOffer
 from edge_client.wire.inference import MANIFEST_NAME
 from edge_client.wire.strict import printable
 
@@ -287,43 +287,6 @@ class Releases:
 
     def _backoff(self) -> Backoff:
         return Backoff(self._rng, first_seconds=FIRST_AGAIN_SECONDS, longest_seconds=LONGEST_AGAIN_SECONDS)
-
-
-def reports(state_dir: Path) -> tuple[ReleaseReport, ...]:
-    """The state of every model, for a check-in."""
-    reported: list[ReleaseReport] = []
-    for model in slots.models(state_dir):
-        reported += transitions.reports(slots.read(state_dir, model))
-    return tuple(reported)
-
-
-def describe(state_dir: Path) -> list[dict[str, Any]]:
-    """Every model and its slots, for `fedloop-edge status`."""
-    described = []
-    for model in slots.models(state_dir):
-        pointer = slots.read(state_dir, model)
-        held = {name: slot.version for name in ("a", "b") if (slot := pointer.slot(name)) is not None}
-        last = pointer.last
-        described.append(
-            {
-                "model": model,
-                "active": pointer.active,
-                "version": pointer.running.version if pointer.running is not None else None,
-                "slots": held,
-                "on_trial": pointer.trial_starts is not None,
-                "golden_accuracy": pointer.running.golden_accuracy if pointer.running is not None else None,
-                "failed": {str(each.version): each.code for each in pointer.failed},
-                "last": None
-                if last is None
-                else {
-                    "version": last.version,
-                    "standing": last.standing,
-                    "code": last.code,
-                    "words": last.words,
-                },
-            }
-        )
-    return described
 
 
 def _memory_bytes(folder: Path) -> int:

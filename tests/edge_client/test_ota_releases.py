@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 
 from edge_client.commands import cli
 from edge_client.config import ReleaseOptions
+from edge_client.daemon.host_environment import release_reports as reports
 from edge_client.data import DataConfig
 from edge_client.ota import self_test, slots, transitions
 from edge_client.ota.errors import Postponed, Rejected
-from edge_client.ota.releases import CHECK_SECONDS, Releases, reports
+from edge_client.ota.releases import CHECK_SECONDS, Releases
 from edge_client.ota.self_test import SelfTestJob
 from edge_client.wire.device import ReleaseOffer
 from tests.support import released
