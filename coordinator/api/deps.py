@@ -1,4 +1,4 @@
-"""The caller of the operator API."""
+"""What routes of the operator API share: its caller, and the progress of an upload."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
+from pydantic import BaseModel
 
 from coordinator.accounts.admin_token import ADMIN, Principal, require_admin_token
 from coordinator.context.services import Services, ServicesDep
@@ -16,6 +17,12 @@ from coordinator.errors import Refusal
 bearer = HTTPBearer(
     auto_error=False, description="The admin token, in `admin.token` of the coordinator's home."
 )
+
+
+class FileProgress(BaseModel):
+    """Bytes received of an upload."""
+
+    offset: int
 
 
 async def require_operator(

@@ -16,9 +16,11 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field, StringConstraints
 from sqlalchemy import Connection
 
+from coordinator.api.deps import FileProgress
 from coordinator.context.services import Services, ServicesDep
 from coordinator.db import aliases, registry
-from coordinator.db.registry import ModelRow, VersionId, VersionRow
+from coordinator.db.aliases import AliasMove
+from coordinator.db.registry import FileRow, Input, ModelRow, VersionId, VersionRow
 from coordinator.errors import Refusal
 from coordinator.model_references import check_alias, check_model_name, check_sha256, parse_reference
 from coordinator.registry import lineage, registration
@@ -47,19 +49,6 @@ class Models(BaseModel):
     next: str | None = Field(description="`after` for the next page; null on the last one.")
 
 
-class VersionFile(BaseModel):
-    path: str
-    sha256: str
-    size_bytes: int
-
-
-class VersionInput(BaseModel):
-    """An input of a version: data by fingerprint, a parent's file by hash, a federated run by id."""
-
-    relation: str
-    ref: str
-
-
 class Version(BaseModel):
     """A version of a model. It never changes, except for its aliases and metrics."""
 
@@ -70,8 +59,10 @@ class Version(BaseModel):
     stage: str
     created_at: datetime
     aliases: list[str]
-    files: list[VersionFile]
-    inputs: list[VersionInput]
+    files: tuple[FileRow, ...]
+    inputs: tuple[Input, ...] = Field(
+        description="Data by fingerprint, a parent's file by hash, a federated run by id."
+    )
     metrics: dict[str, dict[str, float]] = Field(description="By stage.")
     about: dict[str, Any]
 
@@ -113,25 +104,10 @@ class AliasRequest(BaseModel):
     expected: int | None = Field(None, ge=0, lt=2**31)
 
 
-class AliasMove(BaseModel):
-    """One change of an alias. `before` is null for a new alias, `number` for a removed one."""
-
-    alias: str
-    before: int | None
-    number: int | None
-    moved_at: datetime
-
-
 class MetricsRequest(BaseModel):
     model_config = {"extra": "forbid"}
 
     figures: dict[_Text, Annotated[float, Field(allow_inf_nan=False)]] = Field(max_length=200)
-
-
-class FileProgress(BaseModel):
-    """Bytes received of an upload."""
-
-    offset: int
 
 
 class LineageNode(BaseModel):
@@ -237,7 +213,7 @@ def move_alias(name: str, alias: str, request: AliasRequest, services: ServicesD
     check_model_name(name)
     check_alias(alias)
 
-    def work(connection: Connection) -> aliases.AliasMove:
+    def work(connection: Connection) -> AliasMove:
         model = _require_model(connection, name)
         now = model.aliases.get(alias, 0)
         if request.expected is not None and request.expected != now:
@@ -257,7 +233,7 @@ def drop_alias(name: str, alias: str, services: ServicesDep) -> AliasMove:
     check_model_name(name)
     check_alias(alias)
 
-    def work(connection: Connection) -> aliases.AliasMove:
+    def work(connection: Connection) -> AliasMove:
         _require_model(connection, name)
         move = aliases.remove(connection, name, alias, services.clock())
         if move is None:
@@ -277,11 +253,11 @@ def list_alias_moves(
     """The changes of a model's aliases, latest first."""
     check_model_name(name)
 
-    def read(connection: Connection) -> list[aliases.AliasMove]:
+    def read(connection: Connection) -> list[AliasMove]:
         _require_model(connection, name)
         return aliases.moves(connection, name, limit, alias)
 
-    return [AliasMove(**vars(move)) for move in services.database.read(read)]
+    return services.database.read(read)
 
 
 @router.get("/versions/{version}")
@@ -351,10 +327,10 @@ def _require_version(services: Services, version: str) -> VersionRow:
     return services.database.read(partial(registration.require_version, which=parse_reference(version)))
 
 
-def _write_move(services: Services, work: Callable[[Connection], aliases.AliasMove]) -> AliasMove:
+def _write_move(services: Services, work: Callable[[Connection], AliasMove]) -> AliasMove:
     move = services.database.write(work).result()
     services.signals.notify("events")
-    return AliasMove(**vars(move))
+    return move
 
 
 def _render(row: VersionRow) -> Version:

@@ -107,7 +107,6 @@ def _explain_run(
 def _history(
     run: RunRow, latest: LastRound | None, task: TaskRow | None, *, is_blocked: bool
 ) -> Iterator[tuple[str, str]]:
-    """Codes and messages about the device's part in this run, latest first."""
     live = run.state in LIVE_RUNS
     if latest is None:
         if live and not is_blocked:
@@ -134,7 +133,6 @@ def _history(
 
 
 def _outcome(task: TaskRow) -> tuple[str, str]:
-    """The code and message of its latest task."""
     detail = f": {task.words}" if task.words else ""
     until = f"; it must check in by {task.leased_until:%H:%M:%S} UTC" if task.leased_until else ""
     at = f" at {task.answered_at:%Y-%m-%d %H:%M:%S} UTC" if task.answered_at else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -10,11 +9,13 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, Field
 from securesystemslib.signer import SSlibKey
 
+from coordinator.api.deps import FileProgress
 from coordinator.context.services import ServicesDep
 from coordinator.errors import Refusal
 from coordinator.releases import roles
 from coordinator.releases.renewal import warnings
 from coordinator.releases.repository import Release as Stored
+from coordinator.releases.repository import RoleState
 
 router = APIRouter(prefix="/releases", tags=["releases"])
 
@@ -29,29 +30,13 @@ class Release(BaseModel):
     manifest_sha256: str
 
 
-class SigningRole(BaseModel):
-    """One role of the repository. `offline`: people must sign it again before it expires."""
-
-    role: str
-    version: int
-    expires: datetime
-    offline: bool
-    is_valid: bool
-
-
 class ReleasesStatus(BaseModel):
     """`warnings`: what people must do, and until when."""
 
     exists: bool
-    roles: list[SigningRole]
+    roles: list[RoleState] = Field(description="`offline`: people must sign it again before it expires.")
     releases: list[Release]
     warnings: list[str]
-
-
-class Progress(BaseModel):
-    """Bytes received of an upload."""
-
-    offset: int
 
 
 class PublishRequest(BaseModel):
@@ -87,7 +72,7 @@ def get_releases_status(services: ServicesDep) -> ReleasesStatus:
     states = services.releases.state()
     return ReleasesStatus(
         exists=services.releases.exists,
-        roles=[SigningRole(**vars(each)) for each in states],
+        roles=states,
         releases=[_render(each) for each in services.releases.releases()],
         warnings=warnings(states, services.clock()),
     )
@@ -115,19 +100,19 @@ def rotate_online_keys(services: ServicesDep) -> dict[str, dict[str, Any]]:
 
 
 @router.get("/files/{sha256}")
-def get_upload(sha256: str, services: ServicesDep) -> Progress:
+def get_upload(sha256: str, services: ServicesDep) -> FileProgress:
     """The progress of an upload."""
-    return Progress(offset=services.incoming_releases.offset(sha256))
+    return FileProgress(offset=services.incoming_releases.offset(sha256))
 
 
 @router.put("/files/{sha256}")
 async def upload_file(
     sha256: str, request: Request, services: ServicesDep, offset: Annotated[int, Query(ge=0)]
-) -> Progress:
+) -> FileProgress:
     """The next piece of a file, as the raw body."""
     piece = await request.body()
     reached = await run_in_threadpool(services.incoming_releases.write, sha256, offset, piece)
-    return Progress(offset=reached)
+    return FileProgress(offset=reached)
 
 
 @router.post("")

@@ -13,7 +13,7 @@ from coordinator.context.services import ServicesDep
 from coordinator.rollouts import controller, engine, members, plan, queries, service
 from coordinator.rollouts.gates import Gates, Tally
 from coordinator.rollouts.plan import Filter
-from coordinator.rollouts.tables import Action, MemberRow, PhaseRow, RolloutRow, Standing, State
+from coordinator.rollouts.tables import Action, FailureRow, MemberRow, PhaseRow, RolloutRow, Standing, State
 
 router = APIRouter(prefix="/rollouts", tags=["rollouts"])
 
@@ -91,15 +91,6 @@ class Phase(BaseModel):
     comparison: Comparison | None
 
 
-class RolloutFailure(BaseModel):
-    """Devices that could not install the release, or not roll back, for one reason; `words`: the message of `device`."""
-
-    code: str
-    devices: int
-    device: str
-    words: str
-
-
 class RolloutMember(BaseModel):
     """A device in a rollout. `told`: its last instruction; `previous`: the version it ran at that moment, null for none."""
 
@@ -118,8 +109,8 @@ class RolloutDetails(Rollout):
     """With progress by phase. `waits`: what the open phase waits for. `outstanding`: devices yet to roll back."""
 
     phases: list[Phase]
-    failures: list[RolloutFailure]
-    stays: list[RolloutFailure] = Field(
+    failures: list[FailureRow]
+    stays: list[FailureRow] = Field(
         description="Devices that were told to roll back and still run the release, with the reason they report: "
         "`not_withdrawn` if they had no previous version and the release is not withdrawn."
     )
@@ -229,8 +220,8 @@ def _details(at: Connection, row: RolloutRow, now: datetime) -> RolloutDetails:
     return RolloutDetails(
         **_render(row).model_dump(),
         phases=phases,
-        failures=[RolloutFailure(**vars(each)) for each in members.failures(at, row.id)],
-        stays=[RolloutFailure(**vars(each)) for each in failed_rollbacks],
+        failures=members.failures(at, row.id),
+        stays=failed_rollbacks,
         waits=list(controller.waiting_reasons(at, row, now)),
         undecided=controller.undecided_reason(at, row),
         outstanding=members.outstanding(at, row.id) if rolls_back and row.state != "rolled_back" else 0,

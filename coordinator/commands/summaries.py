@@ -125,7 +125,6 @@ def compression_summary(report: dict[str, Any], folder: Path) -> Group:
 
 
 def _precision_lines(measured: Mapping[str, Any]) -> list[str]:
-    """The result of each precision on training rows."""
     lines = [f"chosen by the least bytes times latency, with accuracy on {measured['rows']} training rows:"]
     for each in measured["tried"]:
         figures = f"{each['bytes']:,} bytes, {each['latency_us']:.1f} us, accuracy {each['accuracy']:.4f}"

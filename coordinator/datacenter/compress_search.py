@@ -123,7 +123,6 @@ def search(
 
 
 def _halves(source: Source) -> tuple[Source, Source]:
-    """The source with one half of its held-out rows, and with the other."""
     count = len(source.arrays["x_test"])
     if count < 2:
         raise UserError(f"{source.params.parent}: has {count} held-out rows; a search needs at least two")

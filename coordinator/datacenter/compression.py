@@ -304,7 +304,6 @@ def _default(request: Request, model: Mapping[str, Any]) -> list[dict[str, Any]]
 
 
 def _teachers(pipeline: Pipeline, origin: str) -> dict[str, Source]:
-    """The models in the folders that steps name as teachers."""
     names = [step["teachers"] for step in pipeline.step if isinstance(step.get("teachers"), str)]
     folders = {part.strip() for name in names for part in name.split(",") if part.strip()}
     teachers = {}

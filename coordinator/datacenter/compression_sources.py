@@ -225,7 +225,6 @@ class SourceReader:
 
 
 def _compression_rows(folder: Path) -> dict[str, npt.NDArray[Any]]:
-    """The rows that an earlier compression used."""
     names = ("x_train", "y_train", "x_test", "y_test")
     try:
         return {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}

@@ -164,7 +164,6 @@ def _objects(stream: IO[bytes] | None) -> Iterator[dict[str, Any]]:
 
 
 def _exit_reason(status: int, log: Path) -> str:
-    """Why a worker that reported no error exited with `status`."""
     if status < 0:
         name = signal.Signals(-status).name
         return f"the worker was ended by {name}" + ("; was memory short?" if name == "SIGKILL" else "")

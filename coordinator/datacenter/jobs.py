@@ -187,7 +187,6 @@ def read(folder: Path) -> Record | None:
 def _attempt(
     record: Record, folder: Path, on_progress: OnProgress, clock: Clock, supervisor: Supervisor
 ) -> dict[str, Any]:
-    """Starts the worker once and records how it ended."""
     lines = LineFile(folder / _EVENTS)
     emit = EventLog(lines, clock)
     record = replace(record, state="started", started=clock().isoformat(), ended="", reason="")

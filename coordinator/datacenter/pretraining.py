@@ -96,7 +96,6 @@ def _reconfigure(config: Pretraining, out: Path, environment: Environment) -> No
 
 
 def _steps_done(out: Path) -> int:
-    """Steps of the newest checkpoint in `out`."""
     names = [path.name.removeprefix("step-") for path in (out / "checkpoints").glob("step-*")]
     return max((int(name) for name in names if name.isdecimal()), default=0)
 

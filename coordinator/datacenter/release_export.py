@@ -161,7 +161,6 @@ def _needs_quantization(folder: Path, request: Request) -> bool:
 
 
 def _rows_folder(folder: Path) -> Path | None:
-    """The folder with the test rows of a model's folder, if it has one."""
     return next((folder / each for each in _ROWS if (folder / each / "x_test.npy").is_file()), None)
 
 
@@ -202,7 +201,6 @@ def _run_result(run: Path) -> dict[str, Any] | None:
 
 
 def _export(folder: Path, request: Request, private: Path, environment: Environment) -> dict[str, Any]:
-    """Makes the release in the private folder, and returns the report."""
     known = _known_model(folder, request, private)
     params, tflite = folder / PARAMS, request.tflite or folder / TFLITE
     precision = _precision(folder, request, (known or {}).get("precision"))

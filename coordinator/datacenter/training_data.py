@@ -56,7 +56,6 @@ def read_arrays(out: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 def _windows(folder: Path, length: int) -> dict[str, npt.NDArray[Any]]:
-    """Token files cut into the rows that a training uses."""
     arrays = {}
     for part in ("train", "test"):
         tokens = np.load(folder / f"tokens_{part}.npy", mmap_mode="r", allow_pickle=False)

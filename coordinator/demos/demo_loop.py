@@ -198,7 +198,6 @@ def _pooled(comparisons: list[dict[str, Any]], figure: str) -> float | None:
 
 
 def _roll_out(fedloop: _Commands, version: int) -> dict[str, Any]:
-    """Rolls out a version; returns the rollout at its end."""
     started = fedloop.json("rollout", "start", f"{NAME}:{version}", "--phases", "25,100")
     stall = StallDetector(min_cpu_seconds=IDLE_CPU_SECONDS)
     while True:

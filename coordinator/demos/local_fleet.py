@@ -71,7 +71,6 @@ class StallDetector:
 
 
 def _cpu_seconds(processes: Iterable[int]) -> float:
-    """Processor time of processes and their children, including ended ones."""
     total = 0.0
     for pid in processes:
         with suppress(psutil.Error):

@@ -124,7 +124,6 @@ def _record(
 
 
 def _find_work(connection: Connection, services: Services, caller: Caller, report: CheckIn) -> _Outcome:
-    """The task to start or continue, and the releases to run."""
     outcome = _next_task(connection, services, caller, report)
     if not plan.supports_releases(report.wire):
         return outcome
@@ -192,7 +191,6 @@ def _may_be_selected(connection: Connection, services: Services, device: str, no
 
 
 def _idle_seconds(services: Services) -> float:
-    """Seconds until a device that is not held comes back."""
     return services.pacing.next_seconds(
         lambda: services.database.read(participants.fleet_size), services.settings.checkins_per_second
     )

@@ -140,7 +140,6 @@ class _Upload:
             raise
 
     async def _write_blocks(self, request: Request, offset: int, check_slot: Callable[[], None]) -> None:
-        """Receives and decrypts each block while the one before is hashed and written."""
         writing: asyncio.Task[None] | None = None
         try:
             async for at, block in _blocks(request, offset, check_slot):
@@ -187,7 +186,6 @@ class _Upload:
         await run_in_threadpool(transfer.remove)
 
     def _decode(self) -> tuple[Path, str]:
-        """The file of the decoded result and its SHA-256."""
         announced, transfer = self._announced, self._transfer
         digest = transfer.sha256()
         if digest != announced.sha256:
@@ -202,7 +200,6 @@ class _Upload:
             raise Refusal(422, "bad_encoding", str(error)) from None
 
     def _check(self, file: Path) -> object:
-        """Update or rejection."""
         row = self._task
         opened = self._services.database.read(lambda at: rounds.find_round(at, row.run, row.round))
         assert opened is not None  # train tasks are written together with their round
@@ -210,7 +207,6 @@ class _Upload:
         return intake.check(arrays.FilePayload(file), task, opened.expected)
 
     async def _reject(self, verdict: Rejection, file: Path) -> Refusal:
-        """Records the rejection and returns the answer to the device."""
         # Read first: once the rejection is recorded the task is over, and a sweep may remove the file.
         names_other_client = await run_in_threadpool(_names_other_client, file, self._task.device)
 
@@ -372,7 +368,6 @@ async def _blocks(
 
 
 def _names_other_client(file: Path, device: str) -> bool:
-    """Whether the result names another client."""
     try:
         client = arrays.read_header(arrays.FilePayload(file)).values.get("client")
     except arrays.Malformed:

@@ -58,7 +58,6 @@ def _without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]
 
 
 def _intended_key(key: str, root: type[BaseModel]) -> str:
-    """The known key most similar to an unknown one, or the key itself."""
     *tables, last = key.split(".", 1)  # the rest may hold dots too
     field = root.model_fields.get(tables[0]) if tables else None
     if tables and (field is None or not _is_table(field.annotation)):

@@ -81,7 +81,6 @@ def figures(stage: str, metrics: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _descendants(name: str, children: Mapping[str, list[str]]) -> set[str]:
-    """All nodes that derive from one."""
     descendants: set[str] = set()
     waiting = [name]
     while waiting:

@@ -164,7 +164,6 @@ def _format_waiting(event: Mapping[str, Any]) -> str:
 
 
 def _save_results(client: OperatorClient, run: str, out: Path, name: str) -> dict[str, Any]:
-    """Saves the model, the curves, and last the report."""
     model = client.download(f"/runs/{run}/model")
     document: dict[str, Any] = client.get(f"/runs/{run}/report")
     if arrays.sha256(model) != document["final"]["model_sha256"]:

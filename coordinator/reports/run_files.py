@@ -68,7 +68,6 @@ def _csv_line(cells: Sequence[str]) -> str:
 
 
 def _line_after(path: Path, offset: int) -> str | None:
-    """The complete line at `offset`, if there is one."""
     with path.open("rb") as file:
         file.seek(offset)
         line = file.readline()

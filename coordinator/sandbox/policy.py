@@ -127,7 +127,6 @@ def _readable(settings: Settings) -> Iterator[Path]:
 
 
 def _is_home(path: Path) -> bool:
-    """Whether a folder is this user's home directory, or contains it."""
     return Path.home().resolve().is_relative_to(path.resolve())
 
 
