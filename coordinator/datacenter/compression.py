@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import tomlkit
-from pydantic import ValidationError
 
 from coordinator.datacenter import jobs
 from coordinator.datacenter.compression_sources import Pipeline, Source, SourceReader, read_model
@@ -36,7 +35,7 @@ from coordinator.datacenter.jobs import Environment, Job
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.experiment import apply_settings
-from coordinator.experiments.validation import format_error, to_user_error
+from coordinator.experiments.validation import read_table, to_user_error
 from coordinator.output_folders import require_new
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import file_sha256, write_durably
@@ -79,7 +78,9 @@ def parse_request(
     data_options = parse_data_options(
         data, {key: settings.pop(key) for key in ("data", "model") if key in settings}, origin
     )
-    overrides = {key: settings.pop(key) for key in ("rows", "test_rows", "seed", "step") if key in settings}
+    overrides: dict[str, Any] = {
+        key: settings.pop(key) for key in ("rows", "test_rows", "seed", "step") if key in settings
+    }
     student_settings = settings.pop("student", {})
     if student is not None:
         student_settings = {
@@ -96,15 +97,9 @@ def parse_request(
         for key in settings
         if key not in options
     ]
-    try:
-        pipeline = Pipeline.model_validate({**document, **overrides})
-    except ValidationError as error:
-        problems += [format_error(item, Pipeline) for item in error.errors()]
-    try:
-        model = Model.model_validate(student_settings)
-    except ValidationError as error:
-        problems += [f"student.{format_error(item, Model)}" for item in error.errors()]
-    if problems:
+    pipeline = read_table(Pipeline, document | overrides, problems)
+    model = read_table(Model, student_settings, problems, "student.")
+    if pipeline is None or model is None or problems:
         raise to_user_error(origin, problems)
     return Request(pipeline, origin, model, options, data_options)
 
@@ -334,10 +329,7 @@ def student_of(student: Model, model: Mapping[str, Any]) -> str | None:
             raise UserError(
                 f"student.name = {name!r} cannot be exported for devices; choose {', '.join(exportable)}"
             )
-        try:
-            target.options.model_validate(options)
-        except ValidationError as error:
-            raise to_user_error(
-                "student", [format_error(item, target.options) for item in error.errors()]
-            ) from None
+        problems: list[str] = []
+        if read_table(target.options, options, problems) is None:
+            raise to_user_error("student", problems)
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})" if options else name

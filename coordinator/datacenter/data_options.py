@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from coordinator.experiments.schema import ModelSection, Section
-from coordinator.experiments.validation import find_model_problems, format_error, to_user_error
+from coordinator.experiments.validation import find_model_problems, read_table, to_user_error
 from models.datasets.names import is_public
 
 _ENCODING = r"^(characters|bytes|bpe\(\d+\))$"
@@ -80,18 +80,12 @@ def parse_data_options(name: str | None, tables: Mapping[str, Any], command: str
     if name is not None and not isinstance(table, str):
         named = {"dataset": "csv", "path": name} if Path(name).suffix == ".csv" else {"dataset": name}
         table = {"test_rows": 0, **(table or {}), **named}
-    data, model = None, Model()
+    data = None
     if isinstance(table, dict) and not (table.get("dataset") or table.get("path")):
         problems.append(f"data.{next(iter(table))} is set, but no data set is named; give --data")
     elif table is not None:
-        try:
-            data = Data.model_validate(table)
-        except ValidationError as error:
-            problems += [f"data.{format_error(item, Data)}" for item in error.errors()]
-    try:
-        model = Model.model_validate(tables.get("model", {}))
-    except ValidationError as error:
-        problems += [f"model.{format_error(item, Model)}" for item in error.errors()]
+        data = read_table(Data, table, problems, "data.")
+    model = read_table(Model, tables.get("model", {}), problems, "model.") or Model()
     if model.name is None and model.options:
         problems.append(f"model.{next(iter(model.options))} is set, but not model.name")
     elif model.name is not None:

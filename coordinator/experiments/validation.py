@@ -45,6 +45,15 @@ def validate(
     return None, [*problems, *(problem for problem in find_contradictions(rest) if not about.search(problem))]
 
 
+def read_table(kind: type[Root], table: object, problems: list[str], prefix: str = "") -> Root | None:
+    """The table as `kind`. If it is invalid None; `problems` gets its problems, whose keys begin with `prefix`."""
+    try:
+        return kind.model_validate(table)
+    except ValidationError as error:
+        problems += [prefix + format_error(item, kind) for item in error.errors()]
+        return None
+
+
 def _without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     """The document without these keys, each the name of a table or `table.key`."""
     left = {table: dict(each) if isinstance(each, Mapping) else each for table, each in document.items()}

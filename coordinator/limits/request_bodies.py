@@ -24,18 +24,14 @@ async def read_body(request: Request, limit_bytes: int, seconds: float = BODY_SE
         raise _oversized(limit_bytes)
     try:
         async with asyncio.timeout(seconds):
-            return await _read(request, limit_bytes)
+            body = bytearray()
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit_bytes:
+                    raise _oversized(limit_bytes)
+            return bytes(body)
     except TimeoutError:
         raise Refusal(408, "too_slow", f"this body did not arrive within {seconds:.0f} s") from None
-
-
-async def _read(request: Request, limit_bytes: int) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit_bytes:
-            raise _oversized(limit_bytes)
-    return bytes(body)
 
 
 def _oversized(limit_bytes: int) -> Refusal:
