@@ -12,8 +12,7 @@ from coordinator.commands.options import DataDir, Json
 from coordinator.commands.output import print_json
 from coordinator.commands.progress import RichProgress
 from coordinator.errors import UserError
-from edge_client.wire.inference import MANIFEST_NAME
-from edge_client.wire.rollouts import is_release
+from edge_client.wire.rollouts import MANIFEST_NAME, is_release
 
 Source = Annotated[
     Path,

@@ -50,7 +50,7 @@ from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.output_folders import require_new
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import file_sha256, write_durably
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 from models import user_code
 
 PRECISIONS = ("float32", "float16", "weight-int8", "dynamic-int8", "static-int8", "mixed", "int4", "codebook")

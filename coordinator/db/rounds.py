@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, Connection, and_, func, insert, select, up
 
 from coordinator.db import events
 from coordinator.db.tables import LIVE_RUNS, rounds, runs, tasks, updates, uploads
-from coordinator.rounds.intake import Expected
+from coordinator.rounds.records import Expected
 from edge_client.wire.device import TaskKind
 
 LIVE = ("waiting", "leased")

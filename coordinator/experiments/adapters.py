@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from coordinator.experiments.schema import Experiment
 from edge_client.files import file_sha256, write_durably
 from edge_client.wire import arrays
 from models import adaptation
 from strategies.params import Params, Tensors
+
+if TYPE_CHECKING:
+    from coordinator.experiments.schema import Experiment
 
 BACKBONE = "backbone.safetensors"
 

@@ -14,8 +14,8 @@ from coordinator.errors import UserError
 from coordinator.releases import roles
 from coordinator.releases.roles import LIFETIMES, ROLLOUTS_PATHS, ReleaseName
 from edge_client.wire import blocks, inference
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
 from edge_client.wire.manifest import ManifestError
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 
 FILES = (MANIFEST_NAME, MODEL_NAME, "report.json")
 """Files of a release folder. The report says how it was made, and is not published."""

@@ -29,7 +29,7 @@ from coordinator.operator.offline_keys import NAME_FIELD, read_bytes
 from coordinator.releases import checks, roles
 from coordinator.releases.roles import LIFETIMES, ReleaseName
 from edge_client.files import write_durably
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 
 TRUSTED_ROOT = "trusted-root.json"
 

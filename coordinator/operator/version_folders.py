@@ -13,7 +13,7 @@ from pathlib import Path
 from coordinator.errors import UserError
 from coordinator.registry.contents import Content, content_of, document
 from coordinator.registry.kinds import FILES, HF_CONFIG, HF_INDEX, LINEAGE, PARAMS, Kind, is_compression
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
 _SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")

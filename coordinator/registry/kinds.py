@@ -36,8 +36,9 @@ from coordinator.registry.contents import (
 from coordinator.registry.onnx_structure import external_files
 from edge_client.wire import inference
 from edge_client.wire.arrays import Header
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME, InferenceManifest
+from edge_client.wire.inference import InferenceManifest
 from edge_client.wire.manifest import ManifestError
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 from edge_client.wire.strict import abbreviate, is_text
 
 Kind = Literal["params", "compressed", "inference", "weights", "tflite", "onnx"]

@@ -41,7 +41,8 @@ from coordinator.registry.contents import Content
 from coordinator.registry.kinds import MODEL, PARAMS, REPORT, Kind, examine, read_manifest
 from coordinator.reports import run_report
 from edge_client.files import file_sha256
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME, InferenceManifest
+from edge_client.wire.inference import InferenceManifest
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tuf.api.metadata import Metadata, Root, Snapshot, TargetFile, Targets, Time
 
 from coordinator.errors import Refusal
 from coordinator.failpoints import reach
-from coordinator.releases import checks, contents, roles
+from coordinator.releases import checks, roles
 from coordinator.releases.online_keys import OnlineKeys
 from coordinator.releases.roles import LIFETIMES, ONLINE_ROLES, ReleaseName
 from coordinator.releases.stored import TIMESTAMP, StoredRepository
@@ -217,7 +217,7 @@ class Repository:
         """
         with self._lock:
             self._require_repository()
-            contents.check_rollouts(model, document, {each.name for each in self.releases()})
+            checks.check_rollouts(model, document, {each.name for each in self.releases()})
             data = (json.dumps(document, sort_keys=True, separators=(",", ":")) + "\n").encode()
             if len(data) > LARGEST_DOCUMENT_BYTES:
                 raise Refusal(
@@ -271,7 +271,7 @@ class Repository:
             try:
                 self._stored.store(targets.signed.targets[path], source)
             except LengthOrHashMismatchError as error:
-                raise contents.wrong_bytes(path, error) from None
+                raise checks.wrong_bytes(path, error) from None
         reach("release.files_stored")
         roots_first = old is None or not checks.is_signed(old, roles.TARGETS, targets)
         if roots_first:
@@ -360,7 +360,7 @@ class Repository:
             raise Refusal(422, "extra_file", f"{min(extra)[:200]} is not among the signed targets")
         if missing := needed - files.keys():
             raise Refusal(422, "missing_file", f"{min(missing)} is signed but was not sent")
-        contents.check_files(targets, files)
+        checks.check_files(targets, files)
 
     def _require_repository(self) -> None:
         if not self.exists:

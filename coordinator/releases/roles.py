@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from coordinator.errors import UserError
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
-from edge_client.wire.rollouts import is_release, manifest_path, model_path
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME, is_release, manifest_path, model_path
 
 ROOT, TARGETS, ROLLOUTS, SNAPSHOT, TIMESTAMP = "root", "targets", "rollouts", "snapshot", "timestamp"
 

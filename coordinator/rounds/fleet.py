@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.rounds.intake import Expected, Rejection
+from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
+from coordinator.rounds.records import Expected
 from edge_client.wire import arrays
 from strategies.params import Params, Tensors
 from strategies.update import Update
@@ -82,7 +83,7 @@ class Silence:
 class OpenRound:
     """A round with its tasks: a new one, or one that was open when the process died.
 
-    `weight_limit`: as in `intake.Expected`, fixed when the round is opened.
+    `weight_limit`: as in `records.Expected`, fixed when the round is opened.
     """
 
     tasks: tuple[Task, ...]

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from coordinator.rounds.plan import Task
+from coordinator.rounds.records import Expected
 from edge_client.train import schedule
 from edge_client.wire import arrays
 from edge_client.wire.arrays import DELTA, FilePayload, Payload, ResultHeader, StoredArrays, result_header
@@ -20,6 +20,9 @@ from edge_client.wire.strict import printable
 from strategies.params import NotFinite, Tensors, require_finite, shape_of
 from strategies.state import flatten, unflatten
 from strategies.update import Update
+
+if TYPE_CHECKING:
+    from coordinator.rounds.plan import Task
 
 Reason = Literal[
     "malformed",
@@ -48,22 +51,6 @@ class Rejection:
     client: str
     reason: Reason
     message: str
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a result of this round must contain.
-
-    Attributes:
-        shapes: tensor name -> shape; all tensors are float32.
-        max_examples: the most examples it may claim; None: no limit.
-        weight_limit: the most examples it counts for, however many it claims; None: no limit.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    payload_limit_bytes: int
-    max_examples: int | None = None
-    weight_limit: int | None = None
 
 
 def make_expected(

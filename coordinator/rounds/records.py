@@ -1,4 +1,4 @@
-"""Records of a run: scores, one line per round for the report, the state after a round, and checkpoints."""
+"""Records of a run: what a round expects, scores, one line per round for the report, the state after a round, and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ from typing import Any
 from coordinator.json_values import finite
 from strategies.params import Params, Tensors
 from strategies.state import State
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a result of this round must contain.
+
+    Attributes:
+        shapes: tensor name -> shape; all tensors are float32.
+        max_examples: the most examples it may claim; None: no limit.
+        weight_limit: the most examples it counts for, however many it claims; None: no limit.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    payload_limit_bytes: int
+    max_examples: int | None = None
+    weight_limit: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,100 @@
-"""Evaluation of a run on devices: on the coordinator's held-out rows, and on the devices' own if the experiment wants it."""
+"""Evaluation of a run on devices: on the coordinator's held-out rows, and on the devices' own if the experiment wants it.
+
+Devices send sums, never rows; `coordinator.rounds.pooling` combines them so that no single device decides the result.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from coordinator import failpoints
 from coordinator.experiments.schema import Experiment
 from coordinator.json_values import finite
+from coordinator.rounds.fleet import Fleet, Model
+from coordinator.rounds.pooling import bounded_loss, label_cap
 from coordinator.rounds.records import Score
-from coordinator.runs.federated_evaluation import EvaluatingFleet, FederatedScore, pool_results
-from coordinator.runs.live_preparation import HeldOut
+from edge_client.wire.device import EvaluationResult
 from strategies.params import Tensors
+
+if TYPE_CHECKING:
+    from coordinator.runs.live_preparation import HeldOut
+
+
+class EvaluatingFleet(Fleet, Protocol):
+    """A fleet that can also evaluate, and can be stopped from another thread."""
+
+    def evaluate(self, number: int, model: Model, seconds: float) -> Mapping[str, EvaluationResult]:
+        """Results by client, of those that answer in time."""
+
+    def stop(self) -> None:
+        """From now on every method raises `Stopped`, also one that is waiting."""
+
+
+@dataclass(frozen=True)
+class FederatedScore:
+    """A model's score over devices, each weighted by its labels up to `label_cap`. Accuracies by device and by site.
+
+    Attributes:
+        rows: held-out rows of all devices, as they report.
+        label_cap: the most labels that one device counts for, also in the score of its site.
+        per_site: site -> test_rows, test_accuracy, test_loss, devices; a device without a site is its own site.
+    """
+
+    loss: float
+    accuracy: float
+    rows: int
+    devices: int
+    label_cap: int
+    clients: Mapping[str, float]
+    per_site: Mapping[str, Mapping[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "test_loss": self.loss,
+            "test_accuracy": self.accuracy,
+            "test_rows": self.rows,
+            "devices": self.devices,
+            "label_cap": self.label_cap,
+        }
+
+
+def pool_results(results: Mapping[str, EvaluationResult]) -> FederatedScore | None:
+    """The pooled score of all results; None if there are none."""
+    if not results:
+        return None
+    cap = label_cap(result.labels for result in results.values())
+    loss, accuracy, rows = _score(list(results.values()), cap)
+    sites: dict[str, list[EvaluationResult]] = {}
+    for device in sorted(results):
+        sites.setdefault(results[device].site or device, []).append(results[device])
+    return FederatedScore(
+        loss=loss,
+        accuracy=accuracy,
+        rows=rows,
+        devices=len(results),
+        label_cap=cap,
+        clients={device: result.correct / result.labels for device, result in sorted(results.items())},
+        per_site={site: _site(of_site, cap) for site, of_site in sorted(sites.items())},
+    )
+
+
+def _site(results: list[EvaluationResult], cap: int) -> dict[str, Any]:
+    loss, accuracy, rows = _score(results, cap)
+    return {"test_rows": rows, "test_accuracy": accuracy, "test_loss": loss, "devices": len(results)}
+
+
+def _score(results: list[EvaluationResult], cap: int) -> tuple[float, float, int]:
+    """Loss and accuracy per label, and number of rows. No device counts for more than `cap` labels."""
+    shares = [min(1.0, cap / result.labels) for result in results]
+    labels = sum(share * result.labels for share, result in zip(shares, results, strict=True))
+    losses = (bounded_loss(result.loss_sum, result.labels) for result in results)
+    return (
+        sum(share * loss for share, loss in zip(shares, losses, strict=True)) / labels,
+        sum(share * result.correct for share, result in zip(shares, results, strict=True)) / labels,
+        sum(result.rows for result in results),
+    )
 
 
 class LiveEvaluation:

@@ -21,8 +21,7 @@ from coordinator.runs import (
     completion,
     live_preparation,
 )
-from coordinator.runs.federated_evaluation import EvaluatingFleet
-from coordinator.runs.live_evaluation import LiveEvaluation, start_figures
+from coordinator.runs.live_evaluation import EvaluatingFleet, LiveEvaluation, start_figures
 from coordinator.runs.live_preparation import HeldOut, Prepared
 from coordinator.runs.live_store import LiveStore
 from coordinator.scheduling.deployments import Deployment, Selection

@@ -32,7 +32,7 @@ from coordinator.experiments.schema import Experiment
 from coordinator.fleets.device import sweep_uploads
 from coordinator.rounds.fleet import Stopped
 from coordinator.runs import admission
-from coordinator.runs.federated_evaluation import EvaluatingFleet
+from coordinator.runs.live_evaluation import EvaluatingFleet
 from coordinator.runs.live_run import LiveRun
 from coordinator.sandbox import policy
 from coordinator.scheduling.deployments import Deployment

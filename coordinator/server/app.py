@@ -7,7 +7,7 @@ services of the process and one error format: `{"error": {"code": …, "message"
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -23,12 +23,14 @@ from coordinator.api.deps import has_admin_token, require_operator
 from coordinator.context.services import Services
 from coordinator.device_api import answers, checkin, downloads, enrolment, uploads
 from coordinator.errors import Refusal, UserError
-from coordinator.runs.service import RunService
 from coordinator.server.metrics import Metrics
 from coordinator.server.middleware import BodyLimitMiddleware, RequestLogMiddleware, TrustedHostMiddleware
 from coordinator.storage.blobs import BlobDamaged
 from coordinator.storage.errors import is_damaged_database, is_disk_full, is_temporary, remedy
 from edge_client.wire.device import PREFIX as DEVICE_PREFIX
+
+if TYPE_CHECKING:
+    from coordinator.runs.service import RunService
 
 OPERATOR_PREFIX = "/api/v1"
 RETRY_SECONDS = 5

@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from edge_client.infer.installed import installed_kind
 from edge_client.wire import inference
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME, InferenceManifest, RuntimeKind
+from edge_client.wire.inference import InferenceManifest, RuntimeKind
 from edge_client.wire.manifest import ManifestError, require_file
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 
 RUNTIME: RuntimeKind = installed_kind() or "tflite-runtime"
 """If none is installed, opening a file raises NoRuntime."""

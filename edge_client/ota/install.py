@@ -35,8 +35,9 @@ from edge_client.ota.self_test import SelfTestJob, SelfTestResult
 from edge_client.transport.link import Link
 from edge_client.wire import inference, rollouts
 from edge_client.wire.device import ReleaseOffer
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME, InferenceManifest
+from edge_client.wire.inference import InferenceManifest
 from edge_client.wire.manifest import ManifestError
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 from edge_client.wire.strict import printable
 
 if TYPE_CHECKING:

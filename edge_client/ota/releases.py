@@ -28,7 +28,7 @@ from edge_client.transport.failures import CertificateExpired, ServerRefused, Un
 from edge_client.transport.link import Link
 from edge_client.wire import rollouts
 from edge_client.wire.device import ReleaseOffer
-from edge_client.wire.inference import MANIFEST_NAME
+from edge_client.wire.rollouts import MANIFEST_NAME
 from edge_client.wire.strict import printable
 
 if TYPE_CHECKING:

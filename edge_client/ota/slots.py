@@ -21,9 +21,8 @@ from pathlib import Path
 from edge_client.files import file_sha256, make_folder, write_durably
 from edge_client.ota.pointer import FORMAT, Pointer, Slot, SlotName
 from edge_client.wire import inference
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
 from edge_client.wire.manifest import ManifestError
-from edge_client.wire.rollouts import is_release
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME, is_release
 from edge_client.wire.strict import InvalidDocument, loads, parse
 
 POINTER_NAME = "pointer.json"

@@ -12,8 +12,8 @@ from edge_client.infer.runtime import LoadedRelease, load
 from edge_client.ota.crash_counter import StartCounter
 from edge_client.serving.predict import NoRelease
 from edge_client.train.golden import SelfTestFailed
-from edge_client.wire.inference import MANIFEST_NAME
 from edge_client.wire.manifest import ManifestError
+from edge_client.wire.rollouts import MANIFEST_NAME
 
 RETRY_SECONDS = 10.0
 """After this a release that could not be opened is tried again: memory may have been short."""

@@ -23,7 +23,7 @@ from tflite_micro.python.tflite_micro import runtime
 from edge_client.infer import golden_check
 from edge_client.infer.runtime import dequantize, quantize
 from edge_client.train.golden import SelfTestFailed
-from edge_client.wire import inference
+from edge_client.wire import inference, rollouts
 from edge_client.wire.manifest import ManifestError
 
 LARGEST_ARENA = 16 * 2**20
@@ -89,8 +89,8 @@ def main() -> int:
     folder = Path(sys.argv[1])
     answer: dict[str, object] = {"runtime": "tflite-micro"}
     try:
-        manifest = inference.from_json((folder / inference.MANIFEST_NAME).read_bytes())
-        content = (folder / inference.MODEL_NAME).read_bytes()
+        manifest = inference.from_json((folder / rollouts.MANIFEST_NAME).read_bytes())
+        content = (folder / rollouts.MODEL_NAME).read_bytes()
         answer["arena_bytes"] = arena_bytes(content)
         answer["accuracy"] = golden_check.require_answers(MicroModel(content).predict, manifest)
     except (ManifestError, SelfTestFailed) as error:

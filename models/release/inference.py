@@ -30,8 +30,9 @@ from edge_client.files import file_sha256, write_durably
 from edge_client.infer.runtime import Model
 from edge_client.processes import process
 from edge_client.train.evaluation import score
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME, GoldenRows, InferenceManifest
+from edge_client.wire.inference import GoldenRows, InferenceManifest
 from edge_client.wire.manifest import FileSpec, Fill, InputSpec, Lineage
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 from models import job as jobs
 from models.compress.pruning.structure import rebuild
 from models.compress.quantization.quantize import to_tflite

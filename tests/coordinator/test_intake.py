@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from coordinator.rounds import intake
-from coordinator.rounds.intake import Expected, Reason, Rejection
+from coordinator.rounds.intake import Reason, Rejection
+from coordinator.rounds.records import Expected
 from coordinator.workers import faults
 from edge_client.wire import arrays
 from edge_client.wire.arrays import BytesPayload, FilePayload, encode_result

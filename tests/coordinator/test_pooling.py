@@ -14,7 +14,7 @@ from coordinator.rounds.pooling import (
     bounded_loss,
     label_cap,
 )
-from coordinator.runs.federated_evaluation import pool_results
+from coordinator.runs.live_evaluation import pool_results
 from edge_client.wire.device import EvaluationResult
 
 HONEST = EvaluationResult("ab" * 32, rows=10, labels=10, correct=9, loss_sum=5.0, site="north")

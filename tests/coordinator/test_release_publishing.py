@@ -23,7 +23,7 @@ from coordinator.releases.roles import ReleaseName
 from coordinator.runs.service import RunService
 from coordinator.server.app import operator_app
 from coordinator.server.metrics import Metrics
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 from tests.support.fake_devices import answering
 from tests.support.services import services_in
 from tests.support.signed_releases import SignedReleases, release_folder

@@ -21,8 +21,8 @@ from coordinator.db.tables import events
 from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from edge_client.infer import golden_check, runtime
 from edge_client.wire import inference
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
 from edge_client.wire.manifest import FileSpec
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 from tests.support.released import HIDDEN, digits, release_folder
 from tests.support.signed_releases import SignedReleases
 from tests.support.stored import rows, url_of

@@ -171,7 +171,7 @@ def test_an_online_key_cannot_make_a_device_run_what_was_not_released(
     offer = served.roll_out(1)
     document = {**served.rollouts["rollout-1"], "version": 9, "rollout": "rollout-9"}
     # The holder of a stolen key skips the coordinator's checks.
-    monkeypatch.setattr("coordinator.releases.contents.check_rollouts", lambda *_: None)
+    monkeypatch.setattr("coordinator.releases.checks.check_rollouts", lambda *_: None)
     served.signed.repository.set_rollouts(MODEL, {"model": MODEL, "rollouts": [document]})
     assert code_of(served, replace(offer, rollout="rollout-9", version=9)) == "unknown_release"
 

@@ -40,9 +40,8 @@ from edge_client.ota.pointer import Pointer, SlotName
 from edge_client.transport.failures import ServerRefused, Unreachable
 from edge_client.wire import inference
 from edge_client.wire.device import ReleaseOffer
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
 from edge_client.wire.manifest import FileSpec
-from edge_client.wire.rollouts import Rollout
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME, Rollout
 from tests.support import released
 from tests.support.edge import Clock
 from tests.support.long import LONG

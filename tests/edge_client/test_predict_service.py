@@ -22,8 +22,8 @@ from edge_client.serving import service as module
 from edge_client.serving.active import RETRY_SECONDS
 from edge_client.serving.listening import listening
 from edge_client.serving.service import Batching, Service
-from edge_client.wire.inference import MODEL_NAME
 from edge_client.wire.manifest import ManifestError
+from edge_client.wire.rollouts import MODEL_NAME
 from tests.support import released
 from tests.support.edge import Clock
 

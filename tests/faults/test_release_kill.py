@@ -17,7 +17,7 @@ from tuf.api.metadata import Metadata
 from coordinator import failpoints
 from coordinator.operator import signed_documents
 from coordinator.releases import roles
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 from tests.support.long import extended
 from tests.support.signed_releases import SignedReleases, release_folder
 from tests.support.tuf_client import client

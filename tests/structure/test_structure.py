@@ -24,7 +24,7 @@ from tests.structure.measure import (
 MAX_MODULES_IN_A_FOLDER = 20
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_CHAIN_MODULES = 21
+MAX_CHAIN_MODULES = 13
 FEATURES = 20
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")

@@ -32,7 +32,7 @@ DEVICES = ("ada", "bob", "eve")
 
 
 class FakeDevices:
-    """Implements `coordinator.runs.federated_evaluation.EvaluatingFleet`. In round `stops_at` it waits to be stopped."""
+    """Implements `coordinator.runs.live_evaluation.EvaluatingFleet`. In round `stops_at` it waits to be stopped."""
 
     def __init__(self, services: Services, deployment: Deployment, stops_at: int | None = None) -> None:
         self._services = services

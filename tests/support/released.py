@@ -20,8 +20,9 @@ import numpy.typing as npt
 from edge_client.files import write_durably
 from edge_client.infer import golden_check
 from edge_client.infer.runtime import Model
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME, GoldenRows, InferenceManifest
+from edge_client.wire.inference import GoldenRows, InferenceManifest
 from edge_client.wire.manifest import FileSpec, Fill, InputSpec, Tolerance
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "releases"
 Kind = Literal["first", "second"]

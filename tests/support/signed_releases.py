@@ -15,8 +15,9 @@ from coordinator.operator import signed_documents
 from coordinator.releases import roles
 from coordinator.releases.repository import Repository
 from coordinator.releases.roles import ReleaseName
-from edge_client.wire.inference import MANIFEST_NAME, MODEL_NAME, GoldenRows, InferenceManifest
+from edge_client.wire.inference import GoldenRows, InferenceManifest
 from edge_client.wire.manifest import FileSpec, Fill, InputSpec, Tolerance
+from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 
 
 class SignedReleases:
