@@ -18,9 +18,8 @@ from sqlalchemy import Connection
 
 from coordinator.api.deps import FileProgress
 from coordinator.context.services import Services, ServicesDep
-from coordinator.db import aliases, registry
-from coordinator.db.aliases import AliasMove
-from coordinator.db.registry import FileRow, Input, ModelRow, VersionId, VersionRow
+from coordinator.db import registry
+from coordinator.db.registry import AliasMove, FileRow, Input, ModelRow, VersionId, VersionRow
 from coordinator.errors import Refusal
 from coordinator.model_references import check_alias, check_model_name, check_sha256, parse_reference
 from coordinator.registry import lineage, registration
@@ -222,7 +221,7 @@ def move_alias(name: str, alias: str, request: AliasRequest, services: ServicesD
         identity = VersionId(name, request.version)
         if registry.find(connection, identity) is None:
             raise Refusal(404, "unknown_version", f"there is no {identity}; the newest is {model.latest}")
-        return aliases.move(connection, identity, alias, services.clock())
+        return registry.move_alias(connection, identity, alias, services.clock())
 
     return _write_move(services, work)
 
@@ -235,7 +234,7 @@ def drop_alias(name: str, alias: str, services: ServicesDep) -> AliasMove:
 
     def work(connection: Connection) -> AliasMove:
         _require_model(connection, name)
-        move = aliases.remove(connection, name, alias, services.clock())
+        move = registry.remove_alias(connection, name, alias, services.clock())
         if move is None:
             raise Refusal(404, "unknown_alias", f"{name} has no alias {alias}")
         return move
@@ -255,7 +254,7 @@ def list_alias_moves(
 
     def read(connection: Connection) -> list[AliasMove]:
         _require_model(connection, name)
-        return aliases.moves(connection, name, limit, alias)
+        return registry.alias_moves(connection, name, limit, alias)
 
     return services.database.read(read)
 

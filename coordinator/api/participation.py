@@ -15,9 +15,10 @@ from pydantic import BaseModel
 from sqlalchemy import Connection
 
 from coordinator.context.services import Services, ServicesDep
-from coordinator.db import participants, rounds, run_states
+from coordinator.db import participants, rounds
+from coordinator.db import runs as run_rows
 from coordinator.db.rounds import TaskRow
-from coordinator.db.run_states import LastRound, RunRow
+from coordinator.db.runs import LastRound, RunRow
 from coordinator.db.tables import LIVE_RUNS
 from coordinator.errors import Refusal
 from coordinator.scheduling import matching
@@ -72,7 +73,7 @@ def _explain(connection: Connection, services: Services, device: str, run: str |
         raise Refusal(
             404, "not_found", f"there is no device {device[:100]!r}; `fedloop device list` shows all"
         )
-    runs = run_states.recent_runs(connection, ENDED_RUNS, only=run)
+    runs = run_rows.recent_runs(connection, ENDED_RUNS, only=run)
     if run is not None and not runs:
         raise Refusal(404, "not_found", f"there is no run {run[:100]!r}")
     live = {deployment.run: deployment for deployment in services.deployments.active()}
@@ -91,7 +92,7 @@ def _explain_run(
     connection: Connection, device: Candidate, run: RunRow, deployment: Deployment | None, now: datetime
 ) -> WhyRun:
     blocking = matching.blocking_reasons(device, deployment, now) if deployment is not None else ()
-    latest = run_states.last_round(connection, run.id)
+    latest = run_rows.last_round(connection, run.id)
     task = rounds.last_task(connection, run.id, device.id)
     history = _history(run, latest, task, is_blocked=bool(blocking))
     found = [*((each.code, each.message) for each in blocking), *history]

@@ -7,7 +7,7 @@ the same transaction: exactly the accepted updates are aggregated.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 
@@ -30,25 +30,15 @@ class AcceptedUpdate:
 
 
 def find_upload(connection: Connection, task: str) -> UploadStart | None:
-    row = connection.execute(select(uploads).where(uploads.c.task == task)).one_or_none()
-    if row is None:
-        return None
-    return UploadStart(row.size_bytes, row.sha256, row.decoded_bytes, row.encoding)
+    columns = (uploads.c[each.name] for each in fields(UploadStart))
+    row = connection.execute(select(*columns).where(uploads.c.task == task)).one_or_none()
+    return None if row is None else UploadStart(*row)
 
 
 def start_upload(connection: Connection, task: str, announced: UploadStart, now: datetime) -> None:
     """Stores the announcement of an upload, replacing an earlier one."""
     connection.execute(delete(uploads).where(uploads.c.task == task))
-    connection.execute(
-        insert(uploads).values(
-            task=task,
-            size_bytes=announced.size_bytes,
-            sha256=announced.sha256,
-            decoded_bytes=announced.decoded_bytes,
-            encoding=announced.encoding,
-            started_at=now,
-        )
-    )
+    connection.execute(insert(uploads).values(task=task, started_at=now, **asdict(announced)))
 
 
 def accept(connection: Connection, task: TaskRow, accepted: AcceptedUpdate, now: datetime) -> None:
@@ -62,9 +52,7 @@ def accept(connection: Connection, task: TaskRow, accepted: AcceptedUpdate, now:
             round=task.round,
             device=task.device,
             position=task.position,
-            blob=accepted.blob,
-            sent_sha256=accepted.sent_sha256,
-            payload_bytes=accepted.payload_bytes,
+            **asdict(accepted),
             seconds=seconds,
             accepted_at=now,
         )

@@ -17,7 +17,7 @@ _CANDIDATE = (
     devices.c.id,
     devices.c.name,
     devices.c.state,
-    devices.c.device_group,
+    devices.c.device_group.label("group"),
     devices.c.certificate_until,
     devices.c.last_seen_at,
     devices.c.expected_at,
@@ -71,17 +71,7 @@ def checked_in(
 
 
 def _candidate(row: Row[*tuple[Any, ...]]) -> Candidate:
-    return Candidate(
-        id=row.id,
-        name=row.name,
-        state=row.state,
-        group=row.device_group,
-        certificate_until=row.certificate_until,
-        last_seen_at=row.last_seen_at,
-        expected_at=row.expected_at,
-        report=_report(row.report),
-        missed_at=row.missed_at,
-    )
+    return Candidate(**{**row._mapping, "report": _report(row.report)})
 
 
 def _report(stored: Mapping[str, Any]) -> CheckIn | None:

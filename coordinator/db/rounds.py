@@ -8,7 +8,7 @@ its task waits. What devices send is in `coordinator.db.answers`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 
@@ -79,50 +79,18 @@ class EndedTask:
 
 
 def find_round(connection: Connection, run: str, number: int) -> RoundRow | None:
-    row = connection.execute(
-        select(rounds).where(rounds.c.run == run, rounds.c.number == number)
-    ).one_or_none()
+    columns = (rounds.c[each.name] for each in fields(RoundRow))
+    query = select(*columns).where(rounds.c.run == run, rounds.c.number == number)
+    row = connection.execute(query).one_or_none()
     if row is None:
         return None
     shapes = {name: tuple(shape) for name, shape in row.expected["shapes"].items()}
-    return RoundRow(
-        run=row.run,
-        number=row.number,
-        state=row.state,
-        wanted=row.wanted,
-        population=row.population,
-        expected=Expected(
-            shapes,
-            row.expected["payload_limit_bytes"],
-            row.expected.get("max_examples"),
-            row.expected.get("weight_limit"),
-        ),
-        started_at=row.started_at,
-        deadline_at=row.deadline_at,
-    )
+    return RoundRow(**{**row._mapping, "expected": Expected(**{**row.expected, "shapes": shapes})})
 
 
 def open_round(connection: Connection, opened: RoundRow, base: str) -> None:
     """Adds a round that accepts updates from now on; the caller adds its tasks in the same transaction."""
-    expected = {
-        "shapes": {name: list(shape) for name, shape in opened.expected.shapes.items()},
-        "payload_limit_bytes": opened.expected.payload_limit_bytes,
-        "max_examples": opened.expected.max_examples,
-        "weight_limit": opened.expected.weight_limit,
-    }
-    connection.execute(
-        insert(rounds).values(
-            run=opened.run,
-            number=opened.number,
-            state="open",
-            base=base,
-            wanted=opened.wanted,
-            population=opened.population,
-            expected=expected,
-            started_at=opened.started_at,
-            deadline_at=opened.deadline_at,
-        )
-    )
+    connection.execute(insert(rounds).values(**asdict(opened), base=base))
 
 
 def close_round(connection: Connection, run: str, number: int) -> None:
@@ -327,17 +295,6 @@ def last_task(connection: Connection, run: str, device: str) -> TaskRow | None:
 
 
 _TASKS = select(
-    tasks.c.id,
-    tasks.c.run,
-    tasks.c.round,
-    tasks.c.kind,
-    tasks.c.position,
-    tasks.c.device,
-    tasks.c.state,
-    tasks.c.offer,
-    tasks.c.leased_until,
-    tasks.c.reason,
-    tasks.c.words,
-    tasks.c.answered_at,
+    *(tasks.c[each.name] for each in fields(TaskRow) if each.name in tasks.c),
     rounds.c.state.label("round_state"),
 ).outerjoin(rounds, and_(rounds.c.run == tasks.c.run, rounds.c.number == tasks.c.round))

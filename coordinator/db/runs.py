@@ -1,8 +1,12 @@
-"""Queries of runs: created, prepared, advanced round by round, ended. Each function is one step of a transaction."""
+"""Queries of runs: created, prepared, advanced round by round, ended; and their state, to explain why a device takes part.
+
+Each function is one step of a transaction.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -209,3 +213,48 @@ def blobs_in_use(connection: Connection) -> set[str]:
         used |= {digest for digest in (row.params, row.strategy_state) if digest}
         used |= {ref["sha256"] for ref in refs if ref}
     return used
+
+
+@dataclass(frozen=True)
+class LastRound:
+    """The latest round of a run: the size of its cohort, and of the population it was drawn from."""
+
+    number: int
+    state: str
+    cohort: int
+    population: int
+
+
+def last_round(connection: Connection, run: str) -> LastRound | None:
+    row = connection.execute(
+        select(t.rounds.c.number, t.rounds.c.state, t.rounds.c.population)
+        .where(t.rounds.c.run == run)
+        .order_by(t.rounds.c.number.desc())
+        .limit(1)
+    ).one_or_none()
+    if row is None:
+        return None
+    cohort = select(func.count()).select_from(t.tasks).where(rounds.of_round(run, row.number, "train"))
+    return LastRound(row.number, row.state, int(connection.execute(cohort).scalar_one()), row.population)
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A run's name and state; `error` says why it failed."""
+
+    id: str
+    name: str
+    state: str
+    error: str | None
+
+
+def recent_runs(connection: Connection, ended_runs: int, only: str | None = None) -> list[RunRow]:
+    """Live runs, then the last `ended_runs` ended ones, each newest first; or only the run with this id."""
+    newest = select(t.runs.c.id, t.runs.c.name, t.runs.c.state, t.runs.c.error).order_by(
+        t.runs.c.created_at.desc()
+    )
+    if only is not None:
+        return [RunRow(**row._mapping) for row in connection.execute(newest.where(t.runs.c.id == only))]
+    live = connection.execute(newest.where(t.runs.c.state.in_(LIVE)))
+    ended = connection.execute(newest.where(t.runs.c.state.not_in(LIVE)).limit(ended_runs))
+    return [RunRow(**row._mapping) for row in (*live, *ended)]

@@ -33,6 +33,7 @@ from edge_client.wire.device import (
     CheckInAnswer,
     TaskOffer,
     negotiate,
+    supports,
     to_json,
     version,
 )
@@ -149,7 +150,11 @@ def _next_task(connection: Connection, services: Services, caller: Caller, repor
         if matching.has_opted_out(report, task.run, task.offer["run_name"]):
             answers.decline(connection, task, "opted_out", "its owner opted out of this run", now)
             declined.append(task.run)
-        elif _is_open(task) and not report.ineligible and matching.supports(report, task.kind):
+        elif (
+            _is_open(task)
+            and not report.ineligible
+            and supports(report.wire, matching.MIN_WIRE_VERSION[task.kind])
+        ):
             rounds.lease(connection, task.id, until)
             return _Outcome(offers.current_offer(task.offer, now), declined=tuple(declined))
     return _Outcome(

@@ -31,8 +31,7 @@ from coordinator.context.services import Services
 from coordinator.db import answers, participants, rounds
 from coordinator.db.rounds import EndedTask, RoundRow
 from coordinator.fleets.invitations import invite, invite_eligible
-from coordinator.fleets.run_session import LONGEST_WAIT_SECONDS, RunSession
-from coordinator.fleets.wait_notice import WaitNotice
+from coordinator.fleets.run_session import LONGEST_WAIT_SECONDS, RunSession, WaitNotice
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import Answer, Model, OpenRound, Silence, Terms
 from coordinator.rounds.intake import Rejection

@@ -1,17 +1,22 @@
-"""Database and signals of one run, as its fleet uses them: writes wait while disk or database fails, waits end on `stop`."""
+"""Database and signals of one run, as its fleet uses them: writes wait while disk or database fails, waits end on `stop`, and
+a round that waits for devices says so.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import structlog
 from sqlalchemy import Connection
 
 from coordinator.context.services import Services
 from coordinator.context.stalls import StallLog
+from coordinator.db import events, participants
 from coordinator.rounds.fleet import Stopped
+from coordinator.scheduling.deployments import Deployment
 from coordinator.storage.errors import is_temporary
 
 LONGEST_WAIT_SECONDS = 5.0
@@ -81,3 +86,41 @@ class RunSession:
     def notify(self, devices: Iterable[str]) -> None:
         """Wakes these devices and the event streams."""
         self._services.signals.notify("events", *(f"device:{device}" for device in devices))
+
+
+_log = structlog.get_logger("fedloop.runs")
+
+
+class WaitNotice:
+    """Decides when to record the notice: immediately, and when the number of devices changes, some seconds apart."""
+
+    def __init__(self, services: Services, deployment: Deployment, number: int, wanted: int) -> None:
+        self._services = services
+        self._deployment = deployment
+        self._number = number
+        self._wanted = wanted
+        self._last: tuple[int, float] | None = None
+
+    def is_due(self, eligible: int, moment: float) -> bool:
+        """Whether to record this number of devices now; if so, it counts as recorded."""
+        if self._last is not None:
+            before, since = self._last
+            if eligible == before or moment - since < LONGEST_WAIT_SECONDS:
+                return False
+        self._last = (eligible, moment)
+        return True
+
+    def record(self, connection: Connection, seconds: float) -> None:
+        """Writes the event and the line in the log."""
+        assert self._last is not None
+        values: dict[str, Any] = {
+            "round": self._number,
+            "eligible": self._last[0],
+            "wanted": self._wanted,
+            "least": self._deployment.quorum,
+            "enrolled": participants.fleet_size(connection),
+            "seconds": round(seconds),
+        }
+        run = self._deployment.run
+        events.record(connection, self._services.clock(), "round_waiting", run=run, **values)
+        _log.info("round_waiting", run=run, **values)

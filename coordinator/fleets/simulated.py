@@ -3,6 +3,9 @@
 Tasks run in the order in which their clients would answer, and answers are yielded in that order, whichever worker finishes
 first. So a round that closes at its quorum never trains clients that it would not have waited for, and the result does not
 depend on the number of workers.
+
+Each local step of a client takes `seconds_per_step` of virtual time, times a factor that is constant over the run:
+exp(spread · z), z standard normal. Nothing waits; the numbers only decide the order of answers and the deadline.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.fleets.virtual_time import VirtualTime
+import numpy as np
+
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import (
     Answer,
@@ -20,7 +24,7 @@ from coordinator.rounds.fleet import (
     Terms,
     encode_model,
 )
-from coordinator.rounds.plan import Task
+from coordinator.rounds.plan import Task, generator
 from coordinator.workers.pool import Job, WorkerPool
 from edge_client.train import schedule
 from edge_client.wire import arrays
@@ -28,6 +32,30 @@ from edge_client.wire.arrays import BytesPayload
 from strategies.params import Params, Tensors
 from strategies.state import flatten, unflatten
 from strategies.update import Update
+
+
+@dataclass(frozen=True)
+class VirtualTime:
+    """Speed factors of all clients. `dropout`: probability that a client does not answer in a round."""
+
+    seconds_per_step: float
+    factors: dict[str, float]
+    dropout: float
+    seed: int
+
+    def duration_seconds(self, client: str, steps: int) -> float:
+        return steps * self.seconds_per_step * self.factors[client]
+
+    def drops_out(self, client: str, round_number: int) -> bool:
+        return bool(generator(self.seed, f"dropout {client}", round_number).random() < self.dropout)
+
+
+def virtual_time(
+    clients: Sequence[str], seed: int, *, seconds_per_step: float, spread: float, dropout: float
+) -> VirtualTime:
+    """Speed factors drawn by `seed`; with `spread` 0 all clients are equally fast."""
+    factors = np.exp(spread * generator(seed, "speed").standard_normal(len(clients)))
+    return VirtualTime(seconds_per_step, dict(zip(clients, factors.tolist(), strict=True)), dropout, seed)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from coordinator.errors import UserError
 from coordinator.scheduling.matching import Candidate
-from edge_client.wire.device import CheckIn, negotiate, version
+from edge_client.wire.device import CheckIn, supports
 
 DEFAULT_PHASES = (1.0, 10.0, 50.0, 100.0)
 MOST_DEVICES = 100_000
@@ -67,11 +67,7 @@ def _runtimes(report: CheckIn) -> set[str]:
 
 def supports_releases(wire: str) -> bool:
     """Whether a device with this wire version supports releases."""
-    try:
-        agreed = negotiate(version(wire))
-    except ValueError:
-        return False
-    return agreed is not None and agreed >= RELEASES_SINCE
+    return supports(wire, RELEASES_SINCE)
 
 
 def require_phases(percents: Sequence[float]) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Row
 
 from coordinator import failpoints
 from coordinator.context.services import Services
-from coordinator.db import aliases
+from coordinator.db import registry
 from coordinator.db import runs as rows
 from coordinator.db.registry import NewVersion
 from coordinator.errors import UserError
@@ -79,7 +79,7 @@ def _end(
         if register_as is not None and version is not None:
             identity, _ = put(connection, register_as.model, version, now)
             if register_as.alias is not None:
-                aliases.move(connection, identity, register_as.alias, now)
+                registry.move_alias(connection, identity, register_as.alias, now)
             more["registered"] = str(identity)
         rows.finish(connection, run.id, now, model_sha256, notices, **more)
 

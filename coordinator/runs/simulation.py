@@ -32,8 +32,7 @@ from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.experiment import read_toml, resolve
 from coordinator.experiments.schema import Experiment
 from coordinator.extras import problems_with
-from coordinator.fleets.simulated import SimulatedFleet
-from coordinator.fleets.virtual_time import virtual_time
+from coordinator.fleets.simulated import SimulatedFleet, virtual_time
 from coordinator.reports import report
 from coordinator.reports.progress import Progress, Quiet
 from coordinator.rounds import engine

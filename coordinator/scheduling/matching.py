@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from coordinator.scheduling.deployments import Deployment
-from edge_client.wire.device import OLDEST_MINOR, WIRE, CheckIn, RuntimeName, TaskKind, negotiate, version
+from edge_client.wire.device import OLDEST_MINOR, WIRE, CheckIn, RuntimeName, TaskKind, supports
 
 Code = Literal[
     "pending",
@@ -132,15 +132,6 @@ def runtime_for(report: CheckIn, deployment: Deployment) -> RuntimeName | None:
     return None
 
 
-def supports(report: CheckIn, kind: TaskKind) -> bool:
-    """Whether the device's wire version supports this kind of task."""
-    try:
-        agreed = negotiate(version(report.wire))
-    except ValueError:
-        return False
-    return agreed is not None and agreed >= MIN_WIRE_VERSION[kind]
-
-
 def has_opted_out(report: CheckIn, run: str, run_name: str) -> bool:
     """Whether the device's owner opted out of this run, by its id or its name."""
     return run in report.opted_out or run_name in report.opted_out
@@ -154,7 +145,7 @@ _STATE_REASONS = {
 
 
 def _wire_reason(report: CheckIn, kind: TaskKind) -> Reason | None:
-    if supports(report, kind):
+    if supports(report.wire, MIN_WIRE_VERSION[kind]):
         return None
     needed = ".".join(map(str, max(MIN_WIRE_VERSION[kind], (WIRE[0], OLDEST_MINOR))))
     return Reason(

@@ -36,9 +36,8 @@ from coordinator.accounts.admin_token import ensure_admin_token
 from coordinator.accounts.certificate_authority import Authority
 from coordinator.context.services import Services, utc_now
 from coordinator.context.signals import Signals
-from coordinator.db.integrity import require_intact
 from coordinator.db.migrations import migrate
-from coordinator.db.store import Database
+from coordinator.db.store import Database, require_intact
 from coordinator.errors import UserError
 from coordinator.fleets.device import DeviceFleet
 from coordinator.option_parsers import Address
@@ -48,11 +47,9 @@ from coordinator.runs.service import RunService
 from coordinator.sandbox import enter, policy
 from coordinator.scheduling.deployments import Deployment
 from coordinator.server.app import device_app, operator_app
-from coordinator.server.device_protocol import DeviceProtocol
-from coordinator.server.handshakes import HandshakeScheduler, Slot
-from coordinator.server.http_protocol import LimitedProtocol
+from coordinator.server.handshakes import HandshakeScheduler, Slot, over_tls
+from coordinator.server.http_protocol import DeviceProtocol, LimitedProtocol
 from coordinator.server.metrics import Metrics
-from coordinator.server.tls import over_tls
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs
 from coordinator.storage.errors import describe, is_temporary

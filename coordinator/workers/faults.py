@@ -12,7 +12,6 @@ from coordinator.rounds.plan import generator
 from edge_client.wire import arrays
 from edge_client.wire.arrays import encode_result
 from edge_client.wire.device import TaskMessage
-from strategies.params import Params
 from strategies.update import Update
 
 if TYPE_CHECKING:
@@ -28,37 +27,27 @@ def assign(faults: Mapping[Fault, int], clients: list[str], seed: int) -> dict[s
 
 def encode_uploads(kind: str | None, task: TaskMessage, update: Update) -> list[bytes]:
     """The uploads of a client with this fault; without a fault, its update once."""
-    name = min(update.delta)
+    delta, copies = dict(update.delta), 1
+    name = min(delta)
     match kind:
         case None:
-            return [encode_result(task, update)]
+            pass
         case "nan":
-            return [
-                encode_result(
-                    task, _replace_tensors(update, {name: np.full_like(update.delta[name], np.nan)})
-                )
-            ]
+            delta[name] = np.full_like(delta[name], np.nan)
         case "wrong_shape":
-            return [
-                encode_result(task, _replace_tensors(update, {name: update.delta[name].reshape(-1)[:-1]}))
-            ]
+            delta[name] = delta[name].reshape(-1)[:-1]
         case "wrong_dtype":
-            return [
-                encode_result(task, _replace_tensors(update, {name: update.delta[name].astype(np.float64)}))
-            ]
+            delta[name] = delta[name].astype(np.float64)
         case "missing_tensor":
-            kept = {other: value for other, value in update.delta.items() if other != name}
-            return [encode_result(task, replace(update, delta=kept))]
+            del delta[name]
         case "extra_tensor":
-            return [encode_result(task, _replace_tensors(update, {"backdoor": update.delta[name]}))]
+            delta["backdoor"] = delta[name]
         case "stale_base":
-            return [encode_result(replace(task, base=arrays.sha256(task.base.encode())), update)]
+            task = replace(task, base=arrays.sha256(task.base.encode()))
         case "duplicate":
-            return [encode_result(task, update)] * 2
+            copies = 2
         case "no_examples":
-            return [encode_result(task, replace(update, num_examples=0))]
-    raise ValueError(f"unknown fault {kind!r}")
-
-
-def _replace_tensors(update: Update, changed: Params) -> Update:
-    return replace(update, delta={**update.delta, **changed})
+            update = replace(update, num_examples=0)
+        case _:
+            raise ValueError(f"unknown fault {kind!r}")
+    return [encode_result(task, replace(update, delta=delta))] * copies

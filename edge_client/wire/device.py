@@ -362,3 +362,12 @@ def negotiate(theirs: tuple[int, int]) -> tuple[int, int] | None:
     if theirs[0] != WIRE[0] or theirs[1] < OLDEST_MINOR:
         return None
     return WIRE[0], min(WIRE[1], theirs[1])
+
+
+def supports(theirs: str, since: tuple[int, int]) -> bool:
+    """Whether both sides can speak the version `since` or a newer one; `theirs` as in a check-in."""
+    try:
+        agreed = negotiate(version(theirs))
+    except ValueError:
+        return False
+    return agreed is not None and agreed >= since

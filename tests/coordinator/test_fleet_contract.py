@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from coordinator.fleets.device import DeviceFleet
-from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet
-from coordinator.fleets.virtual_time import VirtualTime
+from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, VirtualTime
 from coordinator.rounds import intake, plan
 from coordinator.rounds.fleet import (
     Answer,

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from coordinator.server import handshakes
-from coordinator.server.handshakes import SLOTS, SLOTS_PER_ADDRESS, HandshakeScheduler, Slot
-from coordinator.server.tls import SmallTls
+from coordinator.server.handshakes import SLOTS, SLOTS_PER_ADDRESS, HandshakeScheduler, Slot, SmallTls
 
 pytestmark = pytest.mark.anyio
 ONE, OTHER = "127.0.0.1", "127.0.0.2"

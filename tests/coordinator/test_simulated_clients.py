@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.experiments.schema import Fault
-from coordinator.fleets.virtual_time import virtual_time
+from coordinator.fleets.simulated import virtual_time
 from coordinator.runs.simulated_preparation import assign_runtimes
 from coordinator.workers import faults
 from strategies.params import Params

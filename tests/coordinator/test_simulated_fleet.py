@@ -9,8 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet
-from coordinator.fleets.virtual_time import VirtualTime
+from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, VirtualTime
 from coordinator.rounds import intake, plan
 from coordinator.rounds.fleet import (
     Answer,

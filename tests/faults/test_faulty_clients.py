@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import fedloop
-from coordinator.fleets.virtual_time import VirtualTime
+from coordinator.fleets.simulated import VirtualTime
 from tests.support.cli import options, report_of, run_cli
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import inspect
 
-from coordinator.db.integrity import require_intact
 from coordinator.db.migrations import migrate
-from coordinator.db.store import open_engine
+from coordinator.db.store import open_engine, require_intact
 from coordinator.errors import UserError
 from tests.support.cli import assert_refused, run_cli, run_here
 from tests.support.databases import database_url

@@ -30,7 +30,7 @@ from coordinator.context.services import Services
 from coordinator.context.signals import Signals
 from coordinator.db.store import Database
 from coordinator.server.app import device_app
-from coordinator.server.device_protocol import DeviceProtocol
+from coordinator.server.http_protocol import DeviceProtocol
 from coordinator.server.metrics import Metrics
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs
