@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -300,3 +301,41 @@ class _Selected(LazyTensors):
 
     def piece(self, name: str, start: int, stop: int) -> FloatArray:
         return piece_of(*self._entries[name], start, stop)
+
+
+JsonValue = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class State:
+    """A strategy's state between rounds, which checkpoints like params.
+
+    Arrays are named `<part>/<tensor>`, such as `momentum/fc.weight`; `values` are JSON scalars.
+    """
+
+    arrays: Tensors = field(default_factory=dict)
+    values: Mapping[str, JsonValue] = field(default_factory=dict)
+
+
+@overload
+def subtree(arrays: Params, part: str) -> Params: ...
+@overload
+def subtree(arrays: Tensors, part: str) -> Tensors: ...
+def subtree(arrays: Tensors, part: str) -> Tensors:
+    """The tensors of one part, without its prefix."""
+    prefix = part + "/"
+    return select({name[len(prefix) :]: (arrays, name) for name in arrays if name.startswith(prefix)})
+
+
+def flatten(parts: Mapping[str, Tensors]) -> Tensors:
+    """Several parts as one set of tensors: `{"part": {"w": a}}` becomes `{"part/w": a}`."""
+    return select({f"{part}/{name}": (tensors, name) for part, tensors in parts.items() for name in tensors})
+
+
+@overload
+def unflatten(arrays: Params) -> dict[str, Params]: ...
+@overload
+def unflatten(arrays: Tensors) -> dict[str, Tensors]: ...
+def unflatten(arrays: Tensors) -> Mapping[str, Tensors]:
+    """The inverse of `flatten`, parts in sorted order."""
+    return {part: subtree(arrays, part) for part in sorted({name.split("/", 1)[0] for name in arrays})}

@@ -29,16 +29,19 @@ import numpy as np
 from strategies.client_rules import ClientRule, PlainSGD, Streams
 from strategies.params import (
     FloatArray,
+    State,
     Tensors,
     add,
     cache_last_piece,
     elementwise,
+    flatten,
     overlay,
     select,
     shape_of,
+    subtree,
+    unflatten,
     zeros_like,
 )
-from strategies.state import State, flatten, subtree, unflatten
 from strategies.update import Aggregate, Update
 
 BLOCK = 8

@@ -30,8 +30,13 @@ from coordinator import failpoints
 from coordinator.context.services import Services
 from coordinator.db import answers, participants, rounds
 from coordinator.db.rounds import EndedTask, RoundRow
-from coordinator.fleets.invitations import invite, invite_eligible
-from coordinator.fleets.run_session import LONGEST_WAIT_SECONDS, RunSession, WaitNotice
+from coordinator.fleets.run_session import (
+    LONGEST_WAIT_SECONDS,
+    RunSession,
+    WaitNotice,
+    invite,
+    invite_eligible,
+)
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import Answer, Model, OpenRound, Silence, Terms
 from coordinator.rounds.intake import Rejection
@@ -42,8 +47,7 @@ from coordinator.scheduling.offers import Invitation
 from coordinator.storage.blobs import BlobDamaged, BlobInfo
 from edge_client.wire import arrays
 from edge_client.wire.device import BlobRef, EvaluationResult, TaskKind, TaskMessage
-from strategies.params import Params, Tensors
-from strategies.state import flatten
+from strategies.params import Params, Tensors, flatten
 
 _EVALUATION_LIMIT_BYTES = 65_536
 

@@ -1,12 +1,12 @@
-"""Database and signals of one run, as its fleet uses them: writes wait while disk or database fails, waits end on `stop`, and
-a round that waits for devices says so.
+"""What the fleet of one run does with database and signals: writes wait while disk or database fails, waits end on `stop`,
+matching devices are invited to tasks, and a round that waits for devices says so.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 import structlog
@@ -16,8 +16,12 @@ from coordinator.context.services import Services
 from coordinator.context.stalls import StallLog
 from coordinator.db import events, participants
 from coordinator.rounds.fleet import Stopped
+from coordinator.scheduling import matching
 from coordinator.scheduling.deployments import Deployment
+from coordinator.scheduling.matching import Candidate
+from coordinator.scheduling.offers import Invitation
 from coordinator.storage.errors import is_temporary
+from edge_client.wire.device import TaskKind
 
 LONGEST_WAIT_SECONDS = 5.0
 """Longest wait before the clock is read again, because it may be set."""
@@ -124,3 +128,35 @@ class WaitNotice:
         run = self._deployment.run
         events.record(connection, self._services.clock(), "round_waiting", run=run, **values)
         _log.info("round_waiting", run=run, **values)
+
+
+def invite_eligible(
+    candidates: Iterable[Candidate], deployment: Deployment, kind: TaskKind, now: datetime, lease: timedelta
+) -> dict[str, Invitation]:
+    """Invitations of those candidates that may get a task of this run now, by device."""
+    invitations: dict[str, Invitation] = {}
+    for device in candidates:
+        if device.report is None or matching.blocking_reasons(device, deployment, now, kind):
+            continue
+        runtime = matching.runtime_for(device.report, deployment)
+        if runtime is not None:
+            invitations[device.id] = Invitation(runtime, _fetch_until(device, now, lease))
+    return invitations
+
+
+def invite(
+    connection: Connection, deployment: Deployment, devices: Sequence[str], now: datetime, lease: timedelta
+) -> dict[str, Invitation]:
+    """Invitations of these devices. One that is no longer eligible is invited too, and declines."""
+    invitations: dict[str, Invitation] = {}
+    for device in devices:
+        candidate = participants.candidate(connection, device)
+        runtime = candidate and candidate.report and matching.runtime_for(candidate.report, deployment)
+        until = _fetch_until(candidate, now, lease) if candidate else now + lease
+        invitations[device] = Invitation(runtime or deployment.runtimes[0], until)
+    return invitations
+
+
+def _fetch_until(device: Candidate, now: datetime, lease: timedelta) -> datetime:
+    """At least a lease from now; later if the device's next check-in is due later."""
+    return max(now + lease, (device.expected_at or now) + matching.OVERDUE_AFTER)

@@ -29,8 +29,7 @@ from coordinator.workers.pool import Job, WorkerPool
 from edge_client.train import schedule
 from edge_client.wire import arrays
 from edge_client.wire.arrays import BytesPayload
-from strategies.params import Params, Tensors
-from strategies.state import flatten, unflatten
+from strategies.params import Params, Tensors, flatten, unflatten
 from strategies.update import Update
 
 

@@ -30,8 +30,7 @@ from coordinator.rounds.plan import RunPlan, Task
 from coordinator.rounds.records import RoundRecord, RunState, Score
 from coordinator.storage.blobs import Blobs
 from edge_client.wire.arrays import FilePayload, StoredArrays
-from strategies.params import NotFinite, Params, Tensors, guard_finite, materialize
-from strategies.state import State
+from strategies.params import NotFinite, Params, State, Tensors, guard_finite, materialize
 from strategies.update import Aggregate
 
 MODEL_NOT_FINITE = "model_not_finite"

@@ -17,8 +17,7 @@ from edge_client.train import schedule
 from edge_client.wire import arrays
 from edge_client.wire.arrays import DELTA, FilePayload, Payload, ResultHeader, StoredArrays, result_header
 from edge_client.wire.strict import printable
-from strategies.params import NotFinite, Tensors, require_finite, shape_of
-from strategies.state import flatten, unflatten
+from strategies.params import NotFinite, Tensors, flatten, require_finite, shape_of, unflatten
 from strategies.update import Update
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.json_values import finite
-from strategies.params import Params, Tensors
-from strategies.state import State
+from strategies.params import Params, State, Tensors
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,11 @@ from coordinator.rounds.fleet import Stopped
 from coordinator.rounds.records import RunState
 from coordinator.runs import (
     admission,
-    completion,
     live_preparation,
 )
 from coordinator.runs.live_evaluation import EvaluatingFleet, LiveEvaluation, start_figures
 from coordinator.runs.live_preparation import HeldOut, Prepared
-from coordinator.runs.live_store import LiveStore
+from coordinator.runs.live_store import LiveStore, finish
 from coordinator.scheduling.deployments import Deployment, Selection
 from coordinator.workers.pool import WorkerPool
 
@@ -107,7 +106,7 @@ class LiveRun:
         finally:
             store.release()
         with self._services.blobs.reference_lock:
-            completion.finish(self._services, self._run, self._final_model(), experiment.model.register_as)
+            finish(self._services, self._run, self._final_model(), experiment.model.register_as)
         self._services.signals.notify("events")
 
     def _final_model(self) -> str:

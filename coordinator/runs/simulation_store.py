@@ -21,8 +21,7 @@ from coordinator.rounds.records import Checkpoint, RoundRecord, RunState, as_row
 from coordinator.storage.blobs import BlobDamaged, Blobs
 from edge_client.files import write_durably
 from edge_client.wire import arrays
-from strategies.params import Params
-from strategies.state import State, flatten, unflatten
+from strategies.params import Params, State, flatten, unflatten
 
 FORMAT = 1
 

@@ -35,8 +35,7 @@ from edge_client.processes.process import die_with_parent
 from edge_client.train.trainer import Runtime, Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage
-from strategies.params import Params
-from strategies.state import flatten, unflatten
+from strategies.params import Params, flatten, unflatten
 
 if TYPE_CHECKING:
     from models.zoo import KerasSpec, ModelSpec

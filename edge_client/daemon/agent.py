@@ -16,11 +16,10 @@ from dataclasses import replace
 
 from edge_client.daemon import status
 from edge_client.daemon.executor import Executor
-from edge_client.daemon.heartbeat import LongPoll, heartbeat
+from edge_client.daemon.heartbeat import LongPoll, ShutdownRequested, WakeupPipe, heartbeat
 from edge_client.daemon.host_environment import HostEnvironment, read_desired
 from edge_client.daemon.membership import FINAL, Membership
 from edge_client.daemon.task_session import Cancellation, TaskSession
-from edge_client.daemon.wakeup_pipe import ShutdownRequested, WakeupPipe
 from edge_client.errors import Stopped, UserMistake
 from edge_client.ota.releases import Releases
 from edge_client.steps import (
@@ -40,11 +39,11 @@ from edge_client.steps import (
     Work,
     next_steps,
 )
-from edge_client.transport.backoff import RetrySchedule
 from edge_client.transport.failures import (
     LONGEST_WAIT_SECONDS,
     Cancelled,
     CertificateExpired,
+    RetrySchedule,
     ServerRefused,
     Unreachable,
     WrongClock,

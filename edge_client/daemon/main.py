@@ -18,8 +18,8 @@ from edge_client import eligibility
 from edge_client.config import EdgeConfig
 from edge_client.daemon.agent import Agent
 from edge_client.daemon.executor import Executor
+from edge_client.daemon.heartbeat import ShutdownRequested, WakeupPipe
 from edge_client.daemon.host_environment import HostEnvironment, checkin_message
-from edge_client.daemon.wakeup_pipe import ShutdownRequested, WakeupPipe
 from edge_client.data import preview
 from edge_client.outbox import Ledger, Outbox
 from edge_client.state import State

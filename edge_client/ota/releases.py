@@ -23,8 +23,7 @@ from edge_client.ota import crash_counter, self_test, slots, transitions
 from edge_client.ota.errors import TRANSIENT_CODES, NotSigned, NotWithdrawn, Postponed, Rejected
 from edge_client.ota.pointer import Pointer
 from edge_client.steps import PendingRelease
-from edge_client.transport.backoff import Backoff
-from edge_client.transport.failures import CertificateExpired, ServerRefused, Unreachable
+from edge_client.transport.failures import Backoff, CertificateExpired, ServerRefused, Unreachable
 from edge_client.transport.link import Link
 from edge_client.wire import rollouts
 from edge_client.wire.device import ReleaseOffer

@@ -125,7 +125,7 @@ def _train(job: Job, trainer: Trainer, data: Any) -> None:
     from edge_client.wire import arrays
     from edge_client.wire.arrays import write_result
     from edge_client.wire.device import TaskMessage
-    from strategies.state import flatten, unflatten
+    from strategies.params import flatten, unflatten
 
     message = TaskMessage.from_json(job.message)
     streams = unflatten(arrays.read(job.streams)) if job.streams is not None else {}

@@ -25,8 +25,7 @@ import safetensors.numpy
 
 from edge_client.wire.device import TaskMessage
 from edge_client.wire.strict import abbreviate, is_text, loads
-from strategies.params import LazyTensors, Params, Tensors, pieces_of, shape_of
-from strategies.state import flatten
+from strategies.params import LazyTensors, Params, Tensors, flatten, pieces_of, shape_of
 from strategies.update import Update
 
 HEADER_LIMIT = 8 * 1024 * 1024

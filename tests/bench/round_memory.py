@@ -31,8 +31,7 @@ from coordinator.storage.blobs import Blobs
 from edge_client.wire import arrays
 from edge_client.wire.arrays import FilePayload
 from strategies import presets
-from strategies.params import Params, Tensors
-from strategies.state import State, flatten
+from strategies.params import Params, State, Tensors, flatten
 
 CLIENTS = 8
 MODEL_BYTES = 100_000_000

@@ -20,8 +20,7 @@ from hypothesis.extra import numpy as npst
 from coordinator.errors import UserError
 from coordinator.rounds.records import Checkpoint
 from coordinator.runs.simulation_store import CheckpointStore
-from strategies.params import Params
-from strategies.state import State
+from strategies.params import Params, State
 
 names = st.text("abw.", min_size=1, max_size=5)
 params = st.dictionaries(

@@ -26,8 +26,7 @@ from coordinator.rounds.plan import LocalWork, RunPlan, Task
 from coordinator.workers.pool import WorkerPool
 from edge_client.wire import arrays
 from strategies import presets
-from strategies.params import Params, zeros_like
-from strategies.state import flatten
+from strategies.params import Params, flatten, zeros_like
 from strategies.update import Update
 from tests.support.device_cohort import Cohort, ScriptedDevice
 from tests.support.device_world import serving, sqlite

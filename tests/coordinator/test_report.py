@@ -21,7 +21,7 @@ from coordinator.rounds.events import LineFile
 from coordinator.rounds.records import Checkpoint, RoundRecord, as_row
 from edge_client.train.evaluation import Evaluation
 from edge_client.wire import arrays
-from strategies.state import State
+from strategies.params import State
 from tests.support.federation import PARAMS
 
 RECORD = RoundRecord(

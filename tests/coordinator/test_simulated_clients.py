@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from coordinator.experiments.schema import Fault
 from coordinator.fleets.simulated import virtual_time
-from coordinator.runs.simulated_preparation import assign_runtimes
+from coordinator.runs.simulation import assign_runtimes
 from coordinator.workers import faults
 from strategies.params import Params
 from tests.support.federation import task, update

@@ -20,7 +20,7 @@ from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.arrays import encode_result
 from edge_client.wire.device import TaskMessage
-from strategies.state import unflatten
+from strategies.params import unflatten
 from tests.support.artifacts import ARCHITECTURES, exported
 from tests.support.long import extended
 from tests.support.require import require

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from edge_client.daemon.wakeup_pipe import WakeupPipe
+from edge_client.daemon.heartbeat import WakeupPipe
 from edge_client.steps import LONGEST_SLEEP_SECONDS
 from edge_client.train.process import TrainingFailed
-from edge_client.transport.backoff import SOON_FOR_SECONDS, SOON_SECONDS
-from edge_client.transport.failures import LONGEST_WAIT_SECONDS, Unreachable
+from edge_client.transport.failures import LONGEST_WAIT_SECONDS, SOON_FOR_SECONDS, SOON_SECONDS, Unreachable
 from edge_client.transport.link import Link, download, pinned_context
 from edge_client.wire.device import BlobRef, to_json
 from tests.support.edge import Daemon, daemon, enrolled

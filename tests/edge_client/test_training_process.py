@@ -23,8 +23,7 @@ from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.arrays import encode_result
 from edge_client.wire.device import ModelRef, TaskMessage
-from strategies.params import Params
-from strategies.state import unflatten
+from strategies.params import Params, unflatten
 from tests.support.artifacts import exported
 from tests.support.training_jobs import MODEL, install_plug_in, job, message, naughty
 

@@ -12,8 +12,19 @@ from hypothesis import strategies as st
 
 from strategies import params as lazy
 from strategies import presets
-from strategies.params import LazyTensors, Params, Tensors, add, elementwise, materialize, overlay, select
-from strategies.state import State, flatten, unflatten
+from strategies.params import (
+    LazyTensors,
+    Params,
+    State,
+    Tensors,
+    add,
+    elementwise,
+    flatten,
+    materialize,
+    overlay,
+    select,
+    unflatten,
+)
 from strategies.strategy import Strategy
 from strategies.update import Update
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from strategies import presets
 from strategies.client_rules import ControlVariates, PlainSGD, Proximal, from_options, to_options
-from strategies.params import Params, ShapeMismatch, require_same_shapes
-from strategies.state import State, flatten, subtree
+from strategies.params import Params, ShapeMismatch, State, flatten, require_same_shapes, subtree
 from strategies.strategy import Strategy
 from strategies.update import Aggregate
 

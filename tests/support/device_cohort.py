@@ -23,8 +23,7 @@ from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.arrays import encode_result
 from edge_client.wire.device import TaskMessage, TaskOffer
-from strategies.params import Params
-from strategies.state import unflatten
+from strategies.params import Params, unflatten
 from strategies.update import Update
 from tests.support.device_world import REPORT, Refused, TestDevice, World
 from tests.support.quadratic import QuadraticRuntime

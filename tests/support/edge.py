@@ -13,8 +13,8 @@ import numpy as np
 from edge_client import config
 from edge_client.daemon.agent import Agent
 from edge_client.daemon.executor import Executor
+from edge_client.daemon.heartbeat import WakeupPipe
 from edge_client.daemon.host_environment import HostEnvironment
-from edge_client.daemon.wakeup_pipe import WakeupPipe
 from edge_client.outbox import Ledger, Outbox
 from edge_client.state import State
 from edge_client.train.process import Done, Interrupted, Job, TrainingFailed
