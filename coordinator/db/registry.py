@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Table, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from coordinator.db import events
-from coordinator.db.registry_tables import (
+from coordinator.db.tables import (
     model_alias_moves,
     model_aliases,
     model_files,

@@ -76,9 +76,7 @@ def document(contents: Contents, path: str) -> dict[str, Any]:
     Raises:
         UserError: `missing_file`, or `bad_document`: too large, not JSON, not an object.
     """
-    content = contents.get(path)
-    if content is None:
-        raise UserError(f"{path} is missing", "missing_file")
+    content = _require(contents, path)
     if content.size_bytes > DOCUMENT_LIMIT_BYTES:
         raise UserError(
             f"{path} has {content.size_bytes} bytes, expected at most {DOCUMENT_LIMIT_BYTES}", "bad_document"
@@ -98,9 +96,7 @@ def tensors(contents: Contents, path: str) -> Header:
     Raises:
         UserError: `missing_file`, or `bad_file`: it is not a safetensors file.
     """
-    content = contents.get(path)
-    if content is None:
-        raise UserError(f"{path} is missing", "missing_file")
+    content = _require(contents, path)
     try:
         return arrays.read_header(FilePayload(content.place))
     except arrays.Malformed as error:
@@ -113,9 +109,7 @@ def require_tflite(contents: Contents, path: str) -> None:
     Raises:
         UserError: `missing_file` or `bad_file`.
     """
-    content = contents.get(path)
-    if content is None:
-        raise UserError(f"{path} is missing", "missing_file")
+    content = _require(contents, path)
     with content.place.open("rb") as file:
         if file.read(8)[4:] != b"TFL3":
             raise UserError(f"{path} is not a .tflite file: the signature TFL3 is missing", "bad_file")
@@ -169,6 +163,12 @@ def figures(document: Mapping[str, Any], *keys: str) -> dict[str, float]:
         if isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value):
             numbers[key] = value
     return numbers
+
+
+def _require(contents: Contents, path: str) -> Content:
+    if path not in contents:
+        raise UserError(f"{path} is missing", "missing_file")
+    return contents[path]
 
 
 def _is_finite(value: float) -> bool:

@@ -15,7 +15,7 @@ from sqlalchemy import delete
 
 from coordinator.accounts.admin_token import read_admin_token
 from coordinator.context.services import Services
-from coordinator.db import registry_tables
+from coordinator.db import tables as db_tables
 from coordinator.operator import version_folders
 from coordinator.registry.contents import Content, content_of
 from coordinator.runs.service import RunService
@@ -53,9 +53,9 @@ def on_each(tmp_path: Path, database_url: str) -> Iterator[TestClient]:
 
 def empty(services: Services) -> None:
     tables = (
-        registry_tables.model_alias_moves, registry_tables.model_aliases, registry_tables.model_metrics,
-        registry_tables.model_inputs, registry_tables.model_files, registry_tables.model_versions,
-        registry_tables.models,
+        db_tables.model_alias_moves, db_tables.model_aliases, db_tables.model_metrics,
+        db_tables.model_inputs, db_tables.model_files, db_tables.model_versions,
+        db_tables.models,
     )  # fmt: skip
     services.database.write(lambda at: [at.execute(delete(table)) for table in tables]).result()
     services.blobs.remove([path.name for path in services.blobs.path("").iterdir()])
