@@ -28,8 +28,6 @@ from edge_client.wire.manifest import (
     parse_manifest,
     require,
 )
-from edge_client.wire.rollouts import MANIFEST_NAME as MANIFEST_NAME
-from edge_client.wire.rollouts import MODEL_NAME as MODEL_NAME
 
 FORMAT = 1
 
