@@ -118,7 +118,6 @@ def _records(path: Path, text: Iterator[str], delimiter: str) -> Iterator[tuple[
 
 
 def _lines(path: Path, text: Iterator[str], record_lines: list[str]) -> Iterator[str]:
-    """The lines of a file, each added to those of the record it belongs to."""
     for number, line in enumerate(text, 1):
         if "\0" in line:
             raise DataProblem(

@@ -81,7 +81,6 @@ def _images(folder: Path) -> list[Path]:
 
 
 def _pixels(file: Path, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    """One image in the requested shape, 0 to 255."""
     from PIL import Image
 
     *_, height, width = shape

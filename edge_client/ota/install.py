@@ -276,7 +276,6 @@ def _manifest(path: Path) -> InferenceManifest:
 
 
 def _require_consistent(manifest: InferenceManifest, offer: ReleaseOffer, target: TargetFile) -> None:
-    """Checks that the signed files belong together and match their names."""
     if (manifest.model, manifest.version) != (offer.model, offer.version):
         raise Rejected(
             "bad_artifact",

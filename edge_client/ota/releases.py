@@ -174,7 +174,6 @@ class Releases:
         return notes
 
     def _verify_files(self, check_cancelled: Callable[[], None]) -> list[str]:
-        """Verifies all slots against their hashes. Returns notes."""
         self._checked_at = self._now()
         notes: list[str] = []
         for model in slots.models(self._config.state_dir):

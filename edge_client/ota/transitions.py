@@ -189,7 +189,6 @@ def finish_trial(pointer: Pointer) -> Pointer:
 
 
 def _first_starts(slot: Slot | None) -> int | None:
-    """`trial_starts` of a slot that becomes active."""
     return None if slot is None or slot.proved else 0
 
 

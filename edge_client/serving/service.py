@@ -192,7 +192,6 @@ class Service:
         return check_rows(x, self._active.loaded.manifest)
 
     async def _run(self, thread: Executor) -> None:
-        """Runs batches one after the other."""
         loop = asyncio.get_running_loop()
         while True:
             batch = await self._next_batch()

@@ -220,7 +220,6 @@ def _limit(limits: Mapping[str, Any]) -> None:
 
 
 def _peak_bytes() -> int:
-    """Peak resident memory of this process."""
     # Not ru_maxrss: it is inherited from the process that started this one.
     for line in Path("/proc/self/status").read_text("ascii", "replace").splitlines():
         if line.startswith("VmHWM:"):

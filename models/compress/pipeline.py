@@ -180,7 +180,6 @@ def _execute(
     step_folder: Path,
     inputs: Mapping[str, Any],
 ) -> StepResult:
-    """Runs one step on the model of the previous one, and stores its result."""
     started = time.perf_counter()
     result = step.function(replace(previous, facts={}), data, step.options, context)
     inputs = {**inputs, "seconds": time.perf_counter() - started}

@@ -152,7 +152,6 @@ def run(path: Path, emit: process.Report) -> None:
 
 
 def _require_kinds(sets: Mapping[str, object], candidates: Sequence[Candidate]) -> None:
-    """Requires that some candidate has a step of each kind in `sets`."""
     kinds = {step["kind"]: None for candidate in candidates for step in candidate.steps}
     for kind in sets:
         if kind not in kinds:

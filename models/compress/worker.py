@@ -79,7 +79,6 @@ def data_in(job: jobs.Job) -> Data:
 
 
 def _require_students(steps: list[PlannedStep], source: Model, name: str) -> None:
-    """Requires that every student model can be built."""
     for number, step in enumerate(steps, 1):
         if isinstance(step.options, distil.Options) and step.options.student:
             try:

@@ -81,7 +81,6 @@ def locked(folder: Path, key: str) -> Iterator[None]:
 
 
 def _constants(graph: GraphModule) -> list[tuple[str, torch.Tensor]]:
-    """Tensors stored in the graph, by name."""
     names = sorted({str(node.target) for node in graph.graph.nodes if node.op == "get_attr"})
     return [(name, _attribute(graph, name)) for name in names]
 

@@ -201,7 +201,6 @@ def _program(spec: ModelSpec | zoo.KerasSpec, batch_size: int) -> Program:
 
 
 def _draft(request: ExportRequest, spec: ModelSpec | zoo.KerasSpec, program: Program) -> Manifest:
-    """The manifest without the file and the golden answers."""
     names = [tensor.signature_name for tensor in program.tensors]
     changed = [tensor.signature_name for tensor in program.tensors if tensor.trainable]
     fills = {name: _fill(value) for name, value in program.values.items()}
@@ -285,7 +284,6 @@ def _lift_constants(graph: GraphModule) -> list[tuple[str, torch.Tensor]]:
 
 
 def _convert_graphs(graphs: Traced) -> bytes:
-    """Both graphs as one file."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("LITERT_TORCH_SHOW_PROGRESS", "n")
     import litert_torch
@@ -327,7 +325,6 @@ def _verify(draft: Manifest, program: Program, tflite: bytes) -> Manifest:
 
 
 def _golden_answers(manifest: Manifest, program: Program) -> Golden:
-    """The golden answers, computed by the model's framework."""
     answers = golden.run(program.reference(), manifest)
     numbers = [answers.loss, answers.logits.norm, *(change.norm for change in answers.changes.values())]
     if not all(map(math.isfinite, numbers)):

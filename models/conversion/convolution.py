@@ -85,7 +85,6 @@ def _without_height(grad: torch.Tensor | None) -> torch.Tensor | None:
 def _split_groups(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, groups: int
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(grad, x, weight) of each group of channels."""
     if groups == 1:
         return [(grad, x, weight)]
     return list(zip(grad.chunk(groups, 1), x.chunk(groups, 1), weight.chunk(groups, 0), strict=True))

@@ -87,7 +87,6 @@ def _encode(model: Any, number: int, shape: tuple[int, ...]) -> _Int8Constant | 
 
 
 def _node(graph: Any, tensor: Any, constant: _Int8Constant) -> Any:
-    """The operation that computes `tensor` from its int8 values."""
     source = schema.TensorT()
     source.name = tensor.name + b":int8"
     source.shape, source.type, source.buffer = tensor.shape, schema.TensorType.INT8, constant.buffer
@@ -122,7 +121,6 @@ def _require_runtime(model: Any) -> None:
 
 
 def _dequantize(model: Any) -> int:
-    """The index of DEQUANTIZE in the file's list of operations, added if missing."""
     for index, code in enumerate(model.operatorCodes):
         if flatbuffer.builtin_name(code) == "DEQUANTIZE" and code.version == _VERSION:
             return index

@@ -83,7 +83,6 @@ def minimum_runtime(tflite: bytes) -> str:
 
 
 def _builtin_name(code: Any) -> str:
-    """The operation's name."""
     name = flatbuffer.builtin_name(code)
     if name == "CUSTOM":
         custom = (code.customCode or b"nameless").decode()

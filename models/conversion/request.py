@@ -158,7 +158,6 @@ def _answer(request: ExportRequest, done: subprocess.CompletedProcess[str], cach
 
 
 def _failure_reason(done: subprocess.CompletedProcess[str]) -> str:
-    """Why a process ended without an answer."""
     if done.returncode < 0:
         cause = " (the machine may be out of memory)" if done.returncode == -9 else ""
         return f"the export process was killed by signal {-done.returncode}{cause}"

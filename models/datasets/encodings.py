@@ -185,5 +185,4 @@ def _pairs(text: str, vocab: int) -> BPE:
 
 
 def _points(text: str) -> npt.NDArray[np.uint32]:
-    """Code points of the characters, [N]."""
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)

@@ -112,7 +112,6 @@ def _roles(
 def _test_rows(
     table: TextTable, rows: Rows, roles: Roles, seed: int, sites: npt.NDArray[np.int32] | None
 ) -> npt.NDArray[np.bool_]:
-    """[N], True for the rows that are held out."""
     if rows.test is None:
         test = held_out(rows.y, seed, sites)
         if not test.any():

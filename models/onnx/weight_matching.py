@@ -54,7 +54,6 @@ def import_params(opened: OnnxFile, name: str, options: Mapping[str, Any], path:
 
 
 def _spec(about: Mapping[str, Any], name: str, options: Mapping[str, Any]) -> ModelSpec:
-    """The model with the input and output shapes of the file."""
     if len(about["inputs"]) != 1:
         names = ", ".join(value["name"] for value in about["inputs"])
         raise BadOnnx(f"takes {len(about['inputs'])} inputs ({names[:200]}); {name} takes one")

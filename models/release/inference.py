@@ -160,7 +160,6 @@ def release(
 
 
 def _describe(manifest: InferenceManifest, answers: GoldenAnswers) -> dict[str, Any]:
-    """The part of the report that follows from the manifest."""
     return {
         "model": manifest.model,
         "version": manifest.version,
@@ -215,7 +214,6 @@ def _read_source(job: jobs.Job, spec: ModelSpec | KerasSpec) -> Source:
 
 
 def _module(job: jobs.Job, spec: ModelSpec | KerasSpec, path: Path) -> nn.Module:
-    """The float model with the params of the file `path`."""
     if isinstance(spec, KerasSpec):
         from models.release.keras_inference import FloatModel, read_model
 

@@ -77,7 +77,6 @@ def _verdict(kind: RuntimeKind, folder: Path, tflite_runtime: Path | None) -> Ve
 
 
 def _run(kind: RuntimeKind, command: Sequence[str]) -> Verdict:
-    """The verdict of a process that runs the self-test on its runtime."""
     try:
         # the other environment has its own modules
         done = isolated_process.run(command, _SECONDS, without=("PYTHONPATH",))

@@ -101,7 +101,6 @@ def adapt_module(
 
 
 def _require_all(module: nn.Module, params: Arrays) -> None:
-    """Raises AdaptationError unless `params` has exactly the tensors of `module`, not counting its counters."""
     own = module.state_dict()
     for name, tensor in own.items():
         if name not in params and tensor.is_floating_point():

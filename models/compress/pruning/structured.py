@@ -160,7 +160,6 @@ def _require_something_left(
 
 
 def _cut(pruner: Any, module: nn.Module, spec: ModelSpec) -> None:
-    """One round, in place."""
     try:
         pruner.step()
         x, _ = spec.example_batch(2)
@@ -182,7 +181,6 @@ def _untraceable(spec: ModelSpec, problem: object) -> StepRefused:
 
 
 def _require_rebuildable(module: nn.Module, spec: ModelSpec) -> None:
-    """Requires that spec and params describe the module completely."""
     x, _ = spec.example_batch(2)
     try:
         rebuilt = rebuild(spec, params_of(module))
@@ -194,7 +192,6 @@ def _require_rebuildable(module: nn.Module, spec: ModelSpec) -> None:
 
 
 def _widths(module: nn.Module) -> dict[str, int]:
-    """Layer -> output channels."""
     return {name: _channels(layer) for name, layer in module.named_modules() if isinstance(layer, _ROOTS)}
 
 

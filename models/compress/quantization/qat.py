@@ -130,7 +130,6 @@ def convert(graph: torch.fx.GraphModule, spec: ModelSpec, quantizer: Any) -> byt
 
 
 def _with_params_of(graph: nn.Module, module: nn.Module) -> nn.Module:
-    """A copy of `module` with the trained params of the graph, which have the same names."""
     state = graph.state_dict()
     trained = copy.deepcopy(module)
     trained.load_state_dict({name: state[name] for name in trained.state_dict()})

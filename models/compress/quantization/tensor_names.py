@@ -31,7 +31,6 @@ def shorten(tflite: bytes) -> bytes:
 
 
 def _layer_outputs(model: Any, subgraph: Any) -> set[int]:
-    """Indices of the outputs of operations with weights."""
     outputs: set[int] = set()
     for node in subgraph.operators:
         inputs = (
