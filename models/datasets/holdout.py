@@ -1,4 +1,4 @@
-"""Which rows are held out for testing where the data itself does not."""
+"""Which rows are held out for testing where the data itself does not say, and the random streams of a seed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from models.datasets.randomness import stream
-
 SHARE = Fraction(1, 5)
+
+
+def stream(seed: int, purpose: str) -> np.random.Generator:
+    """The generator of `seed` for one purpose; streams of different purposes share nothing.
+
+    So drawing more numbers for one (a larger partition, say) never changes another (which rows are held out).
+    `seed`: not negative.
+    """
+    return np.random.default_rng([seed, *purpose.encode()])
 
 
 def held_out(

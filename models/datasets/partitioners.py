@@ -18,7 +18,7 @@ import numpy.typing as npt
 from edge_client.data.quoting import nearest
 from models.datasets import notation
 from models.datasets.dataset import DataError, Dataset
-from models.datasets.randomness import stream
+from models.datasets.holdout import stream
 
 Rows = npt.NDArray[np.int64]
 Kind = Literal["iid", "shards", "dirichlet", "natural"]

@@ -11,8 +11,8 @@ import numpy as np
 
 from edge_client.data.quoting import nearest
 from models.datasets.dataset import DataError, Dataset
+from models.datasets.holdout import stream
 from models.datasets.notation import Call
-from models.datasets.randomness import stream
 
 CLIENTS = 20
 
