@@ -84,11 +84,7 @@ def parallelize(module: nn.Module, layout: Layout | None, world: World) -> Paral
     """Splits `module` by the plan of `world`; it must not be used otherwise afterwards."""
     # Imported here because they are slow to import, and `sizes_of` does not need them.
     from models.pretrain.parallel.data import sharding
-    from models.pretrain.parallel.model import (
-        context,
-        experts,
-        tensor,
-    )
+    from models.pretrain.parallel.model import context, experts, tensor
 
     plan = world.plan
     module = module.to(world.device)

@@ -30,11 +30,7 @@ Device = Literal["cpu", "cuda"]
 
 MOST = 65536
 
-FORMER_KEYS = {
-    "exchange": "grad_compression",
-    "recompute": "activation_checkpoint",
-    "rows": "batch_shares",
-}
+FORMER_KEYS = {"exchange": "grad_compression", "recompute": "activation_checkpoint", "rows": "batch_shares"}
 """Former names of keys -> keys. Plans, job files and experiments written with them are still read."""
 
 

@@ -18,20 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from models.pretrain import (
-    forward_backward,
-    freezing,
-    optimizer_setup,
-    optimizers,
-    plan_rules,
-)
+from models.pretrain import forward_backward, freezing, optimizer_setup, optimizers, plan_rules
 from models.pretrain.data.batches import Batch, Batches, Share, Source
 from models.pretrain.objective import objective_of
-from models.pretrain.parallel.data import (
-    local_updates,
-    sharding,
-    shares,
-)
+from models.pretrain.parallel.data import local_updates, sharding, shares
 from models.pretrain.parallelize import (
     Parallel,
     parallelize,

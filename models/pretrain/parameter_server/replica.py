@@ -18,11 +18,7 @@ import torch.distributed.rpc as rpc
 from torch.futures import Future
 
 from models.pretrain.parameter_server.rules import Contribution, Rule
-from models.pretrain.parameter_server.shard import (
-    Shard,
-    Tensors,
-    mean,
-)
+from models.pretrain.parameter_server.shard import Shard, Tensors, mean
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,7 @@ from models.pretrain import evaluation, initial, params
 from models.pretrain.data import sources
 from models.pretrain.data.batches import Batch, Batches, Share, Source
 from models.pretrain.objective import Objective, objective_of
-from models.pretrain.parameter_server import (
-    check,
-    replica,
-    rules,
-)
+from models.pretrain.parameter_server import check, replica, rules
 from models.pretrain.parameter_server.client import Client
 from models.pretrain.parameter_server.replica import Replica
 from models.pretrain.parameter_server.settings import Servers

@@ -133,11 +133,7 @@ def _is_representative(workers: BenchWorkers, settings: Settings) -> bool:
 
 
 def _profile(
-    job: jobs.Job,
-    settings: Settings,
-    training: Options,
-    workers: BenchWorkers | None,
-    report: process.Report,
+    job: jobs.Job, settings: Settings, training: Options, workers: BenchWorkers | None, report: process.Report
 ) -> Profile:
     per_host = settings.host
     if settings.profile:

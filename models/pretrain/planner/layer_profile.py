@@ -130,11 +130,7 @@ def _parts(module: nn.Module, layout: Layout | None) -> list[nn.Module]:
         return [nn.Identity(), module]
     order, layers = layout.sequence(module), layout.layer_names(module)
     before, after = order[: order.index(layers[0])], order[order.index(layers[-1]) + 1 :]
-    return [
-        Stage(module, before),
-        *(module.get_submodule(name) for name in layers),
-        Stage(module, after),
-    ]
+    return [Stage(module, before), *(module.get_submodule(name) for name in layers), Stage(module, after)]
 
 
 def _cut(linear: nn.Module, dim: int) -> None:

@@ -211,11 +211,7 @@ class Checkpointer:
 
 
 def load(
-    state: State,
-    checkpoint: Path,
-    group: dist.ProcessGroup | None = None,
-    *,
-    with_rank_state: bool = False,
+    state: State, checkpoint: Path, group: dist.ProcessGroup | None = None, *, with_rank_state: bool = False
 ) -> dict[str, torch.Tensor]:
     """Loads a checkpoint of any plan into `state`; returns this process's rank-local state in it if requested.
 
