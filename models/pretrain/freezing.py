@@ -13,7 +13,7 @@ prefix (tp, cp, ep, zero 2 or 3): their cache misses would differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -54,10 +54,8 @@ class Frozen(Stage):
         (x,) = inputs
         with torch.no_grad():
             outputs = self._prefix(x)
-        h: Any = outputs if len(outputs) > 1 else outputs[0]
-        for name in self.names[self.prefix_length :]:
-            h = self.get_submodule(name)(h)
-        logits: torch.Tensor = h
+        rest = self.names[self.prefix_length :]
+        logits: torch.Tensor = self.through(rest, outputs if len(outputs) > 1 else outputs[0])
         return logits
 
     def _prefix(self, x: torch.Tensor) -> Outputs:
@@ -79,9 +77,7 @@ class Frozen(Stage):
 
     def _compute(self, x: torch.Tensor) -> Outputs:
         self.forwards += len(x)
-        h: Any = x
-        for name in self.names[: self.prefix_length]:
-            h = self.get_submodule(name)(h)
+        h = self.through(self.names[: self.prefix_length], x)
         return tuple(h) if isinstance(h, tuple) else (h,)
 
     def _cached(self, row: int, x: torch.Tensor) -> Outputs | None:

@@ -38,8 +38,11 @@ class Stage(nn.Module):
             _add_module(self, name, whole.get_submodule(name))
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        x: Any = inputs if len(inputs) > 1 else inputs[0]
-        for name in self.names:
+        return self.through(self.names, inputs if len(inputs) > 1 else inputs[0])
+
+    def through(self, names: Sequence[str], x: Any) -> Any:
+        """The output of these modules, one after the other."""
+        for name in names:
             x = self.get_submodule(name)(x)
         return x
 

@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
@@ -259,19 +258,15 @@ def flops_of_row(spec: ModelSpec) -> tuple[float, str]:
         module = spec.module()
     try:
         with FlopCounterMode(display=False) as counter:
-            _pass_without_data(module, spec)
+            dtype = torch.int32 if spec.input_dtype == "int32" else torch.float32
+            logits = module(torch.zeros((1, *spec.input_shape), dtype=dtype, device="meta"))
+            logits.float().sum().backward()
         if counter.get_total_flops():
             return float(counter.get_total_flops()), "operators counted"
     except (RuntimeError, NotImplementedError):
         pass
     tokens = spec.input_shape[0] if spec.input_dtype == "int32" else 1
     return 6.0 * sum(p.numel() for p in module.parameters()) * tokens, "6 for every param and token"
-
-
-def _pass_without_data(module: nn.Module, spec: ModelSpec) -> None:
-    dtype = torch.int32 if spec.input_dtype == "int32" else torch.float32
-    logits = module(torch.zeros((1, *spec.input_shape), dtype=dtype, device="meta"))
-    logits.float().sum().backward()
 
 
 def measured_peak(world: World) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,10 @@ def plan(path: Path, report: process.Report) -> None:
     if not isinstance(fixed, dict):
         raise jobs.JobError(f"{path}: plan is {fixed!r}, expected an object")
     with ExitStack() as stack:
-        workers = stack.enter_context(_workers(job, settings)) if not settings.profile else None
+        workers = None
+        if not settings.profile:
+            count = max(1, bench_workers.max_workers(max(2, settings.host)))
+            workers = stack.enter_context(bench_workers.start(job, count))
         measured = _profile(job, settings, training, workers, report)
         try:
             found = search(measured, training.batch_size, settings.processes, fixed)
@@ -121,10 +124,6 @@ def _unmeasured(found: SearchResult, settings: Settings) -> list[str]:
     return [
         f"Predicted only: this machine cannot show what {settings.processes} processes, {settings.host} a host, will take."
     ]
-
-
-def _workers(job: jobs.Job, settings: Settings) -> AbstractContextManager[BenchWorkers]:
-    return bench_workers.start(job, max(1, bench_workers.max_workers(max(2, settings.host))))
 
 
 def _is_representative(workers: BenchWorkers, settings: Settings) -> bool:

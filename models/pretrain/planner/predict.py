@@ -59,7 +59,9 @@ def predict(plan: ParallelPlan, profile: Profile, batch_size: int) -> Prediction
     worst = max(range(plan.pp), key=lambda place: _values(placement, place))
     parts["dp"] += _data(placement, worst, parts["compute"])
     parts["optimizer"] += _optimizer(placement, worst) * slow
-    parts["other"] += (profile.step + _per_step(placement)) * slow
+    used = uses(plan, profile)
+    per_step = sum(used[name] * profile.overhead.get(name, 0.0) for name in ("ddp", "sums", "zero2", "zero3"))
+    parts["other"] += (profile.step + per_step) * slow
     return Prediction(sum(parts.values()), {name: seconds for name, seconds in parts.items() if seconds})
 
 
@@ -98,12 +100,6 @@ def _stage_kind(plan: ParallelPlan) -> str:
 def _gathers(plan: ParallelPlan) -> int:
     """How often a step gathers every unit of params."""
     return plan.num_microbatches * (2 if plan.zero == 3 else 1)
-
-
-def _per_step(placement: Placement) -> float:
-    """Overheads per step, independent of micro-batches and layers."""
-    used, overhead = uses(placement.plan, placement.profile), placement.profile.overhead
-    return sum(used[name] * overhead.get(name, 0.0) for name in ("ddp", "sums", "zero2", "zero3"))
 
 
 def _micro_batch(placement: Placement, pieces: list[Piece], last: bool) -> Parts:

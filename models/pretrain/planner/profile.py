@@ -155,15 +155,6 @@ class Profile:
     overhead: dict[str, float] = field(default_factory=dict)
     about: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def pieces(self) -> tuple[Piece, ...]:
-        return (self.first, *self.layers, self.last, self.loss)
-
-    @property
-    def values(self) -> int:
-        """Parameters of the whole model."""
-        return sum(piece.values + piece.split_values + piece.expert_values for piece in self.pieces)
-
 
 def write(profile: Profile, path: Path) -> None:
     write_durably(path, (json.dumps(dataclasses.asdict(profile), indent=2) + "\n").encode())

@@ -222,7 +222,8 @@ def load(
     """
     reader = FileSystemReader(checkpoint)
     try:
-        stored = _tensors_in(reader)
+        entries = reader.read_metadata().state_dict_metadata
+        stored = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
         state.allocate_optimizer_state(stored)
         own = state.allocate_rank_state(stored) if with_rank_state else {}
         tensors: dict[str, Any] = state.tensors_to_load() | own
@@ -235,11 +236,6 @@ def load(
         raise
     except Exception as error:  # torch raises many kinds of errors on damaged files
         raise CheckpointError(f"{checkpoint} cannot be read: {_describe_cause(error)}") from error
-
-
-def _tensors_in(reader: FileSystemReader) -> dict[str, TensorStorageMetadata]:
-    entries = reader.read_metadata().state_dict_metadata
-    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 class _Writer(FileSystemWriter):

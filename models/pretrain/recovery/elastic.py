@@ -126,13 +126,14 @@ def run(job: Path, fleet: Fleet, report: Report) -> int:
 
     Reports `restarting` on standard output, next to the reports of the processes.
     """
+    local = not fleet.endpoint or fleet.endpoint.startswith(("127.", "localhost"))
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=fleet.endpoint or "127.0.0.1:0",
         run_id=fleet.run or str(uuid.uuid4()),
         min_nodes=fleet.least,
         max_nodes=fleet.most,
-        local_addr=None if fleet.endpoint and not _loopback(fleet.endpoint) else "127.0.0.1",
+        local_addr="127.0.0.1" if local else None,
         is_host="false" if fleet.endpoint else "true",
         join_timeout=fleet.join_seconds,
         **_RENDEZVOUS,
@@ -192,7 +193,3 @@ def _work(job: str) -> None:
 
     sys.argv = [worker.__file__, job]
     serve_job(worker.work)
-
-
-def _loopback(endpoint: str) -> bool:
-    return endpoint.startswith(("127.", "localhost"))

@@ -5,7 +5,7 @@ With `sequence`, activations between the matrices are split by sequence instead 
 the embedding to the head a process keeps [B, T/tp, D], and modules that hold split matrices gather [B, T, D] at their
 input. With `loss_parallel` logits stay split by class, and so does their cross-entropy.
 
-Any other module can be annotated: see `models.pretrain.parallel.model.operators`.
+Any other module can be annotated (`models.zoo.layout.Operator`).
 
 A vocabulary that tp does not divide is split unevenly: the first processes have one row more.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -30,10 +30,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
-from models.pretrain.parallel.model import operators
 from models.pretrain.plan import ParallelPlan
 from models.pretrain.world import World
-from models.zoo.layout import Layout, matching
+from models.zoo.layout import Layout, Operator, matching
 
 SEQUENCE = Shard(1)
 """Split along T of [B, T, D]."""
@@ -80,7 +79,7 @@ def split(module: nn.Module, layout: Layout, plan: ParallelPlan, world: World) -
         _replace_dropout(module, layout.length // world.size("cp"), mesh)
     for path, operator in layout.operators.items():
         for _, part in matching(module, (path,)):
-            operators.shard_operator(part, operator, mesh)
+            _shard_operator(part, operator, mesh)
 
 
 def problems(module: nn.Module, layout: Layout, plan: ParallelPlan) -> list[str]:
@@ -173,3 +172,40 @@ def _gather_input(module: nn.Module, mesh: DeviceMesh, local: bool = False) -> N
         return (full.to_local() if local else full, *inputs[1:])
 
     module.register_forward_pre_hook(gather)
+
+
+def _shard_operator(module: nn.Module, operator: Operator, mesh: DeviceMesh) -> None:
+    """Shards one module by its annotation, in place: params, inputs and output become DTensors, whose rules derive the
+    computation and whose redistributions are the collectives (Xu 2021, GSPMD).
+    """
+    for path, parameter in list(module.named_parameters()):
+        holder, _, name = path.rpartition(".")
+        split = distribute_tensor(
+            parameter.detach(), mesh, [_placement(operator.params.get(path))], src_data_rank=None
+        )
+        module.get_submodule(holder).register_parameter(name, nn.Parameter(split, parameter.requires_grad))
+
+    def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        dims = operator.inputs + (None,) * (len(inputs) - len(operator.inputs))
+        return tuple(_placed(x, dim, mesh) for x, dim in zip(inputs, dims, strict=False))
+
+    def leave(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        placed = _placed(output, operator.output, mesh)
+        return placed.to_local() if operator.output is None and isinstance(placed, DTensor) else placed
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
+
+
+def _placed(x: Any, dim: int | None, mesh: DeviceMesh) -> Any:
+    """`x` sharded along `dim`, or replicated; plain tensors count as replicated, other values are unchanged."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    tensor = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return tensor.redistribute(placements=[_placement(dim, x.dim())])
+
+
+def _placement(dim: int | None, dims: int = 0) -> Placement:
+    if dim is None:
+        return Replicate()
+    return Shard(dim + dims if dim < 0 else dim)
