@@ -28,6 +28,10 @@ from edge_client.wire.device import CheckIn, Encoding, EnrolRequest, TaskKind, T
 MOST_RESULTS = 64
 _CHUNK_BYTES = 1024 * 1024
 
+PAYLOAD_BYTES = 256 * 1024 * 1024
+MOST_PAYLOADS = 4096
+_NOTHING_DONE = "nothing clipped, nothing noised"
+
 
 class OutboxFull(ValueError):
     """The result alone exceeds the size limit of the outbox."""
@@ -202,12 +206,6 @@ def _deflate(source: Path, target: Path) -> None:
 
 def _is_complete(path: Path, size: int) -> bool:
     return path.exists() and path.stat().st_size == size
-
-
-PAYLOAD_BYTES = 256 * 1024 * 1024
-MOST_PAYLOADS = 4096
-
-_NOTHING_DONE = "nothing clipped, nothing noised"
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,9 @@ _ENGINE_OPTIONS: dict[str, Any] = {
     "json_serializer": json_values.dumps,  # refuses Infinity, as PostgreSQL does and SQLite does not
 }
 
+_BESIDE = ("blobs", "runs")
+"""Folders of the home whose contents a database refers to."""
+
 
 @dataclass(frozen=True)
 class _Write:
@@ -295,10 +298,6 @@ def _unreachable(error: BaseException | None) -> bool:
     return isinstance(error, psycopg.OperationalError) and (
         state is None or state.startswith(("08", "57P")) or state in ("53300", "55P03")
     )
-
-
-_BESIDE = ("blobs", "runs")
-"""Folders of the home whose contents a database refers to."""
 
 
 def require_intact(database_url: str, home: Path) -> None:

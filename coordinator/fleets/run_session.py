@@ -31,6 +31,8 @@ _RETRY_SECONDS = 2.0
 
 T = TypeVar("T")
 
+_log = structlog.get_logger("fedloop.runs")
+
 
 class RunSession:
     """For the thread of one run; `stop` may be called from any thread."""
@@ -90,9 +92,6 @@ class RunSession:
     def notify(self, devices: Iterable[str]) -> None:
         """Wakes these devices and the event streams."""
         self._services.signals.notify("events", *(f"device:{device}" for device in devices))
-
-
-_log = structlog.get_logger("fedloop.runs")
 
 
 class WaitNotice:

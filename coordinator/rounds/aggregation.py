@@ -49,6 +49,8 @@ OUTLIER = "outlier"
 MAX_TRAIN_LOSS = 1e6
 """A client's training loss is clamped to this in the round's mean, so that one client cannot make the mean infinite."""
 
+MAX_STEP_RATIO = 10
+
 
 @dataclass(frozen=True)
 class Aggregated:
@@ -165,9 +167,6 @@ def _clamp(update: Update, weight_limit: int | None) -> Update:
 
 def _ignore(event: str, **values: Any) -> None:
     """Drops events of a repeated pass."""
-
-
-MAX_STEP_RATIO = 10
 
 
 @dataclass(frozen=True)

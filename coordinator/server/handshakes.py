@@ -42,6 +42,12 @@ _RETRY_SECONDS = 0.1
 
 _log = structlog.get_logger("fedloop.http")
 
+HANDSHAKE_SECONDS = 20
+SHUTDOWN_SECONDS = 5
+"""For the peer to close after we did."""
+RECEIVED_BYTES = 32 * 1024
+"""Read from a connection at a time. One TLS record, 16 KiB, fits."""
+
 
 @dataclass(eq=False)
 class _Pending:
@@ -236,13 +242,6 @@ def _network(address: str) -> str:
             return str(parsed.ipv4_mapped)
         return str(ipaddress.ip_network((parsed, _IPV6_PREFIX_BITS), strict=False))
     return str(parsed)
-
-
-HANDSHAKE_SECONDS = 20
-SHUTDOWN_SECONDS = 5
-"""For the peer to close after we did."""
-RECEIVED_BYTES = 32 * 1024
-"""Read from a connection at a time. One TLS record, 16 KiB, fits."""
 
 
 class SmallTls(sslproto.SSLProtocol):

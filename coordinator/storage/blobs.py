@@ -33,6 +33,9 @@ from strategies.params import Tensors
 GRACE_SECONDS = 3600.0
 """How long an unreferenced new blob is kept, and a temporary file that may still be written."""
 
+_BLOCK_BYTES = 2**20
+_PART, _DECODED = ".part", ".decoded"
+
 
 class BlobDamaged(ValueError):
     """A blob's bytes do not have the hash it is named by."""
@@ -265,10 +268,6 @@ def _age_seconds(path: Path) -> float:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:
         return 0.0
-
-
-_BLOCK_BYTES = 2**20
-_PART, _DECODED = ".part", ".decoded"
 
 
 class BadEncoding(ValueError):

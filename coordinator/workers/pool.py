@@ -30,6 +30,13 @@ from edge_client.processes.process import Launch
 
 _LENGTH_BYTES = 4
 
+JOBS_PER_WORKER = 2
+"""Jobs that one worker has at a time."""
+TORCH = ("models.zoo", "edge_client.train.torch_trainer")
+"""Modules that workers for torch models import."""
+_WORKER = "coordinator.workers.worker"
+_TAIL_BYTES = 65_536
+
 
 class Closed(Exception):
     """The other end has closed the channel."""
@@ -101,16 +108,6 @@ def _receive_exactly(channel: socket.socket, length: int) -> bytes:
             raise Closed("end of stream")
         view = view[received:]
     return bytes(buffer)
-
-
-JOBS_PER_WORKER = 2
-"""Jobs that one worker has at a time."""
-
-TORCH = ("models.zoo", "edge_client.train.torch_trainer")
-"""Modules that workers for torch models import."""
-
-_WORKER = "coordinator.workers.worker"
-_TAIL_BYTES = 65_536
 
 
 class WorkerDied(Exception):

@@ -54,6 +54,10 @@ _ABOUT_THIS_DEVICE = {
 _LATE_SECONDS = 3600.0
 """A result that the coordinator cannot accept so long after the end of its round is dropped."""
 
+_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LARGEST = 2**53
+
 
 class Training(Protocol):
     """`edge_client.train.process.TrainingProcess`, or a test's replacement."""
@@ -293,11 +297,6 @@ class Executor:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_LARGEST = 2**53
 
 
 def check_offer(offer: TaskOffer) -> TaskOffer:

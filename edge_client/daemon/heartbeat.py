@@ -15,6 +15,8 @@ from edge_client.transport.failures import CertificateExpired, ServerRefused, Un
 from edge_client.transport.link import Link, parse_answer
 from edge_client.wire.device import CheckIn, CheckInAnswer
 
+_LONGEST_BEAT_SECONDS = 600.0
+
 
 class ShutdownRequested(BaseException):
     """Raised by a signal handler at any point of the daemon's work: it is safe to end anywhere."""
@@ -37,9 +39,6 @@ class WakeupPipe:
             return False
         os.read(self._read, 4096)
         return True
-
-
-_LONGEST_BEAT_SECONDS = 600.0
 
 
 class Heartbeat:

@@ -23,6 +23,10 @@ _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")
 
 _NOT_YET_VALID, _EXPIRED = 9, 10  # X509_V_ERR_…, openssl/x509_vfy.h
 
+SOON_SECONDS, SOON_FOR_SECONDS = 5.0, 60.0
+"""A coordinator that counted on this device and went away is probably restarting: for the first minute it is tried
+at least this often."""
+
 
 class Unreachable(Exception):
     """No valid answer; worth another try later. The message is for people."""
@@ -147,11 +151,6 @@ class Backoff:
         ceiling = min(longest, self._first * 2**self._failures)
         self._failures += ceiling < longest
         return (at_least or 0.0) + self._rng.uniform(0.0, ceiling)
-
-
-SOON_SECONDS, SOON_FOR_SECONDS = 5.0, 60.0
-"""A coordinator that counted on this device and went away is probably restarting: for the first minute it is tried
-at least this often."""
 
 
 class RetrySchedule:

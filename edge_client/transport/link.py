@@ -44,6 +44,9 @@ _CHUNK_BYTES = 64 * 1024
 
 _BLOCK_BYTES = 256 * 1024
 
+PIECE_BYTES = 32 * 1024 * 1024
+"""Of a result in one request; read and sent in small blocks."""
+
 
 @dataclass(frozen=True)
 class Credentials:
@@ -284,10 +287,6 @@ def _date(text: str | None) -> float | None:
         return parsedate_to_datetime(text).timestamp() if text else None
     except (ValueError, OverflowError):
         return None
-
-
-PIECE_BYTES = 32 * 1024 * 1024
-"""Of a result in one request; read and sent in small blocks."""
 
 
 def download(
