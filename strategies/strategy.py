@@ -304,6 +304,11 @@ class ClipNorm:
         return replace(update, delta=elementwise(lambda value: value * factor, update.delta))
 
 
+def clipping(norm: float) -> tuple[UpdateTransform, ...]:
+    """The transforms of option `clip_norm`."""
+    return (ClipNorm(norm),) if norm > 0 else ()
+
+
 @dataclass(frozen=True)
 class Strategy:
     """A federated algorithm: client rule, update transforms, aggregator, server optimizer."""

@@ -1,0 +1,21 @@
+"""SCAFFOLD: control variates correct client drift. Karimireddy 2020, Algorithm 1, option II."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strategies import options
+from strategies.client_rules import ControlVariates
+from strategies.strategy import SGD, Strategy, WeightedMean, Weighting, clipping
+
+
+@dataclass(frozen=True)
+class Scaffold:
+    server_lr: float = options.server_lr()
+    weighting: Weighting = options.weighting("uniform")
+    clip_norm: float = options.clip_norm()
+
+    def build(self) -> Strategy:
+        mean = WeightedMean(self.weighting)
+        optimizer = SGD(self.server_lr)
+        return Strategy("scaffold", ControlVariates(), clipping(self.clip_norm), mean, optimizer)

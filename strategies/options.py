@@ -1,0 +1,85 @@
+"""Options of an algorithm: a dataclass field each, with its default, its meaning and its range."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: its default, its meaning and its permitted values."""
+
+    default: float | str | bool
+    meaning: str
+    low: float = float("-inf")
+    high: float = float("inf")
+    low_open: bool = False
+    high_open: bool = False
+    choices: tuple[str, ...] = ()
+
+    def describe_range(self) -> str:
+        """The permitted values as text."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if isinstance(self.default, bool):
+            return "true or false"
+        low = f"{'>' if self.low_open else '>='} {self.low:g}"
+        if self.high == float("inf"):
+            return low
+        return f"{low} and {'<' if self.high_open else '<='} {self.high:g}"
+
+    def accepts(self, value: object) -> bool:
+        if self.choices:
+            return value in self.choices
+        if isinstance(self.default, bool) or isinstance(value, bool):
+            return isinstance(value, bool) and isinstance(self.default, bool)
+        if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+            return False
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below
+
+    def convert(self, value: Any) -> float | str | bool:
+        """An accepted value in the option's own type: `1` for a number is 1.0."""
+        return float(value) if isinstance(self.default, float) else value
+
+
+def field(default: float | str | bool, meaning: str, **limits: Any) -> Any:
+    """A dataclass field that carries its `Option`."""
+    return dataclasses.field(default=default, metadata={"option": Option(default, meaning, **limits)})
+
+
+def of(algorithm: type) -> dict[str, Option]:
+    """The options of an algorithm by name, in the order of its fields."""
+    return {each.name: each.metadata["option"] for each in dataclasses.fields(algorithm)}
+
+
+# -- options that several algorithms have --
+
+
+def server_lr(default: float = 1.0) -> Any:
+    return field(default, "server learning rate", low=0.0, low_open=True)
+
+
+def decay(default: float, meaning: str) -> Any:
+    """A factor in [0, 1)."""
+    return field(default, meaning, low=0.0, high=1.0, high_open=True)
+
+
+def tau() -> Any:
+    return field(1e-3, "degree of adaptivity, added to the root of the second moment", low=0.0, low_open=True)
+
+
+def flower_form() -> Any:
+    return field(False, "compute as flwr 1.41 does, for parity with runs made there")
+
+
+def weighting(default: str = "examples") -> Any:
+    return field(default, "weight of an update in the mean", choices=("examples", "uniform"))
+
+
+def clip_norm() -> Any:
+    return field(0.0, "scale updates with a larger L2 norm down to it; 0 is off", low=0.0)
