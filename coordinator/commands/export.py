@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from coordinator.commands.options import DataDir, Json
-from coordinator.commands.output import print_json
+from coordinator.commands.output import print_result
 from coordinator.commands.progress import RichProgress
 from coordinator.errors import UserError
 from edge_client.wire.rollouts import MANIFEST_NAME, is_release
@@ -137,13 +137,10 @@ def export(
         report = release_export.export(folder, request, out, Environment(data_dir, progress))
     if published := report["golden"]["real_rows"]:
         typer.echo(_published_warning(published, real_rows, out), err=True)
-    if as_json:
-        print_json({"out": str(out), **report})
-        return
-    typer.echo(f"{name}:{version}, {report['precision']}, {report['bytes']:,} bytes, {_accuracy(report)}")
-    for line in _report_lines(report):
-        typer.echo(line)
-    typer.echo(f"release in {out}/")
+    title = f"{name}:{version}, {report['precision']}, {report['bytes']:,} bytes"
+    accuracy = f"accuracy {report['accuracy']:.4f} on {report['test_rows']} {report['scored']}"
+    lines = (f"{title}, {accuracy}", *_report_lines(report), f"release in {out}/")
+    print_result({"out": str(out), **report}, *lines, as_json=as_json)
 
 
 def _published_warning(published: int, requested: int, out: Path) -> str:
@@ -154,10 +151,6 @@ def _published_warning(published: int, requested: int, out: Path) -> str:
         f"PUBLISHED: {published} rows{fewer} of the data are in {out / MANIFEST_NAME}, readable by every device and everyone "
         "with the release"
     )
-
-
-def _accuracy(report: Mapping[str, Any]) -> str:
-    return f"accuracy {report['accuracy']:.4f} on {report['test_rows']} {report['scored']}"
 
 
 def _report_lines(report: Mapping[str, Any]) -> Iterator[str]:

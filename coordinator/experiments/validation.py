@@ -86,14 +86,9 @@ def format_error(item: Any, root: type[BaseModel]) -> str:
         return f"{key} = {item['input']!r}: expected a table, [{key}] with keys of its own"
     message = item["msg"]
     if item["type"] == "literal_error" and item["loc"][-1] == "[key]":
-        return (
-            f"{key} is not allowed{suggest(where[-1], _quoted(message))}; {message[0].lower()}{message[1:]}"
-        )
+        quoted = message.split("'")[1::2]
+        return f"{key} is not allowed{suggest(where[-1], quoted)}; {message[0].lower()}{message[1:]}"
     return f"{key} = {item['input']!r}: {message[0].lower()}{message[1:]}"
-
-
-def _quoted(message: str) -> list[str]:
-    return [part for index, part in enumerate(message.split("'")) if index % 2]
 
 
 def _known_keys(tables: list[str], root: type[BaseModel]) -> list[str]:

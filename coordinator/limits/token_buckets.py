@@ -31,7 +31,9 @@ class TokenBuckets:
         if level < 1.0:
             return (1.0 - level) / self._per_second
         if len(self._levels) >= _MAX_KEYS:
-            self._drop_full()
+            self._levels = {
+                other: kept for other, kept in self._levels.items() if self._level(other) < self._capacity
+            }
         self._levels[key] = (level - 1.0, self._monotonic())
         return 0.0
 
@@ -39,6 +41,3 @@ class TokenBuckets:
         now = self._monotonic()
         level, at = self._levels.get(key, (self._capacity, now))
         return min(self._capacity, level + (now - at) * self._per_second)
-
-    def _drop_full(self) -> None:
-        self._levels = {key: kept for key, kept in self._levels.items() if self._level(key) < self._capacity}
