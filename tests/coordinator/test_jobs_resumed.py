@@ -15,7 +15,6 @@ import pytest
 
 from coordinator.datacenter import job_worker, jobs
 from coordinator.datacenter.job_worker import JobFailed, JobPreempted
-from tests.support.long import extended
 
 CLOCK = datetime(2030, 1, 1, tzinfo=UTC)
 STARTER = """
@@ -56,8 +55,9 @@ def plain(folder: Path) -> jobs.Job:
     return jobs.Job("check", {}, {})
 
 
+@pytest.mark.extended
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, *extended(2)])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_training_whose_starter_was_killed_ends_as_if_it_had_not_been(
     tmp_path: Path, processes: int
 ) -> None:

@@ -64,6 +64,7 @@ def test_torch_clients_are_refused_with_what_to_do(folder: Path) -> None:
     assert_refused(done, "federation.runtimes", "torch", "mine:build", "Keras model", "{litert=1}")
 
 
+@pytest.mark.extended
 def test_what_a_run_came_to_is_released_as_integers(run: Path, folder: Path) -> None:
     asked = [
         "--name",

@@ -32,6 +32,7 @@ def test_a_device_behind_an_http_proxy_enrols_and_trains(
         assert {line.rpartition(" ")[0] for line in proxy.requests} == {f"CONNECT {host}:{port}"}
 
 
+@pytest.mark.extended
 def test_a_device_behind_a_balancer_that_passes_tls_on_enrols_and_trains(tmp_path: Path) -> None:
     with local_fleet(tmp_path) as fleet, Line(_device_address(fleet)) as balancer:
         _train(fleet, balancer.url)

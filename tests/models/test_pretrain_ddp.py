@@ -47,6 +47,7 @@ def alone(job: jobs.Job, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
     return jobs.run(job, folder), folder
 
 
+@pytest.mark.extended
 def test_two_processes_train_what_one_trains(
     job: jobs.Job, alone: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-4
 SETTINGS = (
+    "model.name=mlp",
     "federation.clients=6",
     "federation.clients_per_round=6",
     "local.steps=5",
