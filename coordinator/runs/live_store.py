@@ -137,9 +137,6 @@ class LiveStore:
         return is_committed, (old | {before.params, before.strategy_state}) - rows.blobs_in_use(connection)
 
 
-_log = structlog.get_logger("fedloop.runs")
-
-
 def finish(services: Services, run: str, model_sha256: str, register_as: RegisterAs | None) -> None:
     """Completes a run after its last round, with the blob of its final model. `services.blobs.reference_lock` must be held.
 
