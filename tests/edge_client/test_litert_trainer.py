@@ -71,9 +71,9 @@ def test_a_manifest_of_another_input_shape_is_refused() -> None:
     found, manifest = exported(NAME)
 
     with pytest.raises(
-        ManifestError, match=r"input x is float32 \[8, 12\], the manifest says float32 \[8, 13\]"
+        ManifestError, match=r"input x is float32 \[8, 8, 8\], the manifest says float32 \[8, 8, 9\]"
     ):
-        LiteRTRuntime(found.tflite, replace(manifest, input=InputSpec((13,), "float32")))
+        LiteRTRuntime(found.tflite, replace(manifest, input=InputSpec((8, 9), "float32")))
 
 
 def test_a_batch_too_large_for_the_artifact_is_refused_with_both_sizes() -> None:
