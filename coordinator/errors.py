@@ -5,21 +5,11 @@ from __future__ import annotations
 import errno
 from typing import Any
 
+from edge_client.errors import UserError as UserError  # the one class for wrong input, also here
 from edge_client.files import NO_ROOM
 
 DISK_ERRNOS = (*NO_ROOM, errno.EROFS, errno.EIO)
 """Errors that a worker reports as the disk's. Missing files and permissions are not among them: a user's code causes these too."""
-
-
-class UserError(Exception):
-    """The user's input is wrong. The message names the file, key and value, and what to do.
-
-    The command line prints it and exits with 2; the API answers 4xx with `code`.
-    """
-
-    def __init__(self, message: str, code: str = "bad_input") -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class StorageFailed(UserError):

@@ -40,7 +40,7 @@ from typing import Any, get_type_hints
 
 from edge_client.data import DataConfig
 from edge_client.eligibility import Conditions
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 from edge_client.train.process import Limits
 from edge_client.wire.device import RuntimeName
 from edge_client.wire.strict import InvalidDocument, abbreviate, read, require_bounded
@@ -113,7 +113,7 @@ def load(file: Path | None, environment: Mapping[str, str], sets: Sequence[str] 
     """Loads the configuration from all three layers.
 
     Raises:
-        UserMistake: listing all errors, with their places and the expected values.
+        UserError: listing all errors, with their places and the expected values.
     """
     problems: list[str] = []
     entries = {
@@ -127,10 +127,10 @@ def load(file: Path | None, environment: Mapping[str, str], sets: Sequence[str] 
         # unknown keys and wrong types are reported above
         valid = {key: value for key, value in values.items() if key in _kinds() and value is not None}
         conditions = Conditions(**_table(valid, "conditions"))
-    except UserMistake as error:
+    except UserError as error:
         problems.append(str(error))
     if problems:
-        raise UserMistake("\n".join(problems))
+        raise UserError("\n".join(problems))
     config = _build(values, conditions)
     return LoadedConfig(config, _origins(config, entries))
 
@@ -308,7 +308,7 @@ def _require_reportable(config: EdgeConfig) -> EdgeConfig:
         try:
             require_bounded(value, key)
         except InvalidDocument as error:
-            raise UserMistake(f"{error}; a coordinator accepts no more") from None
+            raise UserError(f"{error}; a coordinator accepts no more") from None
     return config
 
 

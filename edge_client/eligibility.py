@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 
 METERED_FILE = "metered"
 
@@ -47,7 +47,7 @@ class Conditions:
         quiet_hours: never within these local times, such as "22:00-06:30".
 
     Raises:
-        UserMistake: quiet hours are not in that form.
+        UserError: quiet hours are not in that form.
     """
 
     on_ac_power: bool = False
@@ -189,7 +189,7 @@ def _hours(text: str) -> tuple[time, time]:
             start, end = time(hour, minute), time(end_hour % 24 if end_minute == 0 else end_hour, end_minute)
             if start != end:
                 return start, end
-    raise UserMistake(f"conditions.quiet_hours has {text!r}, expected local times such as '22:00-06:30'")
+    raise UserError(f"conditions.quiet_hours has {text!r}, expected local times such as '22:00-06:30'")
 
 
 def _needs_battery(conditions: Conditions) -> bool:

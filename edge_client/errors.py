@@ -1,10 +1,17 @@
-"""Errors that end a command on a device."""
+"""Errors of a person's input, everywhere, and of a device that cannot go on."""
 
 from __future__ import annotations
 
 
-class UserMistake(Exception):
-    """A person's input is wrong. The message says what arrived, what was expected, what to do; exit code 2."""
+class UserError(Exception):
+    """A person's input is wrong. The message names the file, key and value, what was expected, and what to do.
+
+    Commands print it and exit with 2; the APIs answer 4xx with `code`.
+    """
+
+    def __init__(self, message: str, code: str = "bad_input") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class Stopped(Exception):

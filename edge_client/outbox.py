@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 from edge_client.files import file_sha256, make_durably, sync_file, sync_folder
 from edge_client.state import State
 from edge_client.wire.device import CheckIn, Encoding, EnrolRequest, TaskKind, TaskOffer
@@ -289,20 +289,20 @@ class Ledger:
         return [Entry(**dict(row), payload_kept=self._path(row["sha256"]).exists()) for row in rows]
 
     def entry(self, number: int) -> Entry:
-        """Raises UserMistake if there is no such entry."""
+        """Raises UserError if there is no such entry."""
         for each in self.entries():
             if each.id == number:
                 return each
-        raise UserMistake(f"the ledger has no entry {number}; `fedloop-edge ledger` lists them")
+        raise UserError(f"the ledger has no entry {number}; `fedloop-edge ledger` lists them")
 
     def payload(self, entry: Entry) -> bytes:
         """The result as it was before encoding.
 
         Raises:
-            UserMistake: the payload is no longer kept.
+            UserError: the payload is no longer kept.
         """
         if not entry.payload_kept:
-            raise UserMistake(
+            raise UserError(
                 f"the payload of entry {entry.id} is no longer kept; only the newest {self._payload_bytes} bytes are"
             )
         return inflate(self._path(entry.sha256), entry.encoding)

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 from edge_client.files import NO_ROOM
 from edge_client.wire.device import TaskOffer, to_json
 from edge_client.wire.strict import InvalidDocument, parse_message
@@ -164,7 +164,7 @@ def make_private(folder: Path) -> None:
     """Creates the state folder, accessible to this user only.
 
     Raises:
-        UserMistake: it cannot be created or belongs to another user.
+        UserError: it cannot be created or belongs to another user.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -173,7 +173,7 @@ def make_private(folder: Path) -> None:
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
-        raise UserMistake(
+        raise UserError(
             f"the state folder {folder} cannot be used: {error.strerror}; give another with --state-dir, or run as "
             "the user it belongs to"
         ) from None

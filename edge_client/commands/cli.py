@@ -15,7 +15,7 @@ import typer
 import typer.core
 
 from edge_client.commands import inspection, membership, model
-from edge_client.errors import Stopped, UserMistake
+from edge_client.errors import Stopped, UserError
 from edge_client.transport.failures import ServerRefused, Unreachable
 from edge_client.wire.strict import printable_lines
 
@@ -58,10 +58,10 @@ data_app.command("preview")(inspection.data_preview)
 
 
 def main() -> None:
-    """Runs the command; a UserMistake prints one message and exits with 2, never with a traceback."""
+    """Runs the command; a UserError prints one message and exits with 2, never with a traceback."""
     try:
         app()
-    except UserMistake as mistake:
+    except UserError as mistake:
         _fail(str(mistake), 2)
     except ServerRefused as refused:
         _fail(f"the coordinator refuses: {refused}", 2 if 400 <= refused.status < 500 else 1)

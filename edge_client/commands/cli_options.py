@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from edge_client.config import EdgeConfig, LoadedConfig, load
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 from edge_client.state import State, daemon_pid, lock
 
 AsJson = Annotated[bool, typer.Option("--json", help="For a script to read.")]
@@ -36,7 +36,7 @@ def exclusive(state_dir: Path) -> Iterator[None]:
     """Locks the state folder, so that no daemon uses it meanwhile."""
     file = lock(state_dir)
     if file is None:
-        raise UserMistake(
+        raise UserError(
             f"a daemon (process {daemon_pid(state_dir)}) uses {state_dir}; stop it first, or choose another --state-dir"
         )
     try:
@@ -60,7 +60,7 @@ def confirm(sure: bool, question: str) -> None:
     if sure:
         return
     if not sys.stdin.isatty():
-        raise UserMistake("this needs confirmation and standard input is not a terminal; pass --yes")
+        raise UserError("this needs confirmation and standard input is not a terminal; pass --yes")
     typer.confirm(question, abort=True)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from edge_client.clock import CLOCK_TOLERANCE_SECONDS, describe_clock_error
 from edge_client.config import EdgeConfig
 from edge_client.data import preview
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 from edge_client.state import State, remedy
 from edge_client.train.resolve import installed_runtimes
 from edge_client.transport import identity
@@ -57,7 +57,7 @@ def examine(config: EdgeConfig, wall: Callable[[], float] = time.time) -> Iterat
     yield from _data(config)
     try:
         member = identity.load(config.state_dir)
-    except UserMistake as error:
+    except UserError as error:
         yield Check("identity", False, str(error), _ENROL_AGAIN)
         return
     if member is None:
@@ -69,7 +69,7 @@ def examine(config: EdgeConfig, wall: Callable[[], float] = time.time) -> Iterat
 def _state_folder(config: EdgeConfig) -> Check:
     try:
         State(config.state_dir).close()
-    except UserMistake as error:
+    except UserError as error:
         return Check("state folder", False, str(error), "see above")
     except (sqlite3.Error, OSError) as error:
         return Check("state folder", False, f"{config.state_dir}: {error}", remedy(error))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edge_client.commands.cli_options import AsJson, Sure, configuration, confirm, load_config, open_state
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 
 if TYPE_CHECKING:
     from edge_client.outbox import Entry, Ledger
@@ -88,7 +88,7 @@ def config_check(context: typer.Context, as_json: AsJson = False) -> None:
     loaded = load_config(context)
     problems = {name: connectors.problem_of(data) for name, data in loaded.config.data.items()}
     if any(problems.values()):
-        raise UserMistake("\n".join(f"data.{name}: {words}" for name, words in problems.items() if words))
+        raise UserError("\n".join(f"data.{name}: {words}" for name, words in problems.items() if words))
     origins = loaded.origins
     if as_json:
         document = {key: {"value": value, "origin": origin} for key, (value, origin) in origins.items()}
@@ -114,12 +114,12 @@ def data_preview(
     config = configuration(context)
     tables = config.data
     if not tables:
-        raise UserMistake(
+        raise UserError(
             "no data set is configured; add a table [data.NAME] to the configuration (--config FILE): "
             '[data.digits] with kind = "csv", path = "digits.csv" and label = "digit", for example'
         )
     if name is not None and name not in tables:
-        raise UserMistake(
+        raise UserError(
             f"no data set {name!r} is configured; there are: {', '.join(sorted(tables)) or 'none'}"
         )
     memory = config.limits.memory_bytes

@@ -11,7 +11,7 @@ import typer
 
 from edge_client.commands.cli_options import Sure, configuration, confirm, exclusive, open_state, wake
 from edge_client.config import FILE_VARIABLE, PREFIX, EdgeConfig, default_file
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 from edge_client.transport.failures import CertificateExpired, ServerRefused, Unreachable
 
 
@@ -37,7 +37,7 @@ def enroll(
     with exclusive(config.state_dir):
         known = identity.load(config.state_dir)
         if known is not None:
-            raise UserMistake(
+            raise UserError(
                 f"this device is already enrolled, as {known.device} at {known.url}; `fedloop-edge leave` ends that"
             )
 
@@ -90,13 +90,13 @@ def leave(context: typer.Context, sure: Sure = False) -> None:
     with exclusive(config.state_dir):
         try:
             who = identity.load(config.state_dir)
-        except UserMistake as damaged:
+        except UserError as damaged:
             typer.echo(f"{damaged}", err=True)
             confirm(sure, "Remove what is left of this device's identity?")
             where = "the coordinator, which was not notified"
         else:
             if who is None:
-                raise UserMistake("this device is not enrolled")
+                raise UserError("this device is not enrolled")
             confirm(sure, f"Leave {who.url} and remove this device's key?")
             _notify_leaving(config, who)
             where = who.url
@@ -143,7 +143,7 @@ def install_service(
     from edge_client.commands import systemd_unit
 
     if user == system:
-        raise UserMistake("pass exactly one of --user and --system")
+        raise UserError("pass exactly one of --user and --system")
     scope: systemd_unit.Scope = "user" if user else "system"
     file, sets = context.obj
     text = systemd_unit.unit(scope, configuration(context), file or default_file(os.environ), sets)

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from edge_client.commands.cli_options import AsJson, configuration
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 
 Model = Annotated[
     str | None, typer.Option("--model", help="Its name in the registry, if this device has several.")
@@ -102,7 +102,7 @@ def serve_model(
 
 @contextmanager
 def _release_errors() -> Iterator[None]:
-    """Reports an unusable release or invalid rows as UserMistake."""
+    """Reports an unusable release or invalid rows as UserError."""
     from edge_client.data.connector import DataProblem
     from edge_client.infer.runtime import InvalidRows
     from edge_client.train.golden import SelfTestFailed
@@ -111,4 +111,4 @@ def _release_errors() -> Iterator[None]:
     try:
         yield
     except (ManifestError, SelfTestFailed, DataProblem, InvalidRows) as error:
-        raise UserMistake(str(error)) from None
+        raise UserError(str(error)) from None

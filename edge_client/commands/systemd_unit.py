@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from edge_client.config import EdgeConfig
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 from edge_client.files import write_durably
 
 Scope = Literal["user", "system"]
@@ -102,16 +102,16 @@ def unit(scope: Scope, config: EdgeConfig, config_file: Path | None, sets: Seque
     """The unit's text. `config_file` and `sets`: the sources of `config`, passed on to the daemon.
 
     Raises:
-        UserMistake: the system service cannot keep its state, or read its configuration, in the configured place.
+        UserError: the system service cannot keep its state, or read its configuration, in the configured place.
     """
     state_dir = config.state_dir
     if scope == "system" and state_dir.parent != Path("/var/lib"):
-        raise UserMistake(
+        raise UserError(
             f"state_dir is {state_dir}; the machine's service keeps its state in a folder right in /var/lib, which "
             'systemd makes for its user: leave it out, or set state_dir = "/var/lib/NAME"'
         )
     if scope == "system" and config_file is not None and _is_in_home(config_file.absolute()):
-        raise UserMistake(
+        raise UserError(
             f"the configuration is {config_file}, in a person's home; the machine's service runs as a user of its own: "
             "move it, for instance to /etc/fedloop/edge.toml, and name it by --config"
         )
@@ -134,25 +134,23 @@ def install(scope: Scope, text: str) -> Path:
     """Writes the unit and reloads systemd. Returns the unit's path.
 
     Raises:
-        UserMistake: writing is not allowed, or systemd fails.
+        UserError: writing is not allowed, or systemd fails.
     """
     path = _folder(scope) / UNIT
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, text.encode(), mode=0o644)
     except OSError as error:
-        raise UserMistake(
+        raise UserError(
             f"{path} cannot be written: {error.strerror}; --system needs root, --user does not"
         ) from None
     command = ["systemctl", *(["--user"] if scope == "user" else []), "daemon-reload"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except FileNotFoundError:
-        raise UserMistake(
-            f"{path} was written, but there is no systemctl on this machine to read it"
-        ) from None
+        raise UserError(f"{path} was written, but there is no systemctl on this machine to read it") from None
     if done.returncode != 0:
-        raise UserMistake(f"{path} was written, but `{' '.join(command)}` failed: {done.stderr.strip()}")
+        raise UserError(f"{path} was written, but `{' '.join(command)}` failed: {done.stderr.strip()}")
     return path
 
 

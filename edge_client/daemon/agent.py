@@ -20,7 +20,7 @@ from edge_client.daemon.heartbeat import LongPoll, ShutdownRequested, WakeupPipe
 from edge_client.daemon.host_environment import HostEnvironment, read_desired
 from edge_client.daemon.membership import FINAL, Membership
 from edge_client.daemon.task_session import Cancellation, TaskSession
-from edge_client.errors import Stopped, UserMistake
+from edge_client.errors import Stopped, UserError
 from edge_client.ota.releases import Releases
 from edge_client.steps import (
     LONGEST_SLEEP_SECONDS,
@@ -95,7 +95,7 @@ class Agent:
 
         Raises:
             Stopped: the device was revoked, or cannot go on until a person acts.
-            UserMistake: the device was never enrolled.
+            UserError: the device was never enrolled.
         """
         try:
             with suppress(ShutdownRequested):
@@ -171,7 +171,7 @@ class Agent:
     def _do(self, step: Step) -> None:
         match step:
             case Halt(message):
-                raise UserMistake(message)
+                raise UserError(message)
             case Renew(expired):
                 self._membership.renew(
                     expired, lambda: self._status.write("renewing", "requests the next certificate")

@@ -32,7 +32,7 @@ def run(config: EdgeConfig) -> None:
     """Works until a signal ends it. The caller holds the lock of the state folder.
 
     Raises:
-        UserMistake: not enrolled. Stopped: the coordinator no longer accepts this device.
+        UserError: not enrolled. Stopped: the coordinator no longer accepts this device.
     """
     state = State(config.state_dir)
     wakeup = WakeupPipe()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from edge_client.clock import Clock
 from edge_client.config import EdgeConfig
 from edge_client.daemon.host_environment import HostEnvironment
-from edge_client.errors import Stopped, UserMistake
+from edge_client.errors import Stopped, UserError
 from edge_client.transport import identity
 from edge_client.transport.failures import ServerRefused, Unreachable, WrongClock
 from edge_client.transport.identity import Identity
@@ -55,10 +55,10 @@ class Membership:
         return max(self._identity.renew_at, self._renew_not_before)
 
     def begin(self) -> None:
-        """Connects. Raises UserMistake if this device was never enrolled."""
+        """Connects. Raises UserError if this device was never enrolled."""
         self._identity = identity.load(self._config.state_dir)
         if self._identity is None:
-            raise UserMistake("this device is not enrolled; run `fedloop-edge enroll URL TOKEN`")
+            raise UserError("this device is not enrolled; run `fedloop-edge enroll URL TOKEN`")
         self._connect()
 
     def date(self) -> float:

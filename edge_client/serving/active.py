@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 from edge_client.infer import golden_check
 from edge_client.infer.runtime import LoadedRelease, load
 from edge_client.ota.crash_counter import StartCounter
@@ -31,7 +31,7 @@ class ActiveModel:
         now: monotonic seconds.
 
     Raises:
-        UserMistake, ManifestError, SelfTestFailed: there is no release that can be used here.
+        UserError, ManifestError, SelfTestFailed: there is no release that can be used here.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ActiveModel:
             self.loaded = self._open(folder)
         except NoRelease:
             raise
-        except (UserMistake, ManifestError, SelfTestFailed, OSError) as error:
+        except (UserError, ManifestError, SelfTestFailed, OSError) as error:
             message = f"goes on with {self.name}: {error}"
             if message != self._warned:  # this runs before every batch
                 self._log(message)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 
 _CONNECT_SECONDS = 5.0
 """A service that does not accept within this time exists and is busy."""
@@ -20,24 +20,24 @@ def listening(path: Path) -> Iterator[socket.socket]:
     """A listening socket at `path` with mode 0600, removed at the end.
 
     Raises:
-        UserMistake: another file is there, another service listens, or the socket cannot be created.
+        UserError: another file is there, another service listens, or the socket cannot be created.
     """
     try:
         if path.exists():
             if not stat.S_ISSOCK(path.stat().st_mode):
-                raise UserMistake(f"--socket {path}: another file is there")
+                raise UserError(f"--socket {path}: another file is there")
             if _accepts(path):
-                raise UserMistake(f"--socket {path}: another service listens there")
+                raise UserError(f"--socket {path}: another service listens there")
             path.unlink()  # left by a killed service
     except OSError as error:
-        raise UserMistake(f"--socket {path}: {error.strerror or error}") from None
+        raise UserError(f"--socket {path}: {error.strerror or error}") from None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     before = os.umask(0o177)
     try:
         listener.bind(str(path))
     except OSError as error:
         listener.close()
-        raise UserMistake(f"--socket {path}: {error.strerror or error}") from None
+        raise UserError(f"--socket {path}: {error.strerror or error}") from None
     finally:
         os.umask(before)
     listener.listen()  # early clients wait until it is served

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 from edge_client.infer.runtime import InvalidRows, LoadedRelease
 from edge_client.ota import slots
 from edge_client.ota.pointer import Pointer
 from edge_client.wire.strict import printable
 
 
-class NoRelease(UserMistake):
+class NoRelease(UserError):
     """This device runs no release of the model."""
 
 
@@ -37,13 +37,13 @@ def active_release(state_dir: Path, model: str | None = None) -> Path:
 
     Raises:
         NoRelease: none is installed yet, or the installed one no longer runs.
-        UserMistake: the device runs several and none is named, or does not know the named one.
+        UserError: the device runs several and none is named, or does not know the named one.
     """
     pointers = {name: slots.read(state_dir, name) for name in slots.models(state_dir)}
     running = [name for name, pointer in pointers.items() if pointer.active is not None]
     choices = running or list(pointers)
     if model is None and len(choices) > 1:
-        raise UserMistake(f"this device has several models; name one with --model: {', '.join(choices)}")
+        raise UserError(f"this device has several models; name one with --model: {', '.join(choices)}")
     chosen = model or next(iter(choices), None)
     if chosen is None:
         raise NoRelease(
@@ -52,7 +52,7 @@ def active_release(state_dir: Path, model: str | None = None) -> Path:
         )
     if chosen not in pointers:
         has = f"it has {', '.join(choices)}" if choices else "it has none yet"
-        raise UserMistake(f"this device has no release of {chosen!r}; {has}; or give a folder with --release")
+        raise UserError(f"this device has no release of {chosen!r}; {has}; or give a folder with --release")
     pointer = pointers[chosen]
     if pointer.active is None:
         raise NoRelease(f"no version of {chosen} runs: {_inactive_reason(pointer)}")

@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 from edge_client.files import sync_folder, write_durably
 from edge_client.transport.failures import Unreachable, WrongClock
 from edge_client.transport.link import (
@@ -92,13 +92,13 @@ def enrol(
         wait: waits so many seconds while approval is pending.
 
     Raises:
-        UserMistake: the token is invalid, or not of the coordinator at `url`.
+        UserError: the token is invalid, or not of the coordinator at `url`.
         ServerRefused: the token is used up, expired or not for this machine.
         Unreachable: there is no answer.
     """
     parsed = _token(token)
     if not url.startswith("https://"):
-        raise UserMistake(
+        raise UserError(
             f"the coordinator's address is {url!r}, expected https://HOST:PORT, as `fedloop device token` prints it"
         )
     ca_pem = _verified_ca(unverified_ca(url, proxy), parsed, url)
@@ -146,7 +146,7 @@ def load(state_dir: Path) -> Identity | None:
     """The identity in `state_dir`, or None before enrolment.
 
     Raises:
-        UserMistake: the identity is damaged.
+        UserError: the identity is damaged.
     """
     link = state_dir / "identity"
     while link.exists():
@@ -155,7 +155,7 @@ def load(state_dir: Path) -> Identity | None:
             return _read(folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
             if link.resolve() == folder:
-                raise UserMistake(
+                raise UserError(
                     f"the identity in {folder} cannot be read: {error}; `fedloop-edge leave` removes it, then enroll again"
                 ) from None
             # A daemon renewed it meanwhile: read the new one.
@@ -195,11 +195,11 @@ def _token(text: str) -> _Token:
     parts = text.strip().split(".")
     expected = "expected fl1.HASH.SECRET, as `fedloop device token` prints it"
     if len(parts) != 3 or parts[0] != "fl1":
-        raise UserMistake(
+        raise UserError(
             f"the enrolment token has {len(parts)} parts and begins with {parts[0][:4]!r}; {expected}"
         )
     if len(parts[1]) != 64 or not set(parts[1]) <= set("0123456789abcdef"):
-        raise UserMistake(f"the enrolment token's second part is not a SHA-256; {expected}")
+        raise UserError(f"the enrolment token's second part is not a SHA-256; {expected}")
     return _Token(parts[1], text.strip())
 
 
@@ -212,7 +212,7 @@ def _verified_ca(pem: bytes, token: _Token, url: str) -> str:
         ) from None
     digest = hashlib.sha256(ca.public_bytes(serialization.Encoding.DER)).hexdigest()
     if not secrets.compare_digest(digest, token.ca_sha256):
-        raise UserMistake(
+        raise UserError(
             f"the coordinator at {url} has the CA {digest[:16]}…, the token is for {token.ca_sha256[:16]}…; "
             "somebody intercepts the connection, or the token is of another coordinator. Nothing was stored"
         )

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from edge_client import config
 from edge_client.commands.cli import app
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 
 TEXT = """
 name = "pump-7"
@@ -71,7 +71,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
     [data.digits]
     path = "/data"
     """
-    with pytest.raises(UserMistake) as caught:
+    with pytest.raises(UserError) as caught:
         config.load(written(tmp_path, text), {"FEDLOOP_EDGE_LIMIT_SECONDS": "1"}, ["nonsense"])
     message = str(caught.value)
     for words in (
@@ -93,7 +93,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
 )
 def test_an_unreadable_file_is_told(tmp_path: Path, text: str | None, words: str) -> None:
     path = tmp_path / "edge.toml" if text is None else written(tmp_path, text)
-    with pytest.raises(UserMistake, match=words):
+    with pytest.raises(UserError, match=words):
         config.load(path, {})
 
 
@@ -112,7 +112,7 @@ def test_the_environment_names_the_file(tmp_path: Path) -> None:
 def test_a_key_of_another_version_is_named_once_and_no_code_is_shown(tmp_path: Path) -> None:
     file = tmp_path / "edge.toml"
     file.write_text('[conditions]\nmin_battery = 20\nmax_load = "high"\n')
-    with pytest.raises(UserMistake) as raised:
+    with pytest.raises(UserError) as raised:
         config.load(file, {})
     assert "unknown key 'conditions.min_battery'; did you mean 'conditions.min_battery_percent'?" in str(
         raised.value
@@ -124,7 +124,7 @@ def test_a_key_of_another_version_is_named_once_and_no_code_is_shown(tmp_path: P
 
 def test_keys_that_no_version_has_are_told_in_all_tables(tmp_path: Path) -> None:
     stale = "[limits]\nmemory = 5\n[conditions]\non_mains = true\n[releases]\ntrail_seconds = 4\n"
-    with pytest.raises(UserMistake) as caught:
+    with pytest.raises(UserError) as caught:
         config.load(written(tmp_path, stale), {})
     for key in ("limits.memory_bytes", "conditions.on_ac_power", "releases.trial_seconds"):
         assert f"did you mean '{key}'?" in str(caught.value)
@@ -134,7 +134,7 @@ def test_keys_that_no_version_has_are_told_in_all_tables(tmp_path: Path) -> None
 def test_config_check_tells_options_that_data_does_not_have(tmp_path: Path) -> None:
     data = '[data.one]\nkind = "csv"\npath = "a.csv"\nlable = "y"\n[data.two]\nkind = "cvs"\npath = "a.csv"\n'
     done = CliRunner().invoke(app, ["--config", str(written(tmp_path, data)), "config", "check"])
-    assert isinstance(done.exception, UserMistake)
+    assert isinstance(done.exception, UserError)
     first, second = str(done.exception).splitlines()
     assert first == "data.one: csv data has no option 'lable', did you mean 'label'?"
     assert second.startswith(

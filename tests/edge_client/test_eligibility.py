@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from edge_client.eligibility import Conditions, Readings, ineligible, is_metered, read_now
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 
 BAD = Readings(
     on_ac_power=False,
@@ -84,7 +84,7 @@ def test_quiet_hours_begin_with_their_start_and_may_go_over_midnight(
 
 @pytest.mark.parametrize("text", ["22-6", "25:00-06:00", "night", "06:00-06:00", "22:00-06:60", ""])
 def test_quiet_hours_of_another_form_are_refused(text: str) -> None:
-    with pytest.raises(UserMistake, match=r"conditions.quiet_hours has .*, expected local times such as"):
+    with pytest.raises(UserError, match=r"conditions.quiet_hours has .*, expected local times such as"):
         Conditions(quiet_hours=(text,))
 
 

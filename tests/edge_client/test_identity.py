@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 from edge_client.transport import identity
 from edge_client.transport.failures import (
     ServerRefused,
@@ -49,7 +49,7 @@ def test_enrolment_leaves_a_private_identity(coordinator: FakeCoordinator, tmp_p
 def test_a_wrong_token_is_told_and_nothing_is_stored(
     coordinator: FakeCoordinator, tmp_path: Path, token: str, words: str
 ) -> None:
-    with pytest.raises(UserMistake, match=words):
+    with pytest.raises(UserError, match=words):
         identity.enrol(tmp_path, coordinator.url, token, name="x", wait=lambda seconds: None)
     assert list(tmp_path.iterdir()) == []
     assert coordinator.devices == {}

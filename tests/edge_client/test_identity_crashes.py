@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 from edge_client.transport import identity
 from tests.support.edge import enrolled
 from tests.support.fake_coordinator import FakeCoordinator
@@ -117,5 +117,5 @@ def test_a_device_that_left_comes_back_as_another_wherever_leaving_was_cut(
 def test_a_damaged_identity_is_told(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     who = enrolled(coordinator, tmp_path)
     who.credentials.certificate.write_text("cut")
-    with pytest.raises(UserMistake, match="`fedloop-edge leave` removes it"):
+    with pytest.raises(UserError, match="`fedloop-edge leave` removes it"):
         identity.load(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 
 from edge_client import config
 from edge_client.commands import systemd_unit
-from edge_client.errors import UserMistake
+from edge_client.errors import UserError
 
 LOOSEST_EXPOSURE = 3.0
 analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
@@ -54,7 +54,7 @@ def test_systemd_understands_the_unit(tmp_path: Path, scope: systemd_unit.Scope)
 
 def test_the_machines_state_lies_where_systemd_makes_it(tmp_path: Path) -> None:
     loaded = config.load(None, {}, [f"state_dir={tmp_path}"]).config
-    with pytest.raises(UserMistake, match="/var/lib"):
+    with pytest.raises(UserError, match="/var/lib"):
         systemd_unit.unit("system", loaded, None)
     assert str(tmp_path) in systemd_unit.unit("user", loaded, None)
 
@@ -73,7 +73,7 @@ def test_a_configuration_in_a_persons_home_is_none_of_the_machines(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     loaded = config.load(None, {}, ["state_dir=/var/lib/fedloop-edge"]).config
-    with pytest.raises(UserMistake, match=r"/etc/fedloop/edge\.toml"):
+    with pytest.raises(UserError, match=r"/etc/fedloop/edge\.toml"):
         systemd_unit.unit("system", loaded, tmp_path / "edge.toml")
 
 
