@@ -1,6 +1,6 @@
 """A coordinator and its devices as real processes on this machine, under one folder.
 
-Runs the same two commands as a user, `fedloop serve` and `fedloop-edge`, on ports that the kernel chooses, with
+Runs the same two commands as a user, `fedloop serve` and `fedloop-edge`, on free ports, with
 state, logs and configuration side by side:
 
     <folder>/coordinator/          home of `fedloop serve`
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -39,6 +41,8 @@ _BIN = Path(sys.executable).parent
 STALL_SECONDS = 60.0
 """A process that used no processor time for this long will not come up; on a loaded machine a start takes longer."""
 _STOP_SECONDS = 30.0
+_PORTS = range(20_000, 32_768)
+"""Ports that Linux does not assign to outgoing connections (`net.ipv4.ip_local_port_range` begins at 32,768)."""
 
 
 class ProcessFailed(RunInterrupted):
@@ -150,7 +154,7 @@ class LocalFleet:
         for name in ("coordinator", "devices", "logs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self.home = self.folder / "coordinator"
-        self.coordinator = self._serve("127.0.0.1:0", "127.0.0.1:0")
+        self.coordinator = self._serve(_free_address(), _free_address())
 
     @property
     def client(self) -> OperatorClient:
@@ -285,6 +289,19 @@ def _enrol(name: str, command: Sequence[str], environment: Mapping[str, str]) ->
         assert process.stderr is not None
         if process.returncode:
             raise UserError(f"{name} could not be enrolled: {process.stderr.read().strip()}")
+
+
+def _free_address() -> str:
+    """A loopback address whose port stays free while the coordinator is down.
+
+    A port that the kernel assigns could be given to an outgoing connection meanwhile, even to a device's own attempt to
+    connect to it.
+    """
+    while True:
+        port = _PORTS.start + secrets.randbelow(len(_PORTS))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{port}"
 
 
 def _wait_until(holds: Callable[[], bool], daemon: Daemon) -> None:
