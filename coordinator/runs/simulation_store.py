@@ -1,8 +1,9 @@
 """The durable state of a simulation in its folder: the checkpoint, `rounds.csv` and `events.jsonl`.
 
-After each round everything that a resumed run needs is durable. Params, strategy state and client states are blobs;
-`checkpoint.json` names them together with the round. Replacing that small file atomically is the commit: a crash leaves
-either the previous round or the new one. Randomness is derived from the seed and the round and needs no saving.
+After each round everything that a resumed run needs is durable. Params, strategy state and client states are files named
+by the SHA-256 of their bytes; `checkpoint.json` names them together with the round. Replacing that small file atomically
+is the commit: a crash leaves either the previous round or the new one. Randomness is derived from the seed and the round
+and needs no saving.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from coordinator.reports.progress import Progress
 from coordinator.rounds import engine
 from coordinator.rounds.events import Clock, EventLog
 from coordinator.rounds.records import Checkpoint, RoundRecord, RunState, as_row
-from coordinator.storage.blobs import BlobDamaged, Blobs
 from edge_client.files import write_durably
 from edge_client.wire import arrays
-from strategies.params import Params, State, flatten, unflatten
+from strategies.params import Params, State, Tensors, flatten, unflatten
 
 FORMAT = 1
 
@@ -80,11 +80,12 @@ class SimulationStore:
 
 
 class CheckpointStore:
-    """The checkpoint of one run in `folder`."""
+    """The checkpoint of one run in `folder`, which one process uses at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._pointer = folder / "checkpoint.json"
-        self._blobs = Blobs(folder / "blobs")
+        self._blobs = folder / "blobs"
+        self._blobs.mkdir(parents=True, exist_ok=True)
         self._clients: dict[str, str] = {}
 
     def commit(self, checkpoint: Checkpoint) -> None:
@@ -93,11 +94,10 @@ class CheckpointStore:
         Raises:
             OSError: the disk is full or not writable; the previous round stays committed.
         """
-        params = self._blobs.put_arrays(checkpoint.params).sha256
-        state = self._blobs.put_arrays(checkpoint.state.arrays, checkpoint.state.values).sha256
+        params = self._write(checkpoint.params)
+        state = self._write(checkpoint.state.arrays, checkpoint.state.values)
         clients = self._clients | {
-            client: self._blobs.put_arrays(flatten(streams)).sha256
-            for client, streams in checkpoint.client_states.items()
+            client: self._write(flatten(streams)) for client, streams in checkpoint.client_states.items()
         }
         document = {
             "format": FORMAT,
@@ -111,7 +111,10 @@ class CheckpointStore:
         }
         write_durably(self._pointer, json.dumps(document).encode())
         self._clients = clients
-        self._blobs.keep_only({params, state, *clients.values()})
+        committed = {params, state, *clients.values()}
+        for path in self._blobs.iterdir():
+            if path.name not in committed:
+                path.unlink()
 
     def load(self) -> Checkpoint | None:
         """The stored checkpoint with all client states, or None if there is none.
@@ -124,22 +127,40 @@ class CheckpointStore:
             if document["format"] != FORMAT:
                 raise UserError(f"{self._pointer}: format {document['format']}, this version reads {FORMAT}")
             self._clients = dict(document["clients"])
-            state = self._blobs.get(document["state"])
+            state = self._read(document["state"])
             return Checkpoint(
                 round=document["round"],
-                params=arrays.decode(self._blobs.get(document["params"])),
+                params=arrays.decode(self._read(document["params"])),
                 state=State(arrays.decode(state), arrays.read_header(state).values),
                 record=document["record"],
                 offsets=document["offsets"],
                 identity=document["identity"],
                 client_states={
-                    client: unflatten(arrays.decode(self._blobs.get(digest)))
+                    client: unflatten(arrays.decode(self._read(digest)))
                     for client, digest in self._clients.items()
                 },
             )
         except FileNotFoundError:
             return None
-        except (BlobDamaged, arrays.Malformed, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{self._pointer}: the checkpoint is damaged: {error}; start the run anew"
             ) from None
+
+    def _write(self, tensors: Tensors, values: Mapping[str, Any] | None = None) -> str:
+        """Stores arrays durably and returns their SHA-256."""
+        payload = arrays.encode(tensors, values)
+        digest = arrays.sha256(payload)
+        write_durably(self._blobs / digest, payload)
+        return digest
+
+    def _read(self, digest: str) -> bytes:
+        """The bytes of a file. Raises: ValueError: it was changed or is missing."""
+        path = self._blobs / digest
+        try:
+            payload = path.read_bytes()
+        except (FileNotFoundError, IsADirectoryError):
+            raise ValueError(f"{path} is missing") from None
+        if arrays.sha256(payload) != digest:
+            raise ValueError(f"{path} does not hold what its name says")
+        return payload

@@ -191,20 +191,6 @@ class Blobs:
                 self._held.subtract(digests)
                 self._held += Counter()  # drops zero counts
 
-    def get(self, digest: str) -> bytes:
-        """The bytes.
-
-        Raises:
-            BlobDamaged: the file was changed or is missing.
-        """
-        try:
-            payload = (self._folder / digest).read_bytes()
-        except (FileNotFoundError, IsADirectoryError):
-            raise self._missing(self._folder / digest) from None
-        if arrays.sha256(payload) != digest:
-            raise BlobDamaged(f"{self._folder / digest} does not hold what its name says")
-        return payload
-
     def keep_only(self, digests: Collection[str]) -> None:
         """Removes all other blobs that are neither held nor new, and temporary files that a crash left.
 

@@ -25,13 +25,11 @@ def assign(faults: Mapping[Fault, int], clients: list[str], seed: int) -> dict[s
     return {clients[index]: kind for index, kind in zip(order, kinds, strict=False)}
 
 
-def encode_uploads(kind: str | None, task: TaskMessage, update: Update) -> list[bytes]:
-    """The uploads of a client with this fault; without a fault, its update once."""
+def encode_uploads(kind: str, task: TaskMessage, update: Update) -> list[bytes]:
+    """The uploads of a client with this fault."""
     delta, copies = dict(update.delta), 1
     name = min(delta)
     match kind:
-        case None:
-            pass
         case "nan":
             delta[name] = np.full_like(delta[name], np.nan)
         case "wrong_shape":

@@ -124,8 +124,12 @@ class Worker:
         local = trainer.train(
             self._round.params, TrainTask.of(task, self._round.streams), examples, client_state
         )
-        state = arrays.encode(flatten(local.client_state))
-        return {}, [*faults.encode_uploads(frame.values["fault"], task, local.update), state]
+        fault = frame.values["fault"]
+        if fault is None:
+            uploads = [arrays.encode_result(task, local.update)]
+        else:
+            uploads = faults.encode_uploads(fault, task, local.update)
+        return {}, [*uploads, arrays.encode(flatten(local.client_state))]
 
     def _set_candidate(self, frame: Frame) -> Reply:
         if frame.file is None:

@@ -31,8 +31,8 @@ def test_a_blob_is_named_by_its_hash_and_read_back(tmp_path: Path) -> None:
     blobs = Blobs(tmp_path / "blobs")
     digest = blobs.put(b"hello")
     assert digest == hashlib.sha256(b"hello").hexdigest()
-    assert blobs.get(digest) == b"hello"
-    assert Blobs(tmp_path / "blobs").get(digest) == b"hello"
+    assert blobs.require_intact(digest).read_bytes() == b"hello"
+    assert Blobs(tmp_path / "blobs").require_intact(digest).read_bytes() == b"hello"
 
 
 def test_equal_bytes_are_stored_once(tmp_path: Path) -> None:
@@ -49,12 +49,12 @@ def test_a_changed_blob_is_damaged_and_named(tmp_path: Path) -> None:
     digest = blobs.put(b"hello")
     (tmp_path / digest).write_bytes(b"hellp")
     with pytest.raises(BlobDamaged, match=f"{tmp_path / digest} does not hold what its name says"):
-        blobs.get(digest)
+        blobs.require_intact(digest)
 
 
 def test_a_missing_blob_is_damaged_and_named(tmp_path: Path) -> None:
     with pytest.raises(BlobDamaged, match=f"{tmp_path / ('0' * 64)} is missing"):
-        Blobs(tmp_path).get("0" * 64)
+        Blobs(tmp_path).require_intact("0" * 64)
 
 
 def test_what_is_not_kept_goes(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_arrays_are_stored_as_they_are_encoded_and_read_one_by_one(tmp_path: Pat
     info = blobs.put_arrays(PARAMS, {"round": 3})
     payload = arrays.encode(PARAMS, {"round": 3})
     assert (info.sha256, info.size_bytes) == (arrays.sha256(payload), len(payload))
-    assert blobs.get(info.sha256) == payload
+    assert blobs.require_intact(info.sha256).read_bytes() == payload
     stored = blobs.open_arrays(info.sha256)
     assert stored.header.values == {"round": 3}
     assert {name: value.tobytes() for name, value in stored.items()} == {
@@ -157,7 +157,7 @@ def test_many_threads_may_store_the_same_at_once(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(8) as threads:
         (digest,) = set(threads.map(store, range(8)))
-    assert blobs.get(digest) == arrays.encode(large)
+    assert blobs.require_intact(digest).read_bytes() == arrays.encode(large)
     assert names(tmp_path) == {digest}
 
 

@@ -15,6 +15,7 @@ from coordinator.experiments.schema import Fault
 from coordinator.fleets.simulated import virtual_time
 from coordinator.runs.simulation import assign_runtimes
 from coordinator.workers import faults
+from edge_client.wire.arrays import encode_result
 from strategies.params import Params
 from tests.support.federation import task, update
 
@@ -72,7 +73,7 @@ def test_who_is_faulty_is_drawn_by_the_seed() -> None:
 @pytest.mark.parametrize("kind", get_args(Fault))
 def test_every_fault_is_something_else_than_the_honest_upload(kind: str) -> None:
     model: Params = {"bias": np.zeros(2, np.float32), "weight": np.zeros((2, 2), np.float32)}
-    (honest,) = faults.encode_uploads(None, task().message, update(model))
+    honest = encode_result(task().message, update(model))
     assert faults.encode_uploads(kind, task().message, update(model)) != [honest]
 
 
