@@ -9,7 +9,6 @@ The process may use BYTES of memory, the limit of a training that reads the same
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -92,25 +91,11 @@ def preview(table: DataConfig, memory_bytes: int) -> dict[str, Any]:
 def _run(task: str, document: Mapping[str, Any], memory_bytes: int) -> dict[str, Any]:
     command = [sys.executable, "-P", "-m", "edge_client.data.preview", task, str(memory_bytes)]
     try:
-        done = subprocess.run(
-            command,
-            input=json.dumps(document),
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-            env=process.worker_environment(),
-        )
-    except subprocess.TimeoutExpired:
-        return {"problem": f"reading it takes longer than {_SECONDS:.0f} s"}
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        if "MemoryError" in done.stderr or "bad_alloc" in done.stderr:
+        return process.run_once(command, _SECONDS, document=document)
+    except process.ProcessFailed as failure:
+        if "MemoryError" in failure.output or "bad_alloc" in failure.output:
             return {"problem": f"reading it needs more memory than limits.memory_bytes = {memory_bytes}"}
-        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        return {"problem": f"the reader of data failed: {last[0]}"}
-    return answer
+        return {"problem": f"the process that reads it failed: {failure}"}
 
 
 def _stamp(path: Path | None) -> tuple[int, int] | None:

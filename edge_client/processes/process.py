@@ -2,6 +2,7 @@
 
 A worker is started with the path of a job file. It reports to its parent in JSON objects, one per line, on standard
 output: progress, and `{"error": …}` before a failing exit. Everything else that libraries print goes to standard error.
+A program that answers one question only is run by `run_once`.
 Standard library only, so that any worker may import it.
 """
 
@@ -12,13 +13,14 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 PARENT_VARIABLE = "FEDLOOP_PARENT_PID"
 """Environment variable in which a parent tells its workers its own process id."""
@@ -117,6 +119,62 @@ def tie_to_parent(command: Sequence[str]) -> list[str]:
     For programs that do not call `die_with_parent` themselves: this module calls it and executes the program.
     """
     return [sys.executable, "-P", "-m", "edge_client.processes.process", *command]
+
+
+class ProcessFailed(Exception):
+    """A program ended without an answer; the message says how, in one line.
+
+    Attributes:
+        status: its exit status; negative: killed by this signal; None: stopped because it took too long.
+        output: what it wrote to standard error.
+    """
+
+    def __init__(self, message: str, status: int | None, output: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.output = output
+
+
+def run_once(
+    command: Sequence[str],
+    seconds: float,
+    *,
+    document: object = None,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The answer of a program: the last line of its standard output, a JSON object.
+
+    Args:
+        document: sent as JSON to its standard input.
+        folder: its working directory, by default ours.
+        environment: all its variables, by default `worker_environment()`.
+
+    Raises:
+        ProcessFailed: it gave no answer within `seconds`.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(document),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            cwd=folder,
+            env=worker_environment() if environment is None else environment,
+        )
+    except subprocess.TimeoutExpired:
+        raise ProcessFailed(f"it did not finish within {seconds:g} s", None, "") from None
+    with suppress(ValueError, IndexError):
+        answer = json.loads(done.stdout.splitlines()[-1])
+        if isinstance(answer, dict):
+            return answer
+    last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1][:300]
+    end = f"ended with status {done.returncode}"
+    if done.returncode < 0:
+        end = f"crashed ({signal.Signals(-done.returncode).name})"
+    raise ProcessFailed(f"it {end}: {last}", done.returncode, done.stderr)
 
 
 def serve(work: Callable[[Path, Report], None]) -> NoReturn:

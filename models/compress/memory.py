@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from typing import Any, Literal
 
 import numpy.typing as npt
 
-from models import isolated_process
+from edge_client.processes.process import ProcessFailed, run_once, tie_to_parent
 from models.compress import micro
 from models.compress.step import StepRefused
 
@@ -45,9 +43,6 @@ def _in_litert(tflite: bytes) -> int:
         path.write_bytes(tflite)
         command = [sys.executable, "-P", "-m", "models.compress.litert_process", str(path)]
         try:
-            done = isolated_process.run(command, _SECONDS)
-        except subprocess.TimeoutExpired:
-            raise StepRefused(f"LiteRT did not finish a row within {_SECONDS} s") from None
-    if done.returncode:
-        raise StepRefused(f"LiteRT does not run the file: {isolated_process.failure_reason(done)}")
-    return int(json.loads(done.stdout.splitlines()[-1])["memory_bytes"])
+            return int(run_once(tie_to_parent(command), _SECONDS)["memory_bytes"])
+        except ProcessFailed as failure:
+            raise StepRefused(f"LiteRT does not run the file: {failure}") from None

@@ -7,8 +7,6 @@ process because it may crash; its message explains unsupported operations and pr
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -18,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.processes.process import ProcessFailed, run_once, tie_to_parent
 from edge_client.train.evaluation import score
-from models import isolated_process
 from models.compress import report
 from models.compress.quantization import quantize
 from models.compress.step import Context, Data, Model, StepRefused
@@ -123,19 +121,16 @@ def run(tflite: bytes, x: npt.NDArray[Any]) -> MicroResult:
         np.save(files[1], x, allow_pickle=False)
         command = [sys.executable, "-P", "-m", "models.compress.micro_process", *map(str, files)]
         try:
-            done = isolated_process.run(command, SECONDS)
-        except subprocess.TimeoutExpired:
-            raise StepRefused(f"tflite-micro did not finish {len(x)} rows within {SECONDS} s") from None
-        if done.returncode:
-            raise StepRefused(f"tflite-micro does not run the file: {_reason(done)}")
-        answer = json.loads(done.stdout.splitlines()[-1])
+            answer = run_once(tie_to_parent(command), SECONDS)
+        except ProcessFailed as failure:
+            raise StepRefused(f"tflite-micro does not run the file: {_reason(failure)}") from None
         return MicroResult(int(answer["arena_bytes"]), np.load(files[2], allow_pickle=False))
 
 
-def _reason(done: subprocess.CompletedProcess[str]) -> str:
+def _reason(failure: ProcessFailed) -> str:
     """The interpreter's message: it precedes the traceback on standard error, which only says that it failed."""
-    if done.returncode < 0:
-        return f"its process was killed by signal {-done.returncode}"
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if not failure.status or failure.status < 0:
+        return str(failure)
+    lines = [line.strip() for line in failure.output.splitlines() if line.strip()]
     traceback = next((index for index, line in enumerate(lines) if line.startswith("Traceback")), len(lines))
     return "; ".join(lines[:traceback] or lines[-1:])[:400]

@@ -9,16 +9,15 @@ does not need that process (`models.conversion.request_cache`).
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
+import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from edge_client.processes.process import Launch
+from edge_client.processes.process import Launch, ProcessFailed, run_once
 from edge_client.wire.strict import InvalidDocument, parse
 from models.conversion import request_cache
 from models.conversion.request_cache import ARTIFACTS, Entry
@@ -108,21 +107,20 @@ def export(
     document = {"request": settings, "cache_dir": str(folder)}
     launch = launch or Launch()
     try:
-        done = subprocess.run(
+        answer = run_once(
             launch.command("-m", "models.conversion.convert"),
-            input=json.dumps(document),
-            capture_output=True,
-            text=True,
-            cwd=where,
-            env=launch.environment(),
-            timeout=TIMEOUT_SECONDS,
-            check=False,
+            TIMEOUT_SECONDS,
+            document=document,
+            folder=where,
+            environment=launch.environment(),
         )
-    except subprocess.TimeoutExpired:
-        raise ExportError(
-            f"exporting {request.model} took more than {TIMEOUT_SECONDS:.0f} s and was stopped"
-        ) from None
-    exported = _answer(request, done, folder)
+    except ProcessFailed as failure:
+        raise ExportError(f"exporting {request.model}: {_reason(failure)}") from None
+    if "error" in answer:
+        raise ExportError(f"exporting {request.model}: {answer['error']}")
+    # A process that ran user code may return any path; accept only files in the cache.
+    tflite, manifest = (folder / ARTIFACTS / Path(answer[kind]).name for kind in ("tflite", "manifest"))
+    exported = Exported(tflite, manifest, answer["cached"], answer["seconds"])
     if digest is not None and request_cache.digest(settings) == digest:  # our code did not change meanwhile
         request_cache.store(folder, digest, Entry(exported.tflite, exported.manifest))
     return exported
@@ -145,21 +143,8 @@ def _require_converter() -> None:
         )
 
 
-def _answer(request: ExportRequest, done: subprocess.CompletedProcess[str], cache_dir: Path) -> Exported:
-    try:
-        answer = json.loads(done.stdout)
-    except ValueError:
-        raise ExportError(f"exporting {request.model}: {_failure_reason(done)}") from None
-    if "error" in answer:
-        raise ExportError(f"exporting {request.model}: {answer['error']}")
-    # A process that ran user code may return any path; accept only files in the cache.
-    tflite, manifest = (cache_dir / ARTIFACTS / Path(answer[kind]).name for kind in ("tflite", "manifest"))
-    return Exported(tflite, manifest, answer["cached"], answer["seconds"])
-
-
-def _failure_reason(done: subprocess.CompletedProcess[str]) -> str:
-    if done.returncode < 0:
-        cause = " (the machine may be out of memory)" if done.returncode == -9 else ""
-        return f"the export process was killed by signal {-done.returncode}{cause}"
-    last = "\n".join(done.stderr.strip().splitlines()[-_LAST_LINES:])
-    return f"the export process ended with status {done.returncode} and no answer; its last output:\n{last}"
+def _reason(failure: ProcessFailed) -> str:
+    if failure.status == -signal.SIGKILL:
+        return "the export process was killed by signal 9 (the machine may be out of memory)"
+    last = failure.output.strip().splitlines()[-_LAST_LINES:]
+    return "\n".join([f"the export process gave no answer: {failure}", *last])

@@ -11,16 +11,14 @@ A runtime that is not installed is not claimed, and the verdict says so.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from edge_client.processes.process import ProcessFailed, run_once, tie_to_parent, worker_environment
 from edge_client.wire.inference import RuntimeKind
-from models import isolated_process
 
 PYTHON_VARIABLE = "FEDLOOP_TFLITE_RUNTIME_PYTHON"
 """Environment variable: the interpreter of an environment with tflite-runtime and this software."""
@@ -77,15 +75,12 @@ def _verdict(kind: RuntimeKind, folder: Path, tflite_runtime: Path | None) -> Ve
 
 
 def _run(kind: RuntimeKind, command: Sequence[str]) -> Verdict:
+    environment = worker_environment()
+    environment.pop("PYTHONPATH", None)  # the other interpreter has modules of its own
     try:
-        # the other environment has its own modules
-        done = isolated_process.run(command, _SECONDS, without=("PYTHONPATH",))
-    except subprocess.TimeoutExpired:
-        return Verdict(kind, f"gave no answer within {_SECONDS} seconds")
-    try:
-        answer = json.loads(done.stdout)
-    except ValueError:
-        return Verdict(kind, isolated_process.failure_reason(done))
+        answer = run_once(tie_to_parent(command), _SECONDS, environment=environment)
+    except ProcessFailed as failure:
+        return Verdict(kind, str(failure))
     if answer["runtime"] != kind:
         return Verdict(kind, f"not tried: {command[0]} has {answer['runtime']}")
     return Verdict(

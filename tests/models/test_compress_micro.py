@@ -56,7 +56,7 @@ def test_what_the_interpreter_refuses_is_refused_in_its_words(precision: str) ->
 def test_a_runtime_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_SECONDS", 0.001)
     monkeypatch.setattr(micro, "SECONDS", 0.001)
-    with pytest.raises(StepRefused, match=r"LiteRT did not finish a row within 0\.001 s"):
+    with pytest.raises(StepRefused, match=r"LiteRT does not run the file: it did not finish within 0\.001 s"):
         memory.measure(b"", digits().x_test)
 
 
