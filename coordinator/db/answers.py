@@ -68,7 +68,7 @@ def accept(connection: Connection, task: TaskRow, accepted: AcceptedUpdate, now:
         seconds=round(seconds, 3),
         bytes=accepted.payload_bytes,
     )
-    if count_updates(connection, task.run, task.round) >= opened.wanted:
+    if opened.closing.is_complete(count_updates(connection, task.run, task.round)):
         close_round(connection, task.run, task.round)
 
 

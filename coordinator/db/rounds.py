@@ -16,6 +16,7 @@ from sqlalchemy import ColumnElement, Connection, and_, func, insert, select, up
 
 from coordinator.db import events
 from coordinator.db.tables import LIVE_RUNS, rounds, runs, tasks, updates, uploads
+from coordinator.rounds.closing import Closing
 from coordinator.rounds.records import Expected
 from edge_client.wire.device import TaskKind
 
@@ -63,6 +64,10 @@ class RoundRow:
     expected: Expected
     started_at: datetime
     deadline_at: datetime
+
+    @property
+    def closing(self) -> Closing:
+        return Closing(self.wanted, (self.deadline_at - self.started_at).total_seconds())
 
 
 @dataclass(frozen=True)

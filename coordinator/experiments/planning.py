@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coordinator.experiments.schema import Experiment
+from coordinator.rounds.closing import Closing
 from coordinator.rounds.plan import LocalWork, RunPlan
 from strategies import presets
 
@@ -19,9 +20,8 @@ def make_run_plan(experiment: Experiment, trainable: Sequence[str], clients_per_
         strategy=presets.get(experiment.strategy.name, **experiment.strategy.options),
         local=LocalWork(local.batch_size, local.lr, local.epochs, local.steps),
         trainable=tuple(trainable),
-        clients_per_round=clients_per_round,
+        closing=Closing(clients_per_round, federation.deadline_seconds),
         over_select=federation.over_select,
-        deadline_seconds=federation.deadline_seconds,
         min_updates=federation.min_updates,
         max_examples=federation.max_examples,
         outlier_factor=federation.outlier_factor,

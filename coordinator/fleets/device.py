@@ -138,13 +138,13 @@ class DeviceFleet:
         self._session.require_running()
         self._number = tasks[0].message.round if tasks else self._number
         self._tasks = {task.position: task for task in tasks}
-        self._round_duration = timedelta(seconds=terms.deadline_seconds)
+        self._round_duration = timedelta(seconds=terms.closing.deadline_seconds)
         now = self._services.clock()
         opened = RoundRow(
             run=self._deployment.run,
             number=self._number,
             state="open",
-            wanted=terms.wanted,
+            wanted=terms.closing.wanted,
             population=terms.population,
             expected=terms.expected,
             started_at=now,
@@ -278,7 +278,7 @@ class DeviceFleet:
             opened, ended, until = self._session.read(self._progress)
             if opened.state != "open":
                 return opened, ended
-            if until is None or now > opened.deadline_at:
+            if until is None or opened.closing.is_past((now - opened.started_at).total_seconds()):
                 self._close(min(now, opened.deadline_at))
             elif until < now:
                 self._expire(self._number, "train", now)

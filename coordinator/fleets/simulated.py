@@ -113,20 +113,22 @@ class SimulatedFleet:
 
     def results(self) -> Iterator[Answer | Silence]:
         assert self._terms is not None  # submitted
-        wanted, until = self._terms.wanted, self._terms.deadline_seconds
+        closing = self._terms.closing
         accepted: set[str] = set()
-        for arrival, payload in self._uploads(until):
+        for arrival, payload in self._uploads(
+            [each for each in self._arrivals if not closing.is_past(each.seconds)]
+        ):
             answer = self._check(arrival, payload, accepted)
             if isinstance(answer.verdict, Update):
                 accepted.add(arrival.client.name)
             yield answer
-            if len(accepted) == wanted:
+            if closing.is_complete(len(accepted)):
                 return
         for arrival in self._arrivals:
-            if arrival.seconds > until:
-                yield Silence(arrival.task, "not done by the deadline", until)
+            if closing.is_past(arrival.seconds):
+                yield Silence(arrival.task, "not done by the deadline", closing.deadline_seconds)
         for task in self._silent:
-            yield Silence(task, "dropped out", until)
+            yield Silence(task, "dropped out", closing.deadline_seconds)
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         """Does nothing: closing `results` stops the work."""
@@ -139,9 +141,8 @@ class SimulatedFleet:
     def restore(self, states: Mapping[str, Mapping[str, Params]]) -> None:
         self._client_states = {client: dict(streams) for client, streams in states.items()}
 
-    def _uploads(self, until: float) -> Iterator[tuple[_Arrival, bytes]]:
-        """Uploads until then, in the order of arrival; clients are trained on demand."""
-        in_time = [arrival for arrival in self._arrivals if arrival.seconds <= until]
+    def _uploads(self, in_time: Sequence[_Arrival]) -> Iterator[tuple[_Arrival, bytes]]:
+        """Uploads of these arrivals in their order; clients are trained on demand."""
         done: dict[int, tuple[bytes, ...]] = {}
         turn = 0
         for job, reply in self._pool.run(self._job(index, arrival) for index, arrival in enumerate(in_time)):

@@ -137,8 +137,7 @@ def _make_terms(run_plan: RunPlan, model: Model, opened: OpenRound) -> Terms:
     trained = select_trained(run_plan, model.params)
     return Terms(
         expected=intake.make_expected(trained, model.streams, run_plan.max_examples, opened.weight_limit),
-        wanted=run_plan.clients_per_round,
-        deadline_seconds=run_plan.deadline_seconds,
+        closing=run_plan.closing,
         population=opened.population,
     )
 

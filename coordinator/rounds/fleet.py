@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from coordinator.rounds.closing import Closing
 from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
 from coordinator.rounds.records import Expected
@@ -46,14 +47,12 @@ class Terms:
 
     Attributes:
         expected: what a result must contain.
-        wanted: number of accepted results that ends the round.
-        deadline_seconds: on the fleet's clock.
+        closing: when the round closes.
         population: clients that could have been chosen.
     """
 
     expected: Expected
-    wanted: int
-    deadline_seconds: float
+    closing: Closing
     population: int
 
 
@@ -115,7 +114,7 @@ class Fleet(Protocol):
     def results(self) -> Iterator[Answer | Silence]:
         """Answers in the order they arrive, up to the deadline; ends early when none is outstanding.
 
-        A round that was open before first yields the updates accepted so far. At most `wanted` answers are accepted. Every
+        A round that was open before first yields the updates accepted so far. No answer is accepted after the one that closes the round. Every
         update that was acknowledged to its client is among them, unless a disk has damaged it since.
 
         A second call before `cancel` yields the same results again; a simulation trains again for it.

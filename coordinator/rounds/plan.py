@@ -14,6 +14,7 @@ from statistics import median_low
 
 import numpy as np
 
+from coordinator.rounds.closing import Closing
 from edge_client.wire.device import TaskMessage
 from strategies import client_rules
 from strategies.strategy import Strategy
@@ -35,9 +36,8 @@ class RunPlan:
 
     Attributes:
         trainable: names of the tensors that clients train.
-        clients_per_round: number of accepted updates that closes a round.
-        over_select: the cohort is this many times `clients_per_round`, >= 1.
-        deadline_seconds: on the fleet's clock, from the start of the round.
+        closing: when a round closes.
+        over_select: the cohort is this many times the updates that close a round, >= 1.
         min_updates: quorum at the deadline; with fewer the round changes nothing.
         max_examples: the most that one client may claim; None: no limit.
         outlier_factor: limit of an update's step length as a multiple of the others' (`rounds.aggregation`); 0: no limit.
@@ -49,9 +49,8 @@ class RunPlan:
     strategy: Strategy
     local: LocalWork
     trainable: tuple[str, ...]
-    clients_per_round: int
+    closing: Closing
     over_select: float = 1.0
-    deadline_seconds: float = 600.0
     min_updates: int = 1
     max_examples: int | None = None
     outlier_factor: float = 0.0
@@ -73,7 +72,7 @@ def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
 
 def cohort_size(plan: RunPlan) -> int:
     """Size of a cohort if there are enough clients."""
-    return math.ceil(plan.clients_per_round * plan.over_select)
+    return math.ceil(plan.closing.wanted * plan.over_select)
 
 
 def choose_cohort(clients: Sequence[str], plan: RunPlan, rng: np.random.Generator) -> tuple[str, ...]:

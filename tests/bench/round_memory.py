@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.rounds import engine, intake
+from coordinator.rounds.closing import Closing
 from coordinator.rounds.engine import materialize_in
 from coordinator.rounds.fleet import (
     Answer,
@@ -113,7 +114,7 @@ def _here(case: str, model_bytes: int) -> dict[str, float]:
     """The same, of this process."""
     name, options, count = CASES[case]
     plan = RunPlan(
-        7, 1, presets.get(name, **options), LocalWork(4, 0.1, 1, None), tuple(_names(count)), CLIENTS
+        7, 1, presets.get(name, **options), LocalWork(4, 0.1, 1, None), tuple(_names(count)), Closing(CLIENTS)
     )
     with tempfile.TemporaryDirectory() as folder:
         blobs = Blobs(Path(folder) / "blobs")

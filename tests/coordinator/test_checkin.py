@@ -18,6 +18,7 @@ from coordinator.db.store import Database
 from coordinator.db.tables import rounds
 from coordinator.fleets.device import DeviceFleet
 from coordinator.rounds import intake, plan
+from coordinator.rounds.closing import Closing
 from coordinator.rounds.fleet import (
     Answer,
     Model,
@@ -55,10 +56,10 @@ def submit(
 ) -> tuple[Model, tuple[Task, ...]]:
     model = fleet.model(PARAMS, {})
     work = LocalWork(batch_size=4, lr=0.1, epochs=None, steps=1)
-    run_plan = RunPlan(7, 3, presets.get("fedavg"), work, ("w",), clients_per_round=9)
+    run_plan = RunPlan(7, 3, presets.get("fedavg"), work, ("w",), Closing(9))
     tasks = plan.make_tasks(cohort, number, model.base, run_plan)
     expected = intake.make_expected({"w": PARAMS["w"]}, {}, weight_limit=weight_limit)
-    fleet.submit(tasks, model, Terms(expected, wanted, 3600, population))
+    fleet.submit(tasks, model, Terms(expected, Closing(wanted, 3600), population))
     return model, tasks
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.rounds import engine, plan
+from coordinator.rounds.closing import Closing
 from coordinator.rounds.engine import materialize_in
 from coordinator.rounds.fleet import (
     Model,
@@ -256,7 +257,7 @@ def test_the_fleet_is_told_what_the_round_expects() -> None:
     fleet = Reopening({name: MemoryClient() for name in "abcd"}, OpenRound((), 0))
     runs.run(run_plan(rounds=1, clients_per_round=3, deadline_seconds=9.0), fleet)
     ((_, terms),) = fleet.submitted
-    assert (terms.wanted, terms.deadline_seconds, terms.population) == (3, 9.0, 4)
+    assert (terms.closing, terms.population) == (Closing(3, 9.0), 4)
     assert terms.expected.shapes == {"delta/w": (2, 3)}
 
 

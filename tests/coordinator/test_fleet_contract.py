@@ -15,6 +15,7 @@ import pytest
 from coordinator.fleets.device import DeviceFleet
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, VirtualTime
 from coordinator.rounds import intake, plan
+from coordinator.rounds.closing import Closing
 from coordinator.rounds.fleet import (
     Answer,
     Fleet,
@@ -58,12 +59,12 @@ class Kind:
     ) -> tuple[Task, ...]:
         strategy = presets.get("scaffold" if model.streams else "fedavg")
         work = LocalWork(batch_size=4, lr=0.1, epochs=None, steps=1)
-        run_plan = RunPlan(7, 3, strategy, work, self.trainable, clients_per_round=4)
+        run_plan = RunPlan(7, 3, strategy, work, self.trainable, Closing(4))
         return plan.make_tasks(clients, number, model.base, run_plan)
 
     def terms(self, model: Model, *, until: float = 100.0, wanted: int = 99) -> Terms:
         trained = {name: self.params[name] for name in self.trainable}
-        return Terms(intake.make_expected(trained, model.streams), wanted, until, population=len(ARRIVALS))
+        return Terms(intake.make_expected(trained, model.streams), Closing(wanted, until), len(ARRIVALS))
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, VirtualTime
 from coordinator.rounds import intake, plan
+from coordinator.rounds.closing import Closing
 from coordinator.rounds.fleet import (
     Answer,
     Model,
@@ -81,7 +82,7 @@ MODEL = encode_model(PARAMS, {})
 
 def submit(simulated: SimulatedFleet, *, until: float = 100.0, wanted: int = 99, **work: Any) -> None:
     expected = intake.make_expected({"w": PARAMS["w"]}, {})
-    simulated.submit(tasks(MODEL, **work), MODEL, Terms(expected, wanted, until, population=len(SECONDS)))
+    simulated.submit(tasks(MODEL, **work), MODEL, Terms(expected, Closing(wanted, until), len(SECONDS)))
 
 
 def arrivals(simulated: SimulatedFleet) -> list[tuple[str, float]]:

@@ -23,6 +23,7 @@ from coordinator.db.tables import tasks, updates
 from coordinator.device_api import uploads
 from coordinator.fleets.device import DeviceFleet, sweep_uploads
 from coordinator.rounds import intake, plan
+from coordinator.rounds.closing import Closing
 from coordinator.rounds.fleet import (
     Answer,
     Silence,
@@ -61,8 +62,7 @@ class OpenRound:
             device.check_in()
         self.terms = Terms(
             intake.make_expected({"w": PARAMS["w"]}, {}, max_examples),
-            wanted,
-            deadline_seconds=600,
+            Closing(wanted, 600),
             population=2,
         )
         self.submit(self.fleet)
@@ -72,7 +72,7 @@ class OpenRound:
         model = fleet.model(PARAMS, {})
         asked = fleet.find_open_round(number)
         work = LocalWork(batch_size=4, lr=0.1, epochs=None, steps=1)
-        run_plan = RunPlan(7, 3, presets.get("fedavg"), work, ("w",), clients_per_round=2)
+        run_plan = RunPlan(7, 3, presets.get("fedavg"), work, ("w",), Closing(2))
         cohort = plan.make_tasks(tuple(self.devices), number, model.base, run_plan)
         self.tasks = asked.tasks if asked else cohort
         fleet.submit(self.tasks, model, self.terms)
@@ -477,7 +477,7 @@ def test_what_a_round_will_send_is_not_removed_before_its_tasks_name_it(opened: 
         return len(list(folder.iterdir()))
 
     assert another_run_that_came_to_the_same_bytes_is_done_with_them() == 2
-    run_plan = RunPlan(7, 3, presets.get("fedavg"), LocalWork(4, 0.1, None, 1), ("w",), clients_per_round=2)
+    run_plan = RunPlan(7, 3, presets.get("fedavg"), LocalWork(4, 0.1, None, 1), ("w",), Closing(2))
     fleet.submit(plan.make_tasks(("a",), 1, model.base, run_plan), model, opened.terms)
     assert another_run_that_came_to_the_same_bytes_is_done_with_them() == 0
 

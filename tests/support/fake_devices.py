@@ -57,7 +57,14 @@ class FakeDevices:
         self._tasks, self._terms = tasks, terms
         now, number = self._services.clock(), tasks[0].message.round
         opened = RoundRow(
-            self.deployment.run, number, "open", terms.wanted, terms.population, terms.expected, now, now
+            self.deployment.run,
+            number,
+            "open",
+            terms.closing.wanted,
+            terms.population,
+            terms.expected,
+            now,
+            now,
         )
         self._services.database.write(lambda at: rounds.open_round(at, opened, model.base)).result()
 

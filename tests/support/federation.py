@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.rounds.closing import Closing
 from coordinator.rounds.plan import LocalWork, RunPlan, Task
 from edge_client.train import schedule
 from edge_client.wire.device import TaskMessage
@@ -21,16 +22,16 @@ BASE = "ab" * 32
 
 
 def run_plan(strategy: str = "fedavg", **changed: Any) -> RunPlan:
-    """A plan for `PARAMS`; `changed` are attributes of the plan, such as `rounds`."""
+    """A plan for `PARAMS`; `changed` are attributes of the plan or of its closing, such as `rounds`."""
     attributes: dict[str, Any] = {
         "seed": 7,
         "rounds": 3,
         "strategy": presets.get(strategy),
         "local": LocalWork(batch_size=4, lr=0.1, epochs=1, steps=None),
         "trainable": ("w",),
-        "clients_per_round": 3,
     }
-    return RunPlan(**attributes | changed)
+    closing = Closing(changed.pop("clients_per_round", 3), changed.pop("deadline_seconds", 600.0))
+    return RunPlan(**attributes | {"closing": closing} | changed)
 
 
 def task(client: str = "site-a", *, round_number: int = 3, position: int = 0) -> Task:

@@ -84,10 +84,10 @@ class MemoryFleet:
 
     def results(self) -> Iterator[Answer | Silence]:
         assert self._terms is not None
-        until, accepted = self._terms.deadline_seconds, set[str]()
+        closing, accepted = self._terms.closing, set[str]()
         unanswered = dict(self._tasks)
         for upload in self._uploads:
-            if upload.seconds > until:
+            if closing.is_past(upload.seconds):
                 break
             unanswered.pop(upload.task.position, None)
             client = upload.task.message.client
@@ -97,10 +97,10 @@ class MemoryFleet:
             if isinstance(verdict, Update):
                 accepted.add(client)
             yield Answer(upload.task, verdict, len(upload.payload), upload.seconds)
-            if len(accepted) == self._terms.wanted:
+            if closing.is_complete(len(accepted)):
                 return
         for task in unanswered.values():
-            yield Silence(task, "did not answer", until)
+            yield Silence(task, "did not answer", closing.deadline_seconds)
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         gone = {task.position for task in tasks}
