@@ -60,7 +60,7 @@ from models.conversion.request import ExportRequest
 from models.conversion.request_cache import ARTIFACTS
 from models.conversion.trace import NotConvertible, NotTraceable, Traced, not_convertible, trace
 from models.user_code import UserCodeError
-from models.zoo.spec import ModelSpec
+from models.zoo.spec import ModelSpec, VocabularyUnknown
 
 TOLERANCE = Tolerance(absolute=1e-5, relative=1e-4)
 """Tolerance of golden answers in float32, for sums of a few thousand products in another order."""
@@ -71,6 +71,7 @@ GOLDEN_LR = 1.0
 _USER_ERRORS = (
     InvalidDocument,
     zoo.KerasUnfit,
+    VocabularyUnknown,
     zoo.ModelNotFound,
     UserCodeError,
     NotTraceable,

@@ -185,35 +185,14 @@ def bias(op: Any, dy: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return dy, tf.reduce_sum(dy, list(range(len(dy.shape) - 1)))
 
 
-def relu(op: Any, dy: tf.Tensor) -> tf.Tensor:
-    return dy * tf.cast(op.outputs[0] > 0, dy.dtype)
-
-
-def relu6(op: Any, dy: tf.Tensor) -> tf.Tensor:
-    y = op.outputs[0]
-    return dy * tf.cast(y > 0, dy.dtype) * tf.cast(y < 6, dy.dtype)
-
-
 def leaky_relu(op: Any, dy: tf.Tensor) -> tf.Tensor:
     positive = tf.cast(op.inputs[0] > 0, dy.dtype)
     return dy * (positive + op.get_attr("alpha") * (1 - positive))
 
 
-def elu(op: Any, dy: tf.Tensor) -> tf.Tensor:
-    return dy * (1 + tf.minimum(op.outputs[0], 0.0))
-
-
-def sigmoid(op: Any, dy: tf.Tensor) -> tf.Tensor:
-    return dy * op.outputs[0] * (1 - op.outputs[0])
-
-
-def tanh(op: Any, dy: tf.Tensor) -> tf.Tensor:
-    return dy * (1 - op.outputs[0] * op.outputs[0])
-
-
-def rsqrt(op: Any, dy: tf.Tensor) -> tf.Tensor:
-    y = op.outputs[0]
-    return dy * -0.5 * y * y * y
+def _from_output(gradient: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Callable[..., tf.Tensor]:
+    """The gradient of an elementwise operation as a function of its output y and of dy."""
+    return lambda op, dy: gradient(op.outputs[0], dy)
 
 
 def _require_plain(op: Any) -> None:
@@ -228,15 +207,15 @@ _GRADIENTS: dict[str, Callable[..., Any]] = {
     "BiasAdd": bias,
     "Conv2D": convolution,
     "DepthwiseConv2dNative": depthwise_convolution,
-    "Elu": elu,
+    "Elu": _from_output(lambda y, dy: dy * (1 + tf.minimum(y, 0.0))),
     "GatherV2": gather,
     "LeakyRelu": leaky_relu,
     "MaxPool": max_pool,
-    "Relu": relu,
-    "Relu6": relu6,
-    "Rsqrt": rsqrt,
-    "Sigmoid": sigmoid,
-    "Tanh": tanh,
+    "Relu": _from_output(lambda y, dy: dy * tf.cast(y > 0, dy.dtype)),
+    "Relu6": _from_output(lambda y, dy: dy * tf.cast(y > 0, dy.dtype) * tf.cast(y < 6, dy.dtype)),
+    "Rsqrt": _from_output(lambda y, dy: dy * -0.5 * y * y * y),
+    "Sigmoid": _from_output(lambda y, dy: dy * y * (1 - y)),
+    "Tanh": _from_output(lambda y, dy: dy * (1 - y * y)),
 }
 
 OVERRIDES = {operation: f"Fedloop{operation}" for operation in _GRADIENTS}

@@ -177,11 +177,10 @@ def _unfused_attention() -> Iterator[None]:
 
 
 def _require_shape(logits: torch.Tensor, spec: ModelSpec, batch_size: int) -> None:
-    per_row = (*spec.input_shape, spec.classes) if spec.task == "next_token" else (spec.classes,)
-    if tuple(logits.shape) != (batch_size, *per_row):
+    if tuple(logits.shape) != (batch_size, *spec.logits_shape):
         raise NotTraceable(
             f"{spec.task} with {spec.classes} classes and inputs of shape {spec.input_shape} needs logits of "
-            f"shape {('B', *per_row)}, the model returns {('B', *logits.shape[1:])}"
+            f"shape {('B', *spec.logits_shape)}, the model returns {('B', *logits.shape[1:])}"
         )
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from models.zoo import gpt
 from models.zoo.gpt import Embedding, require_dropout, scale_residual_init
-from models.zoo.layout import Layout
+from models.zoo.layout import Chain, Layout
 from models.zoo.spec import ModelSpec
 from models.zoo.transformer import MASKED, require_divisible, sequence_length
 
@@ -28,7 +28,7 @@ Hidden = tuple[torch.Tensor, torch.Tensor]
 PAD = 0
 
 
-class BERT(nn.Module):
+class BERT(Chain):
     """x [B, T] token ids -> logits [B, classes], or [B, T, classes] of masked tokens."""
 
     def __init__(
@@ -51,13 +51,6 @@ class BERT(nn.Module):
         )
         for block in self.layers.values():
             scale_residual_init(block, layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(x)
-        for block in self.layers.values():
-            hidden = block(hidden)
-        logits: torch.Tensor = self.head(self.norm(hidden))
-        return logits
 
 
 class PaddedEmbedding(nn.Module):

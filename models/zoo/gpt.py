@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from models.zoo.layout import Layout
+from models.zoo.layout import Chain, Layout
 from models.zoo.sparse import BlockSparseAttention, require_sparsity
 from models.zoo.spec import ModelSpec
 from models.zoo.transformer import require_divisible, sequence_length
@@ -22,7 +22,7 @@ INITIAL_DEVIATION = 0.02
 ATTENTIONS = ("full", "block_sparse")
 
 
-class GPT(nn.Module):
+class GPT(Chain):
     """x [B, T] token ids -> logits [B, T, vocab]; position t sees tokens 0 to t only."""
 
     def __init__(
@@ -47,13 +47,6 @@ class GPT(nn.Module):
             scale_residual_init(block, layers)
             if core is not None:
                 block.get_submodule("attention").register_module("core", core())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.embedding(x)
-        for block in self.layers.values():
-            h = block(h)
-        logits: torch.Tensor = self.head(self.norm(h))
-        return logits
 
 
 class Embedding(nn.Module):

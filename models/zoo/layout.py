@@ -9,7 +9,18 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
+
+
+class Chain(nn.Module):
+    """A model whose children run one after another, those of a `ModuleDict` in turn: the `order` of its layout."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for child in self.children():
+            for part in child.values() if isinstance(child, nn.ModuleDict) else (child,):
+                x = part(x)
+        return x
 
 
 @dataclass(frozen=True)

@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
-import torch
-from torch import nn
-
+from models.zoo import mlp
 from models.zoo.spec import ModelSpec
 
 
-class LogisticRegression(nn.Module):
-    """x [B, …] -> logits [B, classes], one linear layer over the flattened input."""
-
-    def __init__(self, features: int, classes: int) -> None:
-        super().__init__()
-        self.fc = nn.Linear(features, classes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.fc(x.flatten(1))
-        return logits
-
-
 def spec(input_shape: tuple[int, ...], classes: int) -> ModelSpec:
-    features = math.prod(input_shape)
-
-    def twin() -> object:
-        from models.zoo.tensorflow import twins
-
-        return twins.dense_stack(["fc"])
-
-    return ModelSpec(
-        "logreg", lambda: LogisticRegression(features, classes), input_shape, classes, tensorflow_twin=twin
-    )
+    """One linear layer `fc` over the flattened input: a perceptron without hidden layers."""
+    return replace(mlp.spec(input_shape, classes, hidden=()), name="logreg", options={})

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from models.zoo.gpt import linear, require_dropout
-from models.zoo.layout import Layout
+from models.zoo.layout import Chain, Layout
 from models.zoo.spec import ModelSpec
 from models.zoo.transformer import sequence_length
 
 
-class LSTMModel(nn.Module):
+class LSTMModel(Chain):
     """x [B, T] token ids -> logits [B, T, vocab]; position t sees tokens 0 to t only. Every row starts with state 0."""
 
     def __init__(self, vocab: int, width: int, layers: int, dropout: float) -> None:
@@ -22,13 +22,6 @@ class LSTMModel(nn.Module):
         self.embedding = nn.Embedding(vocab, width)
         self.layers = nn.ModuleDict({str(index): Layer(width, dropout) for index in range(layers)})
         self.head = linear(width, vocab)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.embedding(x)
-        for layer in self.layers.values():
-            h = layer(h)
-        logits: torch.Tensor = self.head(h)
-        return logits
 
 
 class Layer(nn.Module):

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from models.zoo.cnn import image_shape
-from models.zoo.layout import Layout
+from models.zoo.layout import Chain, Layout
 from models.zoo.resnet8 import Norm, Residual, normalisation, require_norm
 from models.zoo.spec import ModelSpec
 
 
-class ResNet(nn.Module):
+class ResNet(Chain):
     """x [B, H, W] or [B, C, H, W] -> logits [B, classes]; stage i has width · 2^i channels."""
 
     def __init__(
@@ -38,13 +38,6 @@ class ResNet(nn.Module):
             }
         )
         self.head = Classifier(width << (len(blocks) - 1), classes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.stem(x)
-        for layer in self.layers.values():
-            h = layer(h)
-        logits: torch.Tensor = self.head(h)
-        return logits
 
 
 class Stem(nn.Module):

@@ -28,38 +28,42 @@ def masked_cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return -(one_hot * F.log_softmax(logits, -1)).sum() / one_hot.sum()
 
 
+class VocabularyUnknown(ValueError):
+    """Inputs are token ids, and their number cannot be told."""
+
+
 @dataclass(frozen=True)
-class ModelSpec:
-    """An architecture with its sizes filled in.
+class Spec:
+    """An architecture of any framework with its sizes filled in.
 
     Attributes:
         name: as in the experiment file.
-        module: creates the untrained module; random weights come from torch's default generator.
+        module: creates the untrained model.
         input_shape: of one example, without the batch.
         input_dtype: float32 features, or int32 token ids.
         classes: size of the last logits axis.
         task: `classification` has labels [B], `next_token` has labels [B, T]; int32, `PADDING` is masked.
-        loss: mean loss per counted label from (logits, labels); must be traceable for training with LiteRT.
-        tensorflow_twin: creates the same architecture in TensorFlow (see `models.zoo.tensorflow.twins`).
         options: as passed, for the record.
-        vocab: number of token ids of an int32 input, 0 to vocab - 1; None: as many as classes where labels are tokens,
-            otherwise unknown.
-        layout: how the module may be split over processes; None: not at all.
-        masked: whether it predicts masked tokens, vocab - 1 being the mask, and can be trained on nothing else.
     """
 
     name: str
-    module: Callable[[], nn.Module]
+    module: Callable[[], Any]
     input_shape: tuple[int, ...]
     classes: int
     input_dtype: InputDtype = "float32"
     task: TaskKind = "classification"
-    loss: Loss = masked_cross_entropy
-    tensorflow_twin: Callable[[], Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    vocab: int | None = None
-    layout: Layout | None = None
-    masked: bool = False
+
+    @property
+    def vocab(self) -> int | None:
+        """Number of token ids of an int32 input, 0 to vocab - 1; None: as many as classes where labels are tokens,
+        otherwise unknown."""
+        raise NotImplementedError
+
+    @property
+    def logits_shape(self) -> tuple[int, ...]:
+        """Shape of the logits of one example."""
+        return (*self.input_shape, self.classes) if self.task == "next_token" else (self.classes,)
 
     @property
     def tokens(self) -> int:
@@ -71,14 +75,14 @@ class ModelSpec:
         """The number of token ids for a manifest; None where inputs are no ids.
 
         Raises:
-            ValueError: inputs are ids, and their number is unknown.
+            VocabularyUnknown: inputs are ids, and their number is unknown.
         """
         if self.input_dtype != "int32":
             return None
         if self.vocab is None and self.task != "next_token":
-            raise ValueError(
+            raise VocabularyUnknown(
                 f"model {self.name!r} takes token ids, and how many it takes cannot be told, as it looks them up in no "
-                "embedding: take nn.Embedding, or return a models.zoo.ModelSpec with vocab"
+                "embedding: take nn.Embedding or keras.layers.Embedding, or return a models.zoo.ModelSpec with vocab"
             )
         return self.tokens
 
@@ -92,6 +96,25 @@ class ModelSpec:
             "input_dtype": self.input_dtype,
             "task": self.task,
         }
+
+
+@dataclass(frozen=True)
+class ModelSpec(Spec):
+    """A torch model; random weights come from torch's default generator.
+
+    Attributes:
+        loss: mean loss per counted label from (logits, labels); must be traceable for training with LiteRT.
+        tensorflow_twin: creates the same architecture in TensorFlow (see `models.zoo.tensorflow.twins`).
+        layout: how the module may be split over processes; None: not at all.
+        masked: whether it predicts masked tokens, vocab - 1 being the mask, and can be trained on nothing else.
+    """
+
+    module: Callable[[], nn.Module]
+    loss: Loss = masked_cross_entropy
+    tensorflow_twin: Callable[[], Any] | None = None
+    vocab: int | None = None
+    layout: Layout | None = None
+    masked: bool = False
 
     def build(self, seed: int) -> nn.Module:
         """A fresh module; the same seed gives the same weights. Does not change torch's global generator."""

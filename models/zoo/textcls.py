@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from models.zoo.spec import ModelSpec
-from models.zoo.transformer import MASKED, Block, TokenEmbedding, require_divisible, sequence_length
+from models.zoo.transformer import MASKED, Transformer, require_divisible, sequence_length
 
 PAD = 0
 """The padding token of short texts; it gets no attention and the mean leaves it out."""
 
 
-class TextClassifier(nn.Module):
+class TextClassifier(Transformer):
     """x [B, T] int32, `PAD` after the end of the text -> logits [B, classes]."""
 
-    def __init__(self, length: int, vocab: int, classes: int, width: int, layers: int, heads: int) -> None:
-        super().__init__()
-        self.embedding = TokenEmbedding(vocab, length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.fc = nn.Linear(width, classes)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.embedding(x)
-        counted = (x != PAD).to(h.dtype)
-        bias = ((1 - counted) * MASKED)[:, None, None, :]
-        for block in self.blocks:
-            h = block(h, bias)
+        counted = (x != PAD).to(self.embedding.weight.dtype)
+        h = self.features(x, ((1 - counted) * MASKED)[:, None, None, :])
         tokens = counted.sum(1, keepdim=True).clamp(min=1)
-        mean = (self.norm(h) * counted.unsqueeze(-1)).sum(1) / tokens
+        mean = (h * counted.unsqueeze(-1)).sum(1) / tokens
         logits: torch.Tensor = self.fc(mean)
         return logits
 

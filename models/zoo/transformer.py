@@ -78,6 +78,25 @@ class Block(nn.Module):
         return output
 
 
+class Transformer(nn.Module):
+    """Token ids [B, T] -> features of every token [B, T, D], after the last norm; and the layer that makes logits of them."""
+
+    def __init__(self, length: int, vocab: int, classes: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.embedding = TokenEmbedding(vocab, length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.fc = nn.Linear(width, classes)
+
+    def features(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """`bias`: as for `Attention`."""
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h, bias)
+        normed: torch.Tensor = self.norm(h)
+        return normed
+
+
 def causal_bias(length: int, like: torch.Tensor) -> torch.Tensor:
     """[T, T]: zero where a token may attend, to itself and earlier ones; `MASKED` for later ones."""
     position = torch.arange(length, device=like.device)

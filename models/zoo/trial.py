@@ -39,15 +39,14 @@ def require_answers(spec: ModelSpec) -> None:
         raise ModelUnfit(
             f"model {spec.name!r} fails on {examples}{user_code.error_location(error)}: {type(error).__name__}: {error}"
         ) from error
-    per_row = (*spec.input_shape, spec.classes) if spec.task == "next_token" else (spec.classes,)
     if not isinstance(logits, torch.Tensor):
         raise ModelUnfit(
-            f"model {spec.name!r}{_forward(module)} returns {type(logits).__name__}, expected a tensor of logits {format_shape(per_row)}"
+            f"model {spec.name!r}{_forward(module)} returns {type(logits).__name__}, expected a tensor of logits {format_shape(spec.logits_shape)}"
         )
-    if tuple(logits.shape) != (_ROWS, *per_row):
+    if tuple(logits.shape) != (_ROWS, *spec.logits_shape):
         raise ModelUnfit(
             f"model {spec.name!r}{_forward(module)} returns logits of shape {format_shape(tuple(logits.shape[1:]))} for {examples}, "
-            f"expected {format_shape(per_row)}: {spec.classes} classes"
+            f"expected {format_shape(spec.logits_shape)}: {spec.classes} classes"
         )
     if are_probabilities(logits.numpy()):
         raise ModelUnfit(

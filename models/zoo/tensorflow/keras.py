@@ -13,19 +13,17 @@ Keras is imported only when a model is built.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from models.zoo.spec import InputDtype, Spec, TaskKind
 from models.zoo.trial import are_probabilities, format_shape
-
-if TYPE_CHECKING:
-    from models.zoo.spec import InputDtype, TaskKind
 
 LAYERS = (
     "Activation", "Add", "Average", "AveragePooling2D", "BatchNormalization", "Concatenate", "Conv1D",
@@ -50,25 +48,8 @@ class KerasUnfit(ValueError):
 
 
 @dataclass(frozen=True)
-class KerasSpec:
-    """A Keras model with its sizes filled in. Attributes as those of `ModelSpec`; the loss is masked cross-entropy.
-
-    Attributes:
-        make: creates the model; random weights come from Python's and TensorFlow's global generators.
-    """
-
-    name: str
-    make: Callable[[], Any]
-    input_shape: tuple[int, ...]
-    classes: int
-    input_dtype: InputDtype = "float32"
-    task: TaskKind = "classification"
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def logits_shape(self) -> tuple[int, ...]:
-        """Shape of the logits of one example."""
-        return (*self.input_shape, self.classes) if self.task == "next_token" else (self.classes,)
+class KerasSpec(Spec):
+    """A Keras model; random weights come from Python's and TensorFlow's global generators. The loss is masked cross-entropy."""
 
     def build(self, seed: int) -> FunctionalModel:
         """A fresh model; the same seed gives the same weights, except those from a file. Clears Keras' session.
@@ -85,7 +66,7 @@ class KerasSpec:
             )
         keras.utils.clear_session()  # so that unnamed layers are numbered from the start
         keras.utils.set_random_seed(seed)
-        model = self.make()
+        model = self.module()
         if not isinstance(model, keras.Sequential) and not type(model).__name__ == "Functional":
             raise KerasUnfit(
                 f"model {self.name!r} is a subclass of keras.Model with code of its own; make it of layers with "
@@ -113,23 +94,6 @@ class KerasSpec:
         if not model.trainable:
             raise KerasUnfit(f"model {self.name!r} has no trainable weight")
         return model
-
-    @property
-    def tokens(self) -> int:
-        """Number of token ids of an int32 input; where unknown, the two that every model accepts."""
-        return self.vocab or (self.classes if self.task == "next_token" else 2)
-
-    @property
-    def described_vocab(self) -> int | None:
-        """As for a `ModelSpec`."""
-        if self.input_dtype != "int32":
-            return None
-        if self.vocab is None and self.task != "next_token":
-            raise KerasUnfit(
-                f"model {self.name!r} takes token ids, and how many it takes cannot be told, as it looks them up in no "
-                "embedding: begin with keras.layers.Embedding"
-            )
-        return self.tokens
 
     @property
     def vocab(self) -> int | None:
