@@ -16,37 +16,37 @@ Width = Annotated[int, Field(ge=1, le=65536)]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Options(BaseModel):
+class ModelOptions(BaseModel):
     """Options of a model; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class NoOptions(Options):
+class NoOptions(ModelOptions):
     """No options."""
 
 
-class MLPOptions(Options):
+class MLPOptions(ModelOptions):
     hidden: Annotated[list[Width], Field(min_length=1)] = [64]
 
 
-class CNNOptions(Options):
+class CNNOptions(ModelOptions):
     channels: Annotated[list[Width], Field(min_length=2, max_length=2)] = [8, 16]
     hidden: Annotated[int, Field(ge=0, le=65536)] = 0
 
 
-class ResNet8Options(Options):
+class ResNet8Options(ModelOptions):
     norm: Literal["group", "batch"] = "group"
     width: Annotated[int, Field(ge=4, le=1024, multiple_of=4)] = 16
 
 
-class TransformerOptions(Options):
+class TransformerOptions(ModelOptions):
     width: Annotated[int, Field(ge=4, le=4096)] = 32
     layers: Annotated[int, Field(ge=1, le=64)] = 2
     heads: Annotated[int, Field(ge=1, le=64)] = 4
 
 
-class LargeOptions(Options):
+class LargeOptions(ModelOptions):
     width: Annotated[int, Field(ge=4, le=65536)] = 128
     layers: Annotated[int, Field(ge=1, le=1024)] = 4
     heads: Annotated[int, Field(ge=1, le=1024)] = 4
@@ -72,13 +72,13 @@ class BERTOptions(LargeOptions):
     objective: Literal["classify", "masked"] = "classify"
 
 
-class LSTMOptions(Options):
+class LSTMOptions(ModelOptions):
     width: Width = 128
     layers: Annotated[int, Field(ge=1, le=1024)] = 2
     dropout: Dropout = 0.0
 
 
-class ResNetOptions(Options):
+class ResNetOptions(ModelOptions):
     blocks: Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1, max_length=8)] = [
         2,
         2,
@@ -105,7 +105,7 @@ class Entry:
 
     name: str
     meaning: str
-    options: type[Options]
+    options: type[ModelOptions]
     runtimes: tuple[Runtime, ...]
     inputs: Literal["any", "images", "tokens", "token sequences"]
 

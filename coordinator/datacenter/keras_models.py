@@ -37,7 +37,7 @@ from edge_client.files import file_sha256
 from models import catalog, user_code
 
 PRECISIONS = ("float32", "float16", "weight-int8", "dynamic-int8", "static-int8")
-"""As `models.release.keras_inference.Options`."""
+"""As `models.release.keras_inference.KerasOptions`."""
 
 
 def is_keras(path: Path) -> bool:
@@ -61,7 +61,7 @@ def quantize(
 ) -> None:
     """Writes the model's file in `precision`, its params, test rows and their documents into the new folder `out`.
 
-    `options` are further ones of `models.release.keras_inference.Options`.
+    `options` are further ones of `models.release.keras_inference.KerasOptions`.
 
     Raises:
         RunInterrupted: the model cannot be converted, or loses too much accuracy.

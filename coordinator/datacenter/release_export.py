@@ -70,7 +70,7 @@ class Request:
         tflite: file to release; None: `model.tflite` of the folder, or float32 made from its params.
         precision: of that file; None: as the folder says.
         device_classes: it is for; none: any.
-        options: further ones of `models.release.inference.Options`.
+        options: further ones of `models.release.inference.ReleaseOptions`.
         tflite_runtime: interpreter of an environment with tflite-runtime.
         data_options: data set to calibrate and score on instead of the model's own, and which model it is.
         max_accuracy_drop: from the float model, as a fraction; None: the default of each step.

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from models import catalog, zoo
 from models.compress.report import accuracy, parameters
-from models.compress.step import Context, Data, Model, OnEpoch, StepRefused
+from models.compress.step import Context, Data, OnEpoch, StepModel, StepRefused
 from models.compress.tuning import Objective, Tuning, tune
 from models.datasets import notation
 from models.datasets.dataset import DataError
@@ -40,7 +40,7 @@ from models.zoo.spec import Loss, ModelSpec, masked_cross_entropy
 
 
 @dataclass(frozen=True)
-class Options(Tuning):
+class DistilOptions(Tuning):
     """Options of the distillation.
 
     Attributes:
@@ -73,7 +73,7 @@ class Distilled:
     losses: list[float]
 
 
-def step(model: Model, data: Data, options: Options, context: Context) -> Model:
+def step(model: StepModel, data: Data, options: DistilOptions, context: Context) -> StepModel:
     """The student in `options`, trained by the original model or by the named teachers.
 
     Raises:
@@ -110,7 +110,7 @@ def step(model: Model, data: Data, options: Options, context: Context) -> Model:
         "steps": len(distilled.losses),
         "loss": distilled.losses[-1] if distilled.losses else None,
     }
-    return Model(spec, distilled.student, facts=facts)
+    return StepModel(spec, distilled.student, facts=facts)
 
 
 def distil(
@@ -118,7 +118,7 @@ def distil(
     student: nn.Module,
     x: npt.NDArray[Any],
     y: npt.NDArray[np.int32],
-    options: Options,
+    options: DistilOptions,
     rng: np.random.Generator,
     *,
     loss: Loss = masked_cross_entropy,
@@ -227,7 +227,7 @@ def parse_model(text: str, like: ModelSpec) -> ModelSpec:
         raise StepRefused(f"student = {text!r}: {error}") from error
 
 
-def _teachers(options: Options, context: Context) -> Mapping[str, Model]:
+def _teachers(options: DistilOptions, context: Context) -> Mapping[str, StepModel]:
     names = [name.strip() for name in options.teachers.split(",") if name.strip()]
     return {name: context.teachers[name] for name in names} or {"original": context.original}
 
@@ -241,7 +241,7 @@ def _require_same_shapes(name: str, teacher: ModelSpec, student: ModelSpec) -> N
         )
 
 
-def _student(model: Model, spec: ModelSpec, options: Options, seed: int) -> nn.Module:
+def _student(model: StepModel, spec: ModelSpec, options: DistilOptions, seed: int) -> nn.Module:
     if options.start == "current":
         if options.student:
             raise StepRefused(
@@ -259,7 +259,7 @@ def _student(model: Model, spec: ModelSpec, options: Options, seed: int) -> nn.M
 
 @contextmanager
 def _hint_loss(
-    teacher: nn.Module, student: nn.Module, x: npt.NDArray[Any], options: Options, seed: int
+    teacher: nn.Module, student: nn.Module, x: npt.NDArray[Any], options: DistilOptions, seed: int
 ) -> Iterator[tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module]]:
     """A function of x: the error between the layers' outputs, the student's from its last forward pass; and the regressor."""
     frozen = copy.deepcopy(teacher).eval()

@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.nn.utils import fusion
 
 from models.compress.quantization.quantize import to_tflite
-from models.compress.step import Context, Data, Model, StepRefused
+from models.compress.step import Context, Data, StepModel, StepRefused
 from models.conversion import flatbuffer
 from models.zoo.spec import ModelSpec
 
@@ -37,7 +37,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 @dataclass(frozen=True)
-class Options:
+class FoldOptions:
     """Options of `fold`.
 
     Attributes:
@@ -47,7 +47,7 @@ class Options:
     show_operators: bool = True
 
 
-def fold(model: Model, data: Data, options: Options, context: Context) -> Model:
+def fold(model: StepModel, data: Data, options: FoldOptions, context: Context) -> StepModel:
     """`model` without dropout and the BatchNorms that can be folded; its logits stay the same.
 
     Raises:
@@ -87,7 +87,7 @@ def fold(model: Model, data: Data, options: Options, context: Context) -> Model:
             "tflite": constant_operators(files["after"]),
         }
         facts["bytes"] = {when: len(content) for when, content in files.items()}
-    return Model(model.spec, module, facts=facts)
+    return StepModel(model.spec, module, facts=facts)
 
 
 def trace(module: nn.Module, spec: ModelSpec) -> torch.export.ExportedProgram:
@@ -177,7 +177,7 @@ def _name(node: fx.Node) -> str:
     return str(node.target).removeprefix("aten.").partition(".")[0]
 
 
-def _difference(model: Model, module: nn.Module, data: Data) -> float:
+def _difference(model: StepModel, module: nn.Module, data: Data) -> float:
     x = torch.from_numpy(data.x_train[:64])
     with torch.no_grad():
         expected, actual = model.module.eval()(x), module(x)

@@ -20,7 +20,7 @@ from edge_client.processes.process import ProcessFailed, run_once, tie_to_parent
 from edge_client.train.evaluation import score
 from models.compress import report
 from models.compress.quantization import quantize
-from models.compress.step import Context, Data, Model, StepRefused
+from models.compress.step import Context, Data, StepModel, StepRefused
 from models.conversion import flatbuffer
 from models.options import bounded
 
@@ -43,7 +43,7 @@ OPERATORS = frozenset(_OPERATORS.split())
 
 
 @dataclass(frozen=True)
-class Options:
+class MicroOptions:
     """Limits of the microcontroller.
 
     Attributes:
@@ -57,7 +57,7 @@ class Options:
     max_accuracy_drop: float = bounded(0.02, 0.0, 1.0)
 
 
-def compile_model(model: Model, data: Data, options: Options, context: Context) -> Model:
+def compile_model(model: StepModel, data: Data, options: MicroOptions, context: Context) -> StepModel:
     """`model` as static int8, verified to run in tflite-micro; a file that is static int8 already is not changed.
 
     Raises:
@@ -65,7 +65,9 @@ def compile_model(model: Model, data: Data, options: Options, context: Context) 
             there is below float32 by more than the bound.
     """
     if model.tflite is None or model.precision != "static-int8":
-        quantization = quantize.Options("static-int8", options.calibration_rows, options.max_accuracy_drop)
+        quantization = quantize.QuantizeOptions(
+            "static-int8", options.calibration_rows, options.max_accuracy_drop
+        )
         model = quantize.step(model, data, quantization, context)
     assert model.tflite is not None  # guaranteed by `quantize.step`
     require_operators(model.tflite)

@@ -33,7 +33,7 @@ from edge_client.files import sync_folder, write_durably
 from models import catalog, options, zoo
 from models.compress import report
 from models.compress.pruning.structure import rebuild
-from models.compress.step import Context, Data, Model, Precision, StepRefused
+from models.compress.step import Context, Data, Precision, StepModel, StepRefused
 from models.job import read_params
 from models.pretrain.params import params_of
 
@@ -79,7 +79,7 @@ class PlannedStep:
 
     kind: str
     options: Any
-    function: Callable[[Model, Data, Any, Context], Model]
+    function: Callable[[StepModel, Data, Any, Context], StepModel]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class StepResult:
 
     folder: Path
     record: Mapping[str, Any]
-    model: Model
+    model: StepModel
 
 
 def plan_steps(tables: Sequence[Mapping[str, Any]], where: str) -> list[PlannedStep]:
@@ -117,12 +117,12 @@ def _plan_step(table: Mapping[str, Any], where: str) -> PlannedStep:
 
 def run(
     steps: Sequence[PlannedStep],
-    source: Model,
+    source: StepModel,
     data: Data,
     folder: Path,
     seed: int,
     *,
-    teachers: Mapping[str, Model] | None = None,
+    teachers: Mapping[str, StepModel] | None = None,
     on_progress: OnProgress = lambda line: None,
 ) -> list[StepResult]:
     """Runs `steps` in order in `folder`, and returns the results of all, step 0 being the source itself.
@@ -174,7 +174,7 @@ def run(
 
 def _execute(
     step: PlannedStep,
-    previous: Model,
+    previous: StepModel,
     data: Data,
     context: Context,
     step_folder: Path,
@@ -241,7 +241,7 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def identity(model: Model) -> dict[str, Any]:
+def identity(model: StepModel) -> dict[str, Any]:
     """Identifies a model: its spec, and hashes of its params and its file."""
     return {
         "model": model.spec.described(),
@@ -250,7 +250,7 @@ def identity(model: Model) -> dict[str, Any]:
     }
 
 
-def _no_change(model: Model, data: Data, options: Any, context: Context) -> Model:
+def _no_change(model: StepModel, data: Data, options: Any, context: Context) -> StepModel:
     return model
 
 
@@ -258,14 +258,14 @@ def _key(inputs: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
-def _drop_stale_file(before: Model, after: Model) -> Model:
+def _drop_stale_file(before: StepModel, after: StepModel) -> StepModel:
     """Removes a file that was made before the params changed."""
     if after.tflite is not None and after.tflite is before.tflite and after.module is not before.module:
         return replace(after, tflite=None, precision="float32")
     return after
 
 
-def _store(step_folder: Path, model: Model, data: Data, inputs: Mapping[str, Any]) -> StepResult:
+def _store(step_folder: Path, model: StepModel, data: Data, inputs: Mapping[str, Any]) -> StepResult:
     """Stores a step, its record last, and reads it back."""
     if step_folder.exists():  # of another step, or unfinished
         (step_folder / RECORD).unlink(missing_ok=True)
@@ -330,16 +330,18 @@ def _load_stored(step_folder: Path, key: str) -> StepResult | None:
     return StepResult(step_folder, record, _read_model(step_folder, record))
 
 
-def _read_model(step_folder: Path, record: Mapping[str, Any]) -> Model:
+def _read_model(step_folder: Path, record: Mapping[str, Any]) -> StepModel:
     settings = dict(record["model"])
     options, input_shape = settings.pop("options"), tuple(settings.pop("input_shape"))
     spec = zoo.get(**settings, input_shape=input_shape, **options)
     tflite = (step_folder / TFLITE).read_bytes() if record["tflite_sha256"] else None
     precision: Precision = record["precision"]
-    return Model(spec, rebuild(spec, read_params(step_folder / PARAMS)), tflite, precision, record["facts"])
+    return StepModel(
+        spec, rebuild(spec, read_params(step_folder / PARAMS)), tflite, precision, record["facts"]
+    )
 
 
-def _require_same(model: Model, stored: Model, data: Data, name: str) -> None:
+def _require_same(model: StepModel, stored: StepModel, data: Data, name: str) -> None:
     rows = data.x_test[:_COMPARED]
     before, after = report.logits(model.module, rows), report.logits(stored.module, rows)
     if not np.allclose(before, after, rtol=1e-3, atol=1e-4):
@@ -349,7 +351,7 @@ def _require_same(model: Model, stored: Model, data: Data, name: str) -> None:
         )
 
 
-def _convert_float32(model: Model) -> tuple[bytes | None, str]:
+def _convert_float32(model: StepModel) -> tuple[bytes | None, str]:
     """The `.tflite` of a float model; None if it has a file already or devices cannot run it, with the reason."""
     entry = catalog.MODELS.get(model.spec.name)
     if model.tflite is not None or (entry is not None and "litert" not in entry.runtimes):

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from edge_client.files import make_durably
 from edge_client.infer.runtime import dequantize, quantize
 from edge_client.train.evaluation import score
-from models.compress.step import Model
+from models.compress.step import StepModel
 from models.pretrain import evaluation
 from models.pretrain.params import params_of
 from models.zoo.spec import ModelSpec
@@ -62,7 +62,7 @@ class Figures:
 
 
 def measure(
-    model: Model, x: npt.NDArray[Any], y: npt.NDArray[np.int32], float32: bytes | None = None
+    model: StepModel, x: npt.NDArray[Any], y: npt.NDArray[np.int32], float32: bytes | None = None
 ) -> Figures:
     """All figures but the latency, on test rows. `float32`: the `.tflite` of a model that has none of its own yet."""
     content = model.tflite or float32 or safetensors.numpy.save(params_of(model.module))

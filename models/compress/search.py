@@ -29,7 +29,7 @@ from models import job as jobs
 from models.compress import amx, memory, pipeline, report, worker
 from models.compress.ladder import Candidate, Table, ladder
 from models.compress.pipeline import OnProgress
-from models.compress.step import Data, Model, StepRefused
+from models.compress.step import Data, StepModel, StepRefused
 from models.options import bounded
 
 DROP = 0.02
@@ -164,7 +164,7 @@ class Search:
     """Runs candidates, each in its own folder below `folder`."""
 
     def __init__(
-        self, source: Model, data: Data, folder: Path, seed: int, budget: Budget, on_progress: OnProgress
+        self, source: StepModel, data: Data, folder: Path, seed: int, budget: Budget, on_progress: OnProgress
     ) -> None:
         self._source, self._data, self._folder, self._seed = source, data, folder, seed
         self._budget, self._on_progress = budget, on_progress

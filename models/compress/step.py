@@ -1,7 +1,7 @@
 """The inputs and the result of a compression step: a model, and the data that the step may use.
 
-A step is a pure function `(Model, Data, options, Context) -> Model` that may raise StepRefused, registered in `models.compress.pipeline.STEPS` under its
-`kind` with a dataclass of options (`models.options`). Steps that change float params give a `Model` with a `module`;
+A step is a pure function `(StepModel, Data, options, Context) -> StepModel` that may raise StepRefused, registered in `models.compress.pipeline.STEPS` under its
+`kind` with a dataclass of options (`models.options`). Steps that change float params give a `StepModel` with a `module`;
 quantization adds a `tflite` with its precision. A module whose layers changed in size or
 number is still described by its spec and params alone: `models.compress.pruning.structure.rebuild`.
 """
@@ -30,7 +30,7 @@ class StepRefused(ValueError):
 
 
 @dataclass(frozen=True)
-class Model:
+class StepModel:
     """A model between two steps. Never changed in place.
 
     Attributes:
@@ -76,8 +76,8 @@ class Context:
     """
 
     seed: int
-    original: Model
-    teachers: Mapping[str, Model] = field(default_factory=dict)
+    original: StepModel
+    teachers: Mapping[str, StepModel] = field(default_factory=dict)
     on_progress: Callable[[Mapping[str, Any]], None] = lambda line: None
 
     def rng(self) -> np.random.Generator:

@@ -19,7 +19,7 @@ from models import job as jobs
 from models.compress import amx, distil, pipeline, report
 from models.compress.pipeline import PARAMS, TFLITE, PlannedStep
 from models.compress.pruning.structure import rebuild
-from models.compress.step import Data, Model
+from models.compress.step import Data, StepModel
 
 
 def compress(path: Path, emit: process.Report) -> None:
@@ -59,13 +59,13 @@ def compress(path: Path, emit: process.Report) -> None:
     )
 
 
-def model_in(job: jobs.Job, *keys: str) -> Model:
+def model_in(job: jobs.Job, *keys: str) -> StepModel:
     """The model described under `keys`, with its params, which compression may have changed in number and size."""
     spec = job.spec(*keys, "model")
     path = job.file(".".join([*keys, "params"]), job.value(*keys, "params"))
     params = jobs.read_params(path)
     try:
-        return Model(spec, rebuild(spec, params))
+        return StepModel(spec, rebuild(spec, params))
     except ValueError as error:
         raise jobs.JobError(f"{path}: {error}") from error
 
@@ -78,9 +78,9 @@ def data_in(job: jobs.Job) -> Data:
     return Data(x, job.labels("y_train", spec, x), x_test, job.labels("y_test", spec, x_test), extra)
 
 
-def _require_students(steps: list[PlannedStep], source: Model, name: str) -> None:
+def _require_students(steps: list[PlannedStep], source: StepModel, name: str) -> None:
     for number, step in enumerate(steps, 1):
-        if isinstance(step.options, distil.Options) and step.options.student:
+        if isinstance(step.options, distil.DistilOptions) and step.options.student:
             try:
                 distil.parse_model(step.options.student, source.spec)
             except ValueError as error:

@@ -58,7 +58,7 @@ _KERNELS: Mapping[str, OpResolverType] = {
 
 
 @dataclass(frozen=True)
-class Options:
+class ReleaseOptions:
     """Further contents of the manifest, and the limits of a release.
 
     Attributes:
@@ -98,7 +98,7 @@ def run(path: Path, report: process.Report) -> None:
     """Runs the job in the file `path`."""
     torch.set_num_threads(1)
     job = jobs.read(path)
-    spec, options = job.any_spec(), job.options(Options)
+    spec, options = job.any_spec(), job.options(ReleaseOptions)
     x = job.rows("x_test", spec)
     y = job.labels("y_test", spec, x)
     report(stage="export", step="open")
@@ -116,7 +116,7 @@ def release(
     source: Source,
     x: Rows,
     y: npt.NDArray[np.int32],
-    options: Options,
+    options: ReleaseOptions,
     folder: Path,
     seed: int = 0,
     tflite_runtime: Path | None = None,
@@ -221,7 +221,7 @@ def _module(job: jobs.Job, spec: ModelSpec | KerasSpec, path: Path) -> nn.Module
     return rebuild(spec, jobs.read_params(path))
 
 
-def _draft(source: Source, options: Options) -> InferenceManifest:
+def _draft(source: Source, options: ReleaseOptions) -> InferenceManifest:
     """The manifest before verification. It claims every runtime, so that every runtime is tested."""
     spec = source.spec
     return InferenceManifest(

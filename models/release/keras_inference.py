@@ -42,7 +42,7 @@ Params = Mapping[str, npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
-class Options:
+class KerasOptions:
     """Those of the compression step `quantize` that apply to Keras models."""
 
     precision: Literal["float32", "float16", "weight-int8", "dynamic-int8", "static-int8"] = "static-int8"
@@ -66,7 +66,7 @@ def run(path: Path, report: process.Report) -> None:
     """Runs the job in the file `path`."""
     torch.set_num_threads(1)
     job = jobs.read(path)
-    spec, options = job.any_spec(), job.options(Options)
+    spec, options = job.any_spec(), job.options(KerasOptions)
     if not isinstance(spec, KerasSpec):
         raise JobError(f"{job.path}: model {spec.name!r} is not a Keras model")
     x_train, x_test = (job.rows(f"x_{part}", spec) for part in ("train", "test"))

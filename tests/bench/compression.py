@@ -38,7 +38,7 @@ from models.compress.quantization import (
     quantize,
     recipes,
 )
-from models.compress.step import Context, Data, Model, Precision
+from models.compress.step import Context, Data, Precision, StepModel
 from models.compress.tuning import Tuning, own_loss, tune
 from models.pretrain.data.batches import Arrays
 from models.zoo.spec import ModelSpec
@@ -189,7 +189,7 @@ def _text(table: _Table, folder: Path, short: bool) -> None:
     )
 
 
-QAT = qat.Options(epochs=2, batch_size=64, lr=5e-4, shift=1, distil=True, max_accuracy_drop=1.0)
+QAT = qat.QATOptions(epochs=2, batch_size=64, lr=5e-4, shift=1, distil=True, max_accuracy_drop=1.0)
 
 
 def _static_holds(table: _Table, name: str) -> None:
@@ -211,7 +211,7 @@ def _against_float(table: _Table, name: str, precision: Precision) -> tuple[floa
 
 
 def _precisions(
-    table: _Table, name: str, model: Model, data: Data, precisions: tuple[Precision, ...] = PRECISIONS
+    table: _Table, name: str, model: StepModel, data: Data, precisions: tuple[Precision, ...] = PRECISIONS
 ) -> None:
     float32, _ = quantize.convert_checked(model, data.x_test)
     table.add(f"{name} float32", float32, data)
@@ -220,30 +220,30 @@ def _precisions(
         table.add(f"{name} {precision}", recipes.quantize(float32, precision, ranges), data)
 
 
-def _students(teacher: Model, data: Data) -> tuple[list[Model], list[Model]]:
+def _students(teacher: StepModel, data: Data) -> tuple[list[StepModel], list[StepModel]]:
     """Distilled ones and ones from scratch, from the same weights on the same rows in the same order, by seed."""
     some = replace(data, x_train=data.x_train[:STUDENT_ROWS], y_train=data.y_train[:STUDENT_ROWS])
     taught = [_taught(teacher, some, seed, LEARNING, 0.9) for seed in SEEDS]
     return taught, [_taught(teacher, some, seed, LEARNING, 0.0) for seed in SEEDS]
 
 
-def _taught(teacher: Model, data: Data, seed: int, tuning: Tuning, alpha: float) -> Model:
+def _taught(teacher: StepModel, data: Data, seed: int, tuning: Tuning, alpha: float) -> StepModel:
     """A student of `teacher`, or with `alpha` 0 of the labels alone."""
     spec, rng = _spec("cnn", STUDENT), np.random.default_rng(seed)
-    options = distil.Options(**_fields(tuning), temperature=4.0, alpha=alpha)
+    options = distil.DistilOptions(**_fields(tuning), temperature=4.0, alpha=alpha)
     x, y = data.x_train, data.y_train
-    return Model(
+    return StepModel(
         spec, distil.distil([teacher.module], spec.build(seed), x, y, options, rng, loss=spec.loss).student
     )
 
 
-def _sparse(teacher: Model, data: Data) -> Model:
+def _sparse(teacher: StepModel, data: Data) -> StepModel:
     with tempfile.TemporaryDirectory() as folder:
         steps = pipeline.plan_steps(SPARSE_MNIST, "compression bench")
         return pipeline.run(steps, teacher, data, Path(folder), SEED)[-1].model
 
 
-def _federated(folder: Path, short: bool) -> Model:
+def _federated(folder: Path, short: bool) -> StepModel:
     """What a federation of ten made of a cnn, from scratch."""
     experiment = {
         "seed": SEED,
@@ -261,17 +261,17 @@ def _federated(folder: Path, short: bool) -> Model:
     with tempfile.TemporaryDirectory() as scratch:
         result = fedloop.simulate(experiment, out=Path(scratch) / "run", data_dir=folder)
     spec = _spec("cnn", CNN)
-    return Model(spec, rebuild(spec, dict(result.params)))
+    return StepModel(spec, rebuild(spec, dict(result.params)))
 
 
-def _trained(spec: ModelSpec, data: Data, seed: int, *tunings: Tuning) -> Model:
+def _trained(spec: ModelSpec, data: Data, seed: int, *tunings: Tuning) -> StepModel:
     module = spec.build(seed)
     if len(spec.input_shape) > 1:
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     rows = Arrays(data.x_train, data.y_train)
     for tuning in tunings:
         tune(module, rows, tuning, np.random.default_rng(seed), own_loss(spec))
-    return Model(spec, module.to(memory_format=torch.contiguous_format))  # type: ignore[call-overload]
+    return StepModel(spec, module.to(memory_format=torch.contiguous_format))  # type: ignore[call-overload]
 
 
 def _data(name: str, folder: Path, short: bool, **options: Any) -> Data:
@@ -286,7 +286,7 @@ def _spec(name: str, options: Mapping[str, Any]) -> ModelSpec:
     return zoo.get(name, input_shape=(28, 28), classes=10, **options)
 
 
-def _file(model: Model) -> bytes:
+def _file(model: StepModel) -> bytes:
     assert model.tflite is not None
     return model.tflite
 

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from models.compress import report
 from models.compress.quantization import codebook
-from models.compress.step import Model, StepRefused
+from models.compress.step import StepModel, StepRefused
 from models.labels import PADDING
 from tests.support.compressing import cnn, context, digits
 
@@ -59,9 +59,9 @@ def test_weights_that_were_pruned_stay_pruned_through_fine_tuning_and_frozen_one
     with torch.no_grad():
         weight = module.get_parameter("fc.weight")
         weight[weight.abs() < weight.abs().median()] = 0
-    options = codebook.Options(bits=3, epochs=1, batch_size=64, freeze="conv2", max_accuracy_drop=0.5)
+    options = codebook.CodebookOptions(bits=3, epochs=1, batch_size=64, freeze="conv2", max_accuracy_drop=0.5)
     books = codebook.codebooks(module, options)
-    made = _clustered(Model(cnn().spec, module), options)
+    made = _clustered(StepModel(cnn().spec, module), options)
 
     tuned = {name: p.detach().numpy() for name, p in made.named_parameters()}
     assert not tuned["fc.weight"][module.get_parameter("fc.weight").detach().numpy() == 0].any()
@@ -75,12 +75,12 @@ def test_weights_that_were_pruned_stay_pruned_through_fine_tuning_and_frozen_one
 def test_rows_without_labels_cannot_fine_tune() -> None:
     unlabelled = replace(digits(), y_train=np.full_like(digits().y_train, PADDING))
     with pytest.raises(StepRefused, match="none of 1000 training rows has a label"):
-        codebook.share_weights(cnn(), unlabelled, codebook.Options(epochs=1), context(cnn()))
+        codebook.share_weights(cnn(), unlabelled, codebook.CodebookOptions(epochs=1), context(cnn()))
 
 
 @pytest.mark.slow
 def test_a_model_of_sixteen_values_a_tensor_travels_in_a_sixth() -> None:
-    made = codebook.cluster(cnn(), digits(), codebook.Options(), context(cnn()))
+    made = codebook.cluster(cnn(), digits(), codebook.CodebookOptions(), context(cnn()))
     assert (made.precision, made.tflite is None) == ("codebook", False)
     assert (
         report.accuracy(made.module, digits().x_test, digits().y_test)
@@ -95,7 +95,7 @@ def test_a_model_of_sixteen_values_a_tensor_travels_in_a_sixth() -> None:
 
 @pytest.mark.slow
 def test_fine_tuning_finds_back_what_four_values_a_tensor_cost() -> None:
-    coarse = codebook.Options(bits=2)
+    coarse = codebook.CodebookOptions(bits=2)
     with pytest.raises(StepRefused, match="codebook accuracy is"):
         codebook.cluster(cnn(), digits(), coarse, context(cnn()))
     made = codebook.cluster(
@@ -104,6 +104,6 @@ def test_fine_tuning_finds_back_what_four_values_a_tensor_cost() -> None:
     assert set(made.facts["values"].values()) == {4}
 
 
-def _clustered(model: Model, options: codebook.Options) -> torch.nn.Module:
+def _clustered(model: StepModel, options: codebook.CodebookOptions) -> torch.nn.Module:
     module, _ = codebook.share_weights(model, digits(), options, context(model))
     return module

@@ -16,8 +16,8 @@ from torch import nn
 
 from models import zoo
 from models.compress import report
-from models.compress.distil import Options, consensus, distil, distillation_loss, parse_model, step
-from models.compress.step import Context, Data, Model, StepRefused
+from models.compress.distil import DistilOptions, consensus, distil, distillation_loss, parse_model, step
+from models.compress.step import Context, Data, StepModel, StepRefused
 from models.labels import PADDING
 from models.pretrain import params
 from models.zoo.spec import masked_cross_entropy
@@ -80,7 +80,7 @@ def test_padding_inside_a_sequence_does_not_count_and_an_unlabelled_sequence_doe
 
 def test_a_student_learns_from_what_the_teacher_says_about_unlabelled_rows(world: dict[str, Any]) -> None:
     nothing = np.full(len(world["x"]), PADDING, np.int32)
-    options = Options(epochs=30, batch_size=16, lr=0.01)
+    options = DistilOptions(epochs=30, batch_size=16, lr=0.01)
     result = distil(
         [world["teacher"]], world["student"], world["x"], nothing, options, np.random.default_rng(0)
     )
@@ -101,7 +101,7 @@ def test_distilling_changes_neither_module_and_repeats_bit_for_bit(world: dict[s
 
     given = [tensors(world["teacher"]), tensors(world["student"])]
     state = torch.random.get_rng_state()
-    options = Options(epochs=3)
+    options = DistilOptions(epochs=3)
     results = [
         distil(
             [world["teacher"]], world["student"], world["x"], world["y"], options, np.random.default_rng(1)
@@ -139,7 +139,7 @@ def test_a_hint_brings_the_students_layer_nearer_to_the_teachers(world: dict[str
 
     left = {}
     for hint in (0.0, 10.0):
-        options = Options(epochs=15, lr=0.01, alpha=0.0, hint=hint)
+        options = DistilOptions(epochs=15, lr=0.01, alpha=0.0, hint=hint)
         student = zoo.get("mlp", input_shape=(8,), classes=3, hidden=[4]).build(2)
         found = distil([world["teacher"]], student, world["x"], world["y"], options, np.random.default_rng(0))
         left[hint] = unexplained(found.student)
@@ -159,7 +159,7 @@ def test_a_hints_weight_means_the_same_however_large_the_teachers_answers_are(wo
                 ("fc.weight", 1 / factor),
             ):
                 teacher.get_parameter(name).mul_(by)
-        options = Options(epochs=1, lr=0.0, weight_decay=0.0, hint=1.0)
+        options = DistilOptions(epochs=1, lr=0.0, weight_decay=0.0, hint=1.0)
         regressor_at_rest = distil(
             [teacher], world["student"], world["x"], world["y"], options, np.random.default_rng(0)
         )
@@ -204,7 +204,7 @@ class Bypassed(nn.Module):
 def test_a_layer_that_cannot_be_hinted_at_is_refused(
     student: Callable[[], nn.Module], layer: str, fault: str, world: dict[str, Any]
 ) -> None:
-    options = Options(epochs=1, hint=1.0, hint_student=layer)
+    options = DistilOptions(epochs=1, hint=1.0, hint_student=layer)
     with pytest.raises(StepRefused, match=fault):
         distil([world["teacher"]], student(), world["x"], world["y"], options, np.random.default_rng(0))
 
@@ -220,7 +220,7 @@ def test_sequences_of_other_lengths_are_no_hints() -> None:
             return logits
 
     x, y = np.zeros((4, 9), np.float32), np.zeros(4, np.int32)
-    options = Options(hint=1.0, hint_student="conv", hint_teacher="conv")
+    options = DistilOptions(hint=1.0, hint_student="conv", hint_teacher="conv")
     narrow = Convolved(2)
     narrow.conv = nn.Conv1d(1, 2, 3, 2)
     narrow.fc = nn.Linear(2, 3)
@@ -235,60 +235,60 @@ def test_hints_pass_between_maps_of_different_extent() -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(20, 6, 6)).astype(np.float32), rng.integers(0, 3, 20).astype(np.int32)
     layers = {"hint_teacher": "conv1", "hint_student": "conv2"}
-    options = Options(epochs=1, hint=1.0, **layers)
+    options = DistilOptions(epochs=1, hint=1.0, **layers)
     found = distil([wide.build(0)], narrow.build(1), x, y, options, rng)
     assert np.isfinite(found.losses).all()
     with pytest.raises(
         StepRefused, match=r"hint_teacher = 'conv3' is not a layer of the teacher; it has conv1, conv2"
     ):
-        distil([wide.build(0)], narrow.build(1), x, y, Options(hint=1.0, hint_teacher="conv3"), rng)
+        distil([wide.build(0)], narrow.build(1), x, y, DistilOptions(hint=1.0, hint_teacher="conv3"), rng)
     with pytest.raises(StepRefused, match="name layers of the same kind"):
         distil(
             [wide.build(0)],
             narrow.build(1),
             x,
             y,
-            Options(hint=1.0, hint_teacher="fc", hint_student="conv1"),
+            DistilOptions(hint=1.0, hint_teacher="fc", hint_student="conv1"),
             rng,
         )
 
 
 def test_a_step_distils_into_the_same_architecture_into_another_or_goes_on(world: dict[str, Any]) -> None:
     spec = zoo.get("mlp", input_shape=(8,), classes=3, hidden=[32])
-    original = Model(spec, world["teacher"])
+    original = StepModel(spec, world["teacher"])
     data = Data(world["x"], world["y"], world["unseen"], world["taught"])
     context = Context(5, original)
-    again = step(original, data, Options(epochs=8, lr=0.01), context)
+    again = step(original, data, DistilOptions(epochs=8, lr=0.01), context)
     assert again.spec == spec and again.module is not original.module
     assert report.accuracy(again.module, data.x_test, data.y_test) > 0.85
     assert again.facts["teachers"]["original"]["accuracy"] == 1.0
 
-    other = step(original, data, Options(epochs=1, student="mlp(hidden=[4])"), context)
+    other = step(original, data, DistilOptions(epochs=1, student="mlp(hidden=[4])"), context)
     assert other.spec.options == {"hidden": [4]}
     assert report.parameters(other.module) == 8 * 4 + 4 + 4 * 3 + 3
 
-    onwards = step(original, data, Options(epochs=0, start="current"), context)
+    onwards = step(original, data, DistilOptions(epochs=0, start="current"), context)
     assert all(np.array_equal(a, b) for a, b in zip(params.params_of(onwards.module).values(), params.params_of(original.module).values(), strict=True))  # fmt: skip
 
-    pruned = Model(spec, zoo.get("mlp", input_shape=(8,), classes=3, hidden=[9]).build(0))
+    pruned = StepModel(spec, zoo.get("mlp", input_shape=(8,), classes=3, hidden=[9]).build(0))
     with pytest.raises(StepRefused, match="cannot start from fresh weights; start = 'current' trains it"):
-        step(pruned, data, Options(), context)
+        step(pruned, data, DistilOptions(), context)
     with pytest.raises(StepRefused, match="give only one"):
-        step(pruned, data, Options(student="mlp", start="current"), context)
+        step(pruned, data, DistilOptions(student="mlp", start="current"), context)
 
 
 def test_several_teachers_are_taken_by_name_and_must_fit(world: dict[str, Any]) -> None:
     spec = zoo.get("mlp", input_shape=(8,), classes=3, hidden=[32])
     other = zoo.get("mlp", input_shape=(8,), classes=4)
     data = Data(world["x"], world["y"], world["unseen"], world["taught"])
-    models = {"one": Model(spec, world["teacher"]), "two": Model(spec, spec.build(9)), "odd": Model(other, other.build(0))}  # fmt: skip
+    models = {"one": StepModel(spec, world["teacher"]), "two": StepModel(spec, spec.build(9)), "odd": StepModel(other, other.build(0))}  # fmt: skip
     context = Context(5, models["one"], models)
-    options = Options(epochs=1, teachers="one, two", student="logreg")
+    options = DistilOptions(epochs=1, teachers="one, two", student="logreg")
     assert set(step(models["one"], data, options, context).facts["teachers"]) == {"one", "two"}
     with pytest.raises(
         StepRefused, match=r"teacher 'odd' takes \(8,\) to 4 classes, the student \(8,\) to 3"
     ):
-        step(models["one"], data, Options(teachers="odd"), context)
+        step(models["one"], data, DistilOptions(teachers="odd"), context)
 
 
 @pytest.mark.parametrize(

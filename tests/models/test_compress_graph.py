@@ -11,28 +11,27 @@ import torch
 from torch import nn
 
 from models import zoo
-from models.compress.graph import Options, fold
-from models.compress.pruning.lowrank import Options as LowRankOptions
-from models.compress.pruning.lowrank import factorise
+from models.compress.graph import FoldOptions, fold
+from models.compress.pruning.lowrank import LowRankOptions, factorise
 from models.compress.pruning.structure import rebuild
-from models.compress.step import Data, Model, StepRefused
+from models.compress.step import Data, StepModel, StepRefused
 from models.pretrain.params import params_of
 from models.zoo.spec import ModelSpec
 from tests.support.compression import context
 
 pytestmark = pytest.mark.slow
 
-QUIET = Options(show_operators=False)
+QUIET = FoldOptions(show_operators=False)
 
 
-def model_of(build: Callable[[], nn.Module], shape: tuple[int, ...] = (8,), classes: int = 4) -> Model:
+def model_of(build: Callable[[], nn.Module], shape: tuple[int, ...] = (8,), classes: int = 4) -> StepModel:
     spec = ModelSpec("own", build, shape, classes)
-    return Model(spec, experienced(spec.build(0)))
+    return StepModel(spec, experienced(spec.build(0)))
 
 
-def zoo_model(name: str, **options: Any) -> Model:
+def zoo_model(name: str, **options: Any) -> StepModel:
     spec = zoo.get(name, input_shape=(8, 8), classes=10, **options)
-    return Model(spec, experienced(spec.build(0)))
+    return StepModel(spec, experienced(spec.build(0)))
 
 
 def experienced(module: nn.Module) -> nn.Module:
@@ -48,13 +47,13 @@ def experienced(module: nn.Module) -> nn.Module:
     return module.eval()
 
 
-def rows(model: Model) -> Data:
+def rows(model: StepModel) -> Data:
     x = np.random.default_rng(0).random((16, *model.spec.input_shape), np.float32)
     y = np.zeros(16, np.int32)
     return Data(x, y, x, y)
 
 
-def answers(module: nn.Module, model: Model) -> torch.Tensor:
+def answers(module: nn.Module, model: StepModel) -> torch.Tensor:
     with torch.no_grad():
         return module(torch.from_numpy(rows(model).x_test))  # type: ignore[no-any-return]
 
@@ -82,7 +81,7 @@ def test_every_batch_norm_of_a_residual_network_is_folded_and_the_answers_stay(
 
 def test_the_exported_file_has_no_more_operations_and_computes_no_constants() -> None:
     model = zoo_model("resnet8", norm="batch", width=4)
-    facts = fold(model, rows(model), Options(), context(model)).facts
+    facts = fold(model, rows(model), FoldOptions(), context(model)).facts
     before, after = facts["tflite"]["before"], facts["tflite"]["after"]
     assert after["CONV_2D"] + after.get("DEPTHWISE_CONV_2D", 0) == 9
     assert sum(after.values()) <= sum(before.values())
@@ -113,7 +112,7 @@ class Mixed(nn.Module):
 
 def test_what_another_layer_reads_as_well_is_not_folded_and_the_facts_say_what_went() -> None:
     model = model_of(Mixed)
-    folded = fold(model, rows(model), Options(), context(model))
+    folded = fold(model, rows(model), FoldOptions(), context(model))
     facts = folded.facts
     assert facts["folded"] == [{"norm": "norm1", "into": "first"}]
     assert facts["batch_norms_left"] == ["norm2", "norm3"]

@@ -12,11 +12,11 @@ from models import zoo
 from models.compress import report
 from models.compress.pruning.lowrank import (
     Decomposition,
-    Options,
+    LowRankOptions,
     factorise,
 )
 from models.compress.pruning.structure import rebuild
-from models.compress.step import Data, Model, StepRefused
+from models.compress.step import Data, StepModel, StepRefused
 from models.pretrain.params import params_of
 from tests.support.compression import accuracy, context, digits, trained
 
@@ -27,7 +27,7 @@ def data() -> Data:
 
 
 @pytest.fixture(scope="module")
-def mlp(data: Data) -> Model:
+def mlp(data: Data) -> StepModel:
     return trained("mlp", data, epochs=6, hidden=[96, 48])
 
 
@@ -91,8 +91,8 @@ def test_break_even_is_where_the_factors_hold_as_much() -> None:
         assert (weights < 600) == (rank < singular.break_even)
 
 
-def test_the_model_gets_smaller_and_is_told_by_its_params(mlp: Model, data: Data) -> None:
-    thin = factorise(mlp, data, Options(energy=0.8, epochs=0), context(mlp))
+def test_the_model_gets_smaller_and_is_told_by_its_params(mlp: StepModel, data: Data) -> None:
+    thin = factorise(mlp, data, LowRankOptions(energy=0.8, epochs=0), context(mlp))
     assert thin.facts["parameters"]["after"] == report.parameters(thin.module) < report.parameters(mlp.module)
     assert thin.facts["macs"]["after"] < thin.facts["macs"]["before"]
     assert "hidden.0.0.weight" in params_of(thin.module)
@@ -102,8 +102,8 @@ def test_the_model_gets_smaller_and_is_told_by_its_params(mlp: Model, data: Data
 
 def test_convolutions_of_a_residual_network_are_told_by_their_params(data: Data) -> None:
     spec = zoo.get("resnet8", input_shape=(8, 8), classes=10, norm="batch")
-    model = Model(spec, spec.build(0).eval())
-    thin = factorise(model, data, Options(rank=4, epochs=0), context(model))
+    model = StepModel(spec, spec.build(0).eval())
+    thin = factorise(model, data, LowRankOptions(rank=4, epochs=0), context(model))
     assert {name for name, layer in thin.facts["layers"].items() if layer["factorised"]} >= {
         "stages.1.shortcut",
         "stages.2.conv2",
@@ -114,38 +114,38 @@ def test_convolutions_of_a_residual_network_are_told_by_their_params(data: Data)
 
 def test_text_models_are_factorised_too() -> None:
     spec = zoo.get("textcls", input_shape=(12,), classes=3, input_dtype="int32", vocab=30, width=32)
-    model = Model(spec, spec.build(0).eval())
+    model = StepModel(spec, spec.build(0).eval())
     x, y = spec.example_batch(24)
     rows = Data(x.numpy(), y.numpy(), x.numpy(), y.numpy())
-    thin = factorise(model, rows, Options(rank=6, epochs=1), context(model))
+    thin = factorise(model, rows, LowRankOptions(rank=6, epochs=1), context(model))
     assert torch.equal(rebuild(spec, params_of(thin.module))(x), thin.module(x))
 
 
-def test_fine_tuning_brings_accuracy_back(mlp: Model, data: Data) -> None:
-    cut = factorise(mlp, data, Options(rank=4, epochs=0), context(mlp))
-    tuned = factorise(mlp, data, Options(rank=4, epochs=5, batch_size=32), context(mlp))
+def test_fine_tuning_brings_accuracy_back(mlp: StepModel, data: Data) -> None:
+    cut = factorise(mlp, data, LowRankOptions(rank=4, epochs=0), context(mlp))
+    tuned = factorise(mlp, data, LowRankOptions(rank=4, epochs=5, batch_size=32), context(mlp))
     assert accuracy(tuned, data) > accuracy(cut, data)
 
 
-def test_a_second_time_leaves_the_factors_as_they_are(mlp: Model, data: Data) -> None:
-    once = factorise(mlp, data, Options(rank=8, epochs=0, keep="hidden.1, fc"), context(mlp))
-    twice = factorise(once, data, Options(rank=4, epochs=0), context(mlp))
+def test_a_second_time_leaves_the_factors_as_they_are(mlp: StepModel, data: Data) -> None:
+    once = factorise(mlp, data, LowRankOptions(rank=8, epochs=0, keep="hidden.1, fc"), context(mlp))
+    twice = factorise(once, data, LowRankOptions(rank=4, epochs=0), context(mlp))
     assert set(twice.facts["layers"]) == {"hidden.1", "fc"}
     x = torch.from_numpy(data.x_test[:10])
     assert torch.equal(rebuild(twice.spec, params_of(twice.module))(x), twice.module(x))
 
 
-def test_layers_to_keep_stay_whole(mlp: Model, data: Data) -> None:
-    thin = factorise(mlp, data, Options(energy=0.5, epochs=0, keep="hidden.0"), context(mlp))
+def test_layers_to_keep_stay_whole(mlp: StepModel, data: Data) -> None:
+    thin = factorise(mlp, data, LowRankOptions(energy=0.5, epochs=0, keep="hidden.0"), context(mlp))
     assert isinstance(thin.module.get_submodule("hidden.0"), nn.Linear)
     assert isinstance(thin.module.get_submodule("hidden.1"), nn.Sequential)
 
 
-def test_nothing_to_gain_is_refused_with_the_ranks(mlp: Model, data: Data) -> None:
+def test_nothing_to_gain_is_refused_with_the_ranks(mlp: StepModel, data: Data) -> None:
     with pytest.raises(
         StepRefused, match=r"no layer of 'mlp' smaller at energy = 1.0: hidden.0 \(of 64, break-even 39\)"
     ):
-        factorise(mlp, data, Options(energy=1.0, epochs=0), context(mlp))
-    whole = factorise(mlp, data, Options(energy=1.0, epochs=0, only_where_smaller=False), context(mlp))
+        factorise(mlp, data, LowRankOptions(energy=1.0, epochs=0), context(mlp))
+    whole = factorise(mlp, data, LowRankOptions(energy=1.0, epochs=0, only_where_smaller=False), context(mlp))
     x = torch.from_numpy(data.x_test[:10])
     assert torch.allclose(whole.module(x), mlp.module(x), atol=1e-4)

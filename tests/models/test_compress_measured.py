@@ -11,7 +11,7 @@ import pytest
 from models import zoo
 from models.compress import report
 from models.compress.quantization import quantize
-from models.compress.step import Context, Data, Model, Precision, StepRefused
+from models.compress.step import Context, Data, Precision, StepModel, StepRefused
 from tests.support.compressing import cnn, context, digits
 
 SIZES = {"float32": 400, "dynamic-int8": 150, "static-int8": 160}
@@ -37,8 +37,10 @@ def chosen(
     monkeypatch.setattr(quantize, "quantize_file", make)
     monkeypatch.setattr(report, "latency", lambda files, rows: dict(latencies))
     spec = zoo.get("logreg", input_shape=(4,), classes=2)
-    model = Model(spec, spec.build(0))
-    precision, file, facts = quantize.choose(b"", Data(x, y, x, y), quantize.Options(), Context(0, model))
+    model = StepModel(spec, spec.build(0))
+    precision, file, facts = quantize.choose(
+        b"", Data(x, y, x, y), quantize.QuantizeOptions(), Context(0, model)
+    )
     assert len(file) == sizes[precision]
     return precision, {each["precision"]: each["refused"] for each in facts["measured"]["tried"]}
 
@@ -72,7 +74,7 @@ def test_what_loses_accuracy_or_cannot_be_made_is_not_chosen(monkeypatch: pytest
 
 @pytest.mark.slow
 def test_auto_measures_real_files_and_says_what_each_came_to() -> None:
-    made = quantize.step(cnn(), digits(), quantize.Options("auto"), context(cnn()))
+    made = quantize.step(cnn(), digits(), quantize.QuantizeOptions("auto"), context(cnn()))
     tried = {each["precision"]: each for each in made.facts["measured"]["tried"]}
     assert set(tried) == set(quantize.CANDIDATES)
     assert made.tflite is not None and len(made.tflite) == tried[made.precision]["bytes"]

@@ -13,14 +13,14 @@ from models.compress import memory, micro
 from models.compress.micro_selftest import MicroModel
 from models.compress.pipeline import c_array
 from models.compress.quantization import quantize, recipes
-from models.compress.step import Model, StepRefused
+from models.compress.step import StepModel, StepRefused
 from models.zoo.spec import ModelSpec
 from tests.support.compressing import cnn, context, digits
 
 
 @cache
-def fitted() -> Model:
-    return micro.compile_model(cnn(), digits(), micro.Options(), context(cnn()))
+def fitted() -> StepModel:
+    return micro.compile_model(cnn(), digits(), micro.MicroOptions(), context(cnn()))
 
 
 @pytest.mark.slow
@@ -39,9 +39,9 @@ def test_a_model_runs_in_the_arena_that_is_told_and_in_none_that_is_smaller() ->
 @pytest.mark.slow
 def test_a_model_that_needs_more_than_there_is_is_refused() -> None:
     with pytest.raises(StepRefused, match=r"the arena needs [\d,]+ bytes, 3,000 are allowed; try"):
-        micro.compile_model(fitted(), digits(), micro.Options(arena_bytes=3_000), context(cnn()))
+        micro.compile_model(fitted(), digits(), micro.MicroOptions(arena_bytes=3_000), context(cnn()))
     with pytest.raises(StepRefused, match=r"the model needs [\d,]+ bytes, 5,000 are allowed"):
-        micro.compile_model(fitted(), digits(), micro.Options(flash_bytes=5_000), context(cnn()))
+        micro.compile_model(fitted(), digits(), micro.MicroOptions(flash_bytes=5_000), context(cnn()))
 
 
 @pytest.mark.slow

@@ -14,14 +14,14 @@ from hypothesis.extra import numpy as hnp
 
 from models import zoo
 from models.compress.quantization import quantize, sensitivity
-from models.compress.step import Model, StepRefused
+from models.compress.step import StepModel, StepRefused
 from tests.support.compressing import context, digits, trained
 
 LOGITS = hnp.arrays(np.float32, (4, 3), elements=st.floats(-20, 20, width=32))
 
 
 @cache
-def fragile() -> Model:
+def fragile() -> StepModel:
     """A classifier whose first layer has one weight a unit that is huge, and multiplied with a pixel that is always 0.
 
     In float32 that changes nothing; with one scale a unit, all other weights of the layer round to zero.
@@ -32,16 +32,16 @@ def fragile() -> Model:
     with torch.no_grad():
         first = next(p for p in module.parameters() if p.ndim == 2 and p.shape[1] == 64)
         first[:, 0] = 1e4
-    return Model(model.spec, module)
+    return StepModel(model.spec, module)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["dynamic-int8", "static-int8"])
 def test_the_ruined_layer_is_kept_and_the_others_are_quantized(precision: str) -> None:
     with pytest.raises(StepRefused, match="points below float32"):
-        quantize.step(fragile(), digits(), quantize.Options(precision), context(fragile()))  # type: ignore[arg-type]
+        quantize.step(fragile(), digits(), quantize.QuantizeOptions(precision), context(fragile()))  # type: ignore[arg-type]
 
-    options = sensitivity.Options(precision, held_out_rows=200, calibration_rows=100)  # type: ignore[arg-type]
+    options = sensitivity.MixedOptions(precision, held_out_rows=200, calibration_rows=100)  # type: ignore[arg-type]
     made = sensitivity.mixed(fragile(), digits(), options, context(fragile()))
 
     table = made.facts["sensitivities"]
@@ -54,7 +54,7 @@ def test_the_ruined_layer_is_kept_and_the_others_are_quantized(precision: str) -
 
 @pytest.mark.slow
 def test_where_no_mixture_holds_the_bound_that_is_said() -> None:
-    options = sensitivity.Options("int4", "dynamic-int8", held_out_rows=200)
+    options = sensitivity.MixedOptions("int4", "dynamic-int8", held_out_rows=200)
     with pytest.raises(
         StepRefused, match=r"no mixture of int4 and dynamic-int8 is within 0\.5 points .* at best"
     ):

@@ -19,7 +19,7 @@ from models import zoo
 from models.compress import pipeline
 from models.compress.pipeline import PipelineError, PlannedStep, plan_steps
 from models.compress.quantization import quantize
-from models.compress.step import Context, Data, Model, StepRefused
+from models.compress.step import Context, Data, StepModel, StepRefused
 from models.options import bounded
 from models.zoo.spec import ModelSpec
 
@@ -34,7 +34,7 @@ class Scale:
     by: float = bounded(2.0, -10.0, 10.0)
 
 
-def scale(model: Model, data: Data, options: Scale, context: Context) -> Model:
+def scale(model: StepModel, data: Data, options: Scale, context: Context) -> StepModel:
     """All weights times a factor, and a little chance."""
     module = copy.deepcopy(model.module)
     with torch.no_grad():
@@ -48,8 +48,8 @@ def scales(*factors: float) -> list[PlannedStep]:
 
 
 @pytest.fixture
-def source() -> Model:
-    return Model(SPEC, SPEC.build(1).eval())
+def source() -> StepModel:
+    return StepModel(SPEC, SPEC.build(1).eval())
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,9 @@ def data() -> Data:
     return Data(x[:30], y[:30], x[30:], y[30:])
 
 
-def ran(steps: Sequence[PlannedStep], source: Model, data: Data, folder: Path, seed: int = 0) -> list[str]:
+def ran(
+    steps: Sequence[PlannedStep], source: StepModel, data: Data, folder: Path, seed: int = 0
+) -> list[str]:
     """Which steps had to be run, the source left out."""
     progress: list[Mapping[str, Any]] = []
     pipeline.run(steps, source, data, folder, seed, on_progress=progress.append)
@@ -77,7 +79,7 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
-def test_only_what_has_changed_is_run_again(source: Model, data: Data, tmp_path: Path) -> None:
+def test_only_what_has_changed_is_run_again(source: StepModel, data: Data, tmp_path: Path) -> None:
     assert ran(scales(2, 3, 4), source, data, tmp_path) == [1, 2, 3]
     assert ran(scales(2, 3, 4), source, data, tmp_path) == []
     assert ran(scales(2, 3, 5), source, data, tmp_path) == [3]
@@ -92,7 +94,7 @@ def test_only_what_has_changed_is_run_again(source: Model, data: Data, tmp_path:
 
 
 def test_what_other_code_made_is_run_again(
-    source: Model, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: StepModel, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ran(scales(2, 3), source, data, tmp_path) == [1, 2]
     monkeypatch.setattr(pipeline, "code_digest", lambda: "of another version")
@@ -109,14 +111,14 @@ def test_a_model_that_cannot_be_converted_says_why_and_is_measured_by_its_params
     monkeypatch.setattr(quantize, "to_tflite", to_tflite)
     spec = zoo.get("logreg", input_shape=(4,), classes=5)
     x, y = np.zeros((3, 4), np.float32), np.arange(3, dtype=np.int32)
-    done = pipeline.run([], Model(spec, spec.build(0).eval()), Data(x, y, x, y), tmp_path, 0)
+    done = pipeline.run([], StepModel(spec, spec.build(0).eval()), Data(x, y, x, y), tmp_path, 0)
     (row,) = pipeline.measure(done, Data(x, y, x, y))
     assert row["facts"] == {"not_converted": "NotImplementedError: aten.sort has no"}
     assert row["latency_us"] is None
     assert row["bytes"] == (done[0].folder / "model.safetensors").stat().st_size
 
 
-def test_a_file_that_was_changed_is_made_again(source: Model, data: Data, tmp_path: Path) -> None:
+def test_a_file_that_was_changed_is_made_again(source: StepModel, data: Data, tmp_path: Path) -> None:
     ran(scales(2, 3), source, data, tmp_path)
     before = contents(tmp_path)
     (tmp_path / "step-01-scale" / "model.safetensors").write_bytes(b"something else")
@@ -126,11 +128,11 @@ def test_a_file_that_was_changed_is_made_again(source: Model, data: Data, tmp_pa
 
 @pytest.mark.parametrize("stopped_at", [1, 2])
 def test_stopped_within_a_step_it_goes_on_after_the_last_one_and_gives_the_same(
-    stopped_at: int, source: Model, data: Data, tmp_path: Path
+    stopped_at: int, source: StepModel, data: Data, tmp_path: Path
 ) -> None:
     ran(scales(2, 3), source, data, tmp_path / "whole")
 
-    def stops(model: Model, data: Data, options: Scale, context: Context) -> Model:
+    def stops(model: StepModel, data: Data, options: Scale, context: Context) -> StepModel:
         raise StepRefused("too much")
 
     steps = scales(2, 3)
@@ -144,7 +146,7 @@ def test_stopped_within_a_step_it_goes_on_after_the_last_one_and_gives_the_same(
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
 
 
-def test_every_step_tells_what_it_was_made_from(source: Model, data: Data, tmp_path: Path) -> None:
+def test_every_step_tells_what_it_was_made_from(source: StepModel, data: Data, tmp_path: Path) -> None:
     done = pipeline.run(scales(2, 3), source, data, tmp_path, 0)
     first, second, third = lines = pipeline.lineage(done)
     assert [line["parent_sha256"] for line in lines] == [
@@ -164,7 +166,7 @@ def test_every_step_tells_what_it_was_made_from(source: Model, data: Data, tmp_p
 
 
 def test_a_change_that_names_and_shapes_do_not_tell_is_refused(
-    source: Model, data: Data, tmp_path: Path
+    source: StepModel, data: Data, tmp_path: Path
 ) -> None:
     class Louder(nn.Module):
         def __init__(self, module: nn.Module) -> None:
@@ -177,7 +179,7 @@ def test_a_change_that_names_and_shapes_do_not_tell_is_refused(
             louder: torch.Tensor = self.__dict__["module"](x) * 2
             return louder
 
-    def hides(model: Model, data: Data, options: Scale, context: Context) -> Model:
+    def hides(model: StepModel, data: Data, options: Scale, context: Context) -> StepModel:
         return replace(model, module=Louder(model.module))
 
     with pytest.raises(StepRefused, match=r"step-01-hides: .*names and shapes alone do not describe"):

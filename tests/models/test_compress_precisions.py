@@ -17,7 +17,7 @@ from models.compress.quantization import (
     recipes,
 )
 from models.compress.quantization.quantize import ExportRefused
-from models.compress.step import Data, Model, Precision, StepRefused
+from models.compress.step import Data, Precision, StepModel, StepRefused
 from models.conversion import flatbuffer
 from models.zoo.spec import ModelSpec
 from tests.support.compressing import cnn, context, digits
@@ -37,7 +37,7 @@ LARGEST: dict[Any, float] = {
 
 @pytest.mark.parametrize("precision", LARGEST)
 def test_a_precision_keeps_its_accuracy_and_stores_what_its_name_says(precision: Precision) -> None:
-    made = quantize.step(cnn(), digits(), quantize.Options(precision), context(cnn()))  # type: ignore[arg-type]
+    made = quantize.step(cnn(), digits(), quantize.QuantizeOptions(precision), context(cnn()))  # type: ignore[arg-type]
 
     assert made.precision == precision
     assert made.tflite is not None
@@ -50,7 +50,7 @@ def test_a_precision_keeps_its_accuracy_and_stores_what_its_name_says(precision:
 
 
 def test_static_int8_has_integers_outside_too_and_ranges_from_training_rows() -> None:
-    made = quantize.step(cnn(), digits(), quantize.Options(calibration_rows=50), context(cnn()))
+    made = quantize.step(cnn(), digits(), quantize.QuantizeOptions(calibration_rows=50), context(cnn()))
     assert made.tflite is not None
     runner = report.Runner(made.tflite)
     assert runner.input["dtype"] == runner.output["dtype"] == np.int8
@@ -78,17 +78,19 @@ def test_no_answer_to_a_calibration_row_is_clipped() -> None:
 def test_ranges_of_other_rows_are_refused() -> None:
     dark = replace(digits(), x_train=digits().x_train / 100)
     with pytest.raises(StepRefused, match=r"static-int8 accuracy is .* points below float32"):
-        quantize.step(cnn(), dark, quantize.Options(), context(cnn()))
+        quantize.step(cnn(), dark, quantize.QuantizeOptions(), context(cnn()))
 
 
 def test_four_bits_are_refused_where_the_converter_has_none_for_the_weights() -> None:
-    model = Model(DEPTHWISE, DEPTHWISE.build(0).eval())
+    model = StepModel(DEPTHWISE, DEPTHWISE.build(0).eval())
     rows = np.random.default_rng(0).random((8, 4, 6, 6), np.float32)
     labels = report.logits(model.module, rows).argmax(-1).astype(np.int32)
     with pytest.raises(
         StepRefused, match=r"only \d+% of the weight values became int4; only FULLY_CONNECTED, CONV_2D"
     ):
-        quantize.step(model, Data(rows, labels, rows, labels), quantize.Options("int4"), context(model))
+        quantize.step(
+            model, Data(rows, labels, rows, labels), quantize.QuantizeOptions("int4"), context(model)
+        )
 
 
 def test_tensors_are_named_after_modules_and_not_after_their_classes() -> None:
@@ -101,10 +103,10 @@ def test_tensors_are_named_after_modules_and_not_after_their_classes() -> None:
 
 def test_a_text_models_embedding_table_becomes_int8_too() -> None:
     spec = zoo.get("textcls", input_shape=(8,), classes=3, vocab=64, layers=1)
-    model = Model(spec, spec.build(0).eval())
+    model = StepModel(spec, spec.build(0).eval())
     rows = np.random.default_rng(0).integers(1, 64, size=(30, 8)).astype(np.int32)
     labels = report.logits(model.module, rows).argmax(-1).astype(np.int32)
-    options = quantize.Options(max_accuracy_drop=0.2)
+    options = quantize.QuantizeOptions(max_accuracy_drop=0.2)
     made = quantize.step(model, Data(rows, labels, rows, labels), options, context(model))
     assert made.tflite is not None
     assert made.facts["float32_accuracy"] == 1.0  # torch's own answers

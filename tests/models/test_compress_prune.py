@@ -12,9 +12,9 @@ import torch
 from models import options as option_tables
 from models import zoo
 from models.compress.pruning import sparsity, sparsity_search
-from models.compress.pruning.prune import Options, prune
+from models.compress.pruning.prune import PruneOptions, prune
 from models.compress.pruning.structure import rebuild
-from models.compress.step import Data, Model, StepRefused
+from models.compress.step import Data, StepModel, StepRefused
 from models.labels import PADDING
 from models.pretrain.params import params_of
 from tests.support.compression import accuracy, context, digits, trained
@@ -28,24 +28,26 @@ def data() -> Data:
 
 
 @pytest.fixture(scope="module")
-def cnn(data: Data) -> Model:
+def cnn(data: Data) -> StepModel:
     return trained("cnn", data, epochs=6, channels=[8, 16], hidden=24)
 
 
-def weights(model: Model) -> dict[str, torch.Tensor]:
+def weights(model: StepModel) -> dict[str, torch.Tensor]:
     return {name: p for name, p in model.module.named_parameters() if p.ndim >= 2}
 
 
-def zero_share(model: Model) -> float:
+def zero_share(model: StepModel) -> float:
     values = list(weights(model).values())
     return sum(int((w == 0).sum()) for w in values) / sum(w.numel() for w in values)
 
 
 @pytest.mark.parametrize("method", ["magnitude", "l1", "group-lasso", "activation"])
 @pytest.mark.parametrize("per_layer", ["global", "uniform"])
-def test_as_many_weights_are_zero_as_asked_for(cnn: Model, data: Data, method: str, per_layer: str) -> None:
+def test_as_many_weights_are_zero_as_asked_for(
+    cnn: StepModel, data: Data, method: str, per_layer: str
+) -> None:
     given = {"method": method, "per_layer": per_layer, "sparsity": 0.7, "epochs": 1, "regularise_epochs": 1}
-    pruned = prune(cnn, data, option_tables.read(Options, given, "step"), context(cnn))
+    pruned = prune(cnn, data, option_tables.read(PruneOptions, given, "step"), context(cnn))
     assert zero_share(pruned) == pytest.approx(0.7, abs=2e-3)
     if per_layer == "uniform":
         for weight in weights(pruned).values():
@@ -54,42 +56,44 @@ def test_as_many_weights_are_zero_as_asked_for(cnn: Model, data: Data, method: s
 
 
 def test_at_once_and_by_magnitude_the_smallest_go_and_the_others_are_untouched(
-    cnn: Model, data: Data
+    cnn: StepModel, data: Data
 ) -> None:
-    pruned = prune(cnn, data, Options(epochs=0, sparsity=0.6), context(cnn))
+    pruned = prune(cnn, data, PruneOptions(epochs=0, sparsity=0.6), context(cnn))
     before = torch.cat([w.detach().flatten() for w in weights(cnn).values()])
     after = torch.cat([w.detach().flatten() for w in weights(pruned).values()])
     assert before[after == 0].abs().max() <= before[after != 0].abs().min()
     assert torch.equal(after[after != 0], before[after != 0])
 
 
-def test_the_model_given_is_left_as_it_was_and_the_same_seed_gives_the_same(cnn: Model, data: Data) -> None:
+def test_the_model_given_is_left_as_it_was_and_the_same_seed_gives_the_same(
+    cnn: StepModel, data: Data
+) -> None:
     before = copy.deepcopy(cnn.module.state_dict())
-    first, second = (prune(cnn, data, Options(epochs=1), context(cnn)) for _ in range(2))
+    first, second = (prune(cnn, data, PruneOptions(epochs=1), context(cnn)) for _ in range(2))
     for name, tensor in cnn.module.state_dict().items():
         assert torch.equal(tensor, before[name])
     for name, tensor in first.module.state_dict().items():
         assert torch.equal(tensor, second.module.state_dict()[name])
 
 
-def test_test_rows_teach_nothing(cnn: Model, data: Data) -> None:
+def test_test_rows_teach_nothing(cnn: StepModel, data: Data) -> None:
     others = replace(data, x_test=np.zeros_like(data.x_test), y_test=np.zeros_like(data.y_test))
-    options = Options(epochs=1, per_layer="search", sparsity=0.8)
+    options = PruneOptions(epochs=1, per_layer="search", sparsity=0.8)
     one, other = (prune(cnn, rows, options, context(cnn)) for rows in (data, others))
     for name, tensor in one.module.state_dict().items():
         assert torch.equal(tensor, other.module.state_dict()[name])
 
 
-def test_fine_tuning_brings_accuracy_back(cnn: Model, data: Data) -> None:
-    cut = prune(cnn, data, Options(epochs=0, sparsity=0.85), context(cnn))
-    tuned = prune(cnn, data, Options(epochs=6, sparsity=0.85), context(cnn))
+def test_fine_tuning_brings_accuracy_back(cnn: StepModel, data: Data) -> None:
+    cut = prune(cnn, data, PruneOptions(epochs=0, sparsity=0.85), context(cnn))
+    tuned = prune(cnn, data, PruneOptions(epochs=6, sparsity=0.85), context(cnn))
     assert accuracy(tuned, data) > accuracy(cut, data)
     assert accuracy(tuned, data) >= accuracy(cnn, data) - 0.03
 
 
-def test_zeros_outlast_a_second_pruning_and_further_training(cnn: Model, data: Data) -> None:
-    once = prune(cnn, data, Options(epochs=0, sparsity=0.5), context(cnn))
-    twice = prune(once, data, Options(epochs=1, sparsity=0.6), context(cnn))
+def test_zeros_outlast_a_second_pruning_and_further_training(cnn: StepModel, data: Data) -> None:
+    once = prune(cnn, data, PruneOptions(epochs=0, sparsity=0.5), context(cnn))
+    twice = prune(once, data, PruneOptions(epochs=1, sparsity=0.6), context(cnn))
     for name, weight in weights(once).items():
         assert (weights(twice)[name][weight == 0] == 0).all()
     module = copy.deepcopy(twice.module)
@@ -103,14 +107,14 @@ def test_zeros_outlast_a_second_pruning_and_further_training(cnn: Model, data: D
     assert zero_share(replace(twice, module=module)) == zero_share(twice)
 
 
-def test_zeros_outlast_params_and_export(cnn: Model, data: Data) -> None:
-    pruned = prune(cnn, data, Options(epochs=0, sparsity=0.75), context(cnn))
+def test_zeros_outlast_params_and_export(cnn: StepModel, data: Data) -> None:
+    pruned = prune(cnn, data, PruneOptions(epochs=0, sparsity=0.75), context(cnn))
     again = rebuild(pruned.spec, params_of(pruned.module))
     assert zero_share(replace(pruned, module=again)) == zero_share(pruned)
 
 
-def test_the_group_lasso_silences_whole_channels(cnn: Model, data: Data) -> None:
-    options = Options(
+def test_the_group_lasso_silences_whole_channels(cnn: StepModel, data: Data) -> None:
+    options = PruneOptions(
         method="group-lasso", strength=0.2, regularise_epochs=3, epochs=0, sparsity=0.0, lr=2e-3
     )
     pruned = prune(cnn, data, options, context(cnn))
@@ -118,25 +122,25 @@ def test_the_group_lasso_silences_whole_channels(cnn: Model, data: Data) -> None
     assert any(silent) and not all(silent)
 
 
-def test_layers_to_keep_are_kept(cnn: Model, data: Data) -> None:
-    pruned = prune(cnn, data, Options(epochs=0, sparsity=0.9, keep="fc", freeze="conv1"), context(cnn))
+def test_layers_to_keep_are_kept(cnn: StepModel, data: Data) -> None:
+    pruned = prune(cnn, data, PruneOptions(epochs=0, sparsity=0.9, keep="fc", freeze="conv1"), context(cnn))
     assert "fc" not in pruned.facts["layers"] and "conv1" not in pruned.facts["layers"]
     assert torch.equal(weights(pruned)["fc.weight"], weights(cnn)["fc.weight"])
     with pytest.raises(StepRefused, match="no layer to cut"):
-        prune(cnn, data, Options(epochs=0, keep="conv1, conv2, fc, hidden"), context(cnn))
+        prune(cnn, data, PruneOptions(epochs=0, keep="conv1, conv2, fc, hidden"), context(cnn))
 
 
 def test_sparse_params_compress_and_the_facts_say_that_only_transport_is_saved(
-    cnn: Model, data: Data
+    cnn: StepModel, data: Data
 ) -> None:
-    facts = prune(cnn, data, Options(epochs=0, sparsity=0.8), context(cnn)).facts
+    facts = prune(cnn, data, PruneOptions(epochs=0, sparsity=0.8), context(cnn)).facts
     assert facts["zlib_bytes"]["after"] < 0.4 * facts["zlib_bytes"]["before"]
     assert facts["sparsity"] == pytest.approx(0.8, abs=2e-3)
     assert "transport only" in facts["saves"]
 
 
-def test_a_search_keeps_to_its_bound_and_spares_what_is_sensitive(cnn: Model, data: Data) -> None:
-    options = Options(per_layer="search", sparsity=0.95, max_accuracy_drop=0.02, held_out=0.2, epochs=0)
+def test_a_search_keeps_to_its_bound_and_spares_what_is_sensitive(cnn: StepModel, data: Data) -> None:
+    options = PruneOptions(per_layer="search", sparsity=0.95, max_accuracy_drop=0.02, held_out=0.2, epochs=0)
     pruned = prune(cnn, data, options, context(cnn))
     held = pruned.facts["held_out"]
     assert held["accuracy"] >= held["dense_accuracy"] - 0.02
@@ -145,12 +149,12 @@ def test_a_search_keeps_to_its_bound_and_spares_what_is_sensitive(cnn: Model, da
     assert len(shares) > 1
 
 
-def test_a_looser_bound_never_cuts_less(cnn: Model, data: Data) -> None:
+def test_a_looser_bound_never_cuts_less(cnn: StepModel, data: Data) -> None:
     found = [
         prune(
             cnn,
             data,
-            Options(per_layer="search", sparsity=0.95, max_accuracy_drop=drop, epochs=0),
+            PruneOptions(per_layer="search", sparsity=0.95, max_accuracy_drop=drop, epochs=0),
             context(cnn),
         )
         for drop in (0.0, 0.05, 1.0)
@@ -159,19 +163,19 @@ def test_a_looser_bound_never_cuts_less(cnn: Model, data: Data) -> None:
     assert shares[0] <= shares[1] + 1e-9 <= shares[2] + 2e-9
 
 
-def test_a_search_refuses_too_few_rows(cnn: Model, data: Data) -> None:
+def test_a_search_refuses_too_few_rows(cnn: StepModel, data: Data) -> None:
     few = replace(data, x_train=data.x_train[:5], y_train=data.y_train[:5])
     with pytest.raises(StepRefused, match="there are 5 in all"):
-        prune(cnn, few, Options(per_layer="search"), context(cnn))
+        prune(cnn, few, PruneOptions(per_layer="search"), context(cnn))
 
 
-def test_rows_that_cannot_teach_are_refused(cnn: Model, data: Data) -> None:
+def test_rows_that_cannot_teach_are_refused(cnn: StepModel, data: Data) -> None:
     silent = replace(data, y_train=np.full_like(data.y_train, PADDING))
     with pytest.raises(StepRefused, match="none of 1438 training rows has a label"):
-        prune(cnn, silent, Options(), context(cnn))
+        prune(cnn, silent, PruneOptions(), context(cnn))
     words = replace(data, x_train=data.x_train.reshape(len(data.x_train), -1))
     with pytest.raises(StepRefused, match="shift = 2 moves images"):
-        prune(cnn, words, Options(shift=2), context(cnn))
+        prune(cnn, words, PruneOptions(shift=2), context(cnn))
 
 
 def test_the_path_takes_the_cheapest_weights_first() -> None:
@@ -211,8 +215,8 @@ def test_text_models_are_pruned_too() -> None:
     labels = np.arange(24, dtype=np.int32) % 3
     text = Data(rows, labels, rows, labels)
     spec = zoo.get("textcls", input_shape=(12,), classes=3, input_dtype="int32", vocab=30, width=16)
-    model = Model(spec, spec.build(0).eval())
+    model = StepModel(spec, spec.build(0).eval())
     for method in ("magnitude", "activation"):
-        pruned = prune(model, text, Options(epochs=1, sparsity=0.5, method=method), context(model))
+        pruned = prune(model, text, PruneOptions(epochs=1, sparsity=0.5, method=method), context(model))
         assert pruned.facts["sparsity"] == pytest.approx(0.5, abs=2e-3)
         assert "embedding" in pruned.facts["layers"]

@@ -19,7 +19,7 @@ from tests.support.compressing import cnn, context, digits, trained
 
 pytestmark = pytest.mark.slow
 
-QUICK = qat.Options(epochs=1, batch_size=32)
+QUICK = qat.QATOptions(epochs=1, batch_size=32)
 
 
 class Normed(nn.Module):

@@ -15,7 +15,7 @@ from torch import nn
 from models import zoo
 from models.compress import report
 from models.compress.quantization import quantize
-from models.compress.step import Model
+from models.compress.step import StepModel
 from models.zoo.spec import ModelSpec
 
 
@@ -68,9 +68,9 @@ def test_zeros_are_parameters_that_compress() -> None:
     spec = zoo.get("mlp", input_shape=(64,), classes=10)
     module = spec.build(0)
     x, y = np.zeros((4, 64), np.float32), np.arange(4, dtype=np.int32)
-    before = report.measure(Model(spec, module), x, y)
+    before = report.measure(StepModel(spec, module), x, y)
     module.get_submodule("hidden.0").weight.data[:32] = 0
-    after = report.measure(Model(spec, module), x, y)
+    after = report.measure(StepModel(spec, module), x, y)
     assert (after.parameters, after.bytes) == (before.parameters, before.bytes)
     assert after.nonzero == before.nonzero - 32 * 64
     assert after.compressed_bytes < 0.7 * before.compressed_bytes < before.bytes
@@ -87,7 +87,7 @@ def test_a_file_is_scored_as_its_module_is() -> None:
     y[:10] = -1
     expected = (report.logits(module, x)[10:].argmax(1) == y[10:]).mean()
     assert report.accuracy(content, x, y) == pytest.approx(expected) == report.accuracy(module, x, y)
-    figures = report.measure(Model(spec, module, content), x, y)
+    figures = report.measure(StepModel(spec, module, content), x, y)
     assert figures.bytes == len(content)
     found = report.latency({"file": content, "module": module}, x, turns=2)
     assert set(found) == {"file", "module"} and min(found.values()) > 0

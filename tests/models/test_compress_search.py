@@ -16,7 +16,7 @@ from models.compress.micro_selftest import MicroModel
 from models.compress.pipeline import PlannedStep
 from models.compress.quantization import quantize
 from models.compress.search import Budget, Outcome, Search, choose, lower_bound, steps_of, undominated
-from models.compress.step import Model
+from models.compress.step import StepModel
 from tests.support.compressing import cnn, digits
 
 STATIC = {"kind": "quantize", "precision": "static-int8", "max_accuracy_drop": 1.0}
@@ -100,10 +100,10 @@ def test_a_candidate_that_fails_is_named_and_the_others_are_tried(
     def planned(steps: object, where: str) -> list[PlannedStep]:
         return [PlannedStep("step", None, fails if where == "broken" else passes)]
 
-    def fails(*given: object) -> Model:
+    def fails(*given: object) -> StepModel:
         raise KeyError("a library's own")
 
-    def passes(model: Model, *given: object) -> Model:
+    def passes(model: StepModel, *given: object) -> StepModel:
         return replace(model, tflite=quantize.to_tflite(model.module, model.spec))
 
     monkeypatch.setattr(pipeline, "plan_steps", planned)

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from models.compress import pipeline, report
-from models.compress.graph import Options as FoldOptions
-from models.compress.graph import fold
+from models.compress.graph import FoldOptions, fold
 from models.compress.quantization.quantize import to_tflite
-from models.compress.step import Model
+from models.compress.step import StepModel
 from models.conversion import flatbuffer
 from tests.bench.compression_recipes import SPARSE_DIGITS
 from tests.support.compression import accuracy, context, digits, trained
@@ -37,7 +36,7 @@ def test_three_quarters_of_the_parameters_go_within_a_point_and_stay_gone_in_the
     assert zeros_of_file(tflite) >= zeros_of_module(sparse)
 
 
-def zeros_of_module(model: Model) -> int:
+def zeros_of_module(model: StepModel) -> int:
     return sum(int((p == 0).sum()) for p in model.module.parameters() if p.ndim >= 2)
 
 

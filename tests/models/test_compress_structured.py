@@ -11,11 +11,10 @@ from torch import nn
 
 from models import zoo
 from models.compress import report
-from models.compress.pruning.prune import Options as PruneOptions
-from models.compress.pruning.prune import prune
+from models.compress.pruning.prune import PruneOptions, prune
 from models.compress.pruning.structure import rebuild
-from models.compress.pruning.structured import Options, structured
-from models.compress.step import Data, Model, StepRefused
+from models.compress.pruning.structured import StructuredOptions, structured
+from models.compress.step import Data, StepModel, StepRefused
 from models.pretrain.params import params_of
 from models.zoo.spec import ModelSpec
 from tests.support.compression import accuracy, context, digits, trained
@@ -31,13 +30,13 @@ def data() -> Data:
 
 
 @pytest.fixture(scope="module")
-def resnet8(data: Data) -> Model:
+def resnet8(data: Data) -> StepModel:
     return trained("resnet8", data, epochs=4, norm="batch", width=8)
 
 
-def untrained(name: str, **options: Any) -> Model:
+def untrained(name: str, **options: Any) -> StepModel:
     spec = zoo.get(name, input_shape=(8, 8), classes=10, **options)
-    return Model(spec, spec.build(1).eval())
+    return StepModel(spec, spec.build(1).eval())
 
 
 ZOO: list[tuple[str, dict[str, Any]]] = [
@@ -57,7 +56,7 @@ def test_less_of_every_model_answers_for_the_same_classes_and_is_told_by_its_par
     name: str, options: dict[str, Any], ratio: float, data: Data
 ) -> None:
     whole = untrained(name, **options)
-    less = structured(whole, data, Options(ratio=ratio, **ONCE), context(whole))  # type: ignore[arg-type]
+    less = structured(whole, data, StructuredOptions(ratio=ratio, **ONCE), context(whole))  # type: ignore[arg-type]
     x = torch.from_numpy(data.x_test[:5])
     with torch.no_grad():
         answer = less.module(x)
@@ -69,15 +68,15 @@ def test_less_of_every_model_answers_for_the_same_classes_and_is_told_by_its_par
 
 def test_half_the_channels_of_resnet8_are_a_quarter_of_its_bytes(data: Data) -> None:
     whole = untrained("resnet8", norm="batch")
-    facts = structured(whole, data, Options(ratio=0.5, **ONCE), context(whole)).facts  # type: ignore[arg-type]
+    facts = structured(whole, data, StructuredOptions(ratio=0.5, **ONCE), context(whole)).facts  # type: ignore[arg-type]
     assert facts["bytes"]["before"] == pytest.approx(312_000, rel=0.02)
     assert facts["bytes"]["after"] == pytest.approx(79_000, rel=0.02)
     assert facts["channels"]["stages.2.conv2"] == {"before": 64, "after": 32}
     assert facts["channels"]["fc"] == {"before": 10, "after": 10}
 
 
-def test_what_is_learnt_survives(resnet8: Model, data: Data) -> None:
-    options = Options(ratio=0.4, rounds=2, epochs=3, batch_size=32, lr=3e-3)
+def test_what_is_learnt_survives(resnet8: StepModel, data: Data) -> None:
+    options = StructuredOptions(ratio=0.4, rounds=2, epochs=3, batch_size=32, lr=3e-3)
     less = structured(resnet8, data, options, context(resnet8))
     assert accuracy(less, data) >= accuracy(resnet8, data) - 0.03
 
@@ -91,14 +90,16 @@ def test_channels_of_little_weight_go_first(data: Data) -> None:
             layer.weight[faint] *= 1e-3
             layer.bias[faint] *= 1e-3
         module.fc.weight[:, faint] *= 1e-3  # type: ignore[index,union-attr,operator]
-    model = Model(whole.spec, module)
-    less = structured(model, data, Options(ratio=0.5, **ONCE), context(model))  # type: ignore[arg-type]
+    model = StepModel(whole.spec, module)
+    less = structured(model, data, StructuredOptions(ratio=0.5, **ONCE), context(model))  # type: ignore[arg-type]
     x = torch.from_numpy(data.x_test[:20])
     assert torch.allclose(less.module(x), module(x), atol=1e-3)
 
 
-def test_ranking_all_layers_together_takes_more_of_some_than_of_others(resnet8: Model, data: Data) -> None:
-    options = Options(ratio=0.6, per_layer="global", **ONCE)  # type: ignore[arg-type]
+def test_ranking_all_layers_together_takes_more_of_some_than_of_others(
+    resnet8: StepModel, data: Data
+) -> None:
+    options = StructuredOptions(ratio=0.6, per_layer="global", **ONCE)  # type: ignore[arg-type]
     less = structured(resnet8, data, options, context(resnet8))
     channels = less.facts["channels"].values()
     assert all(layer["after"] >= 1 for layer in channels)
@@ -110,41 +111,41 @@ def test_a_ratio_that_leaves_nothing_of_a_layer_is_refused(data: Data) -> None:
     with pytest.raises(
         StepRefused, match=r"leaves nothing of norm .*8 channels in 4 groups; lower ratio .at most 0.50"
     ):
-        structured(grouped, data, Options(ratio=0.6), context(grouped))
+        structured(grouped, data, StructuredOptions(ratio=0.6), context(grouped))
     small = untrained("cnn")
     with pytest.raises(StepRefused, match="leaves nothing of conv1"):
-        structured(small, data, Options(ratio=0.5, round_to=8), context(small))
+        structured(small, data, StructuredOptions(ratio=0.5, round_to=8), context(small))
 
 
-def test_channels_are_left_in_multiples_and_layers_to_keep_are_kept(resnet8: Model, data: Data) -> None:
-    less = structured(resnet8, data, Options(ratio=0.4, round_to=4, **ONCE), context(resnet8))  # type: ignore[arg-type]
+def test_channels_are_left_in_multiples_and_layers_to_keep_are_kept(resnet8: StepModel, data: Data) -> None:
+    less = structured(resnet8, data, StructuredOptions(ratio=0.4, round_to=4, **ONCE), context(resnet8))  # type: ignore[arg-type]
     left = [layer["after"] for name, layer in less.facts["channels"].items() if name != "fc"]
     assert all(count % 4 == 0 for count in left)
     groups = untrained("resnet8", norm="group")
-    less = structured(groups, data, Options(ratio=0.4, round_to=8, **ONCE), context(groups))  # type: ignore[arg-type]
+    less = structured(groups, data, StructuredOptions(ratio=0.4, round_to=8, **ONCE), context(groups))  # type: ignore[arg-type]
     assert all(layer["after"] % 8 == 0 for name, layer in less.facts["channels"].items() if name != "fc")
-    less = structured(resnet8, data, Options(keep="stages.2.conv1", **ONCE), context(resnet8))  # type: ignore[arg-type]
+    less = structured(resnet8, data, StructuredOptions(keep="stages.2.conv1", **ONCE), context(resnet8))  # type: ignore[arg-type]
     assert less.facts["channels"]["stages.2.conv1"] == {"before": 32, "after": 32}
 
 
-def test_weights_that_are_zero_stay_zero_through_fine_tuning(resnet8: Model, data: Data) -> None:
+def test_weights_that_are_zero_stay_zero_through_fine_tuning(resnet8: StepModel, data: Data) -> None:
     sparse = prune(resnet8, data, PruneOptions(epochs=0, sparsity=0.5), context(resnet8))
-    still = structured(sparse, data, Options(ratio=0.0, rounds=1, epochs=1), context(sparse))
+    still = structured(sparse, data, StructuredOptions(ratio=0.0, rounds=1, epochs=1), context(sparse))
     assert report.nonzero(still.module) <= report.nonzero(sparse.module)
 
 
-def test_the_model_given_is_left_as_it_was(resnet8: Model, data: Data) -> None:
+def test_the_model_given_is_left_as_it_was(resnet8: StepModel, data: Data) -> None:
     before = {name: tensor.clone() for name, tensor in resnet8.module.state_dict().items()}
-    structured(resnet8, data, Options(epochs=1, rounds=1), context(resnet8))
+    structured(resnet8, data, StructuredOptions(epochs=1, rounds=1), context(resnet8))
     after = resnet8.module.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_transformers_are_refused_with_a_way_out(data: Data) -> None:
     spec = zoo.get("textcls", input_shape=(12,), classes=3, input_dtype="int32", vocab=30, width=16)
-    model = Model(spec, spec.build(0).eval())
+    model = StepModel(spec, spec.build(0).eval())
     with pytest.raises(StepRefused, match=r"embedding is a TokenEmbedding.*lowrank"):
-        structured(model, data, Options(), context(model))
+        structured(model, data, StructuredOptions(), context(model))
 
 
 class Stubborn(nn.Module):
@@ -160,6 +161,6 @@ class Stubborn(nn.Module):
 
 def test_sizes_in_a_forward_pass_are_refused(data: Data) -> None:
     spec = ModelSpec("stubborn", Stubborn, (8, 8), 10)
-    model = Model(spec, spec.build(0).eval())
+    model = StepModel(spec, spec.build(0).eval())
     with pytest.raises(StepRefused, match="'stubborn', sizes are part of its forward pass"):
-        structured(model, data, Options(ratio=0.4), context(model))
+        structured(model, data, StructuredOptions(ratio=0.4), context(model))

@@ -43,7 +43,7 @@ def test_wrong_options_are_named(tmp_path: Path, options: Any, message: str) -> 
 
 def test_options_not_given_have_their_defaults(tmp_path: Path) -> None:
     assert job_of(tmp_path, options={"lr": 1}).options(training.Options) == training.Options(lr=1)
-    assert job_of(tmp_path).options(quantize.Options) == quantize.Options()
+    assert job_of(tmp_path).options(quantize.QuantizeOptions) == quantize.QuantizeOptions()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from models import zoo
-from models.compress.step import Context, Data, Model
+from models.compress.step import Context, Data, StepModel
 from models.compress.tuning import Tuning, own_loss, tune
 from models.pretrain.data.batches import Arrays
 from models.zoo.spec import ModelSpec
@@ -27,18 +27,18 @@ def digits() -> Data:
 
 
 @cache
-def cnn() -> Model:
+def cnn() -> StepModel:
     """3.8k parameters, about 0.97 on test rows."""
     return trained(zoo.get("cnn", input_shape=(8, 8), classes=10))
 
 
-def trained(spec: ModelSpec, tuning: Tuning = TRAINING) -> Model:
+def trained(spec: ModelSpec, tuning: Tuning = TRAINING) -> StepModel:
     torch.set_num_threads(1)
     data, module = digits(), spec.build(0)
     rows = Arrays(data.x_train, data.y_train)
     tune(module, rows, tuning, np.random.default_rng(0), own_loss(spec))
-    return Model(spec, module)
+    return StepModel(spec, module)
 
 
-def context(original: Model, seed: int = 0) -> Context:
+def context(original: StepModel, seed: int = 0) -> Context:
     return Context(seed, original)

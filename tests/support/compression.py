@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from models import datasets, zoo
-from models.compress.step import Context, Data, Model
+from models.compress.step import Context, Data, StepModel
 from models.compress.tuning import Tuning, own_loss, tune
 from models.pretrain.data.batches import Arrays
 
@@ -19,7 +19,7 @@ def digits() -> Data:
     return Data(loaded.x[learnt], loaded.y[learnt], loaded.x[test], loaded.y[test])
 
 
-def trained(name: str, data: Data, epochs: int, lr: float = 3e-3, **options: Any) -> Model:
+def trained(name: str, data: Data, epochs: int, lr: float = 3e-3, **options: Any) -> StepModel:
     """One of the zoo, trained on `data` with one seed."""
     spec = zoo.get(name, input_shape=data.x_train.shape[1:], classes=10, **options)
     module = spec.build(7)
@@ -30,14 +30,14 @@ def trained(name: str, data: Data, epochs: int, lr: float = 3e-3, **options: Any
         np.random.default_rng(7),
         own_loss(spec),
     )
-    return Model(spec, module.eval())
+    return StepModel(spec, module.eval())
 
 
-def context(model: Model, seed: int = 3) -> Context:
+def context(model: StepModel, seed: int = 3) -> Context:
     return Context(seed, model)
 
 
-def accuracy(model: Model, data: Data) -> float:
+def accuracy(model: StepModel, data: Data) -> float:
     with torch.inference_mode():
         said = model.module(torch.from_numpy(data.x_test)).argmax(-1).numpy()
     return float((said == data.y_test).mean())

@@ -13,7 +13,7 @@ import numpy as np
 from ai_edge_quantizer import quantizer, recipe
 
 from models.compress.quantization.quantize import to_tflite
-from models.compress.step import Data, Model, Precision
+from models.compress.step import Data, Precision, StepModel
 from models.release.inference import (
     Options,
     Source,
@@ -52,7 +52,7 @@ def constrained_python() -> Path:
 
 
 @functools.cache
-def model() -> tuple[Model, Data]:
+def model() -> tuple[StepModel, Data]:
     data = digits()
     return trained("cnn", data, 8, hidden=32), data
 

@@ -17,13 +17,13 @@ from torch import nn
 
 from models.compress import report
 from models.compress.pruning import sparsity
-from models.compress.step import Context, Data, Model, StepRefused
+from models.compress.step import Context, Data, StepModel, StepRefused
 from models.compress.tuning import Tuning, labelled_rows, named_layers, own_loss, tune
 from models.options import bounded
 
 
 @dataclass(frozen=True)
-class Options(Tuning):
+class LowRankOptions(Tuning):
     """Options of the factorisation; those of `Tuning` are for the fine-tuning afterwards, and layers in `freeze` are not factorised.
 
     Attributes:
@@ -40,7 +40,7 @@ class Options(Tuning):
     keep: str = ""
 
 
-def factorise(model: Model, data: Data, options: Options, context: Context) -> Model:
+def factorise(model: StepModel, data: Data, options: LowRankOptions, context: Context) -> StepModel:
     """`model` with layers of low rank replaced by pairs of thin layers, fine-tuned.
 
     Raises:
@@ -76,7 +76,7 @@ def factorise(model: Model, data: Data, options: Options, context: Context) -> M
         "parameters": {"before": report.parameters(model.module), "after": report.parameters(module)},
         "macs": {"before": report.macs(model.module, model.spec), "after": report.macs(module, model.spec)},
     }
-    return Model(model.spec, module, facts=facts)
+    return StepModel(model.spec, module, facts=facts)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _factorable(layer: nn.Module) -> TypeGuard[nn.Linear | sparsity.Convolution]
     return isinstance(layer, nn.Linear) or (isinstance(layer, sparsity.Convolution) and layer.groups == 1)
 
 
-def _require_any(layers: dict[str, dict[str, Any]], model: Model, options: Options) -> None:
+def _require_any(layers: dict[str, dict[str, Any]], model: StepModel, options: LowRankOptions) -> None:
     if any(layer["factorised"] for layer in layers.values()):
         return
     ranks = ", ".join(

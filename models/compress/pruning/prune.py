@@ -21,7 +21,7 @@ from torch import nn
 
 from models.compress.pruning import sparsity
 from models.compress.pruning.sparsity_search import Bound, search
-from models.compress.step import Context, Data, Model, OnEpoch, StepRefused
+from models.compress.step import Context, Data, OnEpoch, StepModel, StepRefused
 from models.compress.tuning import Tuning, labelled_rows, named_layers, own_loss, tune
 from models.options import bounded
 from models.pretrain.data.batches import Arrays
@@ -32,7 +32,7 @@ LEAST_ROWS = 20
 
 
 @dataclass(frozen=True)
-class Options(Tuning):
+class PruneOptions(Tuning):
     """Options of pruning; those of `Tuning` are for the fine-tuning, and layers in `freeze` are not cut.
 
     Attributes:
@@ -62,7 +62,7 @@ class Options(Tuning):
     keep: str = ""
 
 
-def prune(model: Model, data: Data, options: Options, context: Context) -> Model:
+def prune(model: StepModel, data: Data, options: PruneOptions, context: Context) -> StepModel:
     """`model` with many zero weights, fine-tuned. Uses training rows only.
 
     Raises:
@@ -109,7 +109,7 @@ def prune(model: Model, data: Data, options: Options, context: Context) -> Model
         **search_facts,
         "saves": "transport only: zeros compress, while a dense file on the device and its latency stay as they are",
     }
-    return Model(model.spec, pruned.eval(), facts=facts)
+    return StepModel(model.spec, pruned.eval(), facts=facts)
 
 
 def split_rows(rows: Arrays, share: float, rng: np.random.Generator) -> tuple[Arrays, Arrays]:
@@ -133,7 +133,7 @@ def regularise(
     names: Sequence[str],
     spec: ModelSpec,
     rows: Arrays,
-    options: Options,
+    options: PruneOptions,
     rng: np.random.Generator,
     on_epoch: OnEpoch,
 ) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from models.compress import report
 from models.compress.pruning import sparsity
 from models.compress.pruning.structure import StructureError, rebuild
-from models.compress.step import Context, Data, Model, StepRefused
+from models.compress.step import Context, Data, StepModel, StepRefused
 from models.compress.tuning import Tuning, is_within, labelled_rows, named_layers, own_loss, tune
 from models.job import JobError
 from models.options import bounded
@@ -32,7 +32,7 @@ _KNOWN = (*_ROOTS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
 
 
 @dataclass(frozen=True)
-class Options(Tuning):
+class StructuredOptions(Tuning):
     """Options of channel pruning; those of `Tuning` are for the fine-tuning after every round.
 
     Attributes:
@@ -54,7 +54,7 @@ class Options(Tuning):
     keep: str = ""
 
 
-def structured(model: Model, data: Data, options: Options, context: Context) -> Model:
+def structured(model: StepModel, data: Data, options: StructuredOptions, context: Context) -> StepModel:
     """`model` with fewer channels, fine-tuned; input and classes do not change. Zero weights stay zero.
 
     Raises:
@@ -86,10 +86,10 @@ def structured(model: Model, data: Data, options: Options, context: Context) -> 
         "macs": {"before": report.macs(model.module, model.spec), "after": report.macs(module, model.spec)},
         "bytes": {"before": 4 * report.parameters(model.module), "after": 4 * report.parameters(module)},
     }
-    return Model(model.spec, module, facts=facts)
+    return StepModel(model.spec, module, facts=facts)
 
 
-def _require_known_layers(model: Model) -> None:
+def _require_known_layers(model: StepModel) -> None:
     """torch-pruning is only known to follow channels correctly through these layers."""
     for name, layer in model.module.named_modules():
         if layer._parameters and not isinstance(layer, _KNOWN):
@@ -100,7 +100,7 @@ def _require_known_layers(model: Model) -> None:
             )
 
 
-def _pruner(module: nn.Module, spec: ModelSpec, options: Options) -> Any:
+def _pruner(module: nn.Module, spec: ModelSpec, options: StructuredOptions) -> Any:
     """The pruner of torch-pruning. The layer that computes the logits keeps its outputs."""
     import torch_pruning
 
@@ -131,14 +131,14 @@ def _pruner(module: nn.Module, spec: ModelSpec, options: Options) -> Any:
         raise _untraceable(spec, error) from error
 
 
-def _multiple(module: nn.Module, options: Options) -> int:
+def _multiple(module: nn.Module, options: StructuredOptions) -> int:
     """The multiple for torch-pruning, which rounds the channels of each group of a GroupNorm, not their sum."""
     groups = {layer.num_groups for layer in module.modules() if isinstance(layer, nn.GroupNorm)}
     return options.round_to // math.gcd(options.round_to, *groups) if groups else options.round_to
 
 
 def _require_something_left(
-    module: nn.Module, names: Sequence[str], spec: ModelSpec, options: Options
+    module: nn.Module, names: Sequence[str], spec: ModelSpec, options: StructuredOptions
 ) -> None:
     """Refuses a ratio that would remove all channels of a layer: torch-pruning silently keeps such a layer unchanged."""
     multiple = _multiple(module, options)

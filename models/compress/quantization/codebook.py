@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from models.compress.quantization import quantize
-from models.compress.step import Context, Data, Model
+from models.compress.step import Context, Data, StepModel
 from models.compress.tuning import Tuning, is_within, labelled_rows, named_layers, own_loss, tune
 from models.options import bounded
 from models.pretrain.params import params_of
@@ -32,7 +32,7 @@ _ITERATIONS = 50
 
 
 @dataclass(frozen=True)
-class Options(Tuning):
+class CodebookOptions(Tuning):
     """Options of weight sharing.
 
     Attributes:
@@ -67,7 +67,7 @@ class Codebook:
         return self.centroids.tobytes() + np.packbits(spread).tobytes()
 
 
-def cluster(model: Model, data: Data, options: Options, context: Context) -> Model:
+def cluster(model: StepModel, data: Data, options: CodebookOptions, context: Context) -> StepModel:
     """`model` with shared weights.
 
     Raises:
@@ -75,13 +75,13 @@ def cluster(model: Model, data: Data, options: Options, context: Context) -> Mod
     """
     before = quantize.to_tflite(model.module, model.spec)
     module, books = share_weights(model, data, options, context)
-    tflite, _ = quantize.convert_checked(Model(model.spec, module), data.x_test)
+    tflite, _ = quantize.convert_checked(StepModel(model.spec, module), data.x_test)
     facts = quantize.evaluate(before, tflite, data, "codebook", options.max_accuracy_drop)
-    return Model(model.spec, module, tflite, "codebook", {**facts, **transport_sizes(module, books)})
+    return StepModel(model.spec, module, tflite, "codebook", {**facts, **transport_sizes(module, books)})
 
 
 def share_weights(
-    model: Model, data: Data, options: Options, context: Context
+    model: StepModel, data: Data, options: CodebookOptions, context: Context
 ) -> tuple[nn.Module, dict[str, Codebook]]:
     """A copy of the module with shared weights, fine-tuned if `epochs` is not 0, and their codebooks."""
     books = codebooks(model.module, options)
@@ -99,7 +99,7 @@ def share_weights(
     return shared.module(), shared.codebooks()
 
 
-def codebooks(module: nn.Module, options: Options) -> dict[str, Codebook]:
+def codebooks(module: nn.Module, options: CodebookOptions) -> dict[str, Codebook]:
     """Name -> codebook of every matrix or kernel that is large enough."""
     return {
         name: codebook(parameter.detach().cpu().numpy(), options.bits)

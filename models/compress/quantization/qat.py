@@ -28,14 +28,14 @@ from torch import nn
 from models.compress import distil
 from models.compress.quantization import quantize, tensor_names
 from models.compress.quantization.recipes import SIGNATURE
-from models.compress.step import Context, Data, Model, StepRefused
+from models.compress.step import Context, Data, StepModel, StepRefused
 from models.compress.tuning import Tuning, labelled_rows, own_loss, tune
 from models.options import bounded
 from models.zoo.spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class Options(Tuning):
+class QATOptions(Tuning):
     """Options of the training.
 
     Attributes:
@@ -53,7 +53,7 @@ class Options(Tuning):
     max_accuracy_drop: float = bounded(0.02, 0.0, 1.0)
 
 
-def train(model: Model, data: Data, options: Options, context: Context) -> Model:
+def train(model: StepModel, data: Data, options: QATOptions, context: Context) -> StepModel:
     """`model` as static int8, after quantization-aware training.
 
     Raises:
@@ -78,7 +78,7 @@ def train(model: Model, data: Data, options: Options, context: Context) -> Model
     tflite = convert(graph, spec, quantizer)
     quantize.require_weights(tflite, "static-int8")
     facts = quantize.evaluate(float32, tflite, data, "static-int8", options.max_accuracy_drop)
-    return Model(
+    return StepModel(
         spec, module, tflite, "static-int8", {**facts, "first_loss": losses[0], "last_loss": losses[-1]}
     )
 

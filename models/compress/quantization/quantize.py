@@ -26,7 +26,7 @@ from edge_client.train.evaluation import score
 from models.compress import report
 from models.compress.quantization import recipes, tensor_names
 from models.compress.quantization.recipes import SIGNATURE
-from models.compress.step import Context, Data, Model, Precision, StepRefused
+from models.compress.step import Context, Data, Precision, StepModel, StepRefused
 from models.conversion import flatbuffer
 from models.options import bounded
 from models.zoo import ModelSpec
@@ -46,7 +46,7 @@ class ExportRefused(StepRefused):
 
 
 @dataclass(frozen=True)
-class Options:
+class QuantizeOptions:
     """Options of the quantization.
 
     Attributes:
@@ -62,7 +62,7 @@ class Options:
     max_accuracy_drop: float = bounded(0.02, 0.0, 1.0)
 
 
-def step(model: Model, data: Data, options: Options, context: Context) -> Model:
+def step(model: StepModel, data: Data, options: QuantizeOptions, context: Context) -> StepModel:
     """`model` with a `.tflite` of `options.precision`, made from its module.
 
     Raises:
@@ -79,7 +79,9 @@ def step(model: Model, data: Data, options: Options, context: Context) -> Model:
     facts = evaluate(float32, tflite, data, precision, options.max_accuracy_drop)
     if precision == "static-int8":
         details = {**details, "calibration_rows": min(options.calibration_rows, len(data.x_train))}
-    return Model(model.spec, model.module, tflite, precision, {**facts, **details, "max_abs_error": error})
+    return StepModel(
+        model.spec, model.module, tflite, precision, {**facts, **details, "max_abs_error": error}
+    )
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Candidate:
 
 
 def choose(
-    float32: bytes, data: Data, options: Options, context: Context
+    float32: bytes, data: Data, options: QuantizeOptions, context: Context
 ) -> tuple[Precision, bytes, dict[str, Any]]:
     """The precision of the lowest cost, its file, and the figures of each candidate as facts."""
     files: dict[Precision, bytes] = {}
@@ -138,7 +140,7 @@ def quantize_file(float32: bytes, precision: Precision, data: Data, calibration_
     return tflite
 
 
-def convert_checked(model: Model, x: npt.NDArray[Any]) -> tuple[bytes, float]:
+def convert_checked(model: StepModel, x: npt.NDArray[Any]) -> tuple[bytes, float]:
     """The module as float32 `.tflite`, and its largest difference from torch's logits on the first rows of `x`.
 
     Raises:

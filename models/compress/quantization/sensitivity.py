@@ -22,7 +22,7 @@ from edge_client.train.evaluation import score
 from models.compress import report
 from models.compress.quantization import quantize, recipes
 from models.compress.quantization.recipes import Layer, Ranges
-from models.compress.step import Context, Data, Model, Precision, StepRefused
+from models.compress.step import Context, Data, Precision, StepModel, StepRefused
 from models.options import bounded
 
 _LEAST = 0.01
@@ -30,7 +30,7 @@ _LEAST = 0.01
 
 
 @dataclass(frozen=True)
-class Options:
+class MixedOptions:
     """Options of mixed precision.
 
     Attributes:
@@ -70,7 +70,7 @@ class _HeldOut:
         return score(self.logits, self.y).accuracy
 
 
-def mixed(model: Model, data: Data, options: Options, context: Context) -> Model:
+def mixed(model: StepModel, data: Data, options: MixedOptions, context: Context) -> StepModel:
     """`model` with a `.tflite` that keeps as few layers as the bound on accuracy allows.
 
     Raises:
@@ -105,7 +105,7 @@ def mixed(model: Model, data: Data, options: Options, context: Context) -> Model
             for s in ranking
         ],
     }
-    return Model(model.spec, model.module, tflite, "mixed", {**facts, **details})
+    return StepModel(model.spec, model.module, tflite, "mixed", {**facts, **details})
 
 
 def sensitivities(
@@ -135,7 +135,7 @@ def _mixture(
     ranking: Sequence[Sensitivity],
     ranges: Ranges,
     rows: _HeldOut,
-    options: Options,
+    options: MixedOptions,
     context: Context,
 ) -> tuple[bytes, list[Sensitivity], float]:
     """The first mixture within the bound, the layers it keeps, and its accuracy on the held-out rows."""

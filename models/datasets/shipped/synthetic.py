@@ -31,7 +31,7 @@ LARGEST = 2**31
 
 
 @dataclass(frozen=True)
-class Options:
+class SyntheticOptions:
     """`samples` training rows a client, of `shape` and over `classes`."""
 
     shape: tuple[int, ...] = (784,)
@@ -39,7 +39,7 @@ class Options:
     samples: int = 60
 
 
-def options(call: Call) -> Options:
+def options(call: Call) -> SyntheticOptions:
     """The options of `synthetic(shape=[…], classes=…, samples=…)`.
 
     Raises:
@@ -48,13 +48,13 @@ def options(call: Call) -> Options:
     named: Mapping[str, Any] = call.named
     if call.positional:
         raise DataError("options of synthetic are named: synthetic(shape=[784], classes=62, samples=60)")
-    known = list(Options.__dataclass_fields__)
+    known = list(SyntheticOptions.__dataclass_fields__)
     for name in named:
         if name not in known:
             raise DataError(
                 f"synthetic has no option {name!r}{nearest(name, known)}; its options: {', '.join(known)}"
             )
-    shape = named.get("shape", list(Options.shape))
+    shape = named.get("shape", list(SyntheticOptions.shape))
     if not isinstance(shape, list | tuple) or not shape or not all(_counts(extent, 1) for extent in shape):
         raise DataError(
             f"synthetic: shape = {shape!r}, expected a list of whole numbers from 1, such as [28, 28]"
@@ -62,7 +62,11 @@ def options(call: Call) -> Options:
     for name, least in (("classes", 2), ("samples", 1)):
         if name in named and not _counts(named[name], least):
             raise DataError(f"synthetic: {name} = {named[name]!r}, expected a whole number from {least}")
-    return Options(tuple(shape), named.get("classes", Options.classes), named.get("samples", Options.samples))
+    return SyntheticOptions(
+        tuple(shape),
+        named.get("classes", SyntheticOptions.classes),
+        named.get("samples", SyntheticOptions.samples),
+    )
 
 
 def load(call: Call, clients: int | None, seed: int) -> Dataset:
