@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -46,17 +46,21 @@ class UnknownRule(ValueError):
     """A task names an unknown client rule, or an invalid option of one."""
 
 
-class ClientRule(Protocol):
-    """The client and server halves of a rule. `broadcast`: the streams that the server sends along with the params."""
+class ClientRule:
+    """The client and server halves of a rule; by default plain SGD, without streams.
 
-    @property
-    def name(self) -> str: ...
+    `name`: in a task message. `broadcast`: the streams that the server sends along with the params.
+    """
+
+    name: str
 
     def init(self, trainable: Tensors) -> Streams:
         """The server's streams before round 1."""
+        return {}
 
     def begin(self, broadcast: Streams, client_state: Streams) -> Correction:
         """On the client, before its steps. `client_state` is empty the first time."""
+        return Correction()
 
     def finish(
         self,
@@ -68,53 +72,29 @@ class ClientRule(Protocol):
         client_state: Streams,
     ) -> Outcome:
         """On the client, after its steps. `base` and `trained` hold the trainable tensors."""
+        return Outcome(extras={}, client_state={})
 
     def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> Streams:
         """On the server, after the round: the next broadcast. `num_clients` is the whole population."""
+        return {}
 
     def stream_norm(self, broadcast: float, delta: float, num_steps: int, lr: float) -> float:
         """The largest L2 norm, up to rounding, of a stream that an honest client sends with a delta of norm `delta`.
 
         `broadcast`: norm of the stream of the same name as the server sent it.
         """
-
-
-class _Stateless:
-    """Defaults for a rule without streams."""
-
-    def init(self, trainable: Tensors) -> Streams:
-        return {}
-
-    def finish(
-        self,
-        base: Tensors,
-        trained: Params,
-        correction: Correction,
-        num_steps: int,
-        lr: float,
-        client_state: Streams,
-    ) -> Outcome:
-        return Outcome(extras={}, client_state={})
-
-    def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> Streams:
-        return {}
-
-    def stream_norm(self, broadcast: float, delta: float, num_steps: int, lr: float) -> float:
         return 0.0
 
 
 @dataclass(frozen=True)
-class PlainSGD(_Stateless):
+class PlainSGD(ClientRule):
     """Local SGD on the client's own loss. McMahan 2017, Algorithm 1, ClientUpdate."""
 
     name: str = "plain"
 
-    def begin(self, broadcast: Streams, client_state: Streams) -> Correction:
-        return Correction()
-
 
 @dataclass(frozen=True)
-class Proximal(_Stateless):
+class Proximal(ClientRule):
     """Adds mu/2 · ‖w − w₀‖² to the local loss. Li 2020 (FedProx), equation 2. `mu` >= 0."""
 
     mu: float
@@ -125,7 +105,7 @@ class Proximal(_Stateless):
 
 
 @dataclass(frozen=True)
-class ControlVariates:
+class ControlVariates(ClientRule):
     """SCAFFOLD: gradients corrected by c − cᵢ. Karimireddy 2020, Algorithm 1, option II.
 
     The server's c and the client's cᵢ travel as stream `control`. cᵢ stays on the client:

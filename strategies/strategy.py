@@ -285,10 +285,8 @@ def _float32(values: FloatArray) -> FloatArray:
     return values.astype(np.float32)
 
 
-class UpdateTransform(Protocol):
-    """A pure change to one accepted update before it is folded."""
-
-    def __call__(self, update: Update) -> Update: ...
+UpdateTransform = Callable[[Update], Update]
+"""A pure change to one accepted update before it is folded."""
 
 
 @dataclass(frozen=True)
