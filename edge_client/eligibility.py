@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, time
@@ -85,16 +86,7 @@ class Readings:
 
 def ineligible(conditions: Conditions, readings: Readings) -> tuple[str, ...]:
     """Reasons why the device may not train now; empty: it may."""
-    reasons = (
-        _power(conditions, readings),
-        _charge(conditions, readings),
-        _load(conditions, readings),
-        _temperature(conditions, readings),
-        _disk(conditions, readings),
-        _network(conditions, readings),
-        _quiet(conditions, readings),
-    )
-    return tuple(reason for reason in reasons if reason is not None)
+    return tuple(_reasons(conditions, readings))
 
 
 def read_now(conditions: Conditions, state_dir: Path, now: datetime | None = None) -> Readings:
@@ -120,58 +112,33 @@ def is_metered(state_dir: Path) -> bool | None:
     return _network_manager_metered()
 
 
-def _power(conditions: Conditions, readings: Readings) -> str | None:
-    if not conditions.on_ac_power or readings.on_ac_power in (True, None):
-        return None
-    charge = f" ({readings.battery_percent:.0f} %)" if readings.battery_percent is not None else ""
-    return f"on battery{charge}, conditions.on_ac_power is set"
-
-
-def _charge(conditions: Conditions, readings: Readings) -> str | None:
-    least, charge = conditions.min_battery_percent, readings.battery_percent
-    if least is None or charge is None or charge >= least:
-        return None
-    return f"battery at {charge:.0f} %, conditions.min_battery_percent is {least:g}"
-
-
-def _load(conditions: Conditions, readings: Readings) -> str | None:
-    most, load = conditions.max_load, readings.load
-    if most is None or load is None or load < most:
-        return None
-    return f"load {load:.2f} per core, conditions.max_load is {most:g}"
-
-
-def _temperature(conditions: Conditions, readings: Readings) -> str | None:
-    most, hottest = conditions.max_temperature_celsius, readings.temperature_celsius
-    if most is None or hottest is None or hottest < most:
-        return None
-    return f"{hottest:.0f} °C, conditions.max_temperature_celsius is {most:g}"
-
-
-def _disk(conditions: Conditions, readings: Readings) -> str | None:
-    least, free = conditions.min_free_disk_bytes, readings.free_disk_bytes
-    if least is None or free is None or free >= least:
-        return None
-    return f"{free / 1e6:.0f} MB of disk free, conditions.min_free_disk_bytes asks for {least / 1e6:.0f} MB"
-
-
-def _network(conditions: Conditions, readings: Readings) -> str | None:
-    if not conditions.unmetered_network or readings.metered is False:
-        return None
-    if readings.metered:
-        return "on a metered network, conditions.unmetered_network is set"
-    return (
-        "whether the network is metered is not known, conditions.unmetered_network is set: NetworkManager does not "
-        f"say; write `no` into the file `{METERED_FILE}` in the state folder, or leave the condition out"
-    )
-
-
-def _quiet(conditions: Conditions, readings: Readings) -> str | None:
-    for text in conditions.quiet_hours:
-        start, end = _hours(text)
-        if readings.local_time is not None and _within(readings.local_time, start, end):
-            return f"quiet hours {text}, it is {readings.local_time:%H:%M}"
-    return None
+def _reasons(conditions: Conditions, readings: Readings) -> Iterator[str]:
+    charge, least = readings.battery_percent, conditions.min_battery_percent
+    if conditions.on_ac_power and readings.on_ac_power is False:
+        known = f" ({charge:.0f} %)" if charge is not None else ""
+        yield f"on battery{known}, conditions.on_ac_power is set"
+    if least is not None and charge is not None and charge < least:
+        yield f"battery at {charge:.0f} %, conditions.min_battery_percent is {least:g}"
+    load, most = readings.load, conditions.max_load
+    if most is not None and load is not None and load >= most:
+        yield f"load {load:.2f} per core, conditions.max_load is {most:g}"
+    hottest, most = readings.temperature_celsius, conditions.max_temperature_celsius
+    if most is not None and hottest is not None and hottest >= most:
+        yield f"{hottest:.0f} °C, conditions.max_temperature_celsius is {most:g}"
+    free, least = readings.free_disk_bytes, conditions.min_free_disk_bytes
+    if least is not None and free is not None and free < least:
+        yield f"{free / 1e6:.0f} MB of disk free, conditions.min_free_disk_bytes asks for {least / 1e6:.0f} MB"
+    if conditions.unmetered_network and readings.metered:
+        yield "on a metered network, conditions.unmetered_network is set"
+    if conditions.unmetered_network and readings.metered is None:
+        yield (
+            "whether the network is metered is not known, conditions.unmetered_network is set: NetworkManager does not "
+            f"say; write `no` into the file `{METERED_FILE}` in the state folder, or leave the condition out"
+        )
+    now = readings.local_time
+    if now is not None:
+        quiet = [text for text in conditions.quiet_hours if _within(now, *_hours(text))]
+        yield from (f"quiet hours {text}, it is {now:%H:%M}" for text in quiet[:1])
 
 
 def _within(now: time, start: time, end: time) -> bool:
