@@ -14,7 +14,7 @@ import typer
 
 from edge_client.config import EdgeConfig, LoadedConfig, load
 from edge_client.errors import UserError
-from edge_client.state import State, daemon_pid, lock
+from edge_client.state import daemon_pid, lock
 
 AsJson = Annotated[bool, typer.Option("--json", help="For a script to read.")]
 Sure = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
@@ -43,16 +43,6 @@ def exclusive(state_dir: Path) -> Iterator[None]:
         yield
     finally:
         file.close()
-
-
-@contextmanager
-def open_state(config: EdgeConfig) -> Iterator[State]:
-    """The daemon's state, open for the block."""
-    state = State(config.state_dir)
-    try:
-        yield state
-    finally:
-        state.close()
 
 
 def confirm(sure: bool, question: str) -> None:

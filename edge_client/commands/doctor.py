@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 
 from edge_client.clock import CLOCK_TOLERANCE_SECONDS, describe_clock_error
@@ -110,19 +111,18 @@ def _data(config: EdgeConfig) -> Iterator[Check]:
 
 
 def _coordinator(config: EdgeConfig, member: Identity, wall: Callable[[], float]) -> Iterator[Check]:
-    link = Link(member.url, pinned_context(member.ca_pem, member.credentials), proxy=config.proxy)
+    context = pinned_context(member.ca_pem, member.credentials)
     try:
-        date = link.date("/ca")
-        yield Check("coordinator", True, member.url)
-        yield _clock(date, wall())
-        yield _membership(link, member, date if date is not None else wall())
+        with closing(Link(member.url, context, proxy=config.proxy)) as link:
+            date = link.date("/ca")
+            yield Check("coordinator", True, member.url)
+            yield _clock(date, wall())
+            yield _membership(link, member, date if date is not None else wall())
     except CertificateExpired:
         yield Check("certificate", False, "expired", _RENEWED)
     except (Unreachable, ServerRefused) as error:
         yield Check("coordinator", False, str(error), "check the address, the network, the proxy")
         yield _clock(unverified_date(member.url, config.proxy), wall())
-    finally:
-        link.close()
 
 
 def _membership(link: Link, member: Identity, date: float) -> Check:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_client.commands.cli_options import AsJson, Sure, configuration, confirm, load_config, open_state
+from edge_client.commands.cli_options import AsJson, Sure, configuration, confirm, load_config
 from edge_client.errors import UserError
 
 if TYPE_CHECKING:
@@ -65,9 +66,10 @@ def ledger(
     from edge_client.daemon import main
     from edge_client.outbox import Ledger
     from edge_client.outbox import explain as explain_messages
+    from edge_client.state import State
 
     config = configuration(context)
-    with open_state(config) as state:
+    with closing(State(config.state_dir)) as state:
         records = Ledger(state)
         if wipe:
             confirm(sure, "Forget everything this device has recorded about what left it?")

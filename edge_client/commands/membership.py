@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import closing
 from typing import Annotated, Any
 
 import typer
 
-from edge_client.commands.cli_options import Sure, configuration, confirm, exclusive, open_state, wake
+from edge_client.commands.cli_options import Sure, configuration, confirm, exclusive, wake
 from edge_client.config import FILE_VARIABLE, PREFIX, EdgeConfig, default_file
 from edge_client.errors import UserError
+from edge_client.state import State
 from edge_client.transport.failures import CertificateExpired, ServerRefused, Unreachable
 
 
@@ -115,7 +117,7 @@ def opt_out(
     RUN is the name or the id of a run. Example: fedloop-edge opt-out digits
     """
     config = configuration(context)
-    with open_state(config) as state:
+    with closing(State(config.state_dir)) as state:
         state.set_opted_out(run_name, not undo)
     wake(config)
     typer.echo(f"takes part in {run_name} again" if undo else f"takes no part in {run_name}")
@@ -167,7 +169,7 @@ def install_service(
 
 def _set_paused(context: typer.Context, paused: bool) -> None:
     config = configuration(context)
-    with open_state(config) as state:
+    with closing(State(config.state_dir)) as state:
         state.set_paused(paused)
     wake(config)
 
@@ -176,13 +178,12 @@ def _notify_leaving(config: EdgeConfig, who: Any) -> None:
     """Notifies the coordinator; without an answer the device leaves anyway."""
     from edge_client.transport.link import Link, pinned_context
 
-    link = Link(who.url, pinned_context(who.ca_pem, who.credentials), proxy=config.proxy)
+    context = pinned_context(who.ca_pem, who.credentials)
     try:
-        link.post("/leave", {})
+        with closing(Link(who.url, context, proxy=config.proxy)) as link:
+            link.post("/leave", {})
     except (Unreachable, ServerRefused, CertificateExpired) as error:
         typer.echo(f"the coordinator was not notified: {error}", err=True)
-    finally:
-        link.close()
 
 
 def _wipe_work(config: EdgeConfig) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from types import FrameType
 
 import sdnotify
@@ -84,11 +85,8 @@ def checkin_now(config: EdgeConfig, state: State) -> CheckIn:
 
 def wipe(config: EdgeConfig) -> None:
     """Removes all files of runs."""
-    state = State(config.state_dir)
-    try:
+    with closing(State(config.state_dir)) as state:
         _executor(config, state).wipe()
-    finally:
-        state.close()
 
 
 def _executor(config: EdgeConfig, state: State) -> Executor:

@@ -7,6 +7,7 @@ its code is final; any other refusal may be temporary or come from an intermedia
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 
 from edge_client.clock import Clock
 from edge_client.config import EdgeConfig
@@ -87,19 +88,17 @@ class Membership:
             self._identity = identity.renew(
                 self._config.state_dir, self.identity, expired=expired, proxy=self._config.proxy
             )
-        except ServerRefused as refused:
-            if refused.code in FINAL:
+        except (ServerRefused, Unreachable) as error:
+            if isinstance(error, ServerRefused) and error.code in FINAL:
                 raise Stopped(
-                    f"the coordinator no longer renews this device's certificate: {refused}"
+                    f"the coordinator no longer renews this device's certificate: {error}"
                 ) from None
             if expired:
                 raise
-            self._postpone_renewal(str(refused))
-            return
-        except Unreachable as error:
-            if expired:
-                raise
-            self._postpone_renewal(str(error))
+            # The certificate is still valid, and work goes on.
+            wait_seconds = self._host.rng.uniform(0.5, 1.0) * _RENEW_RETRY_SECONDS
+            self._renew_not_before = self.date() + wait_seconds
+            self._note(f"renewal failed, will be retried: {error}")
             return
         self.expired = False
         self._connect()
@@ -108,17 +107,10 @@ class Membership:
         """A message for people about a clock that disagrees with the coordinator's certificate."""
         return describe_wrong_clock(error, self.identity.url, self._host.wall(), self._config.proxy)
 
-    def _postpone_renewal(self, reason: str) -> None:
-        """Tries again later: the certificate is still valid, and work goes on."""
-        self._renew_not_before = self.date() + self._host.rng.uniform(0.5, 1.0) * _RENEW_RETRY_SECONDS
-        self._note(f"renewal failed, will be retried: {reason}")
-
     def _read_clock(self) -> None:
-        link = Link(self.identity.url, pinned_context(self.identity.ca_pem), proxy=self._config.proxy)
-        try:
+        context = pinned_context(self.identity.ca_pem)
+        with closing(Link(self.identity.url, context, proxy=self._config.proxy)) as link:
             date = link.date("/ca")
-        finally:
-            link.close()
         self.update_clock(date if date is not None else self._host.wall())
 
     def _connect(self) -> None:

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,15 +84,9 @@ def read(folder: Path) -> dict[str, Any]:
     """Everything known about the daemon in `folder`, whether it runs or not."""
     member = identity.load(folder)
     pid = daemon_pid(folder)
-    state = State(folder)
-    try:
-        paused, waiting = (
-            state.paused(),
-            state.connection.execute("SELECT count(*) FROM outbox").fetchone()[0],
-        )
-        opted_out = state.opted_out()
-    finally:
-        state.close()
+    with closing(State(folder)) as state:
+        paused, opted_out = state.paused(), state.opted_out()
+        waiting = state.connection.execute("SELECT count(*) FROM outbox").fetchone()[0]
     path = folder / "status.json"
     try:
         last = json.loads(path.read_text("utf-8"))

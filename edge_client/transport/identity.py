@@ -21,6 +21,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,12 +71,6 @@ class Identity:
         return self.not_before + (self.not_after - self.not_before) * (RENEW_FROM + jitter)
 
 
-@dataclass(frozen=True)
-class _Token:
-    ca_sha256: str
-    text: str
-
-
 def enrol(
     state_dir: Path,
     url: str,
@@ -96,27 +91,22 @@ def enrol(
         ServerRefused: the token is used up, expired or not for this machine.
         Unreachable: there is no answer.
     """
-    parsed = _token(token)
+    ca_sha256 = _ca_sha256(token)
     if not url.startswith("https://"):
         raise UserError(
             f"the coordinator's address is {url!r}, expected https://HOST:PORT, as `fedloop device token` prints it"
         )
-    ca_pem = _verified_ca(unverified_ca(url, proxy), parsed, url)
+    ca_pem = _verified_ca(unverified_ca(url, proxy), ca_sha256, url)
     next_folder = _prepare_next(state_dir)
-    link = Link(url, pinned_context(ca_pem), proxy=proxy)
+    request = EnrolRequest(token.strip(), _csr(_key(next_folder), name), name, serial_number)
     try:
-        request = EnrolRequest(parsed.text, _csr(_key(next_folder), name), name, serial_number)
-        while True:
-            answer = parse_answer(Enrolled, link.post("/enrol", request))
-            if answer.certificate:
-                break
-            wait(max(1.0, answer.retry_seconds))
+        with closing(Link(url, pinned_context(ca_pem), proxy=proxy)) as link:
+            while not (answer := parse_answer(Enrolled, link.post("/enrol", request))).certificate:
+                wait(max(1.0, answer.retry_seconds))
     except WrongClock as error:
         raise Unreachable(
             f"{describe_wrong_clock(error, url, time.time(), proxy)}, then enroll again"
         ) from None
-    finally:
-        link.close()
     return _commit(state_dir, answer, next_folder, url=url, name=name, ca_pem=ca_pem)
 
 
@@ -132,11 +122,8 @@ def renew(state_dir: Path, identity: Identity, *, expired: bool, proxy: str = ""
     certificate = identity.credentials.certificate.read_text("ascii")
     request = RenewRequest(certificate, csr, _proof(identity, csr))
     presented = None if expired else identity.credentials
-    link = Link(identity.url, pinned_context(identity.ca_pem, presented), proxy=proxy)
-    try:
+    with closing(Link(identity.url, pinned_context(identity.ca_pem, presented), proxy=proxy)) as link:
         answer = parse_answer(Enrolled, link.post("/renew", request))
-    finally:
-        link.close()
     return _commit(
         state_dir, answer, next_folder, url=identity.url, name=identity.name, ca_pem=identity.ca_pem
     )
@@ -191,8 +178,9 @@ def wipe(state_dir: Path) -> None:
     sync_folder(state_dir)
 
 
-def _token(text: str) -> _Token:
-    parts = text.strip().split(".")
+def _ca_sha256(token: str) -> str:
+    """The CA's SHA-256 in a token."""
+    parts = token.strip().split(".")
     expected = "expected fl1.HASH.SECRET, as `fedloop device token` prints it"
     if len(parts) != 3 or parts[0] != "fl1":
         raise UserError(
@@ -200,10 +188,10 @@ def _token(text: str) -> _Token:
         )
     if len(parts[1]) != 64 or not set(parts[1]) <= set("0123456789abcdef"):
         raise UserError(f"the enrolment token's second part is not a SHA-256; {expected}")
-    return _Token(parts[1], text.strip())
+    return parts[1]
 
 
-def _verified_ca(pem: bytes, token: _Token, url: str) -> str:
+def _verified_ca(pem: bytes, ca_sha256: str, url: str) -> str:
     try:
         ca = x509.load_pem_x509_certificate(pem)
     except ValueError:
@@ -211,9 +199,9 @@ def _verified_ca(pem: bytes, token: _Token, url: str) -> str:
             f"{url} sends no CA certificate; is that the device API of a coordinator?"
         ) from None
     digest = hashlib.sha256(ca.public_bytes(serialization.Encoding.DER)).hexdigest()
-    if not secrets.compare_digest(digest, token.ca_sha256):
+    if not secrets.compare_digest(digest, ca_sha256):
         raise UserError(
-            f"the coordinator at {url} has the CA {digest[:16]}…, the token is for {token.ca_sha256[:16]}…; "
+            f"the coordinator at {url} has the CA {digest[:16]}…, the token is for {ca_sha256[:16]}…; "
             "somebody intercepts the connection, or the token is of another coordinator. Nothing was stored"
         )
     return ca.public_bytes(serialization.Encoding.PEM).decode("ascii")

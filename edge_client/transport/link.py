@@ -13,12 +13,12 @@ import ssl
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar, runtime_checkable
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
 import urllib3
@@ -64,15 +64,6 @@ class Answer:
     date: float | None
 
 
-@runtime_checkable
-class SizedBody(Protocol):
-    """A request body whose size is known before it is read."""
-
-    size_bytes: int
-
-    def read(self, size: int = -1) -> bytes: ...
-
-
 class Link:
     """A connection to the coordinator at `url` with the TLS settings of `context`. Up to three threads may use it."""
 
@@ -99,7 +90,7 @@ class Link:
         """
         return self._json("POST", path, _body(message), SILENCE_SECONDS + wait_seconds)
 
-    def put(self, path: str, piece: SizedBody) -> Answer:
+    def put(self, path: str, piece: Piece) -> Answer:
         """The answer to raw bytes, which are read while they are sent.
 
         Raises:
@@ -125,7 +116,7 @@ class Link:
             # Unread bytes of an abandoned answer must not be read as the next answer.
             response.close() if response.length_remaining != 0 else response.release_conn()
 
-    def _json(self, method: str, path: str, body: bytes | SizedBody | None, seconds: float) -> Answer:
+    def _json(self, method: str, path: str, body: bytes | Piece | None, seconds: float) -> Answer:
         content, date = self._read_all(method, path, body, seconds)
         try:
             document = loads(content, "answer")
@@ -136,7 +127,7 @@ class Link:
         return Answer(document, date)
 
     def _read_all(
-        self, method: str, path: str, body: bytes | SizedBody | None, seconds: float
+        self, method: str, path: str, body: bytes | Piece | None, seconds: float
     ) -> tuple[bytes, float | None]:
         response = self._request(method, path, body, seconds)
         try:
@@ -151,12 +142,12 @@ class Link:
         self,
         method: str,
         path: str,
-        body: bytes | SizedBody | None,
+        body: bytes | Piece | None,
         seconds: float,
         headers: Mapping[str, str] | None = None,
     ) -> urllib3.BaseHTTPResponse:
         kind = "application/octet-stream" if method == "PUT" else "application/json"
-        sized = {"Content-Length": str(body.size_bytes)} if isinstance(body, SizedBody) else {}
+        sized = {"Content-Length": str(body.size_bytes)} if isinstance(body, Piece) else {}
         try:
             return self._pool.request(
                 method,
@@ -236,13 +227,9 @@ def _unverified(url: str, proxy: str) -> Iterator[Link]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    link = Link(url, context, proxy=proxy)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", urllib3.exceptions.InsecureRequestWarning)
-            yield link
-    finally:
-        link.close()
+    with closing(Link(url, context, proxy=proxy)) as link, warnings.catch_warnings():
+        warnings.simplefilter("ignore", urllib3.exceptions.InsecureRequestWarning)
+        yield link
 
 
 def _pool(url: str, context: ssl.SSLContext, proxy: str) -> urllib3.PoolManager:
