@@ -13,13 +13,12 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from edge_client.config import EdgeConfig
 from edge_client.files import NO_ROOM, SPARE_BYTES, file_sha256
 from edge_client.outbox import Ledger, Outbox, OutboxFull, PendingResult
 from edge_client.state import State
-from edge_client.train.process import Done, Job, TrainingFailed
+from edge_client.train.process import Job, TrainingFailed, TrainingProcess
 from edge_client.transport.failures import ServerRefused, Unreachable
 from edge_client.transport.link import Link, download, parse_answer, upload
 from edge_client.wire.device import (
@@ -59,15 +58,6 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 2**53
 
 
-class Training(Protocol):
-    """`edge_client.train.process.TrainingProcess`, or a test's replacement."""
-
-    def run(self, job: Job, stop_reason: Callable[[], str | None]) -> Done:
-        """Raises Interrupted or TrainingFailed."""
-
-    def close(self) -> None: ...
-
-
 @dataclass
 class Executor:
     """Executes steps. `training`: the daemon's one training process."""
@@ -76,7 +66,7 @@ class Executor:
     state: State
     outbox: Outbox
     ledger: Ledger
-    training: Training
+    training: TrainingProcess
     deflate: bool = False
 
     def check_in(self, link: Link, message: CheckIn) -> tuple[CheckInAnswer, float | None]:

@@ -51,6 +51,7 @@ class Releases:
         run_self_test: Callable[..., self_test.SelfTestResult] = self_test.run,
     ) -> None:
         self._config = config
+        self._state_dir = config.state_dir
         self._now = now
         self._rng = rng
         self._run_self_test = run_self_test
@@ -62,9 +63,9 @@ class Releases:
     def begin(self, check_cancelled: Callable[[], None] = lambda: None) -> list[str]:
         """Checks all models after a start. Returns notes for people."""
         notes: list[str] = []
-        for model in slots.models(self._config.state_dir):
+        for model in slots.models(self._state_dir):
             try:
-                for leftover in slots.folder_of(self._config.state_dir, model).glob(".*"):
+                for leftover in slots.folder_of(self._state_dir, model).glob(".*"):
                     leftover.unlink(missing_ok=True)  # of a write or a self-test that a crash interrupted
                 notes += self._begin(model, check_cancelled)
             except OSError as error:
@@ -77,9 +78,9 @@ class Releases:
         """Takes back this start from trials, because the daemon stops in order."""
         for model in self._on_trial_since:
             with suppress(OSError):
-                pointer = slots.read(self._config.state_dir, model)
+                pointer = slots.read(self._state_dir, model)
                 if (after := transitions.uncount_start(pointer)) != pointer:
-                    slots.write(self._config.state_dir, after)
+                    slots.write(self._state_dir, after)
 
     def update_offers(self, offers: Iterable[ReleaseOffer]) -> list[str]:
         """Replaces the offers by those of an answer. Returns notes."""
@@ -91,11 +92,11 @@ class Releases:
                     f"an offer of {printable(offer.model, 70)!r}, which is not a model's name, is ignored"
                 )
                 continue
-            pointer = slots.read(self._config.state_dir, offer.model)
+            pointer = slots.read(self._state_dir, offer.model)
             if transitions.needs_action(pointer, offer):
                 self._offers[offer.model] = offer
             elif (reported := transitions.report_known_failure(pointer, offer)) != pointer:
-                slots.write(self._config.state_dir, reported)
+                slots.write(self._state_dir, reported)
         self._retries = {model: self._retries[model] for model in self._offers if model in self._retries}
         return notes
 
@@ -112,7 +113,7 @@ class Releases:
     def _trial_ends(self, offer: ReleaseOffer) -> float:
         """When the trial that delays an offer ends; 0: no trial delays it."""
         since = self._on_trial_since.get(offer.model)
-        if since is None or not transitions.must_wait(slots.read(self._config.state_dir, offer.model), offer):
+        if since is None or not transitions.must_wait(slots.read(self._state_dir, offer.model), offer):
             return 0.0
         return since + self._config.releases.trial_seconds
 
@@ -129,7 +130,7 @@ class Releases:
 
         what = f"{offer.model}:{offer.version}"
         target = install.Device(device, self._config, self._run_self_test)
-        before = slots.read(self._config.state_dir, offer.model)
+        before = slots.read(self._state_dir, offer.model)
         try:
             message = install.install(target, link, offer, check_cancelled)
         except (Unreachable, ServerRefused, CertificateExpired, OSError):
@@ -149,7 +150,7 @@ class Releases:
             self._schedule_retry(offer.model)
             return f"{unsigned}; ignored"
         self._done(offer)
-        after = slots.read(self._config.state_dir, offer.model)
+        after = slots.read(self._state_dir, offer.model)
         if (after.active, after.trial_starts) != (before.active, before.trial_starts):
             self._on_trial_since[offer.model] = self._now()
         return message
@@ -158,29 +159,29 @@ class Releases:
         """Ends trials that lasted long enough, and rolls back models that crash their services. Returns notes."""
         self._end_trials()
         notes = self._verify_files(check_cancelled) if self._now() - self._checked_at >= CHECK_SECONDS else []
-        for model in crash_counter.models(self._config.state_dir):
+        for model in crash_counter.models(self._state_dir):
             # A write that fails now is tried again next time.
             with suppress(OSError):
-                notes += self._check_services(slots.read(self._config.state_dir, model), check_cancelled)
+                notes += self._check_services(slots.read(self._state_dir, model), check_cancelled)
         return notes
 
     def _check_services(self, pointer: Pointer, check_cancelled: Callable[[], None]) -> list[str]:
-        starts = crash_counter.crash_loop(self._config.state_dir, pointer)
+        starts = crash_counter.crash_loop(self._state_dir, pointer)
         trouble = None
         if starts is not None:
             trouble = "crash_loop", f"its service was started {starts} times without lasting"
         pointer, notes = self._roll_back(pointer, trouble, check_cancelled)
-        crash_counter.forget(self._config.state_dir, pointer)
+        crash_counter.forget(self._state_dir, pointer)
         return notes
 
     def _verify_files(self, check_cancelled: Callable[[], None]) -> list[str]:
         self._checked_at = self._now()
         notes: list[str] = []
-        for model in slots.models(self._config.state_dir):
+        for model in slots.models(self._state_dir):
             with suppress(OSError):
-                if damage := slots.repair(self._config.state_dir, model):
+                if damage := slots.repair(self._state_dir, model):
                     notes.append(damage)
-                notes += self._discard_damaged(slots.read(self._config.state_dir, model), check_cancelled)[1]
+                notes += self._discard_damaged(slots.read(self._state_dir, model), check_cancelled)[1]
         return notes
 
     def _discard_damaged(
@@ -193,10 +194,10 @@ class Releases:
             slot = pointer.slot(name) if name is not None else None
             if name is None or slot is None:
                 continue
-            if slots.is_intact(self._config.state_dir, pointer, name, check_cancelled):
+            if slots.is_intact(self._state_dir, pointer, name, check_cancelled):
                 continue
             pointer = transitions.discard_damaged(pointer, name)
-            slots.write(self._config.state_dir, pointer)
+            slots.write(self._state_dir, pointer)
             self._begin_trial(pointer)
             result = f"version {pointer.running.version} runs" if pointer.running else "no version runs"
             notes.append(f"{pointer.model}:{slot.version} was damaged on this device's disk; {result}")
@@ -210,21 +211,20 @@ class Releases:
         for model, since in list(self._on_trial_since.items()):
             if self._now() - since < self._config.releases.trial_seconds:
                 continue
-            pointer = slots.read(self._config.state_dir, model)
+            pointer = slots.read(self._state_dir, model)
             if pointer.trial_starts is not None:
                 try:
-                    slots.write(self._config.state_dir, transitions.finish_trial(pointer))
+                    slots.write(self._state_dir, transitions.finish_trial(pointer))
                 except OSError:
                     continue  # written once the disk has room again
                 reach("install.proved")
             del self._on_trial_since[model]
 
     def _begin(self, model: str, check_cancelled: Callable[[], None]) -> list[str]:
-        state_dir = self._config.state_dir
-        damage = slots.repair(state_dir, model)
-        pointer = transitions.count_start(slots.read(state_dir, model))
+        damage = slots.repair(self._state_dir, model)
+        pointer = transitions.count_start(slots.read(self._state_dir, model))
         if pointer.trial_starts is not None:
-            slots.write(state_dir, pointer)
+            slots.write(self._state_dir, pointer)
             reach("install.proving")
         pointer, damaged = self._discard_damaged(pointer, check_cancelled)
         pointer, notes = self._roll_back(pointer, self._trouble(pointer, check_cancelled), check_cancelled)
@@ -247,7 +247,7 @@ class Releases:
             code, message = trouble
             reach("install.turning")
             pointer = transitions.roll_back(pointer, code, message)
-            slots.write(self._config.state_dir, pointer)
+            slots.write(self._state_dir, pointer)
             reach("install.turned")
             self._begin_trial(pointer)
             result = (
@@ -263,7 +263,7 @@ class Releases:
             return None
         if transitions.is_crash_loop(pointer):
             return "crash_loop", f"the daemon was started {pointer.trial_starts} times without lasting"
-        folder = slots.slot_folder(self._config.state_dir, pointer.model, pointer.active)
+        folder = slots.slot_folder(self._state_dir, pointer.model, pointer.active)
         try:
             self._run_self_test(self_test.SelfTestJob(folder, _memory_bytes(folder)), check_cancelled)
         except Rejected as rejected:
@@ -278,13 +278,11 @@ class Releases:
         self._retries.pop(offer.model, None)
 
     def _schedule_retry(self, model: str) -> float:
-        backoff = self._retries[model][0] if model in self._retries else self._backoff()
+        new = Backoff(self._rng, first_seconds=FIRST_AGAIN_SECONDS, longest_seconds=LONGEST_AGAIN_SECONDS)
+        backoff, _ = self._retries.get(model, (new, 0.0))
         seconds = FIRST_AGAIN_SECONDS / 2 + backoff.failed()
         self._retries[model] = backoff, self._now() + seconds
         return seconds
-
-    def _backoff(self) -> Backoff:
-        return Backoff(self._rng, first_seconds=FIRST_AGAIN_SECONDS, longest_seconds=LONGEST_AGAIN_SECONDS)
 
 
 def _memory_bytes(folder: Path) -> int:

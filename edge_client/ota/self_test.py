@@ -144,7 +144,8 @@ def _child(job: SelfTestJob, answers: IO[bytes], log: IO[bytes]) -> Iterator[sub
     handle, name = tempfile.mkstemp(prefix=".self-test-", suffix=".json", dir=job.folder.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(_as_json(job), file, default=str)
+            document = {**vars(job), "data": job.data.to_json() if job.data is not None else None}
+            json.dump(document, file, default=str)
         process = _start(name, answers, log)
         try:
             yield process
@@ -166,12 +167,3 @@ def _start(job_path: str, answers: IO[bytes], log: IO[bytes]) -> subprocess.Pope
         )
     except OSError as error:
         raise Postponed("self_test_broken", f"no process can be started: {error.strerror}") from None
-
-
-def _as_json(job: SelfTestJob) -> dict[str, Any]:
-    return {
-        "folder": str(job.folder.absolute()),
-        "memory_bytes": job.memory_bytes,
-        "champion": str(job.champion.absolute()) if job.champion is not None else None,
-        "data": job.data.to_json() if job.data is not None else None,
-    }
