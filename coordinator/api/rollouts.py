@@ -10,27 +10,14 @@ from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 
 from coordinator.context.services import ServicesDep
-from coordinator.rollouts import controller, engine, members, plan, queries, service
+from coordinator.rollouts import controller, engine, plan, queries, service
 from coordinator.rollouts.gates import Gates, Tally
-from coordinator.rollouts.plan import Filter
-from coordinator.rollouts.tables import Action, FailureRow, MemberRow, PhaseRow, RolloutRow, Standing, State
+from coordinator.rollouts.plan import Filter, FilterText
+from coordinator.rollouts.tables import Action, FailureRow, PhaseRow, RolloutRow, Standing, State
 
 router = APIRouter(prefix="/rollouts", tags=["rollouts"])
 
-_TEXT = Annotated[str, Field(max_length=200, pattern="^[^\\x00]*$")]  # PostgreSQL has no text with NUL
 _SHOWN_DEVICES = 100
-
-
-class RolloutFilter(BaseModel):
-    """Which devices. An empty field admits all; ids, groups and classes: one of these; labels: all of these."""
-
-    model_config = {"extra": "forbid"}
-
-    groups: tuple[_TEXT, ...] = ()
-    labels: dict[_TEXT, _TEXT] = {}
-    device_classes: tuple[_TEXT, ...] = ()
-    runtimes: tuple[_TEXT, ...] = ()
-    ids: tuple[_TEXT, ...] = ()
 
 
 class RolloutRequest(BaseModel):
@@ -38,10 +25,10 @@ class RolloutRequest(BaseModel):
 
     model_config = {"extra": "forbid", "allow_inf_nan": False}
 
-    model: _TEXT
+    model: FilterText
     version: int = Field(ge=1, lt=10**9)
     phases: list[float] = Field(list(plan.DEFAULT_PHASES), min_length=1, max_length=50)
-    filter: RolloutFilter = RolloutFilter()
+    filter: Filter = Filter()
     gates: Gates = Field(
         Gates(), description="What every phase must achieve; `fedloop rollout start --help` explains each."
     )
@@ -127,7 +114,7 @@ class AbortRequest(BaseModel):
 
 
 class ForceRequest(BaseModel):
-    device: _TEXT
+    device: FilterText
 
 
 @router.post("", status_code=201)
@@ -139,10 +126,10 @@ def start_rollout(request: RolloutRequest, services: ServicesDep) -> Rollout:
         request.model,
         request.version,
         percents=request.phases,
-        device_filter=Filter(**request.filter.model_dump()),
+        device_filter=request.filter,
         gates=request.gates,
     )
-    return _render(started)
+    return Rollout(**vars(started))
 
 
 @router.get("")
@@ -152,7 +139,9 @@ def list_rollouts(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> list[Rollout]:
     """Rollouts, newest first."""
-    return [_render(row) for row in services.database.read(lambda at: queries.newest(at, limit, model))]
+    return [
+        Rollout(**vars(row)) for row in services.database.read(lambda at: queries.newest(at, limit, model))
+    ]
 
 
 @router.get("/{rollout}")
@@ -171,8 +160,8 @@ def list_rollout_devices(
     """The devices of a rollout by phase; only those in one of these standings, if given."""
 
     def read(at: Connection) -> list[RolloutMember]:
-        rows = members.members_of(at, queries.require(at, rollout).id, standing, limit)
-        return [_render_member(row) for row in rows]
+        rows = queries.members_of(at, queries.require(at, rollout).id, standing, limit)
+        return [RolloutMember(**vars(row)) for row in rows]
 
     return services.database.read(read)
 
@@ -180,51 +169,43 @@ def list_rollout_devices(
 @router.post("/{rollout}/pause")
 def pause_rollout(rollout: str, services: ServicesDep) -> Rollout:
     """Stops offering the release to further devices; those already offered it continue."""
-    return _render(service.pause(services, rollout))
+    return Rollout(**vars(service.change_state(services, rollout, "paused")))
 
 
 @router.post("/{rollout}/resume")
 def resume_rollout(rollout: str, services: ServicesDep) -> Rollout:
     """Continues a paused rollout."""
-    return _render(service.resume(services, rollout))
+    return Rollout(**vars(service.change_state(services, rollout, "running")))
 
 
 @router.post("/{rollout}/abort")
 def abort_rollout(rollout: str, request: AbortRequest, services: ServicesDep) -> Rollout:
     """Ends a rollout for good; its devices roll back, unless `keep`."""
-    return _render(service.abort(services, rollout, keep=request.keep))
+    return Rollout(**vars(service.change_state(services, rollout, "aborted", keep=request.keep)))
 
 
 @router.post("/{rollout}/force")
 def force_rollout_device(rollout: str, request: ForceRequest, services: ServicesDep) -> RolloutMember:
     """Lets a device that failed with the release try it once more."""
-    return _render_member(service.force(services, rollout, request.device))
-
-
-def _render(row: RolloutRow) -> Rollout:
-    return Rollout(**vars(row))
-
-
-def _render_member(row: MemberRow) -> RolloutMember:
-    return RolloutMember(**vars(row))
+    return RolloutMember(**vars(service.force(services, rollout, request.device)))
 
 
 def _details(at: Connection, row: RolloutRow, now: datetime) -> RolloutDetails:
-    tallies, standings = members.tallies(at, row.id), members.standings(at, row.id)
+    tallies, standings = queries.tallies(at, row.id), queries.standings(at, row.id)
     phases = [
         _render_phase(each, tallies.get(each.number, Tally()), standings.get((each.number, "barred"), 0))
         for each in queries.phases_of(at, row.id)
     ]
     rolls_back = row.state in engine.ROLLING_BACK_STATES and not row.keep
-    failed_rollbacks = members.rollback_failures(at, row.id) if rolls_back else []
+    failed_rollbacks = queries.rollback_failures(at, row.id) if rolls_back else []
     return RolloutDetails(
-        **_render(row).model_dump(),
+        **vars(row),
         phases=phases,
-        failures=members.failures(at, row.id),
+        failures=queries.failures(at, row.id),
         stays=failed_rollbacks,
         waits=list(controller.waiting_reasons(at, row, now)),
         undecided=controller.undecided_reason(at, row),
-        outstanding=members.outstanding(at, row.id) if rolls_back and row.state != "rolled_back" else 0,
+        outstanding=queries.outstanding(at, row.id) if rolls_back and row.state != "rolled_back" else 0,
         is_signed=row.model not in queries.unsigned_revisions(at),
     )
 
@@ -232,12 +213,8 @@ def _details(at: Connection, row: RolloutRow, now: datetime) -> RolloutDetails:
 def _render_phase(row: PhaseRow, tally: Tally, barred: int) -> Phase:
     return Phase(
         **vars(row),
-        devices=tally.devices,
+        **vars(tally),
         waiting=tally.devices - tally.answers - tally.installing,
-        installing=tally.installing,
-        active=tally.active,
-        failed=tally.failed,
-        rolled_back=tally.rolled_back,
         barred=barred,
         golden_accuracy=tally.golden_sum / tally.golden if tally.golden else None,
         comparison=_render_comparison(tally),

@@ -23,7 +23,7 @@ from coordinator.context.services import Services
 from coordinator.db import events
 from coordinator.errors import Refusal
 from coordinator.releases.repository import Release
-from coordinator.rollouts import engine, members, queries
+from coordinator.rollouts import engine, queries
 from coordinator.rollouts.gates import Tally, judge, undecided_comparison
 from coordinator.rollouts.reports import TOPIC
 from coordinator.rollouts.tables import RolloutRow
@@ -106,7 +106,7 @@ def _decision(connection: Connection, rollout: str, now: datetime) -> engine.Dec
     if row.state not in engine.AUTOMATIC_STATES:
         return None
     if row.state == "halted":
-        return engine.decide(row, (), members.outstanding(connection, row.id), now)
+        return engine.decide(row, (), queries.outstanding(connection, row.id), now)
     return engine.decide(row, _tallies(connection, row), 0, now)
 
 
@@ -139,7 +139,7 @@ def _halt_withdrawn(services: Services, releases: Releases) -> bool:
 
 
 def _tallies(connection: Connection, row: RolloutRow) -> list[Tally]:
-    tallies = members.tallies(connection, row.id)
+    tallies = queries.tallies(connection, row.id)
     return [tallies.get(each.number, Tally()) for each in queries.phases_of(connection, row.id)]
 
 
@@ -162,7 +162,7 @@ def _sign(services: Services, releases: Releases, model: str) -> bool:
 
     def read(connection: Connection) -> tuple[int | None, dict[tuple[str, str], engine.Direction]]:
         revision = queries.unsigned_revisions(connection).get(model)
-        return revision, engine.directions(members.of_model(connection, model))
+        return revision, engine.directions(queries.of_model(connection, model))
 
     revision, directions = services.database.read(read)
     if revision is None:
@@ -174,6 +174,6 @@ def _sign(services: Services, releases: Releases, model: str) -> bool:
         _log.error("rollouts_not_signed", model=model, reason=str(refusal))
         return False
     services.database.write(partial(queries.mark_signed, model=model, revision=revision)).result()
-    waiting = services.database.read(partial(members.devices_to_wake, model=model))
+    waiting = services.database.read(partial(queries.devices_to_wake, model=model))
     services.signals.notify(*(f"device:{device}" for device in waiting))
     return True

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from operator import itemgetter
 from typing import Any, Literal
 
 from coordinator.rollouts.gates import Tally, judge
@@ -129,7 +130,7 @@ def document(
         }
         for each, members in devices.items()
     ]
-    return {"model": model, "rollouts": sorted(entries, key=_entry_key)}
+    return {"model": model, "rollouts": sorted(entries, key=itemgetter("rollout", "version", "force"))}
 
 
 def offer(directed: Direction, member: MemberRow, runs_any: bool) -> ReleaseOffer | None:
@@ -183,13 +184,15 @@ def apply_reports(
     of_model = [report for report in reports if report.model == rollout.model]
     if rollout.state in ROLLING_BACK_STATES:
         of_model = [report for report in of_model if report.rollout not in others]
+    of_release = [report for report in of_model if report.version == rollout.version]
+    own = [report for report in of_release if report.rollout == rollout.id]
     changed = member
     if rollout.state in ROLLING_BACK_STATES and member.told and _has_rolled_back(rollout, member, of_model):
         changed = replace(member, standing="rolled_back")
-    elif (mine := _report_on_rollout(rollout, of_model)) is not None:
-        changed = _apply_own_report(member, mine)
-    elif (same := _report_on_version(rollout, of_model)) is not None:
-        changed = _apply_other_report(rollout, member, same)
+    elif own:
+        changed = _apply_own_report(member, own[-1])
+    elif of_release:  # by another rollout of the same release
+        changed = _apply_other_report(rollout, member, of_release[-1])
     elif (back := _rollback_report(rollout, member, of_model)) is not None:
         changed = _with_reason(member, back)
     elif rollout.state in ROLLING_BACK_STATES and member.standing in ("waiting", "installing"):
@@ -252,16 +255,6 @@ def _rollback_report(
     return next((each for each in reports if each.standing in ("failed", "installing")), None)
 
 
-def _report_on_rollout(rollout: RolloutRow, of_model: Sequence[ReleaseReport]) -> ReleaseReport | None:
-    reports = [each for each in of_model if each.rollout == rollout.id and each.version == rollout.version]
-    return reports[-1] if reports else None
-
-
-def _report_on_version(rollout: RolloutRow, of_model: Sequence[ReleaseReport]) -> ReleaseReport | None:
-    reports = [each for each in of_model if each.rollout != rollout.id and each.version == rollout.version]
-    return reports[-1] if reports else None
-
-
 def _apply_own_report(member: MemberRow, report: ReleaseReport) -> MemberRow:
     """The member after a report on this rollout."""
     if report.standing in ("failed", "rolled_back"):
@@ -319,7 +312,3 @@ def _with_metrics(member: MemberRow, report: ReleaseReport) -> MemberRow:
         champion_correct=figures.champion_correct if compared else None,
         champion_loss_sum=champion_loss,
     )
-
-
-def _entry_key(entry: Mapping[str, Any]) -> tuple[str, int, bool]:
-    return entry["rollout"], entry["version"], entry["force"]

@@ -13,6 +13,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Annotated
+
+from pydantic import Field
 
 from coordinator.errors import UserError
 from coordinator.scheduling.matching import Candidate
@@ -23,6 +26,10 @@ MOST_DEVICES = 100_000
 """In one rollout: as many as one signed document can name (`edge_client.wire.rollouts.LARGEST_DOCUMENT_BYTES`)."""
 RELEASES_SINCE = (1, 3)
 """The wire version that introduced releases."""
+
+
+FilterText = Annotated[str, Field(max_length=200, pattern="^[^\\x00]*$")]
+"""PostgreSQL has no text with NUL."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +44,13 @@ class Filter:
         ids: one of these.
     """
 
-    groups: tuple[str, ...] = ()
-    labels: Mapping[str, str] = field(default_factory=dict)
-    device_classes: tuple[str, ...] = ()
-    runtimes: tuple[str, ...] = ()
-    ids: tuple[str, ...] = ()
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - for requests to the API
+
+    groups: tuple[FilterText, ...] = ()
+    labels: Mapping[FilterText, FilterText] = field(default_factory=dict)
+    device_classes: tuple[FilterText, ...] = ()
+    runtimes: tuple[FilterText, ...] = ()
+    ids: tuple[FilterText, ...] = ()
 
 
 def admits(wanted: Filter, device: Candidate) -> bool:
@@ -91,10 +100,8 @@ def phases(devices: Iterable[str], percents: Sequence[float], salt: str) -> list
     Phase k ends at the ceiling of its share, so the first phase has a device whenever there is one. In a small fleet a
     later phase may be empty.
     """
-    ordered = sorted(set(devices), key=lambda device: _key(salt, device))
+    ordered = sorted(
+        set(devices), key=lambda device: (hashlib.sha256(f"{salt}:{device}".encode()).digest(), device)
+    )
     ends = [math.ceil(len(ordered) * percent / 100) for percent in percents]
     return [ordered[start:end] for start, end in pairwise([0, *ends])]
-
-
-def _key(salt: str, device: str) -> tuple[bytes, str]:
-    return hashlib.sha256(f"{salt}:{device}".encode()).digest(), device

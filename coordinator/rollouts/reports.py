@@ -13,7 +13,7 @@ from datetime import datetime
 from sqlalchemy import Connection
 
 from coordinator.db import events
-from coordinator.rollouts import engine, members, queries
+from coordinator.rollouts import engine, queries
 from coordinator.rollouts.engine import Direction
 from coordinator.rollouts.tables import MemberRow, RolloutRow
 from edge_client.wire.device import ReleaseOffer, ReleaseReport
@@ -41,7 +41,7 @@ def check_in(
     connection: Connection, device: str, reports: Sequence[ReleaseReport], now: datetime
 ) -> ReleaseOffers:
     """Stores the device's reports and returns what it must run."""
-    before = members.of_device(connection, device)
+    before = queries.of_device(connection, device)
     if not before:
         return ReleaseOffers()
     pairs = [
@@ -89,7 +89,7 @@ def _apply_reports(
 def _save(connection: Connection, rollout: RolloutRow, before: MemberRow, after: MemberRow) -> MemberRow:
     if after is before:
         return before
-    members.save(connection, after)
+    queries.save_member(connection, after)
     if before.force and not after.force:
         queries.bump_directions(connection, rollout.model)  # its forced retry is over
     if (before.standing, before.told) != (after.standing, after.told):
@@ -121,7 +121,7 @@ def _record_offer(
     if directed.action == "install" and previous is None:
         others = [pair for pair in pairs if pair[0].id != rollout.id]
         previous = engine.previous_version(rollout, others, reports)
-    members.save(connection, replace(member, told=directed.action, previous=previous, changed_at=now))
+    queries.save_member(connection, replace(member, told=directed.action, previous=previous, changed_at=now))
     events.record(
         connection,
         now,

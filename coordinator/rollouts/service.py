@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TypeVar
@@ -19,13 +19,19 @@ from coordinator.context.services import Services
 from coordinator.db import events, participants
 from coordinator.errors import Refusal
 from coordinator.releases.repository import Release
-from coordinator.rollouts import engine, members, plan, queries
+from coordinator.rollouts import engine, plan, queries
 from coordinator.rollouts.gates import Gates, require_gates
 from coordinator.rollouts.plan import Filter
 from coordinator.rollouts.reports import TOPIC
 from coordinator.rollouts.tables import UNFINISHED_STATES, MemberRow, RolloutRow, State
 
-_VERBS = {"paused": "pause", "running": "resume", "aborted": "abort"}
+_FORCIBLE_STATES = (*UNFINISHED_STATES, "finished")
+_TRANSITIONS: Mapping[State, tuple[str, Sequence[str]]] = {
+    "paused": ("pause", ("created", "running")),
+    "running": ("resume", ("paused",)),
+    "aborted": ("abort", _FORCIBLE_STATES),
+}
+"""New state -> the operator's verb, and the states that it is possible from."""
 
 T = TypeVar("T")
 
@@ -75,33 +81,36 @@ def start(
     return rollout
 
 
-def pause(services: Services, rollout: str) -> RolloutRow:
-    """Stops offering the release to further devices; those already offered it continue.
+def change_state(services: Services, rollout: str, state: State, *, keep: bool = False) -> RolloutRow:
+    """Brings a rollout into one of these states.
 
-    Raises:
-        Refusal: 404 `unknown_rollout`; 409 `rollout_state`.
-    """
-    return _change_state(services, rollout, ("created", "running"), "paused")
-
-
-def resume(services: Services, rollout: str) -> RolloutRow:
-    """Continues a paused rollout; the deadline of its phase starts again.
-
-    Raises:
-        Refusal: 404 `unknown_rollout`; 409 `rollout_state`.
-    """
-    return _change_state(services, rollout, ("paused",), "running")
-
-
-def abort(services: Services, rollout: str, *, keep: bool = False) -> RolloutRow:
-    """Ends a rollout for good. Its devices return to their previous version, unless `keep`.
-
-    A finished rollout can be aborted too, once all newer rollouts of its model are rolled back.
+    paused: the release is offered to no further devices; those already offered it continue.
+    running: continues a paused rollout; the deadline of its phase starts again.
+    aborted: for good. Its devices return to their previous version, unless `keep`. A finished rollout can be aborted too,
+    once all newer rollouts of its model are rolled back.
 
     Raises:
         Refusal: 404 `unknown_rollout`; 409 `rollout_state`, `not_the_newest`.
     """
-    return _change_state(services, rollout, (*UNFINISHED_STATES, "finished"), "aborted", keep=keep)
+    verb, allowed = _TRANSITIONS[state]
+
+    def work(connection: Connection) -> RolloutRow:
+        now = services.clock()
+        row = queries.require(connection, rollout)
+        if row.state not in allowed:
+            raise _wrong_state(row, verb)
+        if row.state == "finished":
+            _require_newest(connection, row)
+        if keep:
+            row = queries.change(connection, row, now, keep=True)
+        after: State = "created" if state == "running" and row.phase < 0 else state
+        event = "rollout_resumed" if state == "running" else f"rollout_{state}"
+        changed = queries.change(connection, row, now, state=after)
+        queries.bump_directions(connection, row.model)
+        events.record(connection, now, event, rollout=row.id, release=row.release, phase=row.phase, keep=keep)
+        return changed
+
+    return _write(services, work)
 
 
 def force(services: Services, rollout: str, device: str) -> MemberRow:
@@ -114,9 +123,9 @@ def force(services: Services, rollout: str, device: str) -> MemberRow:
     def work(connection: Connection) -> MemberRow:
         now = services.clock()
         row = queries.require(connection, rollout)
-        if row.state not in (*UNFINISHED_STATES, "finished"):
+        if row.state not in _FORCIBLE_STATES:
             raise _wrong_state(row, "force a device of")
-        member = members.find(connection, rollout, device)
+        member = queries.find_member(connection, rollout, device)
         if member is None:
             raise Refusal(404, "not_a_member", f"device {device[:100]} is not in rollout {row.id}")
         if member.standing not in ("failed", "barred"):
@@ -128,7 +137,7 @@ def force(services: Services, rollout: str, device: str) -> MemberRow:
         changed = replace(
             member, standing="waiting", told=None, force=True, code=None, words=None, changed_at=now
         )
-        members.save(connection, changed)
+        queries.save_member(connection, changed)
         queries.bump_directions(connection, row.model)
         events.record(
             connection, now, "rollout_device_forced", device=device, rollout=row.id, release=row.release
@@ -187,7 +196,7 @@ def _members(
             f"{len(admitted)} devices match, and a rollout names at most {plan.MOST_DEVICES}; start one rollout per "
             "part of them, with --filter",
         )
-    barred = members.failed_before(connection, rollout.model, rollout.version) & admitted
+    barred = queries.failed_before(connection, rollout.model, rollout.version) & admitted
     rows = [
         MemberRow(rollout.id, device, phase, "waiting", rollout.created_at)
         for phase, devices in enumerate(plan.phases(admitted - barred, percents, rollout.salt))
@@ -207,35 +216,13 @@ def _members(
     ]
 
 
-def _change_state(
-    services: Services, rollout: str, allowed: Sequence[str], state: State, *, keep: bool = False
-) -> RolloutRow:
-    def work(connection: Connection) -> RolloutRow:
-        now = services.clock()
-        row = queries.require(connection, rollout)
-        if row.state not in allowed:
-            raise _wrong_state(row, _VERBS[state])
-        if row.state == "finished":
-            _require_newest(connection, row)
-        if keep:
-            row = queries.change(connection, row, now, keep=True)
-        after: State = "created" if state == "running" and row.phase < 0 else state
-        event = "rollout_resumed" if state == "running" else f"rollout_{state}"
-        changed = queries.change(connection, row, now, state=after)
-        queries.bump_directions(connection, row.model)
-        events.record(connection, now, event, rollout=row.id, release=row.release, phase=row.phase, keep=keep)
-        return changed
-
-    return _write(services, work)
-
-
 def _require_newest(connection: Connection, row: RolloutRow) -> None:
     """Requires that every newer rollout of the model was rolled back.
 
     Raises:
         Refusal: 409 `not_the_newest`.
     """
-    for each in queries.newest(connection, members.RECENT_ROLLOUTS, row.model):
+    for each in queries.newest(connection, queries.RECENT_ROLLOUTS, row.model):
         if each.id == row.id:
             return
         if each.state not in engine.ROLLING_BACK_STATES or each.keep:
@@ -248,7 +235,7 @@ def _require_newest(connection: Connection, row: RolloutRow) -> None:
     raise Refusal(
         409,
         "not_the_newest",
-        f"{row.model} had {members.RECENT_ROLLOUTS} rollouts since; older ones cannot be rolled back",
+        f"{row.model} had {queries.RECENT_ROLLOUTS} rollouts since; older ones cannot be rolled back",
     )
 
 

@@ -16,7 +16,6 @@ from coordinator.db.events import since
 from coordinator.db.store import Database
 from coordinator.errors import Refusal
 from coordinator.rollouts import controller, plan, queries, reports, service
-from coordinator.rollouts import members as member_rows
 from coordinator.rollouts.gates import Gates
 from coordinator.rollouts.plan import Filter
 from coordinator.rollouts.tables import MemberRow, RolloutRow
@@ -75,11 +74,11 @@ class Fleet:
         return found
 
     def standings(self, rollout: RolloutRow) -> dict[str, str]:
-        members = self.world.services.database.read(partial(member_rows.members_of, rollout=rollout.id))
+        members = self.world.services.database.read(partial(queries.members_of, rollout=rollout.id))
         return {member.device: member.standing for member in members}
 
     def phases(self, rollout: RolloutRow) -> list[list[str]]:
-        members = self.world.services.database.read(partial(member_rows.members_of, rollout=rollout.id))
+        members = self.world.services.database.read(partial(queries.members_of, rollout=rollout.id))
         last = max(member.phase for member in members)
         return [[each.device for each in members if each.phase == at] for at in range(last + 1)]
 
@@ -194,27 +193,27 @@ def test_a_device_that_failed_is_let_try_once_more(small: Fleet) -> None:
 def test_a_paused_rollout_reaches_nobody_new_until_it_goes_on(small: Fleet) -> None:
     made = small.start(GOOD, percents=(25, 100))
     small.turn()
-    service.pause(small.world.services, made.id)
+    service.change_state(small.world.services, made.id, "paused")
     small.turn()
     assert small.round() == 0
-    service.resume(small.world.services, made.id)
+    service.change_state(small.world.services, made.id, "running")
     small.turn()
     assert small.round() == 1
-    service.pause(small.world.services, made.id)
+    service.change_state(small.world.services, made.id, "paused")
     for _ in range(3):
         small.round()
     assert small.versions().count(GOOD) == 1
     with pytest.raises(Refusal, match="it is paused"):
-        service.pause(small.world.services, made.id)
-    service.resume(small.world.services, made.id)
+        service.change_state(small.world.services, made.id, "paused")
+    service.change_state(small.world.services, made.id, "running")
     small.until(made, "finished")
 
 
 def test_a_rollout_paused_before_its_first_phase_begins_when_it_goes_on(small: Fleet) -> None:
     made = small.start(GOOD)
-    service.pause(small.world.services, made.id)
+    service.change_state(small.world.services, made.id, "paused")
     assert small.until(made, "paused").phase == -1 and small.round() == 0
-    service.resume(small.world.services, made.id)
+    service.change_state(small.world.services, made.id, "running")
     small.until(made, "finished")
 
 
@@ -223,7 +222,7 @@ def test_an_aborted_rollout_goes_back_or_keeps(small: Fleet, keep: bool, version
     made = small.start(GOOD, percents=(50, 100), gates=Gates(soak_seconds=600))
     small.turn()
     small.round()
-    service.abort(small.world.services, made.id, keep=keep)
+    service.change_state(small.world.services, made.id, "aborted", keep=keep)
     small.turn()
     for _ in range(3):
         small.round()
@@ -234,14 +233,14 @@ def test_an_aborted_rollout_goes_back_or_keeps(small: Fleet, keep: bool, version
 def test_a_finished_rollout_can_be_taken_back_while_it_is_the_newest(small: Fleet) -> None:
     made = small.start(GOOD, percents=(100,))
     small.until(made, "finished")
-    service.abort(small.world.services, made.id)
+    service.change_state(small.world.services, made.id, "aborted")
     small.turn()
     small.round()
     assert set(small.versions()) == {1}
     newer = small.start(4, percents=(100,))
     small.until(newer, "finished")
     with pytest.raises(Refusal, match="it is aborted"):
-        service.abort(small.world.services, made.id)
+        service.change_state(small.world.services, made.id, "aborted")
 
 
 def test_several_rollouts_are_taken_back_one_after_the_other(small: Fleet) -> None:
@@ -256,10 +255,10 @@ def test_several_rollouts_are_taken_back_one_after_the_other(small: Fleet) -> No
         small.until(made[-1], "finished")
     assert set(small.versions()) == {4}
     with pytest.raises(Refusal, match=f"rollout {made[2].id} of digits:4 is newer, and finished"):
-        service.abort(small.world.services, made[0].id)
+        service.change_state(small.world.services, made[0].id, "aborted")
     seen = []
     for rollout in reversed(made):
-        service.abort(small.world.services, rollout.id)
+        service.change_state(small.world.services, rollout.id, "aborted")
         small.turn()
         for _ in range(4):
             small.round()
@@ -274,8 +273,8 @@ def test_two_rollouts_are_taken_back_at_once(small: Fleet) -> None:
     for version in (GOOD, 4):
         small.until(small.start(version, percents=(100,)), "finished")
     newer, older = small.world.services.database.read(partial(queries.newest, limit=2))
-    service.abort(small.world.services, newer.id)
-    service.abort(small.world.services, older.id)
+    service.change_state(small.world.services, newer.id, "aborted")
+    service.change_state(small.world.services, older.id, "aborted")
     small.turn()
     for _ in range(8):
         small.round()
@@ -288,7 +287,7 @@ def test_two_rollouts_are_taken_back_at_once(small: Fleet) -> None:
 def test_devices_that_go_back_do_not_keep_the_others_waiting_for_a_signature(small: Fleet) -> None:
     made = small.start(GOOD, percents=(100,))
     small.until(made, "finished")
-    service.abort(small.world.services, made.id)
+    service.change_state(small.world.services, made.id, "aborted")
     small.turn()
     for device in small.devices:
         assert [offer.action for offer in device.check_in()] == ["roll_back"]
@@ -355,11 +354,11 @@ def test_a_bad_first_release_leaves_devices_without_a_model_once_it_is_withdrawn
     for _ in range(3):
         small.round()
     assert (small.now(made).state, first.version) == ("halted", GOOD)
-    members = small.world.services.database.read(partial(member_rows.members_of, rollout=made.id))
+    members = small.world.services.database.read(partial(queries.members_of, rollout=made.id))
     assert [(each.standing, each.code) for each in members if each.device == first.id] == [
         ("active", "not_withdrawn")
     ]
-    stays = small.world.services.database.read(partial(member_rows.rollback_failures, rollout=made.id))
+    stays = small.world.services.database.read(partial(queries.rollback_failures, rollout=made.id))
     assert [(each.code, each.devices, each.device) for each in stays] == [("not_withdrawn", 1, first.id)]
     small.releases.released.remove(("digits", GOOD))
     small.until(made, "rolled_back")
@@ -368,7 +367,7 @@ def test_a_bad_first_release_leaves_devices_without_a_model_once_it_is_withdrawn
         ("install", GOOD),
         ("roll_back", NO_MODEL),
     }
-    assert not small.world.services.database.read(partial(member_rows.rollback_failures, rollout=made.id))
+    assert not small.world.services.database.read(partial(queries.rollback_failures, rollout=made.id))
     assert small.standings(made)[first.id] == "rolled_back" and small.standings(made)[second.id] == "failed"
     assert small.round() == 0
     small.until(small.start(4, percents=(100,)), "finished")
@@ -484,7 +483,7 @@ def test_what_is_offered_is_signed_however_many_rollouts_there_were(small: Fleet
     for _ in range(9):
         offers += deaf.check_in(wire="1.3").releases
         made = small.start(4, device_filter=Filter(ids=(other,)))
-        service.abort(small.world.services, made.id, keep=True)
+        service.change_state(small.world.services, made.id, "aborted", keep=True)
         small.turn()
         named = {
             device for entry in small.releases.documents["digits"].rollouts for device in entry.devices or ()
@@ -540,7 +539,7 @@ def test_a_withdrawn_release_is_installed_by_nobody_and_holds_nothing_else_up(sm
     small.turn()
     small.round()
     small.releases.released = [("digits", 1)]
-    service.abort(small.world.services, made.id)
+    service.change_state(small.world.services, made.id, "aborted")
     small.turn()
     small.round()
     assert set(small.versions()) == {1}
@@ -595,7 +594,7 @@ def test_a_loss_without_bounds_leaves_the_figures_numbers(small: Fleet) -> None:
         liar.check_in(
             wire="1.3", releases=(ReleaseReport(made.id, "digits", GOOD, "active", evaluation=figures),)
         )
-    found = small.world.services.database.read(partial(member_rows.tallies, rollout=made.id))[0]
+    found = small.world.services.database.read(partial(queries.tallies, rollout=made.id))[0]
     assert found.loss_sum == found.champion_loss_sum == 2 * 40 * MAX_LOSS
 
 
@@ -706,8 +705,8 @@ def _step(
     services = fleet.world.services
     steering: dict[str, Callable[[], Any]] = {
         "force": lambda: service.force(services, made.id, device.id),
-        "pause": lambda: service.pause(services, made.id),
-        "resume": lambda: service.resume(services, made.id),
+        "pause": lambda: service.change_state(services, made.id, "paused"),
+        "resume": lambda: service.change_state(services, made.id, "running"),
     }
     if what == "turn":
         fleet.turn()
@@ -738,7 +737,7 @@ def _check_in(fleet: Fleet, device: RolloutDevice) -> None:
 
 
 def _members(fleet: Fleet, made: RolloutRow) -> list[MemberRow]:
-    return fleet.world.services.database.read(partial(member_rows.members_of, rollout=made.id))
+    return fleet.world.services.database.read(partial(queries.members_of, rollout=made.id))
 
 
 # -- a device's disk --
