@@ -82,10 +82,8 @@ def revoke_device(device: str, services: ServicesDep) -> Device:
 
 
 def _write(services: Services, device: str, work: Callable[[Connection], DeviceRow]) -> Device:
-    row = services.database.write(work).result()
     live = (f"run:{deployment.run}" for deployment in services.deployments.active())
-    services.signals.notify(f"device:{device}", "devices", "events", *live)
-    return _render(row)
+    return _render(services.commit(work, f"device:{device}", "devices", *live))
 
 
 def _render(row: DeviceRow) -> Device:

@@ -5,7 +5,6 @@ A version is written `name:number` or `name@alias`; a name alone refers to its n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from typing import Annotated, Any
@@ -32,19 +31,10 @@ _Text = Annotated[str, StringConstraints(max_length=300)]
 _NAMED = "^[a-z0-9-]{0,63}$"
 
 
-class Model(BaseModel):
-    """A model: a name, and versions 1 to `latest`."""
-
-    name: str
-    latest: int
-    created_at: datetime
-    aliases: dict[str, int] = Field(description="Alias to the version number that it refers to now.")
-
-
 class Models(BaseModel):
     """A page of models, by name."""
 
-    models: list[Model]
+    models: list[ModelRow]
     next: str | None = Field(description="`after` for the next page; null on the last one.")
 
 
@@ -139,15 +129,13 @@ def list_models(
     """Models by name, a page at a time."""
     rows = services.database.read(partial(registry.list_models, limit=limit + 1, after=after))
     page = rows[:limit]
-    return Models(
-        models=[Model(**vars(row)) for row in page], next=page[-1].name if len(rows) > limit else None
-    )
+    return Models(models=page, next=page[-1].name if len(rows) > limit else None)
 
 
 @router.get("/models/{name}")
-def get_registered_model(name: str, services: ServicesDep) -> Model:
+def get_registered_model(name: str, services: ServicesDep) -> ModelRow:
     """One model."""
-    return Model(**vars(services.database.read(partial(_require_model, name=check_model_name(name)))))
+    return services.database.read(partial(registration.require_model, name=check_model_name(name)))
 
 
 @router.get("/models/{name}/versions")
@@ -161,7 +149,7 @@ def list_versions(
     check_model_name(name)
 
     def read(connection: Connection) -> list[VersionRow]:
-        _require_model(connection, name)
+        registration.require_model(connection, name)
         return registry.list_versions(connection, name, limit + 1, before)
 
     rows = services.database.read(read)
@@ -213,7 +201,7 @@ def move_alias(name: str, alias: str, request: AliasRequest, services: ServicesD
     check_alias(alias)
 
     def work(connection: Connection) -> AliasMove:
-        model = _require_model(connection, name)
+        model = registration.require_model(connection, name)
         now = model.aliases.get(alias, 0)
         if request.expected is not None and request.expected != now:
             current = f"{name}:{now}" if now else "no version"
@@ -223,7 +211,7 @@ def move_alias(name: str, alias: str, request: AliasRequest, services: ServicesD
             raise Refusal(404, "unknown_version", f"there is no {identity}; the newest is {model.latest}")
         return registry.move_alias(connection, identity, alias, services.clock())
 
-    return _write_move(services, work)
+    return services.commit(work)
 
 
 @router.delete("/models/{name}/aliases/{alias}")
@@ -233,13 +221,13 @@ def drop_alias(name: str, alias: str, services: ServicesDep) -> AliasMove:
     check_alias(alias)
 
     def work(connection: Connection) -> AliasMove:
-        _require_model(connection, name)
+        registration.require_model(connection, name)
         move = registry.remove_alias(connection, name, alias, services.clock())
         if move is None:
             raise Refusal(404, "unknown_alias", f"{name} has no alias {alias}")
         return move
 
-    return _write_move(services, work)
+    return services.commit(work)
 
 
 @router.get("/models/{name}/moves")
@@ -253,7 +241,7 @@ def list_alias_moves(
     check_model_name(name)
 
     def read(connection: Connection) -> list[AliasMove]:
-        _require_model(connection, name)
+        registration.require_model(connection, name)
         return registry.alias_moves(connection, name, limit, alias)
 
     return services.database.read(read)
@@ -292,7 +280,7 @@ def record_metrics(version: str, stage: str, request: MetricsRequest, services: 
         registry.record_metrics(connection, row.id, stage, request.figures, services.clock())
         return registration.require_version(connection, which)
 
-    return _render(services.database.write(work).result())
+    return _render(services.commit(work))
 
 
 @router.get("/versions/{version}/lineage")
@@ -315,21 +303,8 @@ def get_lineage(version: str, services: ServicesDep) -> Lineage:
     )
 
 
-def _require_model(connection: Connection, name: str) -> ModelRow:
-    model = registry.find_model(connection, name)
-    if model is None:
-        raise Refusal(404, "unknown_model", f"there is no model {name}")
-    return model
-
-
 def _require_version(services: Services, version: str) -> VersionRow:
     return services.database.read(partial(registration.require_version, which=parse_reference(version)))
-
-
-def _write_move(services: Services, work: Callable[[Connection], AliasMove]) -> AliasMove:
-    move = services.database.write(work).result()
-    services.signals.notify("events")
-    return move
 
 
 def _render(row: VersionRow) -> Version:

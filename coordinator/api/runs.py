@@ -70,7 +70,7 @@ def create_run(request: RunRequest, service: RunsDep, services: ServicesDep) -> 
     document = request.experiment
     if isinstance(document, str):
         document = experiments.parse_toml(document, "experiment")
-    return _render(_require_run(services, service.create(document, request.sets)))
+    return _render(_read(services, service.create(document, request.sets)))
 
 
 @router.get("/runs")
@@ -90,13 +90,13 @@ def list_runs(
 @router.get("/runs/{run}")
 def get_run(run: str, services: ServicesDep) -> Run:
     """One run."""
-    return _render(_require_run(services, run))
+    return _render(_read(services, run))
 
 
 @router.get("/runs/{run}/rounds")
 def list_rounds(run: str, services: ServicesDep) -> list[dict[str, Any]]:
     """The committed rounds, each a line of the report."""
-    _require_run(services, run)
+    _read(services, run)
     return services.database.read(partial(rows.records, run=run))
 
 
@@ -105,11 +105,8 @@ def get_report(run: str, services: ServicesDep) -> dict[str, Any]:
     """The run's report so far, in the format of a simulation's `report.json`, and the `versions` registered from it."""
 
     def read(connection: Connection) -> dict[str, Any]:
-        row = rows.find(connection, run)
-        if row is None:
-            raise _unknown(run)
         return {
-            **run_report.make_report(connection, row),
+            **run_report.make_report(connection, rows.require(connection, run)),
             "versions": run_report.find_versions(connection, run),
         }
 
@@ -119,7 +116,7 @@ def get_report(run: str, services: ServicesDep) -> dict[str, Any]:
 @router.get("/runs/{run}/model", response_class=FileResponse)
 def get_model(run: str, services: ServicesDep) -> FileResponse:
     """The params of the last committed round, as a safetensors file."""
-    row = _require_run(services, run)
+    row = _read(services, run)
     if row.params is None:
         raise Refusal(409, "not_prepared", f"run {run} has no model yet")
     return FileResponse(
@@ -133,18 +130,11 @@ def get_model(run: str, services: ServicesDep) -> FileResponse:
 def cancel_run(run: str, service: RunsDep, services: ServicesDep) -> Run:
     """Ends a run now; committed rounds stay."""
     service.cancel(run)
-    return _render(_require_run(services, run))
+    return _render(_read(services, run))
 
 
-def _require_run(services: Services, run: str) -> Row[Any]:
-    row = services.database.read(partial(rows.find, run=run))
-    if row is None:
-        raise _unknown(run)
-    return row
-
-
-def _unknown(run: str) -> Refusal:
-    return Refusal(404, "unknown_run", f"there is no run {run[:100]}")
+def _read(services: Services, run: str) -> Row[Any]:
+    return services.database.read(partial(rows.require, run=run))
 
 
 def _render(row: Row[Any]) -> Run:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from datetime import datetime
-from importlib import metadata
+from importlib.metadata import version
 
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
-from sqlalchemy import Connection, Table, func, select
+from sqlalchemy import select
 
 from coordinator.api.deps import bearer, require_operator
 from coordinator.context.services import ServicesDep
@@ -37,9 +37,11 @@ class System(BaseModel):
 def system(request: Request, services: ServicesDep) -> System:
     """Version, uptime, and the number of devices and runs in each state."""
     started = request.app.state.started_at
-    devices, runs = services.database.read(_count_by_state)
+    devices, runs = services.database.read(
+        lambda at: [tables.count_by(at, table.c.state) for table in (tables.devices, tables.runs)]
+    )
     return System(
-        version=version(),
+        version=version("fedloop"),
         started_at=started,
         uptime_seconds=(services.clock() - started).total_seconds(),
         devices=devices,
@@ -62,17 +64,3 @@ async def metrics(request: Request, services: ServicesDep) -> Response:
         await require_operator(request, services, await bearer(request))
     text = await run_in_threadpool(request.app.state.metrics.text)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
-
-
-def version() -> str:
-    """Version of the installed package."""
-    return metadata.version("fedloop")
-
-
-def _count_by_state(connection: Connection) -> tuple[dict[str, int], dict[str, int]]:
-    def by_state(table: Table) -> dict[str, int]:
-        state = table.c.state
-        rows = connection.execute(select(state, func.count()).group_by(state)).all()
-        return {str(name): int(count) for name, count in rows}
-
-    return by_state(tables.devices), by_state(tables.runs)

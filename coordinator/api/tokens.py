@@ -83,11 +83,9 @@ def make_token(request: TokenRequest, services: ServicesDep) -> MadeToken:
         request.needs_approval,
         request.listed_serials_only,
     )
-
-    token = services.database.write(
+    token = services.commit(
         lambda at: enrolment_tokens.create_token(at, services.authority, terms, services.clock())
-    ).result()
-    services.signals.notify("events")
+    )
     row = token.row
     return MadeToken(
         id=row.id,
@@ -109,11 +107,7 @@ def list_tokens(services: ServicesDep, limit: Annotated[int, Query(ge=1, le=1000
 @router.post("/tokens/{token}/withdraw")
 def withdraw_token(token: str, services: ServicesDep) -> Token:
     """Ends a token now. Devices that enrolled with it stay."""
-    row = services.database.write(
-        lambda at: enrolment_tokens.withdraw_token(at, token, services.clock())
-    ).result()
-    services.signals.notify("events")
-    return _render(row)
+    return _render(services.commit(lambda at: enrolment_tokens.withdraw_token(at, token, services.clock())))
 
 
 def _render(row: TokenRow) -> Token:
@@ -125,8 +119,5 @@ def list_serials(request: SerialsRequest, services: ServicesDep) -> SerialsAdded
     """Lists machines by serial number. Those listed already stay unchanged."""
     numbers = dict.fromkeys(plain_text(each, "a serial number") for each in request.serial_numbers)
     group = plain_text(request.group, "group")
-
-    added = services.database.write(
-        lambda at: tokens.add_serials(at, list(numbers), group, services.clock())
-    ).result()
+    added = services.commit(lambda at: tokens.add_serials(at, list(numbers), group, services.clock()))
     return SerialsAdded(added=added, already_listed=len(numbers) - added)

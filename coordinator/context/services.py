@@ -19,9 +19,8 @@ from sqlalchemy import Connection
 from coordinator.accounts.certificate_authority import Authority
 from coordinator.context.signals import Signals
 from coordinator.db.store import Database
-from coordinator.limits.device_requests import DeviceRequests
+from coordinator.limits.rates import DeviceRequests, WrongTokens
 from coordinator.limits.uploads_in_flight import UploadSlots
-from coordinator.limits.wrong_tokens import WrongTokens
 from coordinator.releases.incoming import Incoming
 from coordinator.releases.repository import Repository
 from coordinator.scheduling.deployments import Deployments
@@ -80,6 +79,12 @@ class Services:
     async def write(self, work: Callable[[Connection], T]) -> T:
         """The result of `work` in one transaction of the database, without blocking the event loop."""
         return await asyncio.wrap_future(self.database.write(work))
+
+    def commit(self, work: Callable[[Connection], T], *topics: str) -> T:
+        """As `write` from a thread, which it blocks; then wakes what waits for events and for these topics."""
+        result = self.database.write(work).result()
+        self.signals.notify("events", *topics)
+        return result
 
     @cached_property
     def uploads_in_flight(self) -> UploadSlots:

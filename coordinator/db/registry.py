@@ -84,7 +84,7 @@ class VersionRow:
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A model, its newest number, and alias -> number."""
+    """A model: a name, versions 1 to `latest`, and for each alias the number that it refers to now."""
 
     name: str
     latest: int

@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Row, and_, func, insert, literal, or_, select
 
 from coordinator.db import events, registry, rounds
 from coordinator.db import tables as t
+from coordinator.errors import Refusal
 
 LIVE = t.LIVE_RUNS
 
@@ -42,6 +43,14 @@ def create(
 
 def find(connection: Connection, run: str) -> Row[Any] | None:
     return connection.execute(select(t.runs).where(t.runs.c.id == run)).one_or_none()
+
+
+def require(connection: Connection, run: str) -> Row[Any]:
+    """The run of this id. Raises: Refusal: 404 `unknown_run`."""
+    row = find(connection, run)
+    if row is None:
+        raise Refusal(404, "unknown_run", f"there is no run {run[:100]}")
+    return row
 
 
 def as_finished(connection: Connection, run: str, model_sha256: str) -> Row[Any]:

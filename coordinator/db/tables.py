@@ -23,6 +23,8 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    ColumnElement,
+    Connection,
     DateTime,
     Dialect,
     Float,
@@ -35,6 +37,8 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
+    func,
+    select,
 )
 
 
@@ -292,3 +296,12 @@ model_alias_moves = Table(
     Column("moved_at", UTCDateTime, nullable=False),
     Index("ix_model_alias_moves_alias", "model", "alias"),
 )
+
+
+def count_by(
+    connection: Connection, column: ColumnElement[str], where: ColumnElement[bool] | None = None
+) -> dict[str, int]:
+    """Number of rows, or of those `where` holds, by the value of a column."""
+    query = select(column, func.count()).group_by(column)
+    rows = connection.execute(query if where is None else query.where(where)).all()
+    return {str(value): int(count) for value, count in rows}

@@ -39,8 +39,3 @@ def _parse(kind: type[T], body: bytes) -> T:
         return require_bounded(parse_message(kind, loads(body, name), name), name)
     except InvalidDocument as error:
         raise Refusal(422, "malformed", str(error)) from None
-
-
-def is_digest(text: str) -> bool:
-    """Whether this is a SHA-256 in lower-case hex."""
-    return len(text) == 64 and set(text) <= set("0123456789abcdef")

@@ -21,7 +21,7 @@ from coordinator.context.services import Services, ServicesDep
 from coordinator.db import answers, participants, rounds
 from coordinator.db.rounds import TaskRow
 from coordinator.device_api.bodies import read_message
-from coordinator.device_api.identity import Caller, CallerDep
+from coordinator.device_api.identity import CallerDep
 from coordinator.errors import Refusal
 from coordinator.rollouts import engine, plan, reports
 from coordinator.rollouts.reports import ReleaseOffers
@@ -62,7 +62,7 @@ async def check_in(request: Request, caller: CallerDep, services: ServicesDep) -
     report = await read_message(CheckIn, request)
     wire = _negotiate(report.wire)
     _require_valid_releases(report)
-    topic = f"device:{caller.id}"
+    topic = f"device:{caller}"
     idle_seconds = await run_in_threadpool(_idle_seconds, services)
     hold_seconds = min(max(report.wait_seconds, 0.0), LONGEST_HOLD_SECONDS)
 
@@ -75,7 +75,7 @@ async def check_in(request: Request, caller: CallerDep, services: ServicesDep) -
         return _answer(wire, 0.0 if outcome.stop else idle_seconds, outcome)
     if outcome.releases.is_new:
         return _answer(wire, 0.0, outcome, hold=True)
-    with services.pacing.poll_slot(services.settings.held, caller.id) as held:
+    with services.pacing.poll_slot(services.settings.held, caller) as held:
         if held and await _wait_for_signal(request, services, topic, seen, hold_seconds):
             outcome = await services.write(lambda at: _find_work(at, services, caller, report))
             _notify(services, caller, report, outcome)
@@ -116,29 +116,27 @@ def _require_valid_releases(report: CheckIn) -> None:
 
 
 def _record(
-    connection: Connection, services: Services, caller: Caller, report: CheckIn, due_seconds: float
+    connection: Connection, services: Services, caller: str, report: CheckIn, due_seconds: float
 ) -> _Outcome:
     now = services.clock()
     due = now + timedelta(seconds=due_seconds)
-    participants.checked_in(connection, caller.id, to_json(report), now, due)
+    participants.checked_in(connection, caller, to_json(report), now, due)
     return _find_work(connection, services, caller, report)
 
 
-def _find_work(connection: Connection, services: Services, caller: Caller, report: CheckIn) -> _Outcome:
+def _find_work(connection: Connection, services: Services, caller: str, report: CheckIn) -> _Outcome:
     outcome = _next_task(connection, services, caller, report)
     if not plan.supports_releases(report.wire):
         return outcome
-    return replace(
-        outcome, releases=reports.check_in(connection, caller.id, report.releases, services.clock())
-    )
+    return replace(outcome, releases=reports.check_in(connection, caller, report.releases, services.clock()))
 
 
-def _next_task(connection: Connection, services: Services, caller: Caller, report: CheckIn) -> _Outcome:
+def _next_task(connection: Connection, services: Services, caller: str, report: CheckIn) -> _Outcome:
     """The task to start or continue; grants and renews leases."""
     now = services.clock()
     until = now + timedelta(seconds=services.settings.lease_seconds)
-    live = rounds.live_tasks(connection, caller.id)
-    rounds.extend_waiting(connection, caller.id, until)
+    live = rounds.live_tasks(connection, caller)
+    rounds.extend_waiting(connection, caller, until)
     if report.working_on is not None:
         held = next((task for task in live if task.id == report.working_on), None)
         if held is None or not _is_open(held):
@@ -158,11 +156,11 @@ def _next_task(connection: Connection, services: Services, caller: Caller, repor
             rounds.lease(connection, task.id, until)
             return _Outcome(offers.current_offer(task.offer, now), declined=tuple(declined))
     return _Outcome(
-        worth_holding=_may_be_selected(connection, services, caller.id, now), declined=tuple(declined)
+        worth_holding=_may_be_selected(connection, services, caller, now), declined=tuple(declined)
     )
 
 
-def _notify(services: Services, caller: Caller, report: CheckIn, outcome: _Outcome) -> None:
+def _notify(services: Services, caller: str, report: CheckIn, outcome: _Outcome) -> None:
     """Wakes rollouts that may advance and runs that lost a task; logs the device if its state changed."""
     if outcome.releases.changed:
         services.signals.notify(reports.TOPIC, "events")
@@ -179,7 +177,7 @@ def _notify(services: Services, caller: Caller, report: CheckIn, outcome: _Outco
             ("ineligible" if report.ineligible else "held" if outcome.worth_holding else "idle"),
             None,
         )
-    services.device_log.log(caller.id, state, task=task, ineligible=list(report.ineligible))
+    services.device_log.log(caller, state, task=task, ineligible=list(report.ineligible))
 
 
 def _is_open(task: TaskRow) -> bool:

@@ -16,9 +16,9 @@ from fastapi.responses import FileResponse, Response
 
 from coordinator.context.services import ServicesDep
 from coordinator.db import rounds
-from coordinator.device_api.bodies import is_digest
 from coordinator.device_api.identity import CallerDep
 from coordinator.errors import Refusal
+from coordinator.model_references import is_sha256
 
 FOR_EVER = "private, max-age=31536000, immutable"
 _CHANGES = "no-cache"
@@ -34,9 +34,9 @@ class BlobResponse(FileResponse):
 
 @router.get("/blobs/{sha256}")
 async def fetch_blob(sha256: str, request: Request, caller: CallerDep, services: ServicesDep) -> FileResponse:
-    tasks = await run_in_threadpool(services.database.read, lambda at: rounds.live_tasks(at, caller.id))
+    tasks = await run_in_threadpool(services.database.read, lambda at: rounds.live_tasks(at, caller))
     if not any(sha256 in rounds.blobs_of(task.offer) for task in tasks):
-        if is_digest(sha256) and services.blobs.path(sha256).exists():
+        if is_sha256(sha256) and services.blobs.path(sha256).exists():
             raise Refusal(403, "not_yours", "no open task of this device refers to this blob")
         raise Refusal(404, "not_found", "there is no such blob")
     path = services.blobs.require(sha256)

@@ -51,8 +51,8 @@ async def renew(request: Request, services: ServicesDep) -> Mapping[str, Any]:
 
 @router.post("/leave")
 async def leave(caller: CallerDep, services: ServicesDep) -> Mapping[str, Any]:
-    await services.write(lambda at: enrolment.leave(at, caller.id, services.clock()))
+    await services.write(lambda at: enrolment.leave(at, caller, services.clock()))
     live = (f"run:{deployment.run}" for deployment in services.deployments.active())
-    services.signals.notify(f"device:{caller.id}", "events", *live)
-    services.device_log.forget(caller.id)
+    services.signals.notify(f"device:{caller}", "events", *live)
+    services.device_log.forget(caller)
     return {}

@@ -11,7 +11,6 @@ The device's state is read for every request, so a revocation takes effect on th
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 from typing import Annotated
 from urllib.parse import unquote
@@ -28,17 +27,8 @@ from coordinator.errors import Refusal
 FORWARDED = "x-client-cert"
 
 
-@dataclass(frozen=True)
-class Caller:
-    """An active device, authenticated by its certificate."""
-
-    id: str
-    name: str
-    group: str
-
-
-async def calling_device(request: Request, services: ServicesDep) -> AsyncIterator[Caller]:
-    """The device that makes this request, which counts toward the device's limits until it is answered.
+async def calling_device(request: Request, services: ServicesDep) -> AsyncIterator[str]:
+    """The id of the active device that makes this request, which counts toward the device's limits until it is answered.
 
     Raises:
         Refusal: 401 `no_certificate`, `foreign_certificate`, `expired`, `not_yet_valid`; 403 `revoked`,
@@ -52,13 +42,12 @@ async def calling_device(request: Request, services: ServicesDep) -> AsyncIterat
     # OpenSSL accepted any chain up to our CA; a device's certificate is signed by the CA itself.
     device = services.authority.verify(certificate, services.clock())
     with services.limits.request(device):
-        row = await run_in_threadpool(services.database.read, lambda at: devices.find(at, device))
-        row = require_active(row)
-        yield Caller(row.id, row.name, row.device_group)
+        require_active(await run_in_threadpool(services.database.read, lambda at: devices.find(at, device)))
+        yield device
 
 
-CallerDep = Annotated[Caller, Depends(calling_device)]
-"""Type of a route's parameter that receives the calling device."""
+CallerDep = Annotated[str, Depends(calling_device)]
+"""Type of a route's parameter that receives the id of the calling device."""
 
 
 def _client_certificate(request: Request, trusted: tuple[str, ...]) -> x509.Certificate | None:

@@ -29,11 +29,12 @@ from coordinator.context.services import Services, ServicesDep
 from coordinator.db import answers, rounds
 from coordinator.db.answers import AcceptedUpdate
 from coordinator.db.rounds import TaskRow
-from coordinator.device_api.bodies import is_digest, read_message
-from coordinator.device_api.identity import Caller, CallerDep
+from coordinator.device_api.bodies import read_message
+from coordinator.device_api.identity import CallerDep
 from coordinator.device_api.tasks import own_task, require_open
 from coordinator.errors import Refusal
 from coordinator.limits.uploads_in_flight import BLOCK_BYTES
+from coordinator.model_references import is_sha256
 from coordinator.rounds import intake
 from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
@@ -294,8 +295,8 @@ class _Upload:
         self._services.signals.notify(f"run:{self._task.run}", "events")
 
 
-async def _own_task(services: Services, caller: Caller, task: str) -> TaskRow:
-    return await run_in_threadpool(services.database.read, lambda at: own_task(at, caller.id, task, "train"))
+async def _own_task(services: Services, caller: str, task: str) -> TaskRow:
+    return await run_in_threadpool(services.database.read, lambda at: own_task(at, caller, task, "train"))
 
 
 async def _announcement(services: Services, task: TaskRow) -> UploadStart:
@@ -331,7 +332,7 @@ def _require_plausible(announced: UploadStart, task: TaskRow) -> None:
         raise Refusal(422, "malformed", "UploadStart: a size is not positive")
     if announced.encoding == "identity" and announced.size_bytes != announced.decoded_bytes:
         raise Refusal(422, "malformed", "UploadStart: without an encoding both sizes must be equal")
-    if not is_digest(announced.sha256):
+    if not is_sha256(announced.sha256):
         raise Refusal(422, "malformed", "UploadStart.sha256 is not a SHA-256 in lower-case hex")
 
 

@@ -27,7 +27,7 @@ from coordinator import failpoints, model_references
 from coordinator.context.services import Services
 from coordinator.db import registry
 from coordinator.db import runs as runs_rows
-from coordinator.db.registry import FileRow, Input, NewVersion, VersionId, VersionRow
+from coordinator.db.registry import FileRow, Input, ModelRow, NewVersion, VersionId, VersionRow
 from coordinator.errors import Refusal, UserError
 from coordinator.experiments.schema import Experiment
 from coordinator.model_references import (
@@ -112,9 +112,7 @@ def register_run(services: Services, model: str, run: str) -> tuple[VersionRow, 
         Refusal: 404 `unknown_run`, 409 `run_not_finished`.
     """
     check_model_name(model)
-    row = services.database.read(partial(runs_rows.find, run=run))
-    if row is None:
-        raise Refusal(404, "unknown_run", f"there is no run {run[:100]}")
+    row = services.database.read(partial(runs_rows.require, run=run))
     if row.state != "finished" or row.params is None:
         raise Refusal(
             409, "run_not_finished", f"run {run} is {row.state}; only a finished run has a model to register"
@@ -165,15 +163,21 @@ def put(
     return added, True
 
 
+def require_model(connection: Connection, name: str) -> ModelRow:
+    """The model of this name. Raises: Refusal: 404 `unknown_model`."""
+    model = registry.find_model(connection, name)
+    if model is None:
+        raise Refusal(404, "unknown_model", f"there is no model {name}")
+    return model
+
+
 def require_version(connection: Connection, which: Reference) -> VersionRow:
     """The version that a reference names.
 
     Raises:
         Refusal: 404 `unknown_model`, `unknown_version` or `unknown_alias`.
     """
-    model = registry.find_model(connection, which.model)
-    if model is None:
-        raise Refusal(404, "unknown_model", f"there is no model {which.model}")
+    model = require_model(connection, which.model)
     if which.alias is not None and which.alias not in model.aliases:
         known = ", ".join(model.aliases) or "none"
         raise Refusal(404, "unknown_alias", f"{which.model} has no alias {which.alias}; its aliases: {known}")

@@ -7,7 +7,6 @@ consecutive, a release has its two files and never changes, and only rollouts ar
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -19,14 +18,13 @@ from tuf.api.metadata import Metadata, Root, TargetFile, Targets
 from tuf.api.serialization import DeserializationError
 
 from coordinator.errors import Refusal
+from coordinator.model_references import is_sha256
 from coordinator.releases import roles
 from coordinator.releases.roles import METADATA_LIMITS_BYTES, ReleaseName, release_of
 from edge_client.wire import inference
 from edge_client.wire.manifest import ManifestError
 from edge_client.wire.rollouts import from_json as read_rollouts
 from edge_client.wire.strict import InvalidDocument
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def read_root(data: bytes) -> Metadata[Root]:
@@ -202,7 +200,7 @@ def _require_releases(targets: Mapping[str, TargetFile]) -> None:
             )
         if missing := {name.manifest, name.file} - targets.keys():
             raise Refusal(422, "incomplete_release", f"release {name} lacks {min(missing)}")
-        if set(target.hashes) != {"sha256"} or not _SHA256.fullmatch(target.hashes["sha256"]):
+        if set(target.hashes) != {"sha256"} or not is_sha256(target.hashes["sha256"]):
             raise Refusal(422, "malformed", f"target {path} must have one hash, SHA-256 in hex")
         limit = roles.MANIFEST_LIMIT_BYTES if path == name.manifest else roles.TARGET_LIMIT_BYTES
         if target.length > limit:

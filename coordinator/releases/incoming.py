@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from coordinator.errors import Refusal
+from coordinator.model_references import is_sha256
 from coordinator.releases.roles import TARGET_LIMIT_BYTES
 
 ABANDONED_SECONDS = 86_400.0
@@ -88,6 +89,6 @@ class Incoming:
             path.unlink(missing_ok=True)
 
     def _path(self, sha256: str) -> Path:
-        if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef"):
+        if not is_sha256(sha256):
             raise Refusal(404, "not_found", "expected a SHA-256 in hex")
         return self._folder / sha256

@@ -8,10 +8,9 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TypeVar
 
 from sqlalchemy import Connection
 
@@ -32,8 +31,6 @@ _TRANSITIONS: Mapping[State, tuple[str, Sequence[str]]] = {
     "aborted": ("abort", _FORCIBLE_STATES),
 }
 """New state -> the operator's verb, and the states that it is possible from."""
-
-T = TypeVar("T")
 
 
 def start(
@@ -77,7 +74,7 @@ def start(
         created_at=now,
         since=now,
     )
-    _write(services, partial(_create, rollout=rollout, percents=percents, device_filter=device_filter))
+    services.commit(partial(_create, rollout=rollout, percents=percents, device_filter=device_filter), TOPIC)
     return rollout
 
 
@@ -110,7 +107,7 @@ def change_state(services: Services, rollout: str, state: State, *, keep: bool =
         events.record(connection, now, event, rollout=row.id, release=row.release, phase=row.phase, keep=keep)
         return changed
 
-    return _write(services, work)
+    return services.commit(work, TOPIC)
 
 
 def force(services: Services, rollout: str, device: str) -> MemberRow:
@@ -144,7 +141,7 @@ def force(services: Services, rollout: str, device: str) -> MemberRow:
         )
         return changed
 
-    return _write(services, work)
+    return services.commit(work, TOPIC)
 
 
 def _create(
@@ -237,12 +234,6 @@ def _require_newest(connection: Connection, row: RolloutRow) -> None:
         "not_the_newest",
         f"{row.model} had {queries.RECENT_ROLLOUTS} rollouts since; older ones cannot be rolled back",
     )
-
-
-def _write(services: Services, work: Callable[[Connection], T]) -> T:
-    result = services.database.write(work).result()
-    services.signals.notify(TOPIC, "events")
-    return result
 
 
 def _wrong_state(row: RolloutRow, verb: str) -> Refusal:

@@ -84,7 +84,7 @@ class RunService:
         run = str(uuid.uuid4())
         resolved = experiment.model_dump(mode="json", exclude_none=True)
         now = self._services.clock()
-        self._services.database.write(
+        self._services.commit(
             partial(
                 rows.create,
                 run=run,
@@ -93,8 +93,7 @@ class RunService:
                 notices=_ignored_keys(changed, experiment),
                 now=now,
             )
-        ).result()
-        self._services.signals.notify("events")
+        )
         self._start_thread(run)
         return run
 
@@ -105,8 +104,7 @@ class RunService:
             Refusal: there is no such run (404), or it has ended already (409).
         """
         services = self._services
-        if services.database.read(partial(rows.find, run=run)) is None:
-            raise Refusal(404, "unknown_run", f"there is no run {run}")
+        services.database.read(partial(rows.require, run=run))
         devices = services.database.write(
             partial(rows.end, run=run, state="cancelled", now=services.clock())
         ).result()

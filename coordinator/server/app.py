@@ -7,6 +7,7 @@ services of the process and one error format: `{"error": {"code": …, "message"
 from __future__ import annotations
 
 import math
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI, Request
@@ -21,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from coordinator.api import devices, events, models, participation, releases, rollouts, runs, system, tokens
 from coordinator.api.deps import has_admin_token, require_operator
 from coordinator.context.services import Services
-from coordinator.device_api import answers, checkin, downloads, enrolment, uploads
+from coordinator.device_api import checkin, downloads, enrolment, tasks, uploads
 from coordinator.errors import Refusal, UserError
 from coordinator.server.metrics import Metrics
 from coordinator.server.middleware import BodyLimitMiddleware, RequestLogMiddleware, TrustedHostMiddleware
@@ -58,7 +59,7 @@ def operator_app(services: Services, run_service: RunService, metrics: Metrics) 
     """The operator API; its OpenAPI document is at `/api/openapi.json`."""
     app = FastAPI(
         title="Fedloop operator API",
-        version=system.version(),
+        version=version("fedloop"),
         docs_url=None,  # the page would load scripts from another site
         redoc_url=None,
         openapi_url="/api/openapi.json",
@@ -87,7 +88,7 @@ def device_app(services: Services, metrics: Metrics) -> FastAPI:
     """The device API. Its contract is `edge_client.wire.device`, so it has no OpenAPI document."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.services = services
-    for routes in (enrolment, checkin, downloads, uploads, answers):
+    for routes in (enrolment, checkin, downloads, uploads, tasks):
         app.include_router(routes.router, prefix=DEVICE_PREFIX)
     _add_error_handlers(app)
     app.add_middleware(RequestLogMiddleware, api="device", metrics=metrics, failure=_unexpected_failure)

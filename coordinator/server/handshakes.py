@@ -13,17 +13,17 @@ the slots, and addresses take turns: an attacker with one address does not keep 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 import ssl
 from asyncio import sslproto
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import structlog
+
+from coordinator.limits.rates import network_of
 
 SLOTS = 6
 SLOTS_PER_ADDRESS = 4
@@ -36,8 +36,6 @@ BACKLOG = 2048
 """Connections that the kernel holds until they are accepted."""
 MAX_PENDING = 8192
 """Silent and queued connections. Above it, one of the address with the most of them is closed."""
-_IPV6_PREFIX_BITS = 64
-"""Prefix that one household or server has; all IPv6 addresses in it count as one."""
 _RETRY_SECONDS = 0.1
 
 _log = structlog.get_logger("fedloop.http")
@@ -121,7 +119,7 @@ class HandshakeScheduler:
                     _log.warning("not_accepted", reason=error.strerror)
                     await asyncio.sleep(_RETRY_SECONDS)
                     continue
-                self._add(_Pending(connection, _network(str(peer[0]))))
+                self._add(_Pending(connection, network_of(str(peer[0]))))
         finally:
             for address in list(self._addresses.values()):
                 for pending in (*address.silent, *address.queued):
@@ -228,20 +226,6 @@ def _has_data(connection: socket.socket) -> bool:
         return bool(connection.recv(1, socket.MSG_PEEK))
     except OSError:
         return False
-
-
-@lru_cache(1024)
-def _network(address: str) -> str:
-    """What counts as one address: an IPv4 address, or the /64 prefix of an IPv6 address."""
-    try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if isinstance(parsed, ipaddress.IPv6Address):
-        if parsed.ipv4_mapped is not None:
-            return str(parsed.ipv4_mapped)
-        return str(ipaddress.ip_network((parsed, _IPV6_PREFIX_BITS), strict=False))
-    return str(parsed)
 
 
 class SmallTls(sslproto.SSLProtocol):

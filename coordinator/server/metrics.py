@@ -7,11 +7,12 @@ figures are right after a restart too. Requests, bytes and commits are counted a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
-from sqlalchemy import Column, ColumnElement, Connection, func, select
+from sqlalchemy import Connection
 
 from coordinator.context.signals import Signals
 from coordinator.db import tables
@@ -87,11 +88,7 @@ _Counts = dict[str, tuple[str, str, dict[str, int]]]
 
 
 def _counts(connection: Connection) -> _Counts:
-    def by(column: Column[str], where: ColumnElement[bool] | None = None) -> dict[str, int]:
-        query = select(column, func.count()).group_by(column)
-        rows = connection.execute(query if where is None else query.where(where)).all()
-        return {str(value): int(count) for value, count in rows}
-
+    by = partial(tables.count_by, connection)
     tasks = tables.tasks.c
     return {
         "fedloop_devices": ("Devices, by state.", "state", by(tables.devices.c.state)),

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.accounts.admin_token import TOKEN_FILE, ensure_admin_token, read_admin_token
 from coordinator.errors import Refusal, UserError
-from coordinator.limits.wrong_tokens import (
+from coordinator.limits.rates import (
     OVERALL,
     PER_ADDRESS,
     WrongTokens,

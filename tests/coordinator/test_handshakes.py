@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.server import handshakes
+from coordinator.limits.rates import network_of
 from coordinator.server.handshakes import SLOTS, SLOTS_PER_ADDRESS, HandshakeScheduler, Slot, SmallTls
 
 pytestmark = pytest.mark.anyio
@@ -161,10 +161,10 @@ async def test_too_many_open_files_pass(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_ipv6_addresses_of_one_network_count_as_one() -> None:
-    assert handshakes._network("2001:db8::1") == handshakes._network("2001:db8:0:0:ffff::2")
-    assert handshakes._network("2001:db8::1") != handshakes._network("2001:db8:0:1::1")
-    assert handshakes._network("::ffff:192.0.2.1") == handshakes._network("192.0.2.1")
-    assert handshakes._network("fe80::1%eth0") == handshakes._network("fe80::2")
+    assert network_of("2001:db8::1") == network_of("2001:db8:0:0:ffff::2")
+    assert network_of("2001:db8::1") != network_of("2001:db8:0:1::1")
+    assert network_of("::ffff:192.0.2.1") == network_of("192.0.2.1")
+    assert network_of("fe80::1%eth0") == network_of("fe80::2")
 
 
 async def test_a_connection_that_is_closed_twice_still_works() -> None:

@@ -15,8 +15,8 @@ from sqlalchemy import event
 
 from coordinator.context.services import DeviceLog
 from coordinator.errors import Refusal
-from coordinator.limits import device_requests
-from coordinator.limits.device_requests import DeviceRequests
+from coordinator.limits import rates
+from coordinator.limits.rates import DeviceRequests
 from coordinator.scheduling import pacing
 from coordinator.scheduling.pacing import Pacing
 from tests.support.device_world import World, serving, sqlite
@@ -93,7 +93,7 @@ def test_there_is_room_for_so_many_long_polls_and_two_of_a_device() -> None:
 
 def test_a_device_has_so_many_requests_at_a_time() -> None:
     of_process = DeviceRequests()
-    held = [of_process.request("a") for _ in range(device_requests.CONCURRENT_REQUESTS)]
+    held = [of_process.request("a") for _ in range(rates.CONCURRENT_REQUESTS)]
     for each in held:
         each.__enter__()
     with pytest.raises(Refusal, match="in progress"), of_process.request("a"):
@@ -116,9 +116,7 @@ def test_a_device_has_so_many_requests_a_second_in_the_long_run() -> None:
                 answered += 1
         except Refusal as refusal:
             assert (refusal.status, refusal.code) == (429, "too_many_requests")
-    assert answered == pytest.approx(
-        device_requests.BURST_REQUESTS + 10 * device_requests.REQUESTS_PER_SECOND, abs=2
-    )
+    assert answered == pytest.approx(rates.BURST_REQUESTS + 10 * rates.REQUESTS_PER_SECOND, abs=2)
 
 
 def test_a_device_is_logged_when_it_stands_otherwise_and_not_at_every_poll() -> None:

@@ -11,7 +11,7 @@ import pytest
 import urllib3
 
 from coordinator.demos.local_fleet import LocalFleet, local_fleet
-from coordinator.limits.wrong_tokens import PER_ADDRESS
+from coordinator.limits.rates import PER_ADDRESS
 from edge_client.wire import device as wire
 from tests.support.device_client import Answer, RawDevice, csr, fetched_ca, line, message, new_key, request
 

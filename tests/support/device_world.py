@@ -28,7 +28,7 @@ from coordinator.context.services import Services
 from coordinator.context.signals import Signals
 from coordinator.db.store import Database
 from coordinator.db.tables import devices, metadata, runs
-from coordinator.device_api.identity import Caller, calling_device
+from coordinator.device_api.identity import calling_device
 from coordinator.errors import Refusal
 from coordinator.scheduling.deployments import Deployment
 from coordinator.server.app import OPERATOR_PREFIX, device_app
@@ -244,8 +244,8 @@ def _app(services: Services) -> FastAPI:
     return app
 
 
-def _named_in_header(request: Request) -> Caller:
+def _named_in_header(request: Request) -> str:
     name = request.headers.get("x-device")
     if name is None:
         raise Refusal(401, "no_certificate", "no x-device header")
-    return Caller(name, name, "default")
+    return name
