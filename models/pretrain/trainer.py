@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from models.pretrain import forward_backward, freezing, optimizer_setup, optimizers, plan_rules
-from models.pretrain.data.batches import Batch, Batches, Share, Source
+from models.pretrain import forward_backward, freezing, optimizers, plan_rules
+from models.pretrain.data.batches import Batches, Share, Source
 from models.pretrain.objective import objective_of
 from models.pretrain.parallel.data import local_updates, sharding, shares
 from models.pretrain.parallelize import (
@@ -90,12 +90,6 @@ class Trainer:
         """Trains on one global batch."""
         with record_function(LOADER):
             batch = self.batches[self.step]
-        self.train_on(batch)
-        if self.shares is not None:
-            self.shares.after_step(self.batches)
-
-    def train_on(self, batch: Batch) -> None:
-        """Takes one step with this process's share of a batch."""
         torch.manual_seed(dropout_seed(self.identity.seed, self.step, self.world))
         rate = self.options.rate(self.step, self.steps)
         for optimizer in self.optimizers:
@@ -114,6 +108,8 @@ class Trainer:
             self.local.after_step()
         self._losses.append(loss)
         self.step += 1
+        if self.shares is not None:
+            self.shares.after_step(self.batches)
 
     def synchronize(self) -> None:
         """Synchronizes params where processes have stepped alone."""
@@ -162,7 +158,7 @@ def build(
     freezing.set_eval_mode(parallel.parts, options)
     batches = Batches(source, options.batch_size, seed, share_of(world, options.batch_size), options.shift)
     steps = options.steps_of(batches.steps_per_epoch)
-    built, rank_state = optimizer_setup.build(parallel.parts, options, world, steps)
+    built, rank_state = optimizers.build(parallel.parts, options, world, steps)
     run = freezing.track_rows(parallel.parts, forward_backward.build(parallel, objective_of(spec), world))
     balancing = shares.from_plan(world, clock)
     local = local_updates.from_plan(built, options, world)
