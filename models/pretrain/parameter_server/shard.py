@@ -35,7 +35,7 @@ class Shard:
         self.parameters, self.options, self.steps = list(parameters), options, steps
         self.updates_per_step = updates_per_step
         self.version = 0
-        self._optimizers = optimizers.build([nn.ParameterList(parameters)], options) if parameters else []
+        self._optimizer = optimizers.over(self.parameters, options)
 
     def apply(self, gradients: Tensors) -> None:
         """Takes one step of the optimizer."""
@@ -44,10 +44,9 @@ class Shard:
         if self.options.clip_norm:
             nn.utils.clip_grad_norm_(self.parameters, self.options.clip_norm)
         rate = self.options.rate(self.version // self.updates_per_step, self.steps)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
         self.version += 1
 
     def values(self) -> Tensors:

@@ -198,7 +198,7 @@ def _alone(spec: ModelSpec, options: Options, device: torch.device) -> list[tupl
     """(seconds, processor seconds) of steps of process 0, without torch.distributed."""
     module = spec.build(0).to(device).train()
     x, y = spec.example_batch(options.batch_size)
-    (stepper,) = optimizers.build([module], options)
+    stepper = optimizers.over(list(module.parameters()), options)
     objective = objective_of(spec)
 
     def step() -> None:

@@ -99,7 +99,7 @@ def optimizer(spec: ModelSpec, options: Options, device: torch.device) -> Optimi
     small = nn.ParameterList([torch.zeros(1, device=device) for _ in range(tensors)])
     seconds = []
     for measured in (small, module):
-        (stepper,) = optimizers.build([measured], options)
+        stepper = optimizers.over(list(measured.parameters()), options)
         for parameter in measured.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
         stepper.step()
