@@ -122,6 +122,16 @@ class Job:
             raise JobError(f"{self.path}: {key} is {value!r}, expected true or false")
         return value
 
+    def number(self, key: str, default: float, least: float, most: float) -> float:
+        """The number `key`, from `least` to `most`; whole if the default is."""
+        value: float = self.settings.get(key, default)
+        whole = isinstance(default, int)
+        numeric = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        if not numeric or not least <= value <= most:
+            noun = "a whole number" if whole else "a number"
+            raise JobError(f"{self.path}: {key} is {value!r}, expected {noun} from {least} to {most}")
+        return value
+
     def rows(self, name: str, spec: ModelSpec | KerasSpec, *, mapped: bool = False) -> npt.NDArray[Any]:
         """Examples `<arrays>/<name>.npy`, [N, *input_shape], N >= 1, in the model's input dtype.
 

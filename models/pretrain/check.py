@@ -34,10 +34,9 @@ def check(path: Path, report: process.Report) -> None:
     spec, options = initial.with_init(job, job.spec()), job.options(Options)
     plan = plan_of(job, 1)
     sizes = sizes_of(spec)
-    plan_rules.check(plan, sizes, batch_size=options.batch_size)
+    plan_rules.check(plan, sizes, options)
     if spec.name not in MODELS:
         require_answers(spec)
-    plan_rules.check_options(plan, optimizer=options.optimizer, clip_norm=options.clip_norm)
     with torch.device("meta"):
         module = spec.module()
         parameters = sum(parameter.numel() for parameter in module.parameters())

@@ -37,6 +37,7 @@ class Frozen(Stage):
 
     Attributes:
         forwards: examples that went through the prefix.
+        rows: numbers of the examples in the next passes.
     """
 
     def __init__(self, whole: nn.Module, names: Sequence[str], prefix_length: int, cache_bytes: int) -> None:
@@ -44,11 +45,7 @@ class Frozen(Stage):
         self.prefix_length, self.free_bytes = prefix_length, cache_bytes
         self.forwards = 0
         self._cache: dict[int, tuple[torch.Tensor, Outputs]] = {}
-        self._rows: list[int] = []
-
-    def set_rows(self, rows: Sequence[int]) -> None:
-        """Sets the numbers of the examples in the next passes."""
-        self._rows = list(rows)
+        self.rows: list[int] = []
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         (x,) = inputs
@@ -59,7 +56,7 @@ class Frozen(Stage):
         return logits
 
     def _prefix(self, x: torch.Tensor) -> Outputs:
-        rows, self._rows = self._rows[: len(x)], self._rows[len(x) :]
+        rows, self.rows = self.rows[: len(x)], self.rows[len(x) :]
         if len(rows) < len(x) or not (self.free_bytes or self._cache):
             return self._compute(x)
         host = x.cpu()
@@ -139,7 +136,7 @@ def track_rows(parts: Sequence[nn.Module], run: Pass) -> Pass:
     (frozen,) = models
 
     def tracked(batch: Batch) -> torch.Tensor:
-        frozen.set_rows(batch.rows)
+        frozen.rows = list(batch.rows)
         return run(batch)
 
     return tracked

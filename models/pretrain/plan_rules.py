@@ -8,18 +8,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from models.pretrain.plan import ParallelPlan, PlanError, Sizes
+from models.pretrain.training import Options
 
 Rule = tuple[bool, str]
 """Whether the plan obeys it, and the reason to reject it otherwise."""
 
 
-def check(plan: ParallelPlan, sizes: Sizes, *, batch_size: int, processes: int | None = None) -> None:
-    """Checks that the model and the processes can follow `plan`; arguments as of `problems`.
+def check(plan: ParallelPlan, sizes: Sizes, options: Options, processes: int | None = None) -> None:
+    """Checks that the model, the processes and a training with `options` can follow `plan`.
 
     Raises:
         PlanError: with every reason.
     """
-    reasons = problems(plan, sizes, batch_size=batch_size, processes=processes)
+    reasons = problems(plan, sizes, batch_size=options.batch_size, processes=processes)
+    if plan.grad_compression == "onebit":
+        unfit = "grad_compression=onebit does not go with these options:"
+        if options.optimizer != "adamw":
+            reasons.append(f"{unfit} optimizer is {options.optimizer!r}, expected 'adamw'")
+        if options.clip_norm:
+            reasons.append(
+                f"{unfit} clip_norm is {options.clip_norm}, expected 0: no process sees the whole gradient"
+            )
     if reasons:
         raise PlanError(f"plan {plan}: " + "; ".join(reasons))
 
@@ -40,23 +49,6 @@ def problems(plan: ParallelPlan, sizes: Sizes, *, batch_size: int, processes: in
         *_batch(plan, batch_size),
     ]
     return [reason for obeyed, reason in rules if not obeyed]
-
-
-def check_options(plan: ParallelPlan, *, optimizer: str, clip_norm: float) -> None:
-    """Checks that a training with these options can follow `plan`.
-
-    Raises:
-        PlanError: with every reason.
-    """
-    problems = []
-    if plan.grad_compression == "onebit" and optimizer != "adamw":
-        problems.append(f"optimizer is {optimizer!r}, expected 'adamw'")
-    if plan.grad_compression == "onebit" and clip_norm:
-        problems.append(f"clip_norm is {clip_norm}, expected 0: no process sees the whole gradient")
-    if problems:
-        raise PlanError(
-            f"plan {plan}: grad_compression=onebit does not go with these options: {'; '.join(problems)}"
-        )
 
 
 def _model_parallel(plan: ParallelPlan, sizes: Sizes) -> Iterator[Rule]:

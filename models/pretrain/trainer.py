@@ -142,8 +142,7 @@ def build(
     Raises:
         PlanError: the model or the batch cannot follow the plan.
     """
-    plan_rules.check(world.plan, sizes_of(spec), batch_size=options.batch_size, processes=world.processes)
-    plan_rules.check_options(world.plan, optimizer=options.optimizer, clip_norm=options.clip_norm)
+    plan_rules.check(world.plan, sizes_of(spec), options, world.processes)
     full = spec.build(seed)
     identity = manifest.Identity(
         spec.name, options.optimizer, seed, options.batch_size, len(source), shapes_of(full)

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -40,7 +38,7 @@ from models.zoo.spec import ModelSpec
 REPORTS = 200
 """Approximate number of progress reports of a training."""
 
-HANG_SECONDS = 300
+HANG_SECONDS = 300.0
 """Longest time without a step, checkpoint included; torch itself aborts a collective after ten minutes."""
 
 
@@ -51,15 +49,16 @@ def pretrain(path: Path, report: process.Report) -> None:
     job = jobs.read(path)
     spec, options = job.spec(), job.options(Options)
     policy, resume = job.table("checkpoint", Policy), job.flag("resume", True)
-    profile, hang_seconds = job.table("profile", Profile), _hang_seconds(job)
+    profile = job.table("profile", Profile)
+    hang_seconds = job.number("hang_seconds", HANG_SECONDS, 0.1, 86_400)
     plan = check.plan_of(job, int(os.environ.get("WORLD_SIZE", 1)))
     data = sources.from_job(job, spec, options.shift)
     spec = initial.with_init(job, spec)
 
     hang.prepare()
-    with world.join(plan) as here:
+    with world.join(plan) as here, ExitStack() as stack:
         training = trainer.build(spec, data.train, options, here, job.seed)
-        loader = prefetch.from_job(job, training.batches, here.device)
+        loader = stack.enter_context(closing(prefetch.from_job(job, training.batches, here.device)))
         training.batches = loader
         checkpointer = None
         if policy is not None:
@@ -71,11 +70,18 @@ def pretrain(path: Path, report: process.Report) -> None:
         curve = Curve(job.out / CURVE)
         progress = _ProgressWriter(training, curve, loader, report) if here.rank == 0 else None
         preemption = None if checkpointer is None else Preemption()
-        every = max(1, training.steps // REPORTS)
         stop = preemption.should_stop if preemption else lambda: False
-        around = _profiling(profile, job, training, spec)
-        with _hang_watch(around, job, here, hang_seconds, report) as step_context:
-            trainer.train(training, progress or (lambda _: None), every, checkpointer, stop, step_context)
+        every = max(1, training.steps // REPORTS)
+        profiler = None if profile is None else _profiler(profile, job, training, spec)
+        report_hang = hang.exit_with_report(report)
+        watchdog = hang.Watchdog(job.out, here.rank, here.processes, hang_seconds, report_hang)
+
+        def around(step: int) -> AbstractContextManager[None]:
+            watchdog.heartbeat(step)
+            return nullcontext() if profiler is None else profiler.around(step)
+
+        with closing(watchdog):
+            trainer.train(training, progress or (lambda _: None), every, checkpointer, stop, around)
         if preemption is not None:
             preemption.close()
         if training.step < training.steps:
@@ -86,7 +92,9 @@ def pretrain(path: Path, report: process.Report) -> None:
         if module is not None:
             figures = evaluation.evaluate(module.to(here.device), spec, data.test, here.device)
             saved = params.save(module, job.out / "model.safetensors")
-            about: dict[str, Any] = {
+            result = {
+                **figures,
+                **saved,
                 "world_size": here.processes,
                 "device": here.device.type,
                 "backend": here.backend,
@@ -94,8 +102,9 @@ def pretrain(path: Path, report: process.Report) -> None:
                 "restarts": _restarts(),
                 "seconds": time.perf_counter() - started,
                 "stall_seconds": loader.waited_seconds,
+                "losses": curve.losses(),
             }
-            jobs.write_result(job.out, {**figures, **saved, **about, "losses": curve.losses()})
+            jobs.write_result(job.out, result)
 
 
 @dataclass(frozen=True)
@@ -142,46 +151,15 @@ def _restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
-StepContext = Callable[[int], AbstractContextManager[None]]
-
-
-def _profiling(
-    options: Profile | None, job: jobs.Job, training: trainer.Trainer, spec: ModelSpec
-) -> StepContext:
-    if options is None:
-        return lambda step: nullcontext()
+def _profiler(
+    options: Profile, job: jobs.Job, training: trainer.Trainer, spec: ModelSpec
+) -> profiling.Profiler:
     needed = options.start + options.steps
     if training.steps < needed:
         raise jobs.JobError(
             f"{job.path}: profile.start + profile.steps is {needed}, expected at most the {training.steps} steps there are"
         )
-    return profiling.Profiler(options, job.out, spec, training.world, training.options.batch_size).around
-
-
-@contextmanager
-def _hang_watch(
-    around: StepContext, job: jobs.Job, here: world.World, seconds: float, report: process.Report
-) -> Iterator[StepContext]:
-    """`around`, with an exit of the process when no step ends for `seconds`."""
-    watchdog = hang.Watchdog(job.out, here.rank, here.processes, seconds, hang.exit_with_report(report))
-
-    def watched(step: int) -> AbstractContextManager[None]:
-        watchdog.heartbeat(step)
-        return around(step)
-
-    try:
-        yield watched
-    finally:
-        watchdog.close()
-
-
-def _hang_seconds(job: jobs.Job) -> float:
-    seconds = job.settings.get("hang_seconds", HANG_SECONDS)
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 86_400:
-        raise jobs.JobError(
-            f"{job.path}: hang_seconds is {seconds!r}, expected a number above 0, at most 86400"
-        )
-    return float(seconds)
+    return profiling.Profiler(options, job.out, spec, training.world, training.options.batch_size)
 
 
 def work(path: Path, report: process.Report) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,13 +77,12 @@ def join(plan: ParallelPlan, timeout: timedelta = timedelta(minutes=10)) -> Iter
     Raises:
         RuntimeError: the number of processes is not the plan's; launchers check that first.
     """
-    alone = "WORLD_SIZE" not in os.environ
     device = select_device(plan)
     backend = "nccl" if device.type == "cuda" and not plan.devices else "gloo"
-    if alone:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout)
+    alone: dict[str, Any] = (
+        {} if "WORLD_SIZE" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
+    )
+    dist.init_process_group(backend, timeout=timeout, **alone)
     try:
         yield build(plan, device)
     finally:
@@ -108,9 +108,7 @@ def select_device(plan: ParallelPlan) -> torch.device:
     Raises:
         PlanError: the plan names a GPU, and there is none.
     """
-    rank, ranks = (
-        int(os.environ.get(f"LOCAL_{key}", default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1))
-    )
+    rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     use_gpu = gpus >= max(1, ranks)
     if plan.devices:

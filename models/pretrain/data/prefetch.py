@@ -5,16 +5,15 @@ It does not change what a step trains on: a batch is a function of its step, whe
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
 
-from models.job import Job, JobError
-from models.pretrain.data.batches import Batch, Batches, Share
+from models.job import Job
+from models.pretrain.data.batches import Batch, Batches
 
 MAX_DEPTH = 1024
 
@@ -34,11 +33,13 @@ class Loader(Batches):
         self.depth, self.pinned = depth, pinned
         self.waited_seconds = 0.0
         self._reported_seconds = 0.0
-        self._ahead: _ReadAhead | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: deque[Future[Batch]] = deque()
+        self._next = (-1, self.share)
 
     def __getitem__(self, step: int) -> Batch:
         began = time.perf_counter()
-        batch = self._next(step) if self.depth else self._read(step)
+        batch = self._take(step) if self.depth else self._read(step)
         self.waited_seconds += time.perf_counter() - began
         return batch
 
@@ -50,67 +51,23 @@ class Loader(Batches):
 
     def close(self) -> None:
         """Ends the thread; the next request starts another."""
-        if self._ahead is not None:
-            self._ahead.stop()
-            self._ahead = None
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+            self._thread = None
+        self._ahead.clear()
 
-    def _next(self, step: int) -> Batch:
-        if self._ahead is None or (self._ahead.step, self._ahead.share) != (step, self.share):
+    def _take(self, step: int) -> Batch:
+        if self._thread is None or self._next != (step, self.share):
             self.close()
-            self._ahead = _ReadAhead(self._read, step, self.depth, self.share)
-        return self._ahead.take()
+            self._thread = ThreadPoolExecutor(1, "batches", torch.set_num_threads, (1,))
+        self._next = step + 1, self.share
+        while len(self._ahead) <= self.depth:
+            self._ahead.append(self._thread.submit(self._read, step + len(self._ahead)))
+        return self._ahead.popleft().result()
 
     def _read(self, step: int) -> Batch:
         batch = super().__getitem__(step)
         return replace(batch, x=batch.x.pin_memory(), y=batch.y.pin_memory()) if self.pinned else batch
-
-
-class _ReadAhead:
-    """A thread that reads batches from `step` on; `step` is always the next batch to return."""
-
-    def __init__(self, read: Callable[[int], Batch], step: int, depth: int, share: Share) -> None:
-        self.step, self.share, self._read, self._depth = step, share, read, depth
-        self._ready: deque[Batch | BaseException] = deque()
-        self._changed = threading.Condition()
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, args=(step,), name="batches", daemon=True)
-        self._thread.start()
-
-    def take(self) -> Batch:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready)
-            batch = self._ready[0]
-            if isinstance(batch, BaseException):
-                raise batch
-            self._ready.popleft()
-            self.step += 1
-            self._changed.notify_all()
-            return batch
-
-    def stop(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-        self._thread.join()
-
-    def _run(self, step: int) -> None:
-        torch.set_num_threads(1)
-        result: Batch | BaseException
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopped or len(self._ready) < self._depth)
-                if self._stopped:
-                    return
-            try:
-                result = self._read(step)
-            except BaseException as error:
-                result = error
-            with self._changed:
-                self._ready.append(result)
-                self._changed.notify_all()
-            if isinstance(result, BaseException):
-                return
-            step += 1
 
 
 def from_job(job: Job, batches: Batches, device: torch.device) -> Loader:
@@ -119,7 +76,5 @@ def from_job(job: Job, batches: Batches, device: torch.device) -> Loader:
     Raises:
         JobError: not a whole number from 0 to 1024.
     """
-    depth = job.settings.get("prefetch", 2)
-    if not isinstance(depth, int) or isinstance(depth, bool) or not 0 <= depth <= MAX_DEPTH:
-        raise JobError(f"{job.path}: prefetch is {depth!r}, expected a whole number from 0 to {MAX_DEPTH}")
+    depth = int(job.number("prefetch", 2, 0, MAX_DEPTH))
     return Loader(batches, depth, pinned=device.type == "cuda")

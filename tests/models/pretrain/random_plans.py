@@ -81,12 +81,7 @@ def draw(seed: int, processes: int) -> Iterator[Trial]:
         plan = _plan(rng, processes)
         try:
             sizes = sizes_of(spec_of(model))
-            plan_rules.check(plan, sizes, batch_size=options["batch_size"], processes=processes)
-            plan_rules.check_options(
-                plan,
-                optimizer=options.get("optimizer", "adamw"),
-                clip_norm=options.get("clip_norm", 0.0),
-            )
+            plan_rules.check(plan, sizes, Options(**options), processes)
         except PlanError:
             continue
         yield Trial(model, str(plan), options)

@@ -42,8 +42,7 @@ def split(module: nn.Module, layout: Layout, world: World) -> None:
     """Makes attention of `module` exchange heads and sequence, and sets the embedding's offset of its part."""
     group = world.group("cp")
     for name, inner in list(matching(module, layout.attention)):
-        parent, _, last = name.rpartition(".")
-        setattr(module.get_submodule(parent), last, ByHead(inner, group))
+        module.set_submodule(name, ByHead(inner, group))
     for part in module.modules():
         if hasattr(part, "offset"):
             setattr(part, "offset", world.coordinate("cp") * (layout.length // group.size()))  # noqa: B010

@@ -26,9 +26,7 @@ class ShardedExperts(nn.Module):
 
     def __init__(self, inner: nn.Module, mesh: DeviceMesh) -> None:
         super().__init__()
-        self._inner = (
-            inner,
-        )  # a tuple, so that it is not registered as a submodule: its parameters are ours
+        self._inner = (inner,)  # a tuple, so that it is no submodule: its parameters are ours
         self.group = mesh.get_group()
         for name, parameter in inner.named_parameters():
             split = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
@@ -56,8 +54,7 @@ class ShardedExperts(nn.Module):
 def split(module: nn.Module, layout: Layout, world: World) -> None:
     """Shards the experts of `module` over the shard axis, in place."""
     for name, inner in list(matching(module, layout.experts)):
-        parent, _, last = name.rpartition(".")
-        setattr(module.get_submodule(parent), last, ShardedExperts(inner, world.axis("shard")))
+        module.set_submodule(name, ShardedExperts(inner, world.axis("shard")))
 
 
 def is_expert_shard(tensor: torch.Tensor) -> bool:

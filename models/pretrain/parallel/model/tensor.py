@@ -76,7 +76,10 @@ def split(module: nn.Module, layout: Layout, plan: ParallelPlan, world: World) -
     for name in frozen:  # torch's SequenceParallel creates new params, which require gradients
         module.get_parameter(name).requires_grad_(False)
     if plan.sequence:
-        _replace_dropout(module, layout.length // world.size("cp"), mesh)
+        for name, part in list(module.named_modules()):
+            if type(part) is nn.Dropout and part.p:
+                length = layout.length // world.size("cp")
+                module.set_submodule(name, SequenceDropout(part.p, length, mesh))
     for path, operator in layout.operators.items():
         for _, part in matching(module, (path,)):
             _shard_operator(part, operator, mesh)
@@ -125,13 +128,6 @@ class SequenceDropout(nn.Dropout):
         tokens = x.shape[1]
         mask = F.dropout(x.new_ones(x.shape[0], self.length, *x.shape[2:]), self.p)
         return x * mask[:, self.place * tokens : (self.place + 1) * tokens]
-
-
-def _replace_dropout(module: nn.Module, length: int, mesh: DeviceMesh) -> None:
-    for name, part in list(module.named_modules()):
-        if type(part) is nn.Dropout and part.p:
-            parent, _, last = name.rpartition(".")
-            setattr(module.get_submodule(parent), last, SequenceDropout(part.p, length, mesh))
 
 
 def align_gradients(parts: Iterable[nn.Module]) -> None:
