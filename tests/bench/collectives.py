@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from models.pretrain.planner import collective_cost
-from models.pretrain.planner.collective_cost import Link, Sample
+from models.pretrain.planner.collective_cost import Link
 from tests.support import ranks
 from tests.support.collectives.cost import ALGORITHMS, all_reduce
 
@@ -34,7 +34,7 @@ def run(processes: int = PROCESSES) -> dict[str, Any]:
         size: {name: max(one["seconds"][size][name] for one in found) for name in found[0]["seconds"][size]}
         for size in SIZES
     }
-    samples = [Sample(size, statistics.median(one["link"][size] for one in found)) for size in LINK_BYTES]
+    samples = [(size, statistics.median(one["link"][size] for one in found), 1) for size in LINK_BYTES]
     fitted = collective_cost.fit(samples)
     link = Link(fitted.alpha, fitted.beta, statistics.median(one["gamma"] for one in found))
     sys.stdout.write(

@@ -2,8 +2,7 @@
 
 A message of n bytes takes alpha + beta · n seconds, and reducing n received bytes gamma · n. A collective takes as long
 as the longest chain of messages in which each waits for the previous one. Formulas are those of the ring (Thakur 2005,
-section 4; Patarasuk 2009). The counts of all messages and bytes are exact where the payload divides evenly. No torch
-here: planners read it.
+section 4; Patarasuk 2009). No torch here: planners read it.
 
 `payload_bytes` is what one process has at the end (all-gather, all-reduce) or had at the start (reduce-scatter,
 all-to-all, its own piece included): the larger of the two.
@@ -26,18 +25,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one collective.
-
-    Attributes:
-        messages, sent_bytes, reduced_bytes: along the longest chain.
-        all_messages, all_bytes: sent by all processes together.
-    """
+    """The cost of one collective: what is sent and reduced along the longest chain of messages."""
 
     messages: float
     sent_bytes: float
     reduced_bytes: float
-    all_messages: float
-    all_bytes: float
 
     def seconds(self, link: Link) -> float:
         return link.alpha * self.messages + link.beta * self.sent_bytes + link.gamma * self.reduced_bytes
@@ -48,30 +40,20 @@ class Cost:
             self.messages + other.messages,
             self.sent_bytes + other.sent_bytes,
             self.reduced_bytes + other.reduced_bytes,
-            self.all_messages + other.all_messages,
-            self.all_bytes + other.all_bytes,
         )
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A measurement: a chain of `messages` that carried `sent_bytes` took `seconds`, more than 0."""
+def fit(samples: Iterable[tuple[float, float, float]]) -> Link:
+    """The link that explains `samples`: chains of (bytes sent, seconds above 0, messages).
 
-    sent_bytes: float
-    seconds: float
-    messages: float = 1.0
-
-
-def fit(samples: Iterable[Sample]) -> Link:
-    """The link whose alpha and beta, neither negative, have the least squared relative error over `samples`.
-
-    Relative, because a microsecond matters for a short message and not for a long one. Samples of collectives are
-    `Sample(cost.sent_bytes, seconds, cost.messages)`; the time of reductions then counts as part of beta.
+    Its alpha and beta, neither negative, have the least squared relative error. Relative, because a microsecond matters
+    for a short message and not for a long one. Where collectives are measured, the time of reductions counts as part of
+    beta.
 
     Raises:
         ValueError: fewer than two samples, or all of one length.
     """
-    rows = [(sample.messages / sample.seconds, sample.sent_bytes / sample.seconds) for sample in samples]
+    rows = [(messages / seconds, sent_bytes / seconds) for sent_bytes, seconds, messages in samples]
     mm, mb, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     m, b = (sum(row[i] for row in rows) for i in (0, 1))
     determinant = mm * bb - mb * mb
@@ -84,25 +66,22 @@ def fit(samples: Iterable[Sample]) -> Link:
 
 
 def send(payload_bytes: float) -> Cost:
-    return Cost(1, payload_bytes, 0, 1, payload_bytes)
+    return Cost(1, payload_bytes, 0)
 
 
 def all_gather(processes: int, payload_bytes: float) -> Cost:
-    """Ring."""
+    """Ring; an all-to-all, where every pair exchanges its pieces, one pair a process at a time, costs the same."""
     others = processes - 1
-    return Cost(others, others / processes * payload_bytes, 0, others * processes, others * payload_bytes)
+    return Cost(others, others / processes * payload_bytes, 0)
+
+
+all_to_all = all_gather
 
 
 def reduce_scatter(processes: int, payload_bytes: float) -> Cost:
     """Ring."""
-    others = processes - 1
-    passed = others / processes * payload_bytes
-    return Cost(others, passed, passed, others * processes, others * payload_bytes)
-
-
-def all_to_all(processes: int, payload_bytes: float) -> Cost:
-    """Every pair exchanges its pieces, one pair a process at a time."""
-    return all_gather(processes, payload_bytes)
+    passed = (processes - 1) / processes * payload_bytes
+    return Cost(processes - 1, passed, passed)
 
 
 def all_reduce(processes: int, payload_bytes: float) -> Cost:

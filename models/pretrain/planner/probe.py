@@ -145,10 +145,7 @@ def _fits(text: str, profile: Profile, batch_size: int, processes: int) -> bool:
 
 def _with_machine(profile: Profile, measured: dict[str, Any]) -> Profile:
     slowdown = tuple((int(count), max(1.0, factor)) for count, factor in measured["slowdown"])
-    samples = [
-        collective_cost.Sample(size, seconds, messages) for size, seconds, messages in measured["link"]
-    ]
-    link = collective_cost.fit(samples) if len(samples) > 1 else FREE
+    link = collective_cost.fit(measured["link"]) if len(measured["link"]) > 1 else FREE
     machine = replace(profile.machine, slowdown=slowdown, inside=link, between=link)
     return replace(profile, machine=machine)
 

@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 
 from models.pretrain.planner import collective_cost
-from models.pretrain.planner.collective_cost import (
-    Cost,
-    Link,
-    Sample,
-)
+from models.pretrain.planner.collective_cost import Link
 from tests.support import ranks
 from tests.support.collectives import cost
+from tests.support.collectives.cost import Cost, of_all
 from tests.support.long import extended
 
 LINK = Link(alpha=1e-4, beta=1e-9, gamma=1e-10)
@@ -95,21 +92,21 @@ def test_one_process_sends_nothing() -> None:
 
 
 def test_fit_finds_the_link_that_made_the_samples() -> None:
-    samples = [Sample(size, 3e-5 + 2e-9 * size) for size in (1, 1e3, 1e5, 1e7)]
+    samples = [(size, 3e-5 + 2e-9 * size, 1) for size in (1, 1e3, 1e5, 1e7)]
     ring = cost.all_reduce(4, 1e6)
-    samples.append(Sample(ring.sent_bytes, ring.seconds(Link(3e-5, 2e-9)), ring.messages))
+    samples.append((ring.sent_bytes, ring.seconds(Link(3e-5, 2e-9)), ring.messages))
     found = collective_cost.fit(samples)
     assert (found.alpha, found.beta) == pytest.approx((3e-5, 2e-9))
 
 
 def test_fit_is_never_negative() -> None:
-    assert collective_cost.fit([Sample(1e3, 1e-6), Sample(1e6, 1.0)]).alpha == 0
-    assert collective_cost.fit([Sample(1e3, 1.0), Sample(1e6, 1e-3)]).beta == 0
+    assert collective_cost.fit([(1e3, 1e-6, 1), (1e6, 1.0, 1)]).alpha == 0
+    assert collective_cost.fit([(1e3, 1.0, 1), (1e6, 1e-3, 1)]).beta == 0
 
 
 def test_fit_needs_two_lengths() -> None:
     with pytest.raises(ValueError, match="two lengths"):
-        collective_cost.fit([Sample(1e3, 1e-6), Sample(1e3, 2e-6)])
+        collective_cost.fit([(1e3, 1e-6, 1), (1e3, 2e-6, 1)])
 
 
 def test_a_slow_link_between_hosts_favours_the_hierarchy() -> None:
@@ -125,9 +122,9 @@ def predictions(processes: int, size: int) -> dict[str, Cost]:
         "reduce": cost.reduce,
         "gather": lambda n, size: cost.gather(n, n * size),
         "scatter": lambda n, size: cost.scatter(n, n * size),
-        "all_gather": collective_cost.all_gather,
-        "reduce_scatter": collective_cost.reduce_scatter,
-        "all_to_all": lambda n, size: collective_cost.all_to_all(n, n * size),
+        "all_gather": lambda n, size: of_all(n, collective_cost.all_gather(n, size)),
+        "reduce_scatter": lambda n, size: of_all(n, collective_cost.reduce_scatter(n, size)),
+        "all_to_all": lambda n, size: of_all(n, collective_cost.all_to_all(n, n * size)),
     }
     found = {name: of(processes, size) for name, of in names.items()}
     for algorithm in cost.ALGORITHMS:

@@ -9,14 +9,39 @@ scatter): the larger of the two.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from models.pretrain.planner import collective_cost
-from models.pretrain.planner.collective_cost import Cost, Link, all_gather, reduce_scatter
+from models.pretrain.planner.collective_cost import Link
 
 Algorithm = Literal["ring", "tree", "mesh", "doubling", "halving", "hierarchical"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+
+
+@dataclass(frozen=True)
+class Cost(collective_cost.Cost):
+    """`all_messages`, `all_bytes`: sent by all processes together."""
+
+    all_messages: float
+    all_bytes: float
+
+    def __add__(self, other: collective_cost.Cost) -> Cost:
+        assert isinstance(other, Cost)
+        chain = super().__add__(other)
+        return Cost(
+            chain.messages,
+            chain.sent_bytes,
+            chain.reduced_bytes,
+            self.all_messages + other.all_messages,
+            self.all_bytes + other.all_bytes,
+        )
+
+
+def of_all(processes: int, cost: collective_cost.Cost) -> Cost:
+    """`cost`, of a ring or of pairs, where every process sends as much."""
+    messages, sent_bytes = cost.messages, cost.sent_bytes
+    return Cost(messages, sent_bytes, cost.reduced_bytes, processes * messages, processes * sent_bytes)
 
 
 def broadcast(processes: int, payload_bytes: float) -> Cost:
@@ -51,7 +76,7 @@ def all_reduce(
 ) -> Cost:
     """By any algorithm. `per_host` processes share a host; 0: as many hosts as ranks in a host."""
     if algorithm == "ring":
-        return collective_cost.all_reduce(processes, payload_bytes)
+        return of_all(processes, collective_cost.all_reduce(processes, payload_bytes))
     if algorithm == "tree":
         return reduce(processes, payload_bytes) + broadcast(processes, payload_bytes)
     if algorithm == "mesh":
@@ -87,7 +112,7 @@ def columns(processes: int) -> int:
 def _mesh(processes: int, payload_bytes: float) -> Cost:
     width = columns(processes)
     height = processes // width
-    rows = reduce_scatter(width, payload_bytes) + all_gather(width, payload_bytes)
+    rows = all_reduce(width, payload_bytes)
     return _side_by_side(rows, height) + _side_by_side(all_reduce(height, payload_bytes / width), width)
 
 
