@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
@@ -18,23 +19,30 @@ class OptionError(ValueError):
     """An option is unknown or has an invalid value; the message says which and what was expected."""
 
 
-def bounded(default: float, least: float, most: float) -> Any:
-    """A dataclass field with a default and an inclusive range that `read` checks."""
+def bounded(default: object, least: float, most: float) -> Any:
+    """A dataclass field with a default and an inclusive range that `read` checks, of each value of a tuple."""
     return dataclasses.field(default=default, metadata={"least": least, "most": most})
 
 
 def read(kind: type[Options], table: object, where: str) -> Options:
     """The table as the dataclass `kind`, with its defaults for missing keys.
 
-    Fields are int and float from `bounded`, bool, str, and Literal.
+    Fields are int and float, from `bounded` or else 0 and above, bool, str, Literal, and of these tuples, dictionaries
+    by name and dataclasses.
 
     Raises:
         OptionError: its message starts with `where`.
     """
-    known = only(table, tuple(typing.get_type_hints(kind)), where)
-    if wrong := problems(kind, known, where):
-        raise OptionError(wrong[0])
-    return kind(**known)
+    fields, hints = dataclasses.fields(kind), typing.get_type_hints(kind)  # type: ignore[arg-type]
+    known = only(table, tuple(hints), where)
+    for field in fields:
+        required = field.default is field.default_factory is dataclasses.MISSING
+        if required and field.name not in known:
+            raise OptionError(f"{where}.{field.name} is missing")
+    bounds = {field.name: field.metadata for field in fields}
+    return kind(
+        **{name: _read(hints[name], value, bounds[name], f"{where}.{name}") for name, value in known.items()}
+    )
 
 
 def problems(kind: type[Any], table: Mapping[str, Any], where: str) -> list[str]:
@@ -45,8 +53,11 @@ def problems(kind: type[Any], table: Mapping[str, Any], where: str) -> list[str]
     for name, value in table.items():
         if name not in fields:
             listed.append(_unknown(name, tuple(fields), where))
-        elif problem := _problem(value, hints[name], fields[name].metadata):
-            listed.append(f"{where}.{name} is {value!r}, expected {problem}")
+            continue
+        try:
+            _read(hints[name], value, fields[name].metadata, f"{where}.{name}")
+        except OptionError as error:
+            listed.append(str(error))
     return listed
 
 
@@ -70,16 +81,38 @@ def _unknown(key: str, known: tuple[str, ...], where: str) -> str:
     return f"{where} has the unknown key {key!r}{hint}; known: {', '.join(known)}"
 
 
+def _read(hint: Any, value: Any, bounds: Mapping[str, Any], where: str) -> Any:
+    """`value` as `hint`: a list becomes a tuple and a table a dataclass."""
+    if dataclasses.is_dataclass(hint):
+        return read(hint, value, where)  # type: ignore[arg-type]
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is dict and isinstance(value, dict):
+        return {name: _read(arguments[1], item, bounds, f"{where}.{name}") for name, item in value.items()}
+    if origin is tuple and isinstance(value, list | tuple):
+        kinds = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
+        if len(kinds) == len(value):
+            pairs = enumerate(zip(kinds, value, strict=True))
+            return tuple(_read(each, item, bounds, f"{where}[{index}]") for index, (each, item) in pairs)
+    if problem := _problem(value, hint, bounds):
+        raise OptionError(f"{where} is {value!r}, expected {problem}")
+    return value
+
+
 def _problem(value: object, hint: Any, bounds: Mapping[str, Any]) -> str:
     """The expected value if `value` is invalid, otherwise empty."""
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
+    origin, choices = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
         return "" if value in choices else "one of " + ", ".join(map(repr, choices))
+    if origin is dict:
+        return "an object"
+    if origin is tuple:
+        return "a list" if choices[-1] is ... else f"a list of {len(choices)}"
     if hint is bool:
         return "" if isinstance(value, bool) else "true or false"
     if hint is str:
         return "" if isinstance(value, str) else "text"
     noun = "a whole number" if hint is int else "a number"
-    expected = f"{noun} from {bounds['least']} to {bounds['most']}"
+    least, most = bounds.get("least", 0), bounds.get("most", math.inf)
+    expected = f"{noun} from {least} to {most}" if "most" in bounds else f"{noun} >= {least}"
     numeric = isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
-    return "" if numeric and bounds["least"] <= value <= bounds["most"] else expected
+    return "" if numeric and least <= value <= most else expected

@@ -13,11 +13,11 @@ which a launcher puts on one host, belong to them.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from models import options
 from models.options import bounded
 
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
@@ -85,14 +85,14 @@ class ParallelPlan:
     schedule: Schedule = "1f1b"
     microbatches: int = bounded(0, 0, MOST)
     stages: int = bounded(1, 1, 64)
-    split: tuple[int, ...] = ()
+    split: tuple[int, ...] = bounded((), 1, MOST)
     devices: tuple[Device, ...] = ()
     activation_checkpoint: ActivationCheckpoint = "none"
     precision: Precision = "fp32"
     grad_compression: GradCompression = "fp32"
     exchange_warmup: int = bounded(15, 0, 100)
     exchange_rank: int = bounded(4, 1, 1024)
-    batch_shares: tuple[int, ...] = ()
+    batch_shares: tuple[int, ...] = bounded((), 1, MOST)
     rebalance: int = bounded(0, 0, 1_000_000)
     sync_every: int = bounded(0, 0, 1_000_000)
     outer: Outer = "average"
@@ -204,15 +204,11 @@ def parse(text: str, base: Mapping[str, Any] | None = None) -> ParallelPlan:
 def from_table(table: Mapping[str, Any]) -> ParallelPlan:
     """The plan of a table; values may be text, as on a command line. Former names of keys are accepted."""
     hints = get_type_hints(ParallelPlan)
-    fields = {field.name: field for field in dataclasses.fields(ParallelPlan)}
-    values: dict[str, Any] = {}
-    for key, value in canonical(table).items():
-        if key not in fields:
-            close = difflib.get_close_matches(key, fields, n=1)
-            hint = f", did you mean {close[0]!r}?" if close else ""
-            raise PlanError(f"plan: unknown key {key!r}{hint}; known: {', '.join(fields)}")
-        values[key] = _parse_value(key, value, hints[key], fields[key].metadata)
-    return ParallelPlan(**values)
+    values = {key: _from_text(value, hints.get(key)) for key, value in canonical(table).items()}
+    try:
+        return options.read(ParallelPlan, values, "plan")
+    except options.OptionError as error:
+        raise PlanError(str(error)) from None
 
 
 def canonical(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,40 +223,17 @@ def canonical(table: Mapping[str, Any]) -> dict[str, Any]:
     return {FORMER_KEYS.get(key, key): value for key, value in table.items()}
 
 
-def _parse_value(key: str, value: Any, hint: Any, bounds: Mapping[str, Any]) -> Any:
-    if get_origin(hint) is Literal:
-        if value in get_args(hint):
-            return value
-        raise PlanError(f"plan: {key} is {value!r}, expected one of {', '.join(get_args(hint))}")
+def _from_text(value: Any, hint: Any) -> Any:
+    """`value` as a table has it, or what it says: a truth value, a number, or several such as 2+3+3."""
     if hint is bool:
-        names = {"true": True, "1": True, "false": False, "0": False}
-        if isinstance(value, bool) or str(value).lower() in names:
-            return value if isinstance(value, bool) else names[str(value).lower()]
-        raise PlanError(f"plan: {key} is {value!r}, expected true or false")
-    if hint is int:
-        number = _parse_int(value)
-        if number is None or not bounds["least"] <= number <= bounds["most"]:
-            raise PlanError(
-                f"plan: {key} is {value!r}, expected a whole number from {bounds['least']} to {bounds['most']}"
-            )
-        return number
-    parts = value.strip("[]").replace("+", " ").split() if isinstance(value, str) else value
-    if key == "devices":
-        if not isinstance(parts, list | tuple) or not set(parts) <= set(get_args(Device)):
-            raise PlanError(
-                f"plan: devices is {value!r}, expected one of cpu and cuda a stage, such as cpu+cuda"
-            )
-        return tuple(parts)
-    numbers = [_parse_int(part) for part in parts] if isinstance(parts, list | tuple) else [None]
-    if any(number is None or number < 1 for number in numbers):
-        raise PlanError(f"plan: {key} is {value!r}, expected counts such as 2+3+3")
-    return tuple(numbers)
-
-
-def _parse_int(value: Any) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool):
+        return {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower(), value)
+    if not isinstance(value, str):
         return value
-    return int(value) if isinstance(value, str) and value.strip().isdecimal() else None
+    if get_origin(hint) is tuple:
+        return tuple(
+            _from_text(part, get_args(hint)[0]) for part in value.strip("[]").replace("+", " ").split()
+        )
+    return int(value) if hint is int and value.strip().isdecimal() else value
 
 
 def _format(value: Any) -> str:

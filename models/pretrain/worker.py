@@ -60,13 +60,7 @@ def pretrain(path: Path, report: process.Report) -> None:
         training = trainer.build(spec, data.train, options, here, job.seed)
         loader = stack.enter_context(closing(prefetch.from_job(job, training.batches, here.device)))
         training.batches = loader
-        checkpointer = None
-        if policy is not None:
-            run = os.environ.get("TORCHELASTIC_RUN_ID", "")
-            checkpointer = Checkpointer(job.out / policy.folder, policy, training.identity, here, run)
-            training.step = checkpointer.restore(training.state, same_run=not resume)
-            for notice in checkpointer.notices:
-                report(stage="pretrain", note=notice)
+        checkpointer = None if policy is None else _resume(job, policy, training, report, resume)
         curve = Curve(job.out / CURVE)
         progress = _ProgressWriter(training, curve, loader, report) if here.rank == 0 else None
         preemption = None if checkpointer is None else Preemption()
@@ -105,6 +99,17 @@ def pretrain(path: Path, report: process.Report) -> None:
                 "losses": curve.losses(),
             }
             jobs.write_result(job.out, result)
+
+
+def _resume(
+    job: jobs.Job, policy: Policy, training: trainer.Trainer, report: process.Report, any_run: bool
+) -> Checkpointer:
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    checkpointer = Checkpointer(job.out / policy.folder, policy, training.identity, training.world, run)
+    training.step = checkpointer.restore(training.state, same_run=not any_run)
+    for notice in checkpointer.notices:
+        report(stage="pretrain", note=notice)
+    return checkpointer
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from models.options import bounded
 from models.pretrain.plan import MOST, PlanError
 from models.pretrain.planner import bench_workers, explain, profile, scaling
 from models.pretrain.planner.bench_workers import BenchWorkers
-from models.pretrain.planner.profile import Profile, ProfileError
+from models.pretrain.planner.profile import Profile
 from models.pretrain.planner.scaling import Rule
 from models.pretrain.planner.search import SearchResult, search, with_fewer
 from models.pretrain.planner.verify import verify
@@ -136,10 +136,7 @@ def _profile(
 ) -> Profile:
     per_host = settings.host
     if settings.profile:
-        try:
-            found = profile.read(job.file("planner.profile", settings.profile))
-        except ProfileError as error:
-            raise jobs.JobError(str(error)) from None
+        found = profile.read(job.file("planner.profile", settings.profile))
     else:
         from models.pretrain.planner import probe
 

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from edge_client.files import write_durably
+from models import options
+from models.job import JobError
 from models.pretrain.plan import Sizes
 from models.pretrain.planner.collective_cost import Link
 
 FREE = Link(0.0, 0.0)
-
-
-class ProfileError(ValueError):
-    """Not a valid profile; the message says where and what was expected."""
 
 
 @dataclass(frozen=True)
@@ -164,53 +159,13 @@ def read(path: Path) -> Profile:
     """The profile in the file `path`.
 
     Raises:
-        ProfileError: no such file, no JSON, or not what a profile has.
+        JobError: no such file, no JSON, or not what a profile has; says where and what was expected.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return options.read(Profile, json.loads(path.read_text(encoding="utf-8")), str(path))
     except OSError as error:
-        raise ProfileError(f"{path}: {error.strerror}") from error
+        raise JobError(f"{path}: {error.strerror}") from error
+    except options.OptionError as error:
+        raise JobError(str(error)) from None
     except ValueError as error:
-        raise ProfileError(f"{path} is not JSON: {error}") from error
-    profile: Profile = _parse(Profile, content, str(path))
-    return profile
-
-
-def _parse(kind: Any, value: object, where: str) -> Any:
-    """`value` as `kind`: a dataclass, a tuple, a dictionary by name, a number or text."""
-    if dataclasses.is_dataclass(kind):
-        return _parse_dataclass(kind, value, where)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise ProfileError(f"{where} is {value!r}, expected an object")
-        return {name: _parse(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise ProfileError(f"{where} is {value!r}, expected a list")
-        kinds = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
-        return tuple(
-            _parse(each, item, f"{where}[{index}]")
-            for index, (each, item) in enumerate(zip(kinds, value, strict=True))
-        )
-    if kind is str or kind is bool:
-        if not isinstance(value, kind):
-            raise ProfileError(f"{where} is {value!r}, expected {'text' if kind is str else 'true or false'}")
-        return value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
-        raise ProfileError(f"{where} is {value!r}, expected a number >= 0")
-    return int(value) if kind is int else float(value)
-
-
-def _parse_dataclass(kind: Any, value: object, where: str) -> Any:
-    if not isinstance(value, Mapping):
-        raise ProfileError(f"{where} is {value!r}, expected an object")
-    hints = typing.get_type_hints(kind)
-    for name in value:
-        if name not in hints:
-            raise ProfileError(f"{where} has the unknown key {name!r}; known: {', '.join(hints)}")
-    for f in dataclasses.fields(kind):
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required and f.name not in value:
-            raise ProfileError(f"{where}.{f.name} is missing")
-    return kind(**{name: _parse(hints[name], item, f"{where}.{name}") for name, item in value.items()})
+        raise JobError(f"{path} is not JSON: {error}") from error

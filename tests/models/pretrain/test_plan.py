@@ -88,12 +88,12 @@ def test_axes_multiply_to_the_processes(plan: ParallelPlan) -> None:
         ("dp", "'dp' is not of the form key=value"),
         ("shard=2", "unknown key 'shard', did you mean 'shards'?"),
         ("dp=two", "dp is 'two', expected a whole number from 1 to 65536"),
-        ("dp=0", "dp is '0', expected a whole number from 1"),
+        ("dp=0", "dp is 0, expected a whole number from 1"),
         ("zero=4", "expected a whole number from 0 to 3"),
-        ("schedule=2f2b", "schedule is '2f2b', expected one of naive, gpipe"),
+        ("schedule=2f2b", "schedule is '2f2b', expected one of 'naive', 'gpipe'"),
         ("sequence=maybe", "sequence is 'maybe', expected true or false"),
-        ("split=2+0", "split is '2+0', expected counts such as 2+3+3"),
-        ("devices=cpu+tpu", "devices is 'cpu+tpu', expected one of cpu and cuda a stage"),
+        ("split=2+0", "split[1] is 0, expected a whole number from 1"),
+        ("devices=cpu+tpu", "devices[1] is 'tpu', expected one of 'cpu', 'cuda'"),
     ],
 )
 def test_text_that_is_no_plan_is_refused_with_its_reason(text: str, reason: str) -> None:

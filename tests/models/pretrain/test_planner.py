@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from models import options
+from models.job import JobError
 from models.pretrain import plan as plans
 from models.pretrain.planner import __main__ as entry
 from models.pretrain.planner import memory, predict, profile, scaling
@@ -23,7 +24,7 @@ from models.pretrain.planner.collective_cost import Link
 from models.pretrain.planner.explain import explain, rows
 from models.pretrain.planner.placement import Placement
 from models.pretrain.planner.probe import calibrate, computing_seconds
-from models.pretrain.planner.profile import Machine, ProfileError
+from models.pretrain.planner.profile import Machine
 from models.pretrain.planner.search import balanced, search, with_fewer
 from models.pretrain.planner.verify import corrections, degrees, select_diverse, verify
 from models.pretrain.training import Options
@@ -297,7 +298,7 @@ def test_profile_is_read_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"machine": {"cores": -1}}, r"machine\.cores is -1, expected a number >= 0"),
+        ({"machine": {"cores": -1}}, r"machine\.cores is -1, expected a whole number >= 0"),
         ({"machine": {"corse": 1}}, "unknown key 'corse'"),
         ({"step": "long"}, "step is 'long'"),
         ({"layers": 3}, "layers is 3, expected a list"),
@@ -306,7 +307,7 @@ def test_profile_is_read_as_written(tmp_path: Path) -> None:
 def test_wrong_profile_is_refused(tmp_path: Path, change: dict[str, object], complaint: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({**dataclasses.asdict(made()), **change}))
-    with pytest.raises(ProfileError, match=complaint):
+    with pytest.raises(JobError, match=complaint):
         profile.read(path)
 
 
