@@ -5,15 +5,15 @@ Every rule so far is plain SGD with a corrected gradient,
     w ← w − lr · (∇f(w) + mu · (w − w₀) + offset),
 
 where w₀ are the params the round started from and `offset` is constant during the local run. A runtime
-implements this one step; a rule sets `mu` and `offset` before training and derives the streams to send
-from the trained params afterwards.
+implements this one step; a rule sets `mu` and `offset` before training. What follows from the trained params,
+streams to send and state to keep, is an update transform.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,9 +21,7 @@ import numpy as np
 from strategies.params import FloatArray, Params, Tensors, difference, elementwise, zeros_like
 
 if TYPE_CHECKING:
-    from strategies.update import Aggregate
-
-Streams = Mapping[str, Tensors]
+    from strategies.update import Aggregate, Streams, Update, UpdateTransform
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,6 @@ class Correction:
 
     mu: float = 0.0
     offset: Params | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A rule's result of a finished local run: streams to send and state for the client to keep."""
-
-    extras: dict[str, Params]
-    client_state: dict[str, Params]
 
 
 class UnknownRule(ValueError):
@@ -62,17 +52,9 @@ class ClientRule:
         """On the client, before its steps. `client_state` is empty the first time."""
         return Correction()
 
-    def finish(
-        self,
-        base: Tensors,
-        trained: Params,
-        correction: Correction,
-        num_steps: int,
-        lr: float,
-        client_state: Streams,
-    ) -> Outcome:
-        """On the client, after its steps. `base` and `trained` hold the trainable tensors."""
-        return Outcome(extras={}, client_state={})
+    def transforms(self, correction: Correction, lr: float) -> tuple[UpdateTransform, ...]:
+        """On the client, after its steps: the beginning of its chain. `correction`: as `begin` returned it."""
+        return ()
 
     def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> Streams:
         """On the server, after the round: the next broadcast. `num_clients` is the whole population."""
@@ -122,25 +104,9 @@ class ControlVariates(ClientRule):
         own = client_state.get("control") or zeros_like(control)
         return Correction(offset=difference(control, own))
 
-    def finish(
-        self,
-        base: Tensors,
-        trained: Params,
-        correction: Correction,
-        num_steps: int,
-        lr: float,
-        client_state: Streams,
-    ) -> Outcome:
+    def transforms(self, correction: Correction, lr: float) -> tuple[UpdateTransform, ...]:
         assert correction.offset is not None
-        own = client_state.get("control") or zeros_like(base)
-        scale = 1.0 / (num_steps * lr)
-        renewed = {
-            name: np.asarray(
-                (value - trained[name]) * np.float32(scale) - correction.offset[name], np.float32
-            )
-            for name, value in base.items()
-        }
-        return Outcome(extras={"control": difference(renewed, own)}, client_state={"control": renewed})
+        return (RenewControl(correction.offset, lr),)
 
     def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> Streams:
         share = aggregate.num_updates / num_clients
@@ -153,6 +119,25 @@ class ControlVariates(ClientRule):
     def stream_norm(self, broadcast: float, delta: float, num_steps: int, lr: float) -> float:
         """Δcᵢ = −c + (w₀ − w) / (K · lr), so its norm is at most their sum."""
         return broadcast + delta / (num_steps * lr)
+
+
+@dataclass(frozen=True)
+class RenewControl:
+    """Adds Δcᵢ to the update and keeps cᵢ⁺. `offset`: c − cᵢ of the local steps; `lr`: their learning rate."""
+
+    offset: Params
+    lr: float
+
+    def apply(self, update: Update, state: Streams) -> tuple[Update, dict[str, Params]]:
+        own = state.get("control") or zeros_like(self.offset)
+        scale = np.float32(1.0 / (update.num_steps * self.lr))
+        renewed = {
+            # Subtracted from 0, because negation would turn zeros into −0.
+            name: np.asarray((0 - moved) * scale - self.offset[name], np.float32)
+            for name, moved in update.delta.items()
+        }
+        extras = {**update.extras, "control": difference(renewed, own)}
+        return replace(update, extras=extras), {"control": renewed}
 
 
 def to_options(rule: ClientRule) -> dict[str, str | float]:

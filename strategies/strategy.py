@@ -26,9 +26,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from strategies.client_rules import ClientRule, PlainSGD, Streams
+from strategies.client_rules import ClientRule, PlainSGD
 from strategies.params import (
     FloatArray,
+    Params,
     State,
     Tensors,
     add,
@@ -42,7 +43,7 @@ from strategies.params import (
     unflatten,
     zeros_like,
 )
-from strategies.update import Aggregate, Update
+from strategies.update import Aggregate, Streams, Update, UpdateTransform, apply_all
 
 BLOCK = 8
 Weighting = Literal["examples", "uniform"]
@@ -285,21 +286,17 @@ def _float32(values: FloatArray) -> FloatArray:
     return values.astype(np.float32)
 
 
-UpdateTransform = Callable[[Update], Update]
-"""A pure change to one accepted update before it is folded."""
-
-
 @dataclass(frozen=True)
 class ClipNorm:
     """Scales a delta whose L2 norm over all tensors exceeds `max_norm` down to it. McMahan 2018, section 3.1."""
 
     max_norm: float
 
-    def __call__(self, update: Update) -> Update:
+    def apply(self, update: Update, state: Streams) -> tuple[Update, dict[str, Params]]:
         if update.norm <= self.max_norm:
-            return update
+            return update, {}
         factor = np.float32(self.max_norm / update.norm)
-        return replace(update, delta=elementwise(lambda value: value * factor, update.delta))
+        return replace(update, delta=elementwise(lambda value: value * factor, update.delta)), {}
 
 
 def clipping(norm: float) -> tuple[UpdateTransform, ...]:
@@ -333,9 +330,7 @@ class Strategy:
 
     def transform(self, update: Update) -> Update:
         """The update after every transform, in order."""
-        for change in self.transforms:
-            update = change(update)
-        return update
+        return apply_all(self.transforms, update, {})[0]
 
     def apply(
         self, params: Tensors, state: State, aggregate: Aggregate, num_clients: int

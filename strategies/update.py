@@ -1,12 +1,21 @@
-"""A client's update, and the aggregate of a cohort's updates."""
+"""A client's update, the transforms it passes, and the aggregate of a cohort's updates.
+
+A transform changes one update between the local steps and the fold. A client applies its chain between training and
+sending (`edge_client.train.trainer`), in simulation and on a device alike; today the chain is that of its client rule. The
+server applies the strategy's transforms to an accepted update before it folds it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
-from strategies.params import Tensors, l2_norm
+from strategies.params import Params, Tensors, l2_norm
+
+Streams = Mapping[str, Tensors]
+"""Sets of tensors by name, such as `{"control": …}`."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,28 @@ class Update:
     def norm(self) -> float:
         """L2 norm of the delta over all tensors, in float64; computed once."""
         return l2_norm(self.delta)
+
+
+class UpdateTransform(Protocol):
+    """One step of a chain: a pure value, whose memory from round to round is its `state`."""
+
+    def apply(self, update: Update, state: Streams) -> tuple[Update, dict[str, Params]]:
+        """The changed update, and the streams to keep for this client's next round.
+
+        `state`: what the chain kept with the client's last accepted update; empty the first time, and always on the server,
+        which keeps nothing about a client. A transform reads and returns only streams of its own names.
+        """
+
+
+def apply_all(
+    transforms: Iterable[UpdateTransform], update: Update, state: Streams
+) -> tuple[Update, dict[str, Params]]:
+    """The update after every transform, in order, and the streams that all of them keep."""
+    kept: dict[str, Params] = {}
+    for transform in transforms:
+        update, own = transform.apply(update, state)
+        kept |= own
+    return update, kept
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Trains and evaluates on a client's data: one Trainer over three runtimes.
 
 A local run has the same parts everywhere: the client rule corrects gradients, the schedule orders the examples, a
-runtime takes the steps, and the rule completes the update. Only `Runtime` differs: LiteRT on a small device, PyTorch
+runtime takes the steps, and a chain of transforms completes the update. Only `Runtime` differs: LiteRT on a small device, PyTorch
 or TensorFlow on a larger one.
 """
 
@@ -19,9 +19,9 @@ from edge_client.train import schedule
 from edge_client.train.evaluation import EVALUATION_ROWS, Evaluation, merge, score
 from edge_client.wire.device import TaskMessage
 from strategies import client_rules
-from strategies.client_rules import ClientRule, Correction, PlainSGD, Streams
+from strategies.client_rules import ClientRule, Correction, PlainSGD
 from strategies.params import FloatArray, Params, Tensors, elementwise, select
-from strategies.update import Update
+from strategies.update import Streams, Update, apply_all
 
 
 class BatchTooLarge(ValueError):
@@ -126,15 +126,13 @@ class Trainer:
         trained, losses = self.runtime.take_steps(
             params, (data.rows(indices) for indices in order), task.lr, correction, task.seed
         )
-        finished = task.rule.finish(base, trained, correction, len(order), task.lr, kept)
         update = Update(
             delta=elementwise(_minus, trained, base),
             num_examples=len(data),
             num_steps=len(order),
             train_loss=float(np.average(losses, weights=[len(indices) for indices in order])),
-            extras=finished.extras,
         )
-        return LocalResult(update, finished.client_state)
+        return LocalResult(*apply_all(task.rule.transforms(correction, task.lr), update, kept))
 
     def evaluate(self, params: Params, data: Examples) -> Evaluation:
         """Cross-entropy and accuracy on `data`, computed from logits in float64, the same way in all runtimes."""

@@ -14,7 +14,7 @@ from strategies import presets
 from strategies.client_rules import ControlVariates, PlainSGD, Proximal, from_options, to_options
 from strategies.params import Params, ShapeMismatch, State, flatten, require_same_shapes, subtree
 from strategies.strategy import Strategy
-from strategies.update import Aggregate
+from strategies.update import Aggregate, Update, apply_all
 
 PARAMS: Params = {
     "conv.weight": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 2, 2),
@@ -117,16 +117,17 @@ def test_a_clients_control_variate_is_option_two_of_the_paper(
 
     rule, kept = ControlVariates(), {"control": tensor(own)}
     correction = rule.begin({"control": tensor(control)}, kept)
-    outcome = rule.finish(tensor(0.0), tensor(moved), correction, num_steps, lr, kept)
+    update = Update(tensor(moved), num_examples=1, num_steps=num_steps, train_loss=0.0)
+    sent, state = apply_all(rule.transforms(correction, lr), update, kept)
 
     expected = own - control + (0.0 - moved) / (num_steps * lr)
     atol = 4 * 2**-24 * (abs(own) + abs(control) + abs(moved) / (num_steps * lr)) + 1e-30
     assert correction.mu == 0
     np.testing.assert_allclose(correction.offset["w"], control - own, rtol=0, atol=atol)
-    np.testing.assert_allclose(outcome.client_state["control"]["w"], expected, rtol=0, atol=atol)
-    np.testing.assert_allclose(outcome.extras["control"]["w"], expected - own, rtol=0, atol=2 * atol)
+    np.testing.assert_allclose(state["control"]["w"], expected, rtol=0, atol=atol)
+    np.testing.assert_allclose(sent.extras["control"]["w"], expected - own, rtol=0, atol=2 * atol)
     longest = rule.stream_norm(abs(control), abs(moved), num_steps, lr)
-    assert abs(float(outcome.extras["control"]["w"][0])) <= longest + 2 * atol
+    assert abs(float(sent.extras["control"]["w"][0])) <= longest + 2 * atol
 
 
 def test_the_first_tensor_that_differs_is_named() -> None:
