@@ -30,7 +30,7 @@ from models.job import JobError
 from models.pretrain.params import params_of
 from models.release.golden import MAX_LOOSENESS, NotReleasable
 from models.release.inference import (
-    Options,
+    ReleaseOptions,
     Source,
     read_tflite,
     release,
@@ -173,7 +173,9 @@ def test_a_file_that_is_far_off_is_asked_for_its_own_answers_which_a_damaged_one
     )
     clipping = Source(made.spec, clipped, "static-int8", made.module)
 
-    report = release(clipping, data.x_test, data.y_test, Options(max_accuracy_drop=0.2), tmp_path / "out")
+    report = release(
+        clipping, data.x_test, data.y_test, ReleaseOptions(max_accuracy_drop=0.2), tmp_path / "out"
+    )
 
     assert report["golden"]["asked_of"] == "file"
     assert report["golden"]["share_of_span"] <= MAX_LOOSENESS
@@ -194,7 +196,7 @@ def test_rows_of_large_inputs_are_golden_too_and_the_wrong_model_is_refused_by_t
     large = Source(spec, to_tflite(module, spec), "float32", module)
     y = logits_of(module, x).argmax(-1).astype(np.int32)
 
-    report = release(large, x, y, Options(real_rows=4), tmp_path / "out")
+    report = release(large, x, y, ReleaseOptions(real_rows=4), tmp_path / "out")
 
     assert (report["golden"]["rows"], report["golden"]["real_rows"]) == (8, 1)
     assert report["golden"]["share_of_span"] < 0.01
@@ -210,7 +212,7 @@ def test_the_question_tells_of_the_data_only_its_size(tmp_path: Path) -> None:
     """The same spread for rows of the same order of magnitude: no mean, no deviation, no extreme."""
     _, data = model()
     one, other = (
-        release(source("float32"), rows, data.y_test[:90], Options(), tmp_path / name)
+        release(source("float32"), rows, data.y_test[:90], ReleaseOptions(), tmp_path / name)
         for name, rows in (("one", data.x_test[:90]), ("other", data.x_test[90:180] * np.float32(0.97)))
     )
     assert one["golden"]["asked_of"] == other["golden"]["asked_of"] == "float model"
@@ -236,7 +238,11 @@ def test_a_file_of_another_model_is_not_released(tmp_path: Path) -> None:
 
     with pytest.raises(NotReleasable, match="are off by"):
         release(
-            replace(source("float32"), module=other), data.x_test, data.y_test, Options(), tmp_path / "out"
+            replace(source("float32"), module=other),
+            data.x_test,
+            data.y_test,
+            ReleaseOptions(),
+            tmp_path / "out",
         )
     assert not (tmp_path / "out").exists()
 
@@ -246,14 +252,14 @@ def test_a_file_that_is_worse_than_its_model_is_not_released(tmp_path: Path) -> 
     untrained = replace(source("float32"), tflite=_of_untrained())
 
     with pytest.raises(NotReleasable, match="its float model's"):
-        release(untrained, data.x_test, data.y_test, Options(), tmp_path / "out")
+        release(untrained, data.x_test, data.y_test, ReleaseOptions(), tmp_path / "out")
 
 
 def test_a_file_without_its_float_model_is_checked_against_its_own_plain_kernels(tmp_path: Path) -> None:
     _, data = model()
     alone = replace(source("dynamic-int8"), module=None)
 
-    report = release(alone, data.x_test, data.y_test, Options(), tmp_path / "out")
+    report = release(alone, data.x_test, data.y_test, ReleaseOptions(), tmp_path / "out")
 
     assert report["golden"]["asked_of"] == "file"
     assert golden_check.require(load(tmp_path / "out")) is None

@@ -15,7 +15,7 @@ from ai_edge_quantizer import quantizer, recipe
 from models.compress.quantization.quantize import to_tflite
 from models.compress.step import Data, Precision, StepModel
 from models.release.inference import (
-    Options,
+    ReleaseOptions,
     Source,
     release,
 )
@@ -87,7 +87,7 @@ def released(precision: Precision, version: int = 1, real_rows: int = 0) -> Rele
         source(precision),
         data.x_test,
         data.y_test,
-        Options(name=NAME, version=version, real_rows=real_rows),
+        ReleaseOptions(name=NAME, version=version, real_rows=real_rows),
         folder,
         tflite_runtime=Path(python),
     )
