@@ -29,16 +29,16 @@ All errors are reported at once.
 
 from __future__ import annotations
 
-import difflib
 import os
 import socket
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from edge_client.data import DataConfig
+from edge_client.data.quoting import nearest
 from edge_client.eligibility import Conditions
 from edge_client.errors import UserError
 from edge_client.train.process import Limits
@@ -48,18 +48,6 @@ from edge_client.wire.strict import InvalidDocument, abbreviate, read, require_b
 PREFIX = "FEDLOOP_EDGE_"
 FILE_VARIABLE = "FEDLOOP_EDGE_CONFIG"
 _NO_KEYS = {FILE_VARIABLE}
-
-_PLAIN: dict[str, Any] = {
-    "name": str,
-    "state_dir": str,
-    "device_class": str,
-    "runtimes": tuple[RuntimeName, ...],
-    "opt_out": tuple[str, ...],
-    "deflate_uploads": bool,
-    "proxy": str,
-    "outbox_bytes": int,
-    "download_bytes": int,
-}
 
 
 @dataclass(frozen=True)
@@ -85,7 +73,7 @@ class EdgeConfig:
     conditions: Conditions
     labels: Mapping[str, str] = field(default_factory=dict)
     device_class: str = ""
-    runtimes: tuple[str, ...] = ("litert", "torch", "tensorflow")
+    runtimes: tuple[RuntimeName, ...] = ("litert", "torch", "tensorflow")
     data: Mapping[str, DataConfig] = field(default_factory=dict)
     opt_out: tuple[str, ...] = ()
     deflate_uploads: bool = False
@@ -93,6 +81,11 @@ class EdgeConfig:
     outbox_bytes: int = 1_000_000_000
     download_bytes: int = 4_000_000_000
     releases: ReleaseOptions = ReleaseOptions()
+
+
+_TABLES = ("limits", "conditions", "labels", "data", "releases")
+_PLAIN = {key: kind for key, kind in get_type_hints(EdgeConfig).items() if key not in _TABLES}
+_PLAIN["state_dir"] = str
 
 
 @dataclass(frozen=True)
@@ -190,7 +183,9 @@ def _from_environment(environment: Mapping[str, str], problems: list[str]) -> di
         if not variable.startswith(PREFIX) or variable in _NO_KEYS:
             continue
         if variable not in keys:
-            problems.append(f"environment: unknown variable {variable}{_nearest(variable, keys)}")
+            problems.append(
+                f"environment: unknown variable {variable}{nearest(variable, keys) or _listed(keys)}"
+            )
             continue
         key = keys[variable]
         entries[key] = _Entry(_toml_value(environment[variable], key), variable)
@@ -236,9 +231,8 @@ def _checked(key: str, entry: _Entry, problems: list[str]) -> Any:
     elif kind is None and table == "data" and rest.count("."):
         kind = str if rest.rpartition(".")[2] in ("kind", "path") else Any
     if kind is None:
-        problems.append(
-            f"{entry.origin}: unknown key {key!r}{_nearest(key, [*_kinds(), 'labels.…', 'data.….kind'])}"
-        )
+        known = [*_kinds(), "labels.…", "data.….kind"]
+        problems.append(f"{entry.origin}: unknown key {key!r}{nearest(key, known) or _listed(known)}")
         return None
     try:
         value = read(kind, entry.value, key)
@@ -250,9 +244,8 @@ def _checked(key: str, entry: _Entry, problems: list[str]) -> Any:
     return value
 
 
-def _nearest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), 1, 0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+def _listed(known: Iterable[str]) -> str:
+    return f"; known: {', '.join(sorted(known))}"
 
 
 def _incomplete_data(values: Mapping[str, Any]) -> list[str]:

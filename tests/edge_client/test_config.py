@@ -75,7 +75,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
         config.load(written(tmp_path, text), {"FEDLOOP_EDGE_LIMIT_SECONDS": "1"}, ["nonsense"])
     message = str(caught.value)
     for words in (
-        "'nmae'; did you mean 'name'",
+        "'nmae', did you mean 'name'",
         "runtimes[0] is 'tflite'",
         "limits.memory_bytes is 'much', expected a whole number",
         "limits.seconds is -1.0, expected 0 or more",
@@ -114,7 +114,7 @@ def test_a_key_of_another_version_is_named_once_and_no_code_is_shown(tmp_path: P
     file.write_text('[conditions]\nmin_battery = 20\nmax_load = "high"\n')
     with pytest.raises(UserError) as raised:
         config.load(file, {})
-    assert "unknown key 'conditions.min_battery'; did you mean 'conditions.min_battery_percent'?" in str(
+    assert "unknown key 'conditions.min_battery', did you mean 'conditions.min_battery_percent'?" in str(
         raised.value
     )
     assert "conditions.max_load is 'high'" in str(raised.value)
