@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from edge_client.wire.manifest import (
+    Check,
     FileSpec,
     Fill,
     InputSpec,
@@ -26,7 +27,6 @@ from edge_client.wire.manifest import (
     Tolerance,
     input_checks,
     parse_manifest,
-    require,
 )
 
 FORMAT = 1
@@ -102,15 +102,12 @@ def from_json(text: str | bytes, place: str = "manifest") -> InferenceManifest:
     Raises:
         ManifestError: not JSON, another format, or a key missing, unknown or of the wrong type.
     """
-    manifest = parse_manifest(InferenceManifest, text, FORMAT, place)
-    _require_consistent(manifest, place)
-    return manifest
+    return parse_manifest(InferenceManifest, text, FORMAT, place, _checks)
 
 
-def _require_consistent(manifest: InferenceManifest, place: str) -> None:
-    """Checks what the types of the values do not express."""
+def _checks(manifest: InferenceManifest) -> tuple[Check, ...]:
     golden, size = manifest.golden, math.prod(manifest.input.shape)
-    checks = (
+    return (
         *input_checks(manifest.classes, manifest.input),
         (bool(golden.logits), "golden.logits is empty"),
         (
@@ -124,4 +121,3 @@ def _require_consistent(manifest: InferenceManifest, place: str) -> None:
             "golden.tolerance is negative",
         ),
     )
-    require(checks, place)

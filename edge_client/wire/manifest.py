@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -183,13 +183,13 @@ def from_json(text: str | bytes, place: str = "manifest") -> Manifest:
     Raises:
         ManifestError: not JSON, another format, or a key missing, unknown or of the wrong type.
     """
-    manifest = parse_manifest(Manifest, text, FORMAT, place)
-    _require_consistent(manifest, place)
-    return manifest
+    return parse_manifest(Manifest, text, FORMAT, place, _checks)
 
 
-def parse_manifest(kind: type[T], text: str | bytes, current: int, place: str) -> T:
-    """Parses a manifest of format `current`, checking only the types of its values.
+def parse_manifest(
+    kind: type[T], text: str | bytes, current: int, place: str, checks: Callable[[T], Iterable[Check]]
+) -> T:
+    """Parses a manifest of format `current`. `checks`: of what the types of its values do not express.
 
     Raises:
         ManifestError: as `from_json`.
@@ -202,9 +202,13 @@ def parse_manifest(kind: type[T], text: str | bytes, current: int, place: str) -
     if version != current:
         raise ManifestError(f"{place}: format is {version!r}, this software reads format {current}")
     try:
-        return parse(kind, document, place)
+        manifest = parse(kind, document, place)
     except InvalidDocument as error:
         raise ManifestError(str(error)) from None
+    for passed, message in checks(manifest):
+        if not passed:
+            raise ManifestError(f"{place}.{message}")
+    return manifest
 
 
 def signature_name(name: str) -> str:
@@ -240,8 +244,7 @@ def require_file(manifest: Describes, content: bytes, place: str = "artifact") -
         )
 
 
-def _require_consistent(manifest: Manifest, place: str) -> None:
-    """Checks what the types of the values do not express."""
+def _checks(manifest: Manifest) -> tuple[Check, ...]:
     names = [tensor.name for tensor in manifest.tensors]
     bound = [tensor.signature_name for tensor in manifest.tensors]
     changed = [tensor.signature_name for tensor in manifest.tensors if tensor.trainable]
@@ -249,7 +252,7 @@ def _require_consistent(manifest: Manifest, place: str) -> None:
         "train": SignatureSpec(("x", "y", "lr", *bound), ("loss", *changed)),
         "infer": SignatureSpec(("x", *bound), ("logits",)),
     }
-    checks = (
+    return (
         (len(set(names)) == len(names) == len(set(bound)), "tensors: a name occurs twice"),
         (bool(changed), "tensors: none is trainable"),
         (all(n > 0 for t in manifest.tensors for n in t.shape), "tensors: an extent is not positive"),
@@ -266,21 +269,13 @@ def _require_consistent(manifest: Manifest, place: str) -> None:
             "golden.padded_rows is not within the batch",
         ),
     )
-    require(checks, place)
 
 
 def input_checks(classes: int, spec: InputSpec) -> tuple[Check, ...]:
-    """Checks of input and output, for `require`."""
+    """Checks of input and output."""
     ids = spec.dtype == "int32"
     return (
         (classes > 0, "classes is not positive"),
         (all(n > 0 for n in spec.shape), "input.shape: an extent is not positive"),
         ((spec.vocab or 0) > 0 or not ids, "input.vocab is needed for int32"),
     )
-
-
-def require(checks: Iterable[Check], place: str) -> None:
-    """Raises ManifestError with the message of the first check that fails."""
-    for passed, message in checks:
-        if not passed:
-            raise ManifestError(f"{place}.{message}")
