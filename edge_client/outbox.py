@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -118,12 +119,12 @@ class Outbox:
             treated=", ".join(treated),
         )
         with self._state.change() as write:
-            names = ", ".join(f":{name}" for name in vars(waiting))
-            write.execute(
-                f"INSERT OR REPLACE INTO outbox ({', '.join(vars(waiting))}) VALUES ({names})", vars(waiting)
-            )
+            _insert(write, "REPLACE INTO outbox", vars(waiting))
             self._state.release(write, offer.task)
-        return waiting, self._make_room(waiting, now)
+        dropped = to_drop(self.pending(), waiting, most_bytes=self._most_bytes, now=now)
+        for row in dropped:
+            self.drop(row)
+        return waiting, dropped
 
     def pending(self) -> list[PendingResult]:
         """Oldest first."""
@@ -164,13 +165,6 @@ class Outbox:
     def state_path(self, task: str) -> Path:
         return self.folder / f"{task}.state"
 
-    def _make_room(self, newest: PendingResult, now: float) -> list[PendingResult]:
-        rows = self.pending()
-        dropped = to_drop(rows, newest, most_bytes=self._most_bytes, now=now)
-        for row in dropped:
-            self.drop(row)
-        return dropped
-
 
 def to_drop(
     rows: list[PendingResult], newest: PendingResult, *, most_bytes: int, now: float
@@ -186,6 +180,11 @@ def to_drop(
             dropped.append(row)
             count, size = count - 1, size - row.size_bytes
     return dropped
+
+
+def _insert(write: sqlite3.Connection, into: str, row: Mapping[str, Any]) -> None:
+    columns, values = ", ".join(row), ", ".join(f":{name}" for name in row)
+    write.execute(f"INSERT OR {into} ({columns}) VALUES ({values})", row)
 
 
 def inflate(path: Path, encoding: str) -> bytes:
@@ -227,17 +226,6 @@ class Entry:
     payload_kept: bool
 
 
-@dataclass(frozen=True)
-class TensorView:
-    """Summary of one tensor of a payload."""
-
-    name: str
-    shape: tuple[int, ...]
-    norm: float
-    smallest: float
-    largest: float
-
-
 class Ledger:
     """The ledger of a state folder."""
 
@@ -252,23 +240,13 @@ class Ledger:
 
         Other bytes for the same task, which a coordinator may request, get another entry.
         """
-        values = (
-            now,
-            waiting.task,
-            waiting.run,
-            waiting.run_name,
-            waiting.round,
-            "update" if waiting.kind == "train" else "evaluation",
-            waiting.size_bytes,
-            waiting.sha256,
-            waiting.encoding,
-            waiting.treated or _NOTHING_DONE,
-        )
-        columns = "at, task, run, run_name, round, kind, size_bytes, sha256, encoding, treated"
+        names = ("task", "run", "run_name", "round", "size_bytes", "sha256", "encoding")
+        entry: dict[str, Any] = {name: getattr(waiting, name) for name in names}
+        entry["at"] = now
+        entry["kind"] = "update" if waiting.kind == "train" else "evaluation"
+        entry["treated"] = waiting.treated or _NOTHING_DONE
         with self._state.change() as write:
-            write.execute(
-                f"INSERT OR IGNORE INTO ledger ({columns}) VALUES ({', '.join('?' * len(values))})", values
-            )
+            _insert(write, "IGNORE INTO ledger", entry)
         self._keep(waiting, payload)
 
     def record_outcome(self, waiting: PendingResult, outcome: str, now: float) -> None:
@@ -343,25 +321,24 @@ class Ledger:
                 path.unlink()
 
 
-def summarize_tensors(payload: bytes) -> list[TensorView]:
-    """Shapes, norms and extremes of an update's tensors."""
+def summarize_tensors(payload: bytes) -> list[dict[str, Any]]:
+    """Name, shape, norm and extremes of each tensor of an update."""
     import numpy as np  # only needed for viewing
 
     from edge_client.wire import arrays
 
-    views = []
-    for name, values in sorted(arrays.decode(payload).items()):
-        exact = np.asarray(values, np.float64)
-        views.append(
-            TensorView(
-                name,
-                tuple(int(extent) for extent in exact.shape),
-                float(np.linalg.norm(exact)),
-                float(exact.min()) if exact.size else 0.0,
-                float(exact.max()) if exact.size else 0.0,
-            )
-        )
-    return views
+    decoded = sorted(arrays.decode(payload).items())
+    exact = {name: np.asarray(values, np.float64) for name, values in decoded}
+    return [
+        {
+            "name": name,
+            "shape": values.shape,
+            "norm": float(np.linalg.norm(values)),
+            "smallest": float(values.min()) if values.size else 0.0,
+            "largest": float(values.max()) if values.size else 0.0,
+        }
+        for name, values in exact.items()
+    ]
 
 
 def explain(example: CheckIn) -> dict[str, Any]:

@@ -128,15 +128,13 @@ class State:
 
     def hold(self, offer: TaskOffer, now: float) -> None:
         """Stores a task as the one in hand, and its run as in use."""
-        blobs = [
-            each.sha256 for each in (offer.artifact, offer.manifest, offer.params, offer.streams) if each
-        ]
         with self.change() as write:
             write.execute("INSERT OR REPLACE INTO task VALUES (1, ?)", (json.dumps(to_json(offer)),))
             write.execute("INSERT OR REPLACE INTO runs VALUES (?, ?)", (offer.run, now))
             write.execute("DELETE FROM run_blobs WHERE run = ?", (offer.run,))
             write.executemany(
-                "INSERT OR IGNORE INTO run_blobs VALUES (?, ?)", [(offer.run, b) for b in blobs]
+                "INSERT OR IGNORE INTO run_blobs VALUES (?, ?)",
+                [(offer.run, ref.sha256) for ref in offer.blobs],
             )
 
     def release(self, write: sqlite3.Connection, task: str) -> None:

@@ -159,7 +159,7 @@ def _print_payload(ledger: Ledger, entry: Entry, as_json: bool) -> None:
     if entry.kind == "evaluation":
         document["sums"] = json.loads(payload)
     else:
-        document["tensors"] = [asdict(view) for view in summarize_tensors(payload)]
+        document["tensors"] = summarize_tensors(payload)
     if as_json:
         typer.echo(json.dumps(document, indent=2))
         return

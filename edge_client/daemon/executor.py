@@ -91,7 +91,7 @@ class Executor:
             TrainingFailed: it is more than this device's disk holds or its limit allows.
         """
         folder = self._folder("blobs")
-        needed = blobs_of(offer)
+        needed = offer.blobs
         self._drop_blobs(keep=self.state.blobs_in_use())
         self._require_room(offer, needed, folder)
         for ref in needed:
@@ -227,14 +227,7 @@ class Executor:
     def _complete_evaluation(self, offer: TaskOffer, result: Path) -> None:
         """Turns the sums of the training process into the message that leaves the device."""
         sums = json.loads(result.read_text("utf-8"))
-        message = EvaluationResult(
-            base=offer.params.sha256,
-            rows=int(sums["rows"]),
-            labels=int(sums["labels"]),
-            correct=int(sums["correct"]),
-            loss_sum=float(sums["loss_sum"]),
-            site=self.config.labels.get("site", ""),
-        )
+        message = EvaluationResult(base=offer.params.sha256, site=self.config.labels.get("site", ""), **sums)
         result.write_text(json.dumps(vars(message)), "utf-8")
 
     def _send(self, link: Link, waiting: PendingResult, check_cancelled: Callable[[], None]) -> None:
@@ -298,7 +291,7 @@ def check_offer(offer: TaskOffer) -> TaskOffer:
     for name in (offer.task, offer.run):
         if not _ID.fullmatch(name):
             raise Unreachable(f"the coordinator offers a task with the invalid id {name[:40]!r}")
-    for ref in blobs_of(offer):
+    for ref in offer.blobs:
         if not (_SHA256.fullmatch(ref.sha256) and 0 <= ref.size_bytes <= _LARGEST):
             raise Unreachable(
                 f"the coordinator offers an invalid blob {ref.sha256[:40]!r} of {ref.size_bytes:.3g} bytes"
@@ -310,11 +303,6 @@ def check_offer(offer: TaskOffer) -> TaskOffer:
     if not (_is_shallow(offer.message) and _is_shallow(offer.model.options)):
         raise Unreachable("the coordinator offers a task that is nested too deep")
     return replace(offer, run_name=printable(offer.run_name, 200))
-
-
-def blobs_of(offer: TaskOffer) -> list[BlobRef]:
-    """The blobs that the task needs."""
-    return [ref for ref in (offer.params, offer.streams, offer.artifact, offer.manifest) if ref is not None]
 
 
 def _is_shallow(value: object, levels: int = 20) -> bool:

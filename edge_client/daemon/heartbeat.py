@@ -41,48 +41,34 @@ class WakeupPipe:
         return True
 
 
-class Heartbeat:
-    """Checks in for the task in hand every third of its lease, in its own thread, until closed."""
+@contextmanager
+def heartbeat(link: Link, message: CheckIn, lease_seconds: float) -> Iterator[threading.Event]:
+    """Checks in for a task every third of its lease, in a thread of its own, for the time of the block.
 
-    def __init__(self, link: Link, message: CheckIn, seconds: float) -> None:
-        self._link = link
-        self._message = replace(message, wait_seconds=0.0)
-        self._seconds = seconds
-        self._closed = threading.Event()
-        self._unwanted = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self._thread.start()
+    The event is set once the coordinator no longer wants the result.
+    """
+    closed, unwanted = threading.Event(), threading.Event()
+    seconds = min(max(0.05, lease_seconds / 3), _LONGEST_BEAT_SECONDS)
+    beat = replace(message, wait_seconds=0.0)
 
-    @property
-    def unwanted(self) -> bool:
-        """Whether the coordinator no longer wants the result."""
-        return self._unwanted.is_set()
-
-    def close(self) -> None:
-        # Not joined: a beat may wait for a dead connection for a minute, and its answer no longer matters.
-        self._closed.set()
-
-    def _beat(self) -> None:
-        while not self._closed.wait(self._seconds):
+    def check_in() -> None:
+        while not closed.wait(seconds):
             try:
-                answer = parse_answer(CheckInAnswer, self._link.post("/checkin", self._message))
+                answer = parse_answer(CheckInAnswer, link.post("/checkin", beat))
             except (Unreachable, ServerRefused):
                 continue  # the work may still be wanted; the next beat or the delivery will tell
             except Exception:
                 return  # the link was closed meanwhile
             if answer.stop:
-                self._unwanted.set()
+                unwanted.set()
                 return
 
-
-@contextmanager
-def heartbeat(link: Link, message: CheckIn, lease_seconds: float) -> Iterator[Heartbeat]:
-    """Keeps the lease for the time of the block."""
-    beats = Heartbeat(link, message, min(max(0.05, lease_seconds / 3), _LONGEST_BEAT_SECONDS))
+    threading.Thread(target=check_in, name="heartbeat", daemon=True).start()
     try:
-        yield beats
+        yield unwanted
     finally:
-        beats.close()
+        # Not joined: a beat may wait for a dead connection for a minute, and its answer no longer matters.
+        closed.set()
 
 
 class LongPoll:

@@ -111,9 +111,9 @@ class TaskSession:
         """Does the task and stores its result. Raises Cancelled as `fetch`."""
         verb = "training" if offer.kind == "train" else "evaluating"
         self._status.write(verb, f"{offer.run_name}, round {offer.round}, {offer.runtime}", offer)
-        with heartbeat(self._membership.link, self.checkin(), offer.lease_seconds) as beats:
+        with heartbeat(self._membership.link, self.checkin(), offer.lease_seconds) as unwanted:
             cancellation = Cancellation(
-                self._host, lambda conditions: self.stop_reason(conditions, beats.unwanted)
+                self._host, lambda conditions: self.stop_reason(conditions, unwanted.is_set())
             )
             try:
                 dropped = self._executor.work(offer, cancellation, self._membership.date)

@@ -227,6 +227,11 @@ class TaskOffer:
     deadline_seconds: float
     result_limit_bytes: int
 
+    @property
+    def blobs(self) -> list[BlobRef]:
+        """What the task needs."""
+        return [ref for ref in (self.params, self.streams, self.artifact, self.manifest) if ref is not None]
+
 
 @dataclass(frozen=True)
 class TaskMessage:
