@@ -16,6 +16,7 @@ from coordinator.workers.pool import WorkerPool
 from edge_client.processes.process import Launch
 from edge_client.wire import arrays
 from models.conversion import request as export_request
+from models.conversion.request_cache import Exported
 from strategies.params import Params, ShapeMismatch, require_same_shapes
 
 
@@ -153,7 +154,7 @@ def export_model(
     model: Mapping[str, Any],
     cache_dir: Path | None = None,
     launch: Launch | None = None,
-) -> export_request.Exported:
+) -> Exported:
     """The model's artifact for LiteRT clients, from the cache or converted. `launch`: how to start the converter.
 
     Raises:

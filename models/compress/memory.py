@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,24 +16,16 @@ from models.compress.step import StepRefused
 _SECONDS = 60
 
 
-@dataclass(frozen=True)
-class MemoryUse:
-    """`runtime`: the smallest runtime that runs the file, where it was measured."""
-
-    memory_bytes: int
-    runtime: Literal["tflite-micro", "litert"]
-
-
-def measure(tflite: bytes, x: npt.NDArray[Any]) -> MemoryUse:
-    """The memory that `tflite` needs for a row of `x`.
+def measure(tflite: bytes, x: npt.NDArray[Any]) -> tuple[int, Literal["tflite-micro", "litert"]]:
+    """The bytes of memory that `tflite` needs for a row of `x`, and the smallest runtime that runs it, where they were measured.
 
     Raises:
         StepRefused: no runtime runs the file.
     """
     try:
-        return MemoryUse(micro.run(tflite, x[:1]).arena_bytes, "tflite-micro")
+        return micro.run(tflite, x[:1])[0], "tflite-micro"
     except StepRefused:
-        return MemoryUse(_in_litert(tflite), "litert")
+        return _in_litert(tflite), "litert"
 
 
 def _in_litert(tflite: bytes) -> int:

@@ -72,18 +72,16 @@ def compile_model(model: StepModel, data: Data, options: MicroOptions, context: 
     assert model.tflite is not None  # guaranteed by `quantize.step`
     require_operators(model.tflite)
     context.on_progress({"step": "tflite-micro"})
-    result = run(model.tflite, data.x_test)
-    require_space(
-        "arena", result.arena_bytes, options.arena_bytes, "fewer or narrower channels in the first layers"
-    )
+    arena_bytes, logits = run(model.tflite, data.x_test)
+    require_space("arena", arena_bytes, options.arena_bytes, "fewer or narrower channels in the first layers")
     require_space("model", len(model.tflite), options.flash_bytes, "a smaller student, or `structured`")
-    accuracy = score(result.logits, data.y_test).accuracy
+    accuracy = score(logits, data.y_test).accuracy
     expected = report.accuracy(model.module, data.x_test, data.y_test)
     quantize.require_accuracy(expected, accuracy, options.max_accuracy_drop, "tflite-micro")
     facts = {
         **model.facts,
         **flatbuffer.facts(model.tflite),
-        "arena_bytes": result.arena_bytes,
+        "arena_bytes": arena_bytes,
         "micro_accuracy": accuracy,
         "float32_accuracy": expected,
     }
@@ -103,16 +101,8 @@ def require_space(what: str, needed: int, limit: int, remedy: str) -> None:
         raise StepRefused(f"the {what} needs {needed:,} bytes, {limit:,} are allowed; try {remedy}")
 
 
-@dataclass(frozen=True)
-class MicroResult:
-    """A run in tflite-micro. `logits`: [N, (T,) classes], dequantized."""
-
-    arena_bytes: int
-    logits: npt.NDArray[np.float32]
-
-
-def run(tflite: bytes, x: npt.NDArray[Any]) -> MicroResult:
-    """Runs the file on rows [N, …] in tflite-micro, in a separate process.
+def run(tflite: bytes, x: npt.NDArray[Any]) -> tuple[int, npt.NDArray[np.float32]]:
+    """The bytes of the arena, and the logits [N, (T,) classes], dequantized, of rows [N, …] in tflite-micro, in a separate process.
 
     Raises:
         StepRefused: with the interpreter's own message.
@@ -121,12 +111,12 @@ def run(tflite: bytes, x: npt.NDArray[Any]) -> MicroResult:
         files = [Path(scratch) / name for name in ("model.tflite", "rows.npy", "logits.npy")]
         files[0].write_bytes(tflite)
         np.save(files[1], x, allow_pickle=False)
-        command = [sys.executable, "-P", "-m", "models.compress.micro_process", *map(str, files)]
+        command = [sys.executable, "-P", "-m", "models.compress.micro_interpreter", *map(str, files)]
         try:
             answer = run_once(tie_to_parent(command), SECONDS)
         except ProcessFailed as failure:
             raise StepRefused(f"tflite-micro does not run the file: {_reason(failure)}") from None
-        return MicroResult(int(answer["arena_bytes"]), np.load(files[2], allow_pickle=False))
+        return int(answer["arena_bytes"]), np.load(files[2], allow_pickle=False)
 
 
 def _reason(failure: ProcessFailed) -> str:

@@ -33,7 +33,7 @@ from edge_client.files import sync_folder, write_durably
 from models import catalog, options, zoo
 from models.compress import report
 from models.compress.pruning.structure import rebuild
-from models.compress.step import Context, Data, Precision, StepModel, StepRefused
+from models.compress.step import Context, Data, OnProgress, Precision, StepModel, StepRefused
 from models.job import read_params
 from models.pretrain.params import params_of
 
@@ -65,8 +65,6 @@ _MAKERS = (
 )
 _COMPARED = 16
 """Rows on which a reread model is compared with the step's result."""
-
-OnProgress = Callable[[Mapping[str, Any]], None]
 
 
 class PipelineError(ValueError):

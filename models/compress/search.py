@@ -28,8 +28,7 @@ from edge_client.processes import process
 from models import job as jobs
 from models.compress import amx, memory, pipeline, report, worker
 from models.compress.ladder import Candidate, Table, ladder
-from models.compress.pipeline import OnProgress
-from models.compress.step import Data, StepModel, StepRefused
+from models.compress.step import Data, OnProgress, StepModel, StepRefused
 from models.options import bounded
 
 DROP = 0.02
@@ -212,7 +211,7 @@ class Search:
             )
             last, figures = done[-1].model, done[-1].record["figures"]
             assert last.tflite is not None  # the last step of every candidate makes a file
-            needed = memory.measure(last.tflite, self._data.x_test)
+            memory_bytes, runtime = memory.measure(last.tflite, self._data.x_test)
         except StepRefused as error:
             self._refused[candidate.name] = Refused(candidate.name, str(error))
             return
@@ -233,8 +232,8 @@ class Search:
             last.precision,
             figures["accuracy"],
             figures["bytes"],
-            needed.memory_bytes,
-            needed.runtime,
+            memory_bytes,
+            runtime,
             report.latency({"": last.tflite}, self._data.x_test)[""],
             last.tflite,
         )

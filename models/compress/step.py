@@ -21,6 +21,8 @@ from models.zoo.spec import ModelSpec
 Precision = Literal[
     "float32", "float16", "weight-int8", "dynamic-int8", "static-int8", "mixed", "int4", "codebook"
 ]
+OnProgress = Callable[[Mapping[str, Any]], None]
+"""Receives progress, any JSON."""
 OnEpoch = Callable[[int, float], None]
 """Called with the number of an epoch, from 1, and its mean loss."""
 
@@ -72,13 +74,12 @@ class Context:
         seed: of the step's own generator, so that a step resumed alone draws the same numbers.
         original: the source of the pipeline: the teacher, unless the step names others.
         teachers: further ones by name.
-        on_progress: receives progress, any JSON.
     """
 
     seed: int
     original: StepModel
     teachers: Mapping[str, StepModel] = field(default_factory=dict)
-    on_progress: Callable[[Mapping[str, Any]], None] = lambda line: None
+    on_progress: OnProgress = lambda line: None
 
     def rng(self) -> np.random.Generator:
         return np.random.default_rng(self.seed)

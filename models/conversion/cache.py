@@ -17,15 +17,15 @@ import fcntl
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 
 import torch
-from torch.fx import GraphModule
 
 from edge_client.files import write_durably
 from edge_client.wire import manifest as manifests
 from edge_client.wire.manifest import Manifest
-from models.conversion.request_cache import Entry, read_entry, version_of
+from models.conversion.request_cache import Exported, version_of
 from models.conversion.trace import Traced
 
 EXPORT_FORMAT = 1
@@ -53,22 +53,18 @@ def content(traced: Traced) -> Iterator[bytes]:
     """Both graphs with their constants."""
     for graph in (traced.train, traced.infer):
         yield graph.code.encode()
-        for name, constant in _constants(graph):
+        for name in sorted({str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}):
+            constant: torch.Tensor = attrgetter(name)(graph)
             yield f"{name} {constant.dtype} {tuple(constant.shape)}\n".encode()
             yield constant.detach().contiguous().cpu().numpy().tobytes()
 
 
-def find(folder: Path, key: str) -> Entry | None:
-    """The artifact of `key`, if it is complete."""
-    return read_entry(folder / f"{key}.json")
-
-
-def store(folder: Path, key: str, tflite: bytes, manifest: Manifest) -> Entry:
-    """Stores both files, the manifest last."""
-    entry = Entry(folder / f"{manifest.file.sha256}.tflite", folder / f"{key}.json")
-    write_durably(entry.tflite, tflite)
-    write_durably(entry.manifest, manifest.to_json().encode())
-    return entry
+def store(path: Path, tflite: bytes, manifest: Manifest) -> Exported:
+    """Stores both files, the manifest last, at `path`."""
+    exported = Exported(path.with_name(f"{manifest.file.sha256}.tflite"), path)
+    write_durably(exported.tflite, tflite)
+    write_durably(exported.manifest, manifest.to_json().encode())
+    return exported
 
 
 @contextmanager
@@ -78,16 +74,3 @@ def locked(folder: Path, key: str) -> Iterator[None]:
     with (folder / f"{key}.lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-
-
-def _constants(graph: GraphModule) -> list[tuple[str, torch.Tensor]]:
-    names = sorted({str(node.target) for node in graph.graph.nodes if node.op == "get_attr"})
-    return [(name, _attribute(graph, name)) for name in names]
-
-
-def _attribute(graph: GraphModule, name: str) -> torch.Tensor:
-    value: object = graph
-    for part in name.split("."):
-        value = getattr(value, part)
-    assert isinstance(value, torch.Tensor), f"{name} of a traced graph is not a tensor"
-    return value

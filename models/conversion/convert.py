@@ -22,8 +22,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,7 +55,7 @@ from edge_client.wire.manifest import (
 )
 from edge_client.wire.strict import InvalidDocument
 from models import adaptation, zoo
-from models.conversion import cache, int8_constants
+from models.conversion import cache, int8_constants, request_cache
 from models.conversion.operators import ForeignOperator, minimum_runtime, operators
 from models.conversion.request import ExportRequest
 from models.conversion.request_cache import ARTIFACTS
@@ -126,18 +127,6 @@ class TorchProgram:
         return TorchRuntime(self._spec.build(seed=0), self._spec.loss)
 
 
-@dataclass
-class Stopwatch:
-    seconds: dict[str, float]
-
-    def timed(self, step: str, work: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
-        try:
-            return work()
-        finally:
-            self.seconds[step] = round(time.perf_counter() - start, 3)
-
-
 def main() -> int:
     die_with_parent()
     answers = own_stdout()
@@ -161,25 +150,35 @@ def convert(request: ExportRequest, cache_dir: Path) -> dict[str, Any]:
     Raises:
         ValueError: one of `_USER_ERRORS`, if the model cannot be exported.
     """
-    watch = Stopwatch({})
+    seconds: dict[str, float] = {}
     spec = _spec(request)
-    program: Program = watch.timed("trace", lambda: _program(spec, request.batch_size))
+    with _timed(seconds, "trace"):
+        program = _program(spec, request.batch_size)
     draft = _draft(request, spec, program)
     folder = cache_dir / ARTIFACTS
     key = cache.key(program.content, draft.to_json(), program.makers)
     with cache.locked(folder, key):
-        entry = cache.find(folder, key)
-        cached = entry is not None
-        if entry is None:
-            tflite: bytes = watch.timed("convert", program.tflite)
-            manifest = watch.timed("check", lambda: _verify(draft, program, tflite))
-            entry = cache.store(folder, key, tflite, manifest)
+        path = folder / f"{key}.json"
+        exported = request_cache.read(path)
+        if exported is None:
+            with _timed(seconds, "convert"):
+                tflite = program.tflite()
+            with _timed(seconds, "check"):
+                manifest = _verify(draft, program, tflite)
+            exported = cache.store(path, tflite, manifest)
     return {
-        "tflite": str(entry.tflite),
-        "manifest": str(entry.manifest),
-        "cached": cached,
-        "seconds": watch.seconds,
+        "tflite": str(exported.tflite),
+        "manifest": str(exported.manifest),
+        "cached": exported.cached,
+        "seconds": seconds,
     }
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[step] = round(time.perf_counter() - start, 3)
 
 
 def _spec(request: ExportRequest) -> ModelSpec | zoo.KerasSpec:

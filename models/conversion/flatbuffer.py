@@ -34,11 +34,23 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a graph: its kind, its scope (output names joined as in ai-edge-quantizer), and its inputs."""
+    """One operation of a graph.
+
+    Attributes:
+        kind: such as `CONV_2D`; of a custom operation its own name.
+        version: of a builtin operation; 0: a custom one.
+        scope: output names joined as in ai-edge-quantizer.
+    """
 
     kind: str
+    version: int
     scope: str
     inputs: tuple[StoredTensor, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of its output, which is the module's path (`models.compress.quantization.tensor_names`)."""
+        return self.scope.rstrip(";")
 
     @property
     def weights(self) -> int:
@@ -59,14 +71,14 @@ def operations(tflite: bytes) -> Sequence[Operation]:
     for subgraph in model.subgraphs:
         for node in subgraph.operators:
             code = model.operatorCodes[node.opcodeIndex]
-            kind = builtin_name(code)
-            if kind == "CUSTOM" and code.customCode:
-                kind = code.customCode.decode()
-            scope = "".join(subgraph.tensors[index].name.decode() + ";" for index in node.outputs)
+            kind, version = builtin_name(code), max(code.version, 1)
+            if kind == "CUSTOM":
+                kind, version = (code.customCode or b"nameless").decode(), 0
+            scope = "".join(_name(subgraph.tensors[index]) + ";" for index in node.outputs)
             inputs = tuple(
                 stored_tensor(model, subgraph.tensors[index]) for index in node.inputs if index >= 0
             )
-            listed.append(Operation(kind, scope, inputs))
+            listed.append(Operation(kind, version, scope, inputs))
     return listed
 
 
@@ -130,8 +142,12 @@ def stored_tensor(model: Any, tensor: Any) -> StoredTensor:
     """A tensor of the schema as a `StoredTensor`."""
     buffer = model.buffers[tensor.buffer]
     return StoredTensor(
-        tensor.name.decode(),
+        _name(tensor),
         _DTYPES[tensor.type],
         tuple(int(extent) for extent in tensor.shape) if tensor.shape is not None else (),
         buffer.data is not None or bool(buffer.offset),
     )
+
+
+def _name(tensor: Any) -> str:
+    return (tensor.name or b"").decode()  # names are optional

@@ -8,11 +8,6 @@ builtin: `tflite-runtime` 2.14 returns wrong values for it without an error.
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
-import numpy as np
-
 from edge_client.wire.manifest import Operator
 from models.conversion import flatbuffer
 
@@ -49,12 +44,10 @@ def operators(tflite: bytes) -> tuple[Operator, ...]:
         ForeignOperator: a custom or Flex operation, one not in `ALLOWED`, a newer version, or REVERSE_V2
             without exactly one constant axis.
     """
-    model = flatbuffer.read(tflite)
-    for graph in model.subgraphs:
-        for node in graph.operators:
-            if _allowed_name(model.operatorCodes[node.opcodeIndex]) == "REVERSE_V2":
-                _require_one_axis(model, graph, node)
-    return builtin_operators(tflite)
+    listed = builtin_operators(tflite)
+    for operation in flatbuffer.operations(tflite):
+        _require_allowed(operation)
+    return listed
 
 
 def builtin_operators(tflite: bytes) -> tuple[Operator, ...]:
@@ -63,16 +56,13 @@ def builtin_operators(tflite: bytes) -> tuple[Operator, ...]:
     Raises:
         ForeignOperator: a custom or Flex operation.
     """
-    model = flatbuffer.read(tflite)
-    counts: Counter[str] = Counter()
-    versions: Counter[str] = Counter()
-    for graph in model.subgraphs:
-        for node in graph.operators:
-            code = model.operatorCodes[node.opcodeIndex]
-            name = _builtin_name(code)
-            counts[name] += 1
-            versions[name] = max(versions[name], code.version, 1)
-    return tuple(Operator(name, versions[name], counts[name]) for name in sorted(counts))
+    versions: dict[str, list[int]] = {}
+    for operation in flatbuffer.operations(tflite):
+        if not operation.version:
+            kind = "a Flex operation" if operation.kind.startswith("Flex") else "a custom operation"
+            raise ForeignOperator(f"{operation.kind} is {kind}, which only a runtime built with it has")
+        versions.setdefault(operation.kind, []).append(operation.version)
+    return tuple(Operator(name, max(found), len(found)) for name, found in sorted(versions.items()))
 
 
 def minimum_runtime(tflite: bytes) -> str:
@@ -82,33 +72,14 @@ def minimum_runtime(tflite: bytes) -> str:
     return noted or _UNKNOWN_RUNTIME
 
 
-def _builtin_name(code: Any) -> str:
-    name = flatbuffer.builtin_name(code)
-    if name == "CUSTOM":
-        custom = (code.customCode or b"nameless").decode()
-        kind = "a Flex operation" if custom.startswith("Flex") else "a custom operation"
-        raise ForeignOperator(f"{custom} is {kind}, which only a runtime built with it has")
-    return name
-
-
-def _allowed_name(code: Any) -> str:
-    """The operation's name. Requires that an artifact may use it."""
-    name = _builtin_name(code)
+def _require_allowed(operation: flatbuffer.Operation) -> None:
+    name, version = operation.kind, operation.version
     if name not in ALLOWED:
         raise ForeignOperator(f"{name} is not among the operations that every supported runtime has")
-    if code.version > ALLOWED[name]:
-        raise ForeignOperator(
-            f"{name} version {code.version} is newer than {ALLOWED[name]}, which runtimes have"
-        )
-    return name
-
-
-def _require_one_axis(model: Any, graph: Any, node: Any) -> None:
-    axes = graph.tensors[node.inputs[1]]
-    data = model.buffers[axes.buffer].data
-    count = 0 if data is None else len(np.frombuffer(bytes(data), np.int32))
-    if count != 1:
-        what = f"{count} axes" if count else "axes known only at run time"
+    if version > ALLOWED[name]:
+        raise ForeignOperator(f"{name} version {version} is newer than {ALLOWED[name]}, which runtimes have")
+    if name == "REVERSE_V2" and (axes := operation.inputs[1]) and not (axes.constant and axes.size == 1):
+        what = f"{axes.size} axes" if axes.constant else "axes known only at run time"
         raise ForeignOperator(
             f"REVERSE_V2 over {what} gives wrong values on old runtimes; one constant axis is right"
         )

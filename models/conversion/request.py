@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from typing import Any, Literal
 from edge_client.processes.process import Launch, ProcessFailed, run_once
 from edge_client.wire.strict import InvalidDocument, parse
 from models.conversion import request_cache
-from models.conversion.request_cache import ARTIFACTS, Entry
+from models.conversion.request_cache import ARTIFACTS, Exported
 
 TIMEOUT_SECONDS = 1800.0
 
@@ -64,22 +64,6 @@ class ExportRequest:
         return request
 
 
-@dataclass(frozen=True)
-class Exported:
-    """An artifact on disk, in the cache.
-
-    Attributes:
-        cached: it existed already.
-        seconds: duration of the steps: `trace`, and unless cached `convert` and `check`; empty for a repeated
-            request.
-    """
-
-    tflite: Path
-    manifest: Path
-    cached: bool = False
-    seconds: Mapping[str, float] = field(default_factory=dict)
-
-
 def export(
     request: ExportRequest,
     cache_dir: Path,
@@ -102,8 +86,8 @@ def export(
         raise ExportError(f"the folder of the model's code, {where}, does not exist")
     folder, settings = cache_dir.resolve(), request.to_json()
     digest = request_cache.digest(settings) if request_cache.is_ours(request.model) else None
-    if digest is not None and (entry := request_cache.find(folder, digest)) is not None:
-        return Exported(entry.tflite, entry.manifest, cached=True)
+    if digest is not None and (found := request_cache.find(folder, digest)) is not None:
+        return found
     document = {"request": settings, "cache_dir": str(folder)}
     launch = launch or Launch()
     try:
@@ -122,7 +106,7 @@ def export(
     tflite, manifest = (folder / ARTIFACTS / Path(answer[kind]).name for kind in ("tflite", "manifest"))
     exported = Exported(tflite, manifest, answer["cached"], answer["seconds"])
     if digest is not None and request_cache.digest(settings) == digest:  # our code did not change meanwhile
-        request_cache.store(folder, digest, Entry(exported.tflite, exported.manifest))
+        request_cache.store(folder, digest, exported)
     return exported
 
 

@@ -14,7 +14,7 @@ import json
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
@@ -51,14 +51,22 @@ def digest(request: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """An artifact in the cache."""
+class Exported:
+    """An artifact on disk, in the cache.
+
+    Attributes:
+        cached: it existed already.
+        seconds: duration of the steps: `trace`, and unless cached `convert` and `check`; empty for a repeated
+            request.
+    """
 
     tflite: Path
     manifest: Path
+    cached: bool = False
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-def read_entry(manifest: Path) -> Entry | None:
+def read(manifest: Path) -> Exported | None:
     """The artifact of a manifest, if it is complete; None for a missing or a damaged one, which is made again."""
     try:
         described = manifests.from_json(manifest.read_bytes(), str(manifest))
@@ -66,21 +74,21 @@ def read_entry(manifest: Path) -> Entry | None:
         manifests.require_file(described, tflite.read_bytes(), str(tflite))
     except (FileNotFoundError, ManifestError):
         return None
-    return Entry(tflite, manifest)
+    return Exported(tflite, manifest, cached=True)
 
 
-def find(folder: Path, digest: str) -> Entry | None:
+def find(folder: Path, digest: str) -> Exported | None:
     """The artifact that answers a request; None without a complete one, and the model must be traced."""
     try:
         names = json.loads(_path(folder, digest).read_text("utf-8"))
-        return read_entry(folder / ARTIFACTS / names["manifest"])
+        return read(folder / ARTIFACTS / names["manifest"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def store(folder: Path, digest: str, entry: Entry) -> None:
+def store(folder: Path, digest: str, exported: Exported) -> None:
     """Stores the answer. If the folder is not writable, the next request only has to trace the model again."""
-    names = {"tflite": entry.tflite.name, "manifest": entry.manifest.name}
+    names = {"tflite": exported.tflite.name, "manifest": exported.manifest.name}
     with suppress(OSError):
         _path(folder, digest).parent.mkdir(exist_ok=True)
         write_durably(_path(folder, digest), json.dumps(names).encode())

@@ -29,25 +29,22 @@ from torch import nn
 from edge_client.files import write_durably
 from edge_client.processes import process
 from models import job as jobs
-from models.compress.quantization import quantize, recipes
+from models.compress.quantization import quantize
 from models.compress.quantization.recipes import SIGNATURE
 from models.compress.report import logits as logits_of
 from models.compress.step import Data
 from models.conversion.keras import run_converter
 from models.job import Job, JobError
-from models.options import bounded
 from models.zoo.tensorflow.keras import FunctionalModel, KerasSpec
 
 Params = Mapping[str, npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
-class KerasOptions:
-    """Those of the compression step `quantize` that apply to Keras models."""
+class KerasOptions(quantize.QuantizeOptions):
+    """Those of the compression step `quantize`, with the precisions that apply to Keras models."""
 
     precision: Literal["float32", "float16", "weight-int8", "dynamic-int8", "static-int8"] = "static-int8"
-    calibration_rows: int = bounded(256, 1, 100_000)
-    max_accuracy_drop: float = bounded(0.02, 0.0, 1.0)
 
 
 class FloatModel(nn.Module):
@@ -76,15 +73,12 @@ def run(path: Path, report: process.Report) -> None:
     float32 = to_tflite(model, params)
     rows = x_test[: quantize.COMPARED]
     error = quantize.require_same_logits(logits_of(float32, rows), logits_of(FloatModel(model, params), rows))
-    report(stage="keras", step="quantize", precision=options.precision)
-    calibrated = x_train[: options.calibration_rows]
-    ranges = recipes.calibrate(float32, calibrated) if options.precision == "static-int8" else None
-    tflite = recipes.quantize(float32, options.precision, ranges)
-    quantize.require_weights(tflite, options.precision)
-    facts = quantize.evaluate(float32, tflite, data, options.precision, options.max_accuracy_drop)
+    precision, tflite, facts = quantize.from_float32(
+        float32, data, options, lambda line: report(stage="keras", **line)
+    )
     write_durably(job.out / "model.safetensors", safetensors.numpy.save(dict(params)))
     write_durably(job.out / "model.tflite", tflite)
-    jobs.write_result(job.out, {"precision": options.precision, "max_abs_error": error, **facts})
+    jobs.write_result(job.out, {"precision": precision, "max_abs_error": error, **facts})
 
 
 def read_model(job: Job, spec: KerasSpec) -> tuple[FunctionalModel, Params]:

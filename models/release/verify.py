@@ -62,7 +62,7 @@ def _verdict(kind: RuntimeKind, folder: Path, tflite_runtime: Path | None) -> Ve
     if kind == "litert":
         return _run(kind, [sys.executable, "-P", "-m", "edge_client.infer", str(folder)])
     if kind == "tflite-micro":
-        return _run(kind, [sys.executable, "-P", "-m", "models.compress.micro_selftest", str(folder)])
+        return _run(kind, [sys.executable, "-P", "-m", "models.compress.micro_interpreter", str(folder)])
     named = os.environ.get(PYTHON_VARIABLE)
     python = tflite_runtime or (Path(named) if named else None)
     if python is None:
@@ -83,10 +83,4 @@ def _run(kind: RuntimeKind, command: Sequence[str]) -> Verdict:
         return Verdict(kind, str(failure))
     if answer["runtime"] != kind:
         return Verdict(kind, f"not tried: {command[0]} has {answer['runtime']}")
-    return Verdict(
-        kind,
-        answer.get("refused", ""),
-        answer.get("accuracy"),
-        answer.get("memory_bytes"),
-        answer.get("arena_bytes"),
-    )
+    return Verdict(**answer)

@@ -25,7 +25,7 @@ from edge_client.serving.service import Batching, Service
 from models import zoo
 from models.compress.quantization.quantize import to_tflite
 from models.release.inference import (
-    Options,
+    ReleaseOptions,
     Source,
     release,
 )
@@ -60,7 +60,7 @@ def _released(name: str, options: dict[str, Any], folder: Path) -> Path:
     module = spec.build(0).eval()
     x, y = rng.random((64, 28, 28), np.float32), rng.integers(0, 10, 64).astype(np.int32)
     source = Source(spec, to_tflite(module, spec), "float32", module)
-    report = release(source, x, y, Options(name=name, real_rows=0), folder / "release")
+    report = release(source, x, y, ReleaseOptions(name=name, real_rows=0), folder / "release")
     assert report["takes_batches"], f"{name} takes one row at a time"
     return folder / "release"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.compress.micro_selftest import MicroModel
+from models.compress.micro_interpreter import MicroModel
 from tests.support.cli import assert_refused, report_of, run_cli, run_here
 
 pytestmark = pytest.mark.slow

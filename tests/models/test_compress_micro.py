@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from models.compress import memory, micro
-from models.compress.micro_selftest import MicroModel
+from models.compress.micro_interpreter import MicroModel
 from models.compress.pipeline import c_array
 from models.compress.quantization import quantize, recipes
 from models.compress.step import StepModel, StepRefused

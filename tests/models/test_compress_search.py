@@ -12,7 +12,7 @@ import pytest
 from models import zoo
 from models.compress import pipeline
 from models.compress.ladder import Candidate, ladder
-from models.compress.micro_selftest import MicroModel
+from models.compress.micro_interpreter import MicroModel
 from models.compress.pipeline import PlannedStep
 from models.compress.quantization import quantize
 from models.compress.search import Budget, Outcome, Search, choose, lower_bound, steps_of, undominated

@@ -182,7 +182,7 @@ def test_a_request_answered_before_needs_no_process_where_the_model_is_ours(
     request_cache.store(
         tmp_path,
         request_cache.digest(request.to_json()),
-        request_cache.Entry(folder / first.tflite.name, folder / first.manifest.name),
+        request_cache.Exported(folder / first.tflite.name, folder / first.manifest.name),
     )
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.conversion import cache
+from models.conversion import cache, request_cache
 from models.conversion.trace import Traced, trace
 from models.zoo import get
 from models.zoo.spec import ModelSpec
@@ -18,6 +18,7 @@ from tests.support.manifests import linear
 
 CONTENT = b"a converted file"
 KEY = "0" * 64
+ENTRY = f"{KEY}.json"
 
 
 def key(graphs: Traced, description: str) -> str:
@@ -55,34 +56,37 @@ def test_untrained_weights_are_no_part_of_the_key() -> None:
 
 
 def test_what_was_stored_is_found(tmp_path: Path) -> None:
-    stored = cache.store(tmp_path, KEY, CONTENT, linear(CONTENT))
+    stored = cache.store(tmp_path / ENTRY, CONTENT, linear(CONTENT))
 
-    assert cache.find(tmp_path, KEY) == stored
+    assert request_cache.read(tmp_path / ENTRY) == replace(stored, cached=True)
     assert stored.tflite.read_bytes() == CONTENT
-    assert cache.find(tmp_path, "1" * 64) is None
+    assert request_cache.read(tmp_path / "other.json") is None
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".tflite"}
 
 
 @pytest.mark.parametrize("damage", ["tflite cut", "tflite gone", "manifest cut", "manifest gone"])
 def test_a_damaged_entry_counts_as_absent_and_can_be_stored_again(tmp_path: Path, damage: str) -> None:
-    stored = cache.store(tmp_path, KEY, CONTENT, linear(CONTENT))
+    stored = cache.store(tmp_path / ENTRY, CONTENT, linear(CONTENT))
     path = stored.tflite if damage.startswith("tflite") else stored.manifest
     if damage.endswith("gone"):
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-9])
 
-    assert cache.find(tmp_path, KEY) is None
-    assert cache.find(tmp_path, KEY) or cache.store(tmp_path, KEY, CONTENT, linear(CONTENT)) == stored
-    assert cache.find(tmp_path, KEY) == stored
+    assert request_cache.read(tmp_path / ENTRY) is None
+    assert (
+        request_cache.read(tmp_path / ENTRY)
+        or cache.store(tmp_path / ENTRY, CONTENT, linear(CONTENT)) == stored
+    )
+    assert request_cache.read(tmp_path / ENTRY) == replace(stored, cached=True)
 
 
 def test_two_different_files_of_one_key_never_mix(tmp_path: Path) -> None:
     """A conversion need not give the same bytes twice; whichever manifest is there names its own file."""
-    cache.store(tmp_path, KEY, CONTENT, linear(CONTENT))
-    second = cache.store(tmp_path, KEY, CONTENT + b" again", linear(CONTENT + b" again"))
+    cache.store(tmp_path / ENTRY, CONTENT, linear(CONTENT))
+    second = cache.store(tmp_path / ENTRY, CONTENT + b" again", linear(CONTENT + b" again"))
 
-    assert cache.find(tmp_path, KEY) == second
+    assert request_cache.read(tmp_path / ENTRY) == replace(second, cached=True)
     assert second.tflite.read_bytes() == CONTENT + b" again"
 
 

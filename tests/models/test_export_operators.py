@@ -82,7 +82,7 @@ def forged(*operations: tuple[int, int, str | None], axes: list[int] | None = No
         model.buffers[1].data = np.frombuffer(np.asarray(axes, np.int32).tobytes(), np.uint8)
     graph: Any = schema.SubGraphT()
     graph.tensors = [schema.TensorT(), schema.TensorT()]
-    graph.tensors[1].buffer = 1
+    graph.tensors[1].buffer, graph.tensors[1].shape = 1, [len(axes or [])]
     graph.inputs, graph.outputs, graph.operators = [0], [0], []
     model.operatorCodes = []
     for position, (code, version, custom) in enumerate(operations):

@@ -16,11 +16,8 @@ from edge_client.data.examples import Examples
 from edge_client.wire import manifest
 from edge_client.wire.manifest import Manifest
 from models import zoo
-from models.conversion.request import (
-    Exported,
-    ExportRequest,
-    export,
-)
+from models.conversion.request import ExportRequest, export
+from models.conversion.request_cache import Exported
 from models.zoo.spec import ModelSpec
 from strategies.params import Params
 

@@ -26,7 +26,7 @@ from edge_client.train.evaluation import score
 from models.compress import report
 from models.compress.quantization import recipes, tensor_names
 from models.compress.quantization.recipes import SIGNATURE
-from models.compress.step import Context, Data, Precision, StepModel, StepRefused
+from models.compress.step import Context, Data, OnProgress, Precision, StepModel, StepRefused
 from models.conversion import flatbuffer
 from models.options import bounded
 from models.zoo import ModelSpec
@@ -70,18 +70,28 @@ def step(model: StepModel, data: Data, options: QuantizeOptions, context: Contex
     """
     context.on_progress({"step": "convert"})
     float32, error = convert_checked(model, data.x_test)
+    precision, tflite, facts = from_float32(float32, data, options, context.on_progress)
+    return StepModel(model.spec, model.module, tflite, precision, {**facts, "max_abs_error": error})
+
+
+def from_float32(
+    float32: bytes, data: Data, options: QuantizeOptions, on_progress: OnProgress
+) -> tuple[Precision, bytes, dict[str, Any]]:
+    """The float32 file in `options.precision`: the precision, the file and its facts.
+
+    Raises:
+        StepRefused: most of its weights are not quantized, or its accuracy is too low.
+    """
     if options.precision == "auto":
-        precision, tflite, details = choose(float32, data, options, context)
+        precision, tflite, details = choose(float32, data, options, on_progress)
     else:
         precision, details = options.precision, {}
-        context.on_progress({"step": "quantize", "precision": precision})
+        on_progress({"step": "quantize", "precision": precision})
         tflite = quantize_file(float32, precision, data, options.calibration_rows)
     facts = evaluate(float32, tflite, data, precision, options.max_accuracy_drop)
     if precision == "static-int8":
         details = {**details, "calibration_rows": min(options.calibration_rows, len(data.x_train))}
-    return StepModel(
-        model.spec, model.module, tflite, precision, {**facts, **details, "max_abs_error": error}
-    )
+    return precision, tflite, {**facts, **details}
 
 
 @dataclass(frozen=True)
@@ -96,13 +106,13 @@ class Candidate:
 
 
 def choose(
-    float32: bytes, data: Data, options: QuantizeOptions, context: Context
+    float32: bytes, data: Data, options: QuantizeOptions, on_progress: OnProgress
 ) -> tuple[Precision, bytes, dict[str, Any]]:
     """The precision of the lowest cost, its file, and the figures of each candidate as facts."""
     files: dict[Precision, bytes] = {}
     candidates: list[Candidate] = []
     for precision in CANDIDATES:
-        context.on_progress({"step": "quantize", "precision": precision})
+        on_progress({"step": "quantize", "precision": precision})
         try:
             files[precision] = quantize_file(float32, precision, data, options.calibration_rows)
         except StepRefused as error:

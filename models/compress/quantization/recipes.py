@@ -12,13 +12,13 @@ import contextlib
 import io
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
 
 from models.compress.step import Precision
 from models.conversion import flatbuffer
+from models.conversion.flatbuffer import Operation
 
 SIGNATURE = "infer"
 WEIGHTS: Mapping[str, str] = {
@@ -46,23 +46,9 @@ Ranges = dict[str, Any]
 """Tensor -> minimum and maximum seen."""
 
 
-@dataclass(frozen=True)
-class Layer:
-    """An operation with weights. `scope` is its address in recipes, `name` that of its output: the module's path (`tensor_names`)."""
-
-    name: str
-    kind: str
-    scope: str
-    weights: int
-
-
-def layers(tflite: bytes) -> list[Layer]:
+def layers(tflite: bytes) -> list[Operation]:
     """All operations with weights, in the order of execution."""
-    return [
-        Layer(operation.scope.rstrip(";"), operation.kind, operation.scope, operation.weights)
-        for operation in flatbuffer.operations(tflite)
-        if operation.kind in KINDS and operation.weights
-    ]
+    return [each for each in flatbuffer.operations(tflite) if each.kind in KINDS and each.weights]
 
 
 class NotCalibrated(ValueError):
@@ -84,9 +70,7 @@ def calibrate(tflite: bytes, rows: npt.NDArray[Any]) -> Ranges:
     calibrator = Calibrator(tflite, num_threads=1, qsv_update_func=min_max_update)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off
-            calibrator.calibrate(
-                {SIGNATURE: [{"x": row[None]} for row in rows]}, _Recipe().add_all("static-int8").rules
-            )
+            calibrator.calibrate({SIGNATURE: [{"x": row[None]} for row in rows]}, _recipe("static-int8", {}))
     except ValueError as error:
         if "Tensor data is null" not in str(error):
             raise
@@ -100,75 +84,22 @@ def calibrate(tflite: bytes, rows: npt.NDArray[Any]) -> Ranges:
 
 def quantize(
     tflite: bytes,
-    precision: Precision,
+    precision: Precision | None,
     ranges: Ranges | None = None,
-    kept: Mapping[str, Precision] | None = None,
+    others: Mapping[str, Precision] | None = None,
 ) -> bytes:
     """The float32 model `tflite` in `precision`.
 
     Args:
+        precision: None leaves all layers but `others` as they are.
         ranges: of activations; needed for static-int8.
-        kept: scopes of layers with another precision; float32 leaves a layer unquantized.
+        others: scopes of layers with another precision; float32 leaves a layer unquantized.
     """
-    if precision == "float32" and not kept:
-        return tflite
-    recipe = _Recipe().add_all(precision)
-    for scope, other in (kept or {}).items():
-        recipe.add_layer(scope, other)
-    return _quantize(tflite, recipe, ranges)
-
-
-def quantize_one(tflite: bytes, layer: Layer, precision: Precision, ranges: Ranges | None = None) -> bytes:
-    """The float32 model with only `layer` in `precision`."""
-    return _quantize(tflite, _Recipe().add_layer(layer.scope, precision), ranges)
-
-
-class _Recipe:
-    """Rules for operations, by regular expressions over their scopes; of several matches the last one applies."""
-
-    def __init__(self) -> None:
-        from ai_edge_quantizer.recipe_manager import RecipeManager
-
-        self.rules = RecipeManager()
-
-    def add_all(self, precision: Precision) -> _Recipe:
-        return self._add(".*", precision)
-
-    def add_layer(self, scope: str, precision: Precision) -> _Recipe:
-        return self._add(f"^{re.escape(scope)}$", precision)
-
-    def _add(self, regex: str, precision: Precision) -> _Recipe:
-        from ai_edge_quantizer.algorithm_manager import AlgorithmName
-        from ai_edge_quantizer.qtyping import TFLOperationName as Operator
-
-        every = Operator.ALL_SUPPORTED
-        match precision:
-            case "float32":
-                self.rules.add_quantization_config(regex, every, algorithm_key=AlgorithmName.NO_QUANTIZE)
-            case "float16":
-                self.rules.add_weight_only_config(regex, every, 16, algorithm_key=AlgorithmName.FLOAT_CASTING)
-            case "weight-int8":
-                self.rules.add_weight_only_config(regex, every, 8)
-            case "dynamic-int8":
-                self.rules.add_dynamic_config(regex, every, 8)
-            case "static-int8":
-                self.rules.add_static_config(regex, every, 8, 8)
-                # the static recipe skips embedding tables, most of the weights of a text model; the
-                # lookup returns float32, which the next operation quantizes
-                self.rules.add_dynamic_config(regex, Operator.EMBEDDING_LOOKUP, 8)
-            case "int4":
-                self.rules.add_dynamic_config(regex, every, 8)
-                for operator in FOUR_BITS:
-                    self.rules.add_dynamic_config(regex, Operator(operator), 4)
-            case _:
-                raise ValueError(f"{precision} is not a precision of a single layer")
-        return self
-
-
-def _quantize(tflite: bytes, recipe: _Recipe, ranges: Ranges | None) -> bytes:
     from ai_edge_quantizer.quantizer import Quantizer
 
-    quantizer = Quantizer(tflite, recipe.rules.get_quantization_recipe())
+    if precision == "float32" and not others:
+        return tflite
+    quantizer = Quantizer(tflite, _recipe(precision, others or {}).get_quantization_recipe())
     if quantizer.need_calibration and ranges is None:
         raise ValueError("static-int8 needs ranges of activations")
     result = quantizer.quantize(
@@ -177,3 +108,42 @@ def _quantize(tflite: bytes, recipe: _Recipe, ranges: Ranges | None) -> bytes:
         enable_progress_report=False,
     )
     return bytes(result.quantized_model)
+
+
+def _recipe(precision: Precision | None, others: Mapping[str, Precision]) -> Any:
+    """Rules for operations, by regular expressions over their scopes; of several matches the last one applies."""
+    from ai_edge_quantizer.recipe_manager import RecipeManager
+
+    rules = RecipeManager()
+    if precision is not None:
+        _add_rules(rules, ".*", precision)
+    for scope, other in others.items():
+        _add_rules(rules, f"^{re.escape(scope)}$", other)
+    return rules
+
+
+def _add_rules(rules: Any, regex: str, precision: Precision) -> None:
+    from ai_edge_quantizer.algorithm_manager import AlgorithmName
+    from ai_edge_quantizer.qtyping import TFLOperationName as Operator
+
+    every = Operator.ALL_SUPPORTED
+    match precision:
+        case "float32":
+            rules.add_quantization_config(regex, every, algorithm_key=AlgorithmName.NO_QUANTIZE)
+        case "float16":
+            rules.add_weight_only_config(regex, every, 16, algorithm_key=AlgorithmName.FLOAT_CASTING)
+        case "weight-int8":
+            rules.add_weight_only_config(regex, every, 8)
+        case "dynamic-int8":
+            rules.add_dynamic_config(regex, every, 8)
+        case "static-int8":
+            rules.add_static_config(regex, every, 8, 8)
+            # the static recipe skips embedding tables, most of the weights of a text model; the
+            # lookup returns float32, which the next operation quantizes
+            rules.add_dynamic_config(regex, Operator.EMBEDDING_LOOKUP, 8)
+        case "int4":
+            rules.add_dynamic_config(regex, every, 8)
+            for operator in FOUR_BITS:
+                rules.add_dynamic_config(regex, Operator(operator), 4)
+        case _:
+            raise ValueError(f"{precision} is not a precision of a single layer")

@@ -12,7 +12,7 @@ Test rows are not used for the choice, so that the reported accuracy stays unbia
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -21,8 +21,9 @@ import numpy.typing as npt
 from edge_client.train.evaluation import score
 from models.compress import report
 from models.compress.quantization import quantize, recipes
-from models.compress.quantization.recipes import Layer, Ranges
+from models.compress.quantization.recipes import Ranges
 from models.compress.step import Context, Data, Precision, StepModel, StepRefused
+from models.conversion.flatbuffer import Operation
 from models.options import bounded
 
 _LEAST = 0.01
@@ -52,7 +53,7 @@ class MixedOptions:
 class Sensitivity:
     """The effect of quantizing one layer alone. `divergence`: mean KL in nats; `accuracy_loss`: as a fraction."""
 
-    layer: Layer
+    layer: Operation
     divergence: float
     accuracy_loss: float
 
@@ -97,7 +98,7 @@ def mixed(model: StepModel, data: Data, options: MixedOptions, context: Context)
         "held_out_accuracy": {"float32": rows.accuracy, "mixed": accuracy},
         "sensitivities": [
             {
-                **asdict(s.layer),
+                **{key: getattr(s.layer, key) for key in ("name", "kind", "scope", "weights")},
                 "divergence": s.divergence,
                 "accuracy_loss": s.accuracy_loss,
                 "kept": s in kept,
@@ -118,7 +119,7 @@ def sensitivities(
         context.on_progress(
             {"step": "sensitivity", "layer": layer.name, "number": index + 1, "of": len(layers)}
         )
-        logits = report.logits(recipes.quantize_one(float32, layer, precision, ranges), rows.x)
+        logits = report.logits(recipes.quantize(float32, None, ranges, {layer.scope: precision}), rows.x)
         loss = rows.accuracy - score(logits, rows.y).accuracy
         ranking.append(Sensitivity(layer, divergence(rows.logits, logits), loss))
     return sorted(ranking, key=lambda s: -s.divergence)

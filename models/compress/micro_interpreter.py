@@ -1,7 +1,10 @@
-"""The self-test of a release on tflite-micro, the interpreter for microcontrollers, and the arena that it needs.
+"""A file in tflite-micro, the interpreter for microcontrollers, and the arena that it needs.
 
-    python -P -m models.compress.micro_selftest FOLDER
+    python -P -m models.compress.micro_interpreter FOLDER                            the self-test of a release
     {"runtime": "tflite-micro", "accuracy": 0.97, "arena_bytes": 58112}
+
+    python -P -m models.compress.micro_interpreter MODEL.tflite ROWS.npy LOGITS.npy  the logits of many rows
+    {"arena_bytes": 58112}
 
 It runs in a separate process, because the interpreter ends the process if a model needs something unsupported. An interpreter
 allocates everything in one array of bytes, the arena, whose minimum size is found by trial; on a 32-bit device it is somewhat
@@ -86,7 +89,20 @@ def _runs(content: bytes, arena_bytes: int) -> bool:
 
 
 def main() -> int:
-    folder = Path(sys.argv[1])
+    answer = _self_test(Path(sys.argv[1])) if len(sys.argv) == 2 else _predict(*map(Path, sys.argv[1:]))
+    sys.stdout.write(json.dumps(answer) + "\n")
+    return 1 if "refused" in answer else 0
+
+
+def _predict(model: Path, rows: Path, logits: Path) -> dict[str, object]:
+    content = model.read_bytes()
+    arena = arena_bytes(content)
+    answers = MicroModel(content, arena).predict(np.load(rows, allow_pickle=False))
+    np.save(logits, answers, allow_pickle=False)
+    return {"arena_bytes": arena}
+
+
+def _self_test(folder: Path) -> dict[str, object]:
     answer: dict[str, object] = {"runtime": "tflite-micro"}
     try:
         manifest = inference.from_json((folder / rollouts.MANIFEST_NAME).read_bytes())
@@ -97,8 +113,7 @@ def main() -> int:
         answer["refused"] = str(error)
     except RuntimeError as error:
         answer["refused"] = f"tflite-micro does not support it: {' '.join(str(error).split())}"
-    sys.stdout.write(json.dumps(answer) + "\n")
-    return 1 if "refused" in answer else 0
+    return answer
 
 
 def _details(tensor: dict[str, Any]) -> dict[str, Any]:
