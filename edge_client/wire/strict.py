@@ -196,7 +196,10 @@ def _optional(kind: Any, value: object, place: str, newer: bool) -> Any:
 def _tuple(kind: Any, value: object, place: str, newer: bool) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise InvalidDocument(f"{place} is {abbreviate(value)}, expected a list")
-    return tuple(read(get_args(kind)[0], item, f"{place}[{i}]", newer=newer) for i, item in enumerate(value))
+    item_kind = get_args(kind)[0]
+    if item_kind is float and all(type(item) is float and math.isfinite(item) for item in value):
+        return tuple(value)  # manifests hold thousands
+    return tuple(read(item_kind, item, f"{place}[{i}]", newer=newer) for i, item in enumerate(value))
 
 
 def _scalar(kind: Any, value: object, place: str) -> Any:
