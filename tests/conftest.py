@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -51,6 +52,16 @@ def log_settings_left_as_found() -> Iterator[None]:
     root.handlers = handlers
     root.setLevel(level)
     structlog.configure(**settings_before)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make check` does not import a module whose tests are all slow: some import a framework, which takes seconds."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return _ALL_SLOW.search(collection_path.read_text("utf-8")) is not None or None
+
+
+_ALL_SLOW = re.compile(r"^pytestmark = .*\bpytest\.mark\.slow\b", re.MULTILINE)
 
 
 def pytest_collection_finish() -> None:
