@@ -37,6 +37,7 @@ from strategies.params import Params
 from strategies.update import Update
 from tests.support.databases import database, database_url
 from tests.support.device_world import Refused, TestDevice, World, serving, sqlite
+from tests.support.long import LONG
 
 __all__ = ["database", "database_url"]
 
@@ -187,11 +188,11 @@ def test_a_whole_upload_that_was_never_judged_is_finished_by_its_announcement(op
     assert device.start_upload(task, payload).accepted
 
 
+@pytest.mark.long
 def test_a_replayed_upload_is_accepted_again_and_counts_once(opened_on_each: OpenRound) -> None:
     opened = opened_on_each
     device, task, payload = opened.leased()
-    often = 1000 if opened.world.services.database.engine.name == "sqlite" else 100
-    for _ in range(often):
+    for _ in range(1000 if LONG else 100):
         assert device.upload(task, payload).accepted
     assert device.put(task, 0, payload).accepted
     assert opened.count(updates.c.run) == 1
