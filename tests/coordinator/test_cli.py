@@ -198,6 +198,7 @@ def test_without_a_command_the_commands_are_listed(fedloop: Fedloop) -> None:
 @pytest.mark.parametrize(
     "args", [["simulate", "none.toml"], ["simulate", "--rounds", "3"], ["nothing"]], ids=" ".join
 )
+@pytest.mark.slow
 def test_the_installed_command_does_the_same(args: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
         [FEDLOOP, *args], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
@@ -229,6 +230,7 @@ def test_help_lists_every_command_with_a_line(fedloop: Fedloop) -> None:
         assert len(line.split()) > 5
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_is_not_run_again(fedloop: Fedloop, finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     ended = fedloop("simulate", "--resume", finished)
@@ -238,6 +240,7 @@ def test_a_finished_run_says_so_and_is_not_run_again(fedloop: Fedloop, finished:
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_standard_output_holds_only_json(fedloop: Fedloop, finished: Path) -> None:
     ended = fedloop("simulate", "--resume", finished, "--json")
     assert ended.code == 0

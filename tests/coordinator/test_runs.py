@@ -211,6 +211,7 @@ def test_a_run_in_which_every_device_declined_ends_with_an_error(tmp_path: Path)
             show_report(report_of(services, row.id), tmp_path, as_json=False)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
     document = {**DIGITS, "model": {"name": "no_such_package:build"}}
     with services_in(tmp_path / "home", allow_code=("no_such_package:build",)) as services:

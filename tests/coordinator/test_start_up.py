@@ -55,10 +55,12 @@ _HELP = "import sys; sys.argv = ['fedloop', '--help']\ntry: import _fedloop_comm
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_process_imports_nothing_that_only_others_need(code: str, never: set[str]) -> None:
     assert loaded_by(code, never) == []
 
 
+@pytest.mark.slow
 def test_a_forbidden_import_would_be_found() -> None:
     assert loaded_by("import torch.distributed.tensor", SPREAD) == ["sympy", "torch.distributed.tensor"]
 

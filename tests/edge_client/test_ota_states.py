@@ -278,7 +278,7 @@ class Device(RuleBasedStateMachine):
 _PHASES = tuple(Phase) if LONG else (Phase.explicit, Phase.reuse, Phase.generate)
 """Shrinking a sequence that fails takes minutes."""
 
-TestDevice = pytest.mark.long(Device.TestCase)
+TestDevice = pytest.mark.slow(pytest.mark.long(Device.TestCase))
 TestDevice.settings = settings(
     max_examples=3_000 if LONG else 60,
     stateful_step_count=20,

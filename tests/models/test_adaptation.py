@@ -73,6 +73,7 @@ def test_the_first_model_is_the_shipped_one_on_its_backbone(how: str, tmp_path: 
         *extended(("head", {"fc.weight", "fc.bias"})),
     ],
 )
+@pytest.mark.slow
 def test_a_step_is_pytorchs_in_litert_and_the_merged_model_answers_as_the_adapted_one(
     how: str, trained: set[str], tmp_path: Path
 ) -> None:

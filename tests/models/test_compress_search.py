@@ -91,6 +91,7 @@ def test_the_front_is_what_no_other_one_beats_in_everything() -> None:
     assert undominated([outcome("a", 0.9, 100), outcome("same", 0.9, 100)]) == ["a", "same"]
 
 
+@pytest.mark.slow
 def test_a_candidate_that_fails_is_named_and_the_others_are_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

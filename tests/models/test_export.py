@@ -121,6 +121,7 @@ def test_a_users_own_module_exports_and_trains_as_in_pytorch(own: Path) -> None:
         ("absent", r"nets has no function 'absent'; it has: .*pooled"),
     ],
 )
+@pytest.mark.slow
 def test_a_model_that_cannot_be_exported_is_refused_with_its_reason(
     own: Path, build: str, reason: str
 ) -> None:
@@ -144,6 +145,7 @@ def test_an_operation_without_a_lowering_is_named(own: Path) -> None:
         (ExportRequest("mlp", {}, (8,), 0), r"export request.classes is 0, expected 1 or more"),
     ],
 )
+@pytest.mark.slow
 def test_a_wrong_request_is_refused_with_its_reason(
     tmp_path: Path, request_: ExportRequest, reason: str
 ) -> None:
@@ -151,6 +153,7 @@ def test_a_wrong_request_is_refused_with_its_reason(
         export(request_, tmp_path, code_folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_code_folder_or_cache_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ExportError, match=r"the folder of the model's code, .*nowhere, does not exist"):
@@ -159,6 +162,7 @@ def test_a_code_folder_or_cache_that_cannot_be_is_refused(tmp_path: Path) -> Non
         export(ARCHITECTURES["cnn"], tmp_path / "file" / "cache", code_folder=ROOT)
 
 
+@pytest.mark.slow
 def test_the_second_export_is_a_hit_that_converts_nothing() -> None:
     first, _ = exported("cnn")
 

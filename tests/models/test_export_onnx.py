@@ -76,6 +76,7 @@ def set_weight(model: ModelProto, name: str, change: Callable[[Any], Any]) -> No
 
 
 @pytest.mark.parametrize("name", SPECS)
+@pytest.mark.slow
 def test_out_and_in_again_a_model_has_the_same_params(
     made: Callable[[str], Made], tmp_path: Path, name: str
 ) -> None:
@@ -112,6 +113,7 @@ def test_a_file_that_answers_otherwise_is_found_out(made: Callable[[str], Made])
         require_same_logits(other.SerializeToString(), module, spec)
 
 
+@pytest.mark.slow
 def test_a_model_that_torch_cannot_follow_is_told() -> None:
     sizes = {"width": 8, "heads": 2, "layers": 1, "experts": 2}
     spec = zoo.get("moe", input_shape=(4,), classes=5, input_dtype="int32", task="next_token", **sizes)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.zoo.cnn import CNN
 from models.zoo.mlp import MLP
-from models.zoo.tensorflow import twins
 from tests.support.local_data import noise_like
+
+if TYPE_CHECKING:
+    from models.zoo.tensorflow import twins
 
 sizes = st.integers(1, 6)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     image=st.tuples(sizes, sizes, sizes),
@@ -25,15 +31,20 @@ sizes = st.integers(1, 6)
 def test_convolutional_params_survive_the_round_trip(
     image: tuple[int, int, int], channels: tuple[int, int], hidden: int, classes: int, seed: int
 ) -> None:
+    from models.zoo.tensorflow import twins  # takes seconds
+
     module = CNN(image, channels, hidden, classes)
     assert_round_trip(twins.small_cnn(image, channels, hidden), module, seed)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(widths=st.lists(sizes, max_size=3), features=sizes, classes=sizes, seed=st.integers(0, 2**32 - 1))
 def test_dense_params_survive_the_round_trip(
     widths: list[int], features: int, classes: int, seed: int
 ) -> None:
+    from models.zoo.tensorflow import twins  # takes seconds
+
     twin = twins.dense_stack([f"hidden.{i}" for i in range(len(widths))] + ["fc"])
     assert_round_trip(twin, MLP(features, widths, classes), seed)
 
@@ -50,7 +61,10 @@ def assert_round_trip(twin: twins.Twin, module: CNN | MLP, seed: int) -> None:
         assert again.shape == there.shape and again.tobytes() == there.tobytes()
 
 
+@pytest.mark.slow
 def test_every_element_goes_where_tensorflow_looks_for_it() -> None:
+    from models.zoo.tensorflow import twins  # takes seconds
+
     twin = twins.small_cnn((2, 5, 3), (4, 6), hidden=7)
     kernel = np.arange(4 * 2 * 3 * 3).reshape(4, 2, 3, 3)
     behind_flatten = np.arange(7 * 6 * 3 * 2).reshape(7, 6 * 3 * 2)

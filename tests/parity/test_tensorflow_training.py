@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_client.train.tensorflow_trainer import TensorFlowRuntime
 from edge_client.train.trainer import Trainer, TrainTask
 from models.zoo import cnn, logreg, mlp
 from models.zoo.spec import ModelSpec
@@ -37,6 +36,8 @@ any_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
 
 def trainers(spec: ModelSpec) -> tuple[Trainer, Trainer]:
+    from edge_client.train.tensorflow_trainer import TensorFlowRuntime  # takes seconds
+
     return Trainer(torch_runtime(spec)), Trainer(TensorFlowRuntime(spec.tensorflow_twin()))
 
 
@@ -51,6 +52,7 @@ def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray])
 @any_spec
 @any_rule
 @pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.slow
 def test_a_few_steps_agree_with_pytorch(spec: ModelSpec, rule: ClientRule, steps: int) -> None:
     # 20 examples in batches of 8: the third batch is shorter.
     data = examples(spec.input_shape, spec.classes, 20, seed=1, padded=2)
@@ -75,6 +77,7 @@ def test_a_few_steps_agree_with_pytorch(spec: ModelSpec, rule: ClientRule, steps
 
 
 @any_spec
+@pytest.mark.slow
 def test_logits_loss_and_accuracy_agree_with_pytorch(spec: ModelSpec) -> None:
     data = examples(spec.input_shape, spec.classes, 300, seed=4, padded=3)
     params = noise_like(first_params(spec), seed=6, scale=0.5)
@@ -95,6 +98,7 @@ def test_logits_loss_and_accuracy_agree_with_pytorch(spec: ModelSpec) -> None:
 
 
 @any_spec
+@pytest.mark.slow
 def test_both_runtimes_name_the_same_tensors_in_the_same_order(spec: ModelSpec) -> None:
     torch_trainer, tensorflow_trainer = trainers(spec)
     assert tensorflow_trainer.runtime.trainable == torch_trainer.runtime.trainable
