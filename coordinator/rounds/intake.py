@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, get_args
 
 from coordinator.rounds.records import Expected
 from edge_client.train import schedule
 from edge_client.wire import arrays
-from edge_client.wire.arrays import DELTA, FilePayload, Payload, ResultHeader, StoredArrays, result_header
+from edge_client.wire.arrays import (
+    DELTA,
+    DTYPES,
+    FilePayload,
+    Payload,
+    ResultHeader,
+    StoredArrays,
+    result_header,
+)
 from edge_client.wire.strict import printable
 from strategies.params import NotFinite, Tensors, flatten, require_finite, shape_of, unflatten
 from strategies.update import Update
@@ -40,6 +48,9 @@ Reason = Literal[
     "non_finite",
 ]
 
+FOLDABLE = ("F64", "F32", "F16", "BF16", "I32", "I16", "I8", "U8")
+"""Dtypes of numbers that float64, in which updates are summed, represents exactly."""
+
 _HEADROOM_BYTES = 65_536
 
 
@@ -57,13 +68,27 @@ def make_expected(
     streams: Mapping[str, Tensors],
     max_examples: int | None = None,
     weight_limit: int | None = None,
+    dtypes: Mapping[str, str] | None = None,
 ) -> Expected:
-    """What updates of `trainable` with the client rule's `streams` must contain."""
+    """What updates of `trainable` with the client rule's `streams` must contain. `dtypes`: as in `Expected`.
+
+    Raises:
+        ValueError: `dtypes` names an unknown tensor, or a dtype that cannot be folded.
+    """
     tensors = flatten({DELTA: trainable, **streams})
+    for name, dtype in (dtypes or {}).items():
+        if name not in tensors:
+            raise ValueError(f"{name} is to be {dtype}, but is no tensor of this task")
+        if dtype not in FOLDABLE:
+            raise ValueError(
+                f"{name} is to be {dtype}, which cannot be folded: sums are float64, which represents exactly "
+                f"{', '.join(FOLDABLE)}"
+            )
     shapes = {name: shape_of(tensors, name) for name in tensors}
-    size = sum(4 * math.prod(shape) for shape in shapes.values())
+    expected = Expected(shapes, 0, max_examples, weight_limit, dtypes or {})
+    size = sum(DTYPES[expected.dtype(name)].itemsize * math.prod(shape) for name, shape in shapes.items())
     names = sum(len(name) + 128 for name in tensors)
-    return Expected(shapes, size + names + _HEADROOM_BYTES, max_examples, weight_limit)
+    return replace(expected, payload_limit_bytes=size + names + _HEADROOM_BYTES)
 
 
 def check(payload: Payload, task: Task, expected: Expected) -> Update | Rejection:
@@ -200,8 +225,8 @@ def _check_tensors(sent: Mapping[str, arrays.TensorHeader], expected: Expected) 
     if extra:
         return "extra_tensor", f"{extra[0]!r} is not a tensor of this model"
     for name in sorted(sent):
-        if sent[name].dtype != "F32":
-            return "wrong_dtype", f"{name} is {sent[name].dtype}, expected F32"
+        if sent[name].dtype != expected.dtype(name):
+            return "wrong_dtype", f"{name} is {sent[name].dtype}, expected {expected.dtype(name)}"
         if sent[name].shape != expected.shapes[name]:
             return "wrong_shape", f"{name} is {sent[name].shape}, expected {expected.shapes[name]}"
     return None

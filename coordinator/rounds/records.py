@@ -16,15 +16,20 @@ class Expected:
     """What a result of this round must contain.
 
     Attributes:
-        shapes: tensor name -> shape; all tensors are float32.
+        shapes: tensor name -> shape.
         max_examples: the most examples it may claim; None: no limit.
         weight_limit: the most examples it counts for, however many it claims; None: no limit.
+        dtypes: tensor name -> dtype as in safetensors, such as F16; tensors without an entry are F32.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     payload_limit_bytes: int
     max_examples: int | None = None
     weight_limit: int | None = None
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+    def dtype(self, name: str) -> str:
+        return self.dtypes.get(name, "F32")
 
 
 @dataclass(frozen=True)

@@ -38,29 +38,22 @@ DELTA = "delta"
 
 _METADATA_KEY = "fedloop"
 _MOST_AXES = 64  # numpy's limit; it also bounds the product of hostile extents
-_ITEM_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
+DTYPES = {
+    name: np.dtype(stored)
+    for name, stored in {
+        "F64": "<f8",
+        "F32": "<f4",
+        "F16": "<f2",
+        "BF16": "<u2",
+        "I64": "<i8",
+        "I32": "<i4",
+        "I16": "<i2",
+        "I8": "i1",
+        "U8": "u1",
+        "BOOL": "?",
+    }.items()
 }
-_NUMPY = {
-    "F64": "<f8",
-    "F32": "<f4",
-    "F16": "<f2",
-    "I64": "<i8",
-    "I32": "<i4",
-    "I16": "<i2",
-    "I8": "i1",
-    "U8": "u1",
-    "BOOL": "?",
-}
+"""The dtypes of safetensors, as they lie in a payload. numpy has no BF16, the upper half of a float32: it is read as float32."""
 
 
 class Malformed(ValueError):
@@ -161,16 +154,16 @@ class StoredArrays(LazyTensors):
         """As `LazyTensors.piece`.
 
         Raises:
-            Malformed: the dtype does not exist in numpy, or the file was truncated meanwhile.
+            Malformed: the file was truncated meanwhile.
         """
         tensor = self.header.tensors[name]
-        if tensor.dtype not in _NUMPY:
-            raise Malformed(f"tensor {name!r} is {tensor.dtype}, which is not supported here")
-        size = _ITEM_BYTES[tensor.dtype]
+        stored = DTYPES[tensor.dtype]
+        size = stored.itemsize
         content = self.payload.read(tensor.offset + start * size, (stop - start) * size)
         if len(content) != (stop - start) * size:
             raise Malformed(f"the payload ends within tensor {name!r}")
-        return np.frombuffer(content, _NUMPY[tensor.dtype])
+        values = np.frombuffer(content, stored)
+        return (values.astype("<u4") << 16).view("<f4") if tensor.dtype == "BF16" else values
 
 
 def encode(arrays: Mapping[str, npt.NDArray[Any]], values: Mapping[str, Any] | None = None) -> bytes:
@@ -340,7 +333,7 @@ def _metadata(values: Mapping[str, Any] | None) -> dict[str, str] | None:
 
 def _tensor_header(name: str, entry: Any, data: int) -> TensorHeader:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
-    if dtype not in _ITEM_BYTES:
+    if dtype not in DTYPES:
         raise ValueError(f"tensor {name!r} has unknown dtype {abbreviate(dtype)}")
     if len(shape) > _MOST_AXES or not all(_is_extent(extent) for extent in shape):
         raise ValueError(f"tensor {name!r} has shape {abbreviate(shape)}")
@@ -358,7 +351,7 @@ def _check_layout(offsets: Mapping[str, Any], tensors: Mapping[str, TensorHeader
     """Total bytes of all tensors. Raises ValueError if they are not contiguous, with gaps or overlaps."""
     end = 0
     for name, (start, stop) in sorted(offsets.items(), key=lambda item: tuple(item[1])):
-        size = _ITEM_BYTES[tensors[name].dtype] * math.prod(tensors[name].shape)
+        size = DTYPES[tensors[name].dtype].itemsize * math.prod(tensors[name].shape)
         if (start, stop) != (end, end + size):
             raise ValueError(f"tensor {name!r} lies at {[start, stop]}, expected {[end, end + size]}")
         end = stop

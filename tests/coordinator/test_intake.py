@@ -18,6 +18,7 @@ from coordinator.rounds.records import Expected
 from coordinator.workers import faults
 from edge_client.wire import arrays
 from edge_client.wire.arrays import BytesPayload, FilePayload, encode_result
+from strategies import presets
 from strategies.params import PIECE, LazyTensors, Params
 from strategies.update import Update
 from tests.support.federation import task, update
@@ -263,6 +264,7 @@ def test_the_limit_leaves_room_for_any_honest_header() -> None:
 
 
 def on_disk(payload: bytes, folder: Path) -> FilePayload:
+    folder.mkdir(exist_ok=True)
     (folder / "upload").write_bytes(payload)
     return FilePayload(folder / "upload")
 
@@ -292,6 +294,71 @@ def test_a_bad_number_in_the_last_piece_of_a_large_tensor_is_found(tmp_path: Pat
     assert isinstance(intake.check(on_disk(sent(tensors=large), tmp_path), TASK, expected), Update)
     large["w"][-1] = np.inf
     assert told(intake.check(on_disk(sent(tensors=large), tmp_path), TASK, expected))[0] == "non_finite"
+
+
+def of_dtype(dtype: str, numbers: list[float]) -> tuple[bytes, Expected]:
+    """An update whose `fc.bias` is of this dtype, and a task that asks for it."""
+    header, _ = parsed(encode_result(TASK.message, update({"fc.bias": np.zeros(len(numbers), np.float32)})))
+    if dtype == "BF16":
+        data = (np.array(numbers, "<f4").view("<u4") >> 16).astype("<u2").tobytes()
+    else:
+        data = np.array(numbers, arrays.DTYPES[dtype]).tobytes()
+    header["delta/fc.bias"] = entry(0, len(data), [len(numbers)], dtype)
+    asked = intake.make_expected(
+        {"fc.bias": np.zeros(len(numbers), np.float32)}, {}, dtypes={"delta/fc.bias": dtype}
+    )
+    return raw(header, data), asked
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("dtype", intake.FOLDABLE)
+def test_a_task_may_ask_for_another_dtype_and_its_numbers_are_folded_in_float64(
+    dtype: str, stored: bool, tmp_path: Path
+) -> None:
+    first, second = [1.0, 100.0, 0.0], [2.0, 127.0, 3.0]
+    strategy = presets.get("fedavg", weighting="uniform")
+    fold = strategy.start(2)
+    for position, numbers in enumerate((first, second)):
+        payload, asked = of_dtype(dtype, numbers)
+        checked = (
+            intake.check(on_disk(payload, tmp_path / str(position)), TASK, asked)
+            if stored
+            else check(payload, expected=asked)
+        )
+        assert isinstance(checked, Update)
+        assert checked.norm == pytest.approx(np.linalg.norm(numbers), rel=1e-12)
+        fold.add(position, strategy.transform(checked))
+    mean = fold.finish().delta["fc.bias"]
+    assert (mean.dtype, mean.tolist()) == (np.float64, [1.5, 113.5, 1.5])
+
+
+def test_an_update_is_refused_if_its_dtype_is_not_the_one_asked_for() -> None:
+    payload, asked = of_dtype("F16", [1.0, 2.0])
+    bytes_asked = of_dtype("I8", [1.0, 2.0])[1]
+    assert told(check(payload, expected=bytes_asked)) == ("wrong_dtype", "delta/fc.bias is F16, expected I8")
+    plain = of_dtype("F32", [1.0, 2.0])[0]
+    assert told(check(plain, expected=asked)) == ("wrong_dtype", "delta/fc.bias is F32, expected F16")
+
+
+def test_a_number_that_is_not_finite_is_refused_in_any_dtype() -> None:
+    for dtype in ("F16", "BF16", "F64"):
+        payload, asked = of_dtype(dtype, [1.0, np.inf])
+        assert told(check(payload, expected=asked))[0] == "non_finite"
+
+
+def test_the_limit_of_the_size_follows_the_dtype() -> None:
+    limits = [of_dtype(dtype, [0.0] * 1000)[1].payload_limit_bytes for dtype in ("I8", "F16", "F32", "F64")]
+    assert [limit - limits[0] for limit in limits] == [0, 1000, 3000, 7000]
+
+
+@pytest.mark.parametrize("dtype", ["BOOL", "I64", "F8_E4M3"])
+def test_a_task_cannot_ask_for_a_dtype_that_cannot_be_folded(dtype: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"delta/fc.bias is to be {dtype}, which cannot be folded: sums are float64"
+    ):
+        intake.make_expected(MODEL, {}, dtypes={"delta/fc.bias": dtype})
+    with pytest.raises(ValueError, match="is no tensor of this task"):
+        intake.make_expected(MODEL, {}, dtypes={"delta/head": "F16"})
 
 
 def test_a_reason_is_found_by_its_code() -> None:

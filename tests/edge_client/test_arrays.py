@@ -171,7 +171,6 @@ def test_a_header_that_lies_is_malformed_and_says_where(lie: str) -> None:
 def test_only_what_our_loader_takes_is_decoded() -> None:
     """Headers that `read_header` lets pass but that the loader refuses, each for a reason of its own."""
     refused = {
-        "bfloat16, which numpy lacks": raw({"w": entry(0, 4, [2], "BF16")}, FOUR),
         "larger than the address space": raw({"w": entry(0, 0, [0, 2**62, 2**62])}),
     }
     for payload in refused.values():
@@ -180,6 +179,17 @@ def test_only_what_our_loader_takes_is_decoded() -> None:
             stored["w"]
         with pytest.raises(Malformed):
             arrays.decode(payload)
+    with pytest.raises(Malformed):
+        arrays.decode(raw({"w": entry(0, 4, [2], "BF16")}, FOUR))  # numpy lacks it
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), max_size=9))
+def test_bfloat16_is_read_as_the_float32_that_it_is_the_upper_half_of(values: list[float]) -> None:
+    halves = np.array(values, "<f4").view("<u4") >> 16
+    payload = raw({"w": entry(0, 2 * len(values), [len(values)], "BF16")}, halves.astype("<u2").tobytes())
+    read = StoredArrays(BytesPayload(payload))["w"]
+    assert read.dtype == np.float32
+    assert read.tobytes() == (halves << 16).astype("<u4").tobytes()
 
 
 @pytest.mark.parametrize(
