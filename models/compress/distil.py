@@ -65,14 +65,6 @@ class DistilOptions(Tuning):
     hint_teacher: str = ""
 
 
-@dataclass(frozen=True)
-class Distilled:
-    """A trained student, in evaluation mode, and the loss of every step."""
-
-    student: nn.Module
-    losses: list[float]
-
-
 def step(model: StepModel, data: Data, options: DistilOptions, context: Context) -> StepModel:
     """The student in `options`, trained by the original model or by the named teachers.
 
@@ -89,7 +81,7 @@ def step(model: StepModel, data: Data, options: DistilOptions, context: Context)
         x = np.concatenate([x, data.x_extra])
         y = np.concatenate([y, np.full((len(data.x_extra), *y.shape[1:]), PADDING, np.int32)])
     modules = [teacher.module for teacher in teachers.values()]
-    distilled = distil(
+    student, losses = distil(
         modules,
         student,
         x,
@@ -107,10 +99,10 @@ def step(model: StepModel, data: Data, options: DistilOptions, context: Context)
             }
             for name, teacher in teachers.items()
         },
-        "steps": len(distilled.losses),
-        "loss": distilled.losses[-1] if distilled.losses else None,
+        "steps": len(losses),
+        "loss": losses[-1] if losses else None,
     }
-    return StepModel(spec, distilled.student, facts=facts)
+    return StepModel(spec, student, facts=facts)
 
 
 def distil(
@@ -123,8 +115,8 @@ def distil(
     *,
     loss: Loss = masked_cross_entropy,
     on_epoch: OnEpoch = lambda epoch, loss: None,
-) -> Distilled:
-    """Trains a copy of `student` on the logits of `teachers` for `x` and on `y`; the arguments are not changed.
+) -> tuple[nn.Module, list[float]]:
+    """A copy of `student` trained on the logits of `teachers` for `x` and on `y`, in evaluation mode, and the loss of every step.
 
     Args:
         y: int32 [N] or [N, T]; a row of `PADDING` only is unlabelled and has only the soft term.
@@ -136,7 +128,7 @@ def distil(
     learner, rows = copy.deepcopy(student), Arrays(x, y)
     soft_loss = objective(teachers, options.temperature, options.alpha, loss)
     if not options.hint:
-        return Distilled(learner, tune(learner, rows, options, rng, soft_loss, on_epoch=on_epoch))
+        return learner, tune(learner, rows, options, rng, soft_loss, on_epoch=on_epoch)
     with _hint_loss(teachers[0], learner, x, options, int(rng.integers(2**31))) as (mismatch, regressor):
 
         def with_hint(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -145,7 +137,7 @@ def distil(
         losses = tune(
             learner, rows, options, rng, with_hint, extra_parameters=regressor.parameters(), on_epoch=on_epoch
         )
-    return Distilled(learner, losses)
+    return learner, losses
 
 
 def objective(

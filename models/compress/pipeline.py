@@ -279,15 +279,13 @@ def _store(step_folder: Path, model: StepModel, data: Data, inputs: Mapping[str,
     float32, unconverted = _convert_float32(model)
     if float32 is not None:
         write_durably(step_folder / FLOAT32, float32)
-    figures = asdict(report.measure(model, data.x_test, data.y_test, float32))
-    figures.pop("latency_us")
     record = {
         **inputs,
         "model": model.spec.described(),
         "precision": model.precision,
         "params_sha256": hashlib.sha256(content).hexdigest(),
         "tflite_sha256": hashlib.sha256(model.tflite).hexdigest() if model.tflite else None,
-        "figures": figures,
+        "figures": report.measure(model, data.x_test, data.y_test, float32),
         "facts": {**model.facts, **({"not_converted": unconverted} if unconverted else {})},
     }
     stored = _read_model(step_folder, record)

@@ -12,8 +12,7 @@ import statistics
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,43 +37,29 @@ _BLOCK = 8
 """Counted runs of one model before the next one's; an uncounted run before them warms the caches."""
 
 
-@dataclass(frozen=True)
-class Figures:
-    """The figures of a model.
+def measure(
+    model: StepModel, x: npt.NDArray[Any], y: npt.NDArray[np.int32], float32: bytes | None = None
+) -> dict[str, Any]:
+    """All figures but the latency, on test rows. `float32`: the `.tflite` of a model that has none of its own yet.
 
-    Attributes:
+    Returns:
         accuracy: of the file if there is one, otherwise of the module; over the test labels that count.
         parameters: of the module; nonzero: of these.
         macs: multiply-accumulates of one row.
         bytes: of the `.tflite`, of a float model's float32 one, or of the params if devices cannot run it.
         compressed_bytes: of the same after zlib, as in transport.
-        latency_us: of one row in LiteRT; None: not measured, or devices cannot run this model.
+        precision: of the model.
     """
-
-    accuracy: float
-    parameters: int
-    nonzero: int
-    macs: int
-    bytes: int
-    compressed_bytes: int
-    precision: str
-    latency_us: float | None = None
-
-
-def measure(
-    model: StepModel, x: npt.NDArray[Any], y: npt.NDArray[np.int32], float32: bytes | None = None
-) -> Figures:
-    """All figures but the latency, on test rows. `float32`: the `.tflite` of a model that has none of its own yet."""
     content = model.tflite or float32 or safetensors.numpy.save(params_of(model.module))
-    return Figures(
-        accuracy(model.tflite or model.module, x, y),
-        parameters(model.module),
-        nonzero(model.module),
-        macs(model.module, model.spec),
-        len(content),
-        len(zlib.compress(content, 9)),
-        model.precision,
-    )
+    return {
+        "accuracy": accuracy(model.tflite or model.module, x, y),
+        "parameters": parameters(model.module),
+        "nonzero": nonzero(model.module),
+        "macs": macs(model.module, model.spec),
+        "bytes": len(content),
+        "compressed_bytes": len(zlib.compress(content, 9)),
+        "precision": model.precision,
+    }
 
 
 def parameters(module: nn.Module) -> int:
@@ -138,40 +123,21 @@ class Runner:
         self._interpreter.invoke()
 
 
-def latency(
-    models: Mapping[str, nn.Module | bytes], x: npt.NDArray[Any], turns: int = 20
-) -> dict[str, float]:
-    """Median microseconds of each model for one row of `x`, measured in turns, one thread."""
+def latency(files: Mapping[str, bytes], x: npt.NDArray[Any], turns: int = 20) -> dict[str, float]:
+    """Median microseconds of each `.tflite` for one row of `x`, measured in turns, one thread."""
     row = np.ascontiguousarray(x[:1])
-    inferences = {name: _inference(model, row) for name, model in models.items()}
-    microseconds: dict[str, list[float]] = {name: [] for name in inferences}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for _ in range(turns):
-            for name, infer in inferences.items():
-                infer()
-                for _ in range(_BLOCK):
-                    started = time.perf_counter()
-                    infer()
-                    microseconds[name].append((time.perf_counter() - started) * 1e6)
-    finally:
-        torch.set_num_threads(threads)
-    return {name: statistics.median(values) for name, values in microseconds.items()}
-
-
-def _inference(model: nn.Module | bytes, row: npt.NDArray[Any]) -> Callable[[], object]:
-    if isinstance(model, bytes):
-        runner = Runner(model)
+    runners = {name: Runner(content) for name, content in files.items()}
+    microseconds: dict[str, list[float]] = {name: [] for name in runners}
+    for runner in runners.values():
         runner.feed(row)
-        return runner.invoke
-    x, module = torch.from_numpy(row), model.eval()
-
-    def infer() -> None:
-        with torch.inference_mode():
-            module(x)
-
-    return infer
+    for _ in range(turns):
+        for name, runner in runners.items():
+            runner.invoke()
+            for _ in range(_BLOCK):
+                started = time.perf_counter()
+                runner.invoke()
+                microseconds[name].append((time.perf_counter() - started) * 1e6)
+    return {name: statistics.median(values) for name, values in microseconds.items()}
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -188,7 +154,7 @@ def plot(rows: Iterable[Mapping[str, Any]], path: Path, test_rows: int) -> None:
     """Accuracy against bytes, latency and memory, with their Pareto fronts, as a PNG.
 
     Args:
-        rows: `name` and the keys of `Figures`; `memory_bytes` if measured. Points are labelled with a row's `step`, as in
+        rows: `name`, the figures of `measure` and `latency_us`; `memory_bytes` if measured. Points are labelled with a row's `step`, as in
             the table; rows without one count from 1.
         test_rows: number of rows that accuracies are measured on.
     """

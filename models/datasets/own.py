@@ -40,12 +40,10 @@ def load(target: str, data_dir: Path | None, seed: int) -> Dataset:
         raise DataError(
             f"{target}{user_code.definition_location(function)} returned {type(returned).__name__}, expected a mapping such as {{'x': …, 'y': …}}"
         )
-    for key in returned:
-        if key not in KEYS:
-            raise DataError(
-                f"{target} returned key {key!r}{nearest(str(key), KEYS)}; known: {', '.join(KEYS)}"
-            )
-    return _dataset(target, {key: value for key, value in returned.items() if value is not None}, seed)
+    try:
+        return _dataset(target, returned, seed)
+    except DataError as error:
+        raise DataError(f"{target}: {error}") from error
 
 
 def _call(function: Callable[..., Any], target: str, arguments: dict[str, Any]) -> Any:
@@ -62,22 +60,24 @@ def _call(function: Callable[..., Any], target: str, arguments: dict[str, Any]) 
         ) from error
 
 
-def _dataset(target: str, returned: dict[str, Any], seed: int) -> Dataset:
+def _dataset(target: str, mapping: Mapping[Any, Any], seed: int) -> Dataset:
+    for key in mapping:
+        if key not in KEYS:
+            raise DataError(f"returned key {key!r}{nearest(str(key), KEYS)}; known: {', '.join(KEYS)}")
+    returned = {key: value for key, value in mapping.items() if value is not None}
     for key in ("x", "y"):
         if key not in returned:
-            raise DataError(
-                f"{target} returned no {key!r}; it returned: {', '.join(map(str, returned)) or 'nothing'}"
-            )
-    x, y = _inputs(target, "x", returned["x"]), _labels(target, "y", returned["y"])
+            raise DataError(f"returned no {key!r}; it returned: {', '.join(returned) or 'nothing'}")
+    x, y = _inputs("x", returned["x"]), _labels("y", returned["y"])
     test = None
     if "x_test" in returned or "y_test" in returned:
-        x, y, test = _with_test_arrays(target, returned, x, y)
+        x, y, test = _with_test_arrays(returned, x, y)
     elif "test" in returned:
-        test = _mask(target, returned["test"], len(x))
-    _same_rows(target, "y", y, "x", x)
-    task = _task(target, returned.get("task"), x, y)
-    classes, class_names = _classes(target, returned, x, y, task)
-    site, site_names = _sites(target, returned["site"], len(x)) if "site" in returned else (None, ())
+        test = _mask(returned["test"], len(x))
+    _same_rows("y", y, "x", x)
+    task = _task(returned.get("task"), x, y)
+    classes, class_names = _classes(returned, x, y, task)
+    site, site_names = _sites(returned["site"], len(x)) if "site" in returned else (None, ())
     notes = (f"Loaded by {target}.", "It says which rows are held out.")
     if test is None:
         flat = y if task == "classification" else np.zeros(len(y), np.int32)
@@ -88,148 +88,140 @@ def _dataset(target: str, returned: dict[str, Any], seed: int) -> Dataset:
         )
     if test.all() or not test.any():
         raise DataError(
-            f"{target}: {int(test.sum())} of {len(test)} rows are held out for testing; expected some, and not all"
+            f"{int(test.sum())} of {len(test)} rows are held out for testing; expected some, and not all"
         )
     return Dataset(target, x, y, test, classes, task, class_names, site, site_names, notes)
 
 
-def _inputs(target: str, key: str, value: Any) -> npt.NDArray[Any]:
+def _inputs(key: str, value: Any) -> npt.NDArray[Any]:
     """float32 from any floats, booleans or bytes (images); int32 from whole numbers (tokens)."""
-    array = _array(target, key, value)
+    array = _array(key, value)
     if array.ndim < 2:
-        raise DataError(f"{target}: {key} has shape {array.shape}, expected rows and at least one more axis")
+        raise DataError(f"{key} has shape {array.shape}, expected rows and at least one more axis")
     if array.dtype.kind == "f" or array.dtype in (np.bool_, np.uint8):
         with np.errstate(over="ignore"):
             numbers = np.ascontiguousarray(array, dtype=np.float32)
-        _all_finite(target, key, numbers)
+        _all_finite(key, numbers)
         return numbers
     if array.dtype.kind in "iu":
-        return _int32(
-            target, key, array, 0, "token ids are 0 or more; numbers that are no tokens belong in floats"
-        )
-    raise DataError(f"{target}: {key} is of type {array.dtype}, expected floats, or whole numbers for tokens")
+        return _int32(key, array, 0, "token ids are 0 or more; numbers that are no tokens belong in floats")
+    raise DataError(f"{key} is of type {array.dtype}, expected floats, or whole numbers for tokens")
 
 
-def _labels(target: str, key: str, value: Any) -> npt.NDArray[np.int32]:
-    array = _array(target, key, value)
+def _labels(key: str, value: Any) -> npt.NDArray[np.int32]:
+    array = _array(key, value)
     if array.dtype.kind not in "iub":
         raise DataError(
-            f"{target}: {key} is of type {array.dtype}, expected whole numbers from 0, one a class "
+            f"{key} is of type {array.dtype}, expected whole numbers from 0, one a class "
             f"(np.unique({key}, return_inverse=True) turns other labels into them)"
         )
     if array.ndim not in (1, 2) or array.shape[1:] == (1,):
-        raise DataError(
-            f"{target}: {key} has shape {array.shape}, expected one label a row, or [rows, tokens]"
-        )
-    return _int32(target, key, array, PADDING if array.ndim == 2 else 0, "labels count from 0")
+        raise DataError(f"{key} has shape {array.shape}, expected one label a row, or [rows, tokens]")
+    return _int32(key, array, PADDING if array.ndim == 2 else 0, "labels count from 0")
 
 
-def _array(target: str, key: str, value: Any) -> npt.NDArray[Any]:
+def _array(key: str, value: Any) -> npt.NDArray[Any]:
     try:
         array = np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise DataError(f"{target}: {key} cannot be made an array: {error}") from error
+        raise DataError(f"{key} cannot be made an array: {error}") from error
     if array.dtype == object:
-        raise DataError(f"{target}: {key} is a ragged list or holds objects, expected an array of numbers")
+        raise DataError(f"{key} is a ragged list or holds objects, expected an array of numbers")
     if not array.ndim or not len(array):
-        raise DataError(f"{target}: {key} has no rows")
+        raise DataError(f"{key} has no rows")
     return array
 
 
-def _int32(target: str, key: str, array: npt.NDArray[Any], least: int, why: str) -> npt.NDArray[np.int32]:
+def _int32(key: str, array: npt.NDArray[Any], least: int, why: str) -> npt.NDArray[np.int32]:
     wrong = np.argwhere((array < least) | (array > np.iinfo(np.int32).max))
     if len(wrong):
-        raise DataError(f"{target}: {key} is {array[tuple(wrong[0])]} in row {wrong[0][0]}; {why}")
+        raise DataError(f"{key} is {array[tuple(wrong[0])]} in row {wrong[0][0]}; {why}")
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
-def _all_finite(target: str, key: str, x: npt.NDArray[np.float32]) -> None:
+def _all_finite(key: str, x: npt.NDArray[np.float32]) -> None:
     wrong = np.flatnonzero(~np.isfinite(x).reshape(len(x), -1).all(axis=1))
     if len(wrong):
         raise DataError(
-            f"{target}: {key} has a NaN, an infinity or a number beyond float32 in row {wrong[0]} "
+            f"{key} has a NaN, an infinity or a number beyond float32 in row {wrong[0]} "
             f"({len(wrong):,} such rows); fill or drop them"
         )
 
 
 def _with_test_arrays(
-    target: str, returned: dict[str, Any], x: npt.NDArray[Any], y: npt.NDArray[np.int32]
+    returned: dict[str, Any], x: npt.NDArray[Any], y: npt.NDArray[np.int32]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
     if "x_test" not in returned or "y_test" not in returned:
-        raise DataError(f"{target} returned only one of x_test and y_test; return both or neither")
+        raise DataError("returned only one of x_test and y_test; return both or neither")
     for key in ("test", "site"):
         if key in returned:
             raise DataError(
-                f"{target} returned {key} beside x_test and y_test; return all rows in x and y and mark those held out in test"
+                f"returned {key} beside x_test and y_test; return all rows in x and y and mark those held out in test"
             )
     x_test, y_test = (
-        _inputs(target, "x_test", returned["x_test"]),
-        _labels(target, "y_test", returned["y_test"]),
+        _inputs("x_test", returned["x_test"]),
+        _labels("y_test", returned["y_test"]),
     )
-    _same_rows(target, "y", y, "x", x)
-    _same_rows(target, "y_test", y_test, "x_test", x_test)
+    _same_rows("y", y, "x", x)
+    _same_rows("y_test", y_test, "x_test", x_test)
     for key, first, second in (("x_test", x, x_test), ("y_test", y, y_test)):
         if first.shape[1:] != second.shape[1:] or first.dtype != second.dtype:
             raise DataError(
-                f"{target}: {key} holds {second.dtype} rows of shape {second.shape[1:]}, those for training are "
+                f"{key} holds {second.dtype} rows of shape {second.shape[1:]}, those for training are "
                 f"{first.dtype} of shape {first.shape[1:]}"
             )
     test = np.arange(len(x) + len(x_test)) >= len(x)
     return np.concatenate([x, x_test]), np.concatenate([y, y_test]), test
 
 
-def _same_rows(target: str, key: str, array: npt.NDArray[Any], other: str, rows: npt.NDArray[Any]) -> None:
+def _same_rows(key: str, array: npt.NDArray[Any], other: str, rows: npt.NDArray[Any]) -> None:
     if len(array) != len(rows):
-        raise DataError(f"{target}: {key} has {len(array):,} rows, {other} has {len(rows):,}")
+        raise DataError(f"{key} has {len(array):,} rows, {other} has {len(rows):,}")
 
 
-def _mask(target: str, value: Any, rows: int) -> npt.NDArray[np.bool_]:
-    array = _array(target, "test", value)
+def _mask(value: Any, rows: int) -> npt.NDArray[np.bool_]:
+    array = _array("test", value)
     if array.dtype != np.bool_ or array.shape != (rows,):
-        raise DataError(
-            f"{target}: test is {array.dtype} {array.shape}, expected bool ({rows},), True where held out"
-        )
+        raise DataError(f"test is {array.dtype} {array.shape}, expected bool ({rows},), True where held out")
     return array
 
 
-def _task(target: str, task: Any, x: npt.NDArray[Any], y: npt.NDArray[np.int32]) -> TaskKind:
+def _task(task: Any, x: npt.NDArray[Any], y: npt.NDArray[np.int32]) -> TaskKind:
     if task is not None and not (isinstance(task, str) and task in TASKS):
-        raise DataError(f"{target}: task is {task!r}, expected {' or '.join(TASKS)}")
+        raise DataError(f"task is {task!r}, expected {' or '.join(TASKS)}")
     chosen: TaskKind = task or ("next_token" if y.ndim == 2 else "classification")
     if chosen == "classification" and y.ndim != 1:
-        raise DataError(f"{target}: y has shape {y.shape}, expected ({len(y)},) for classification")
+        raise DataError(f"y has shape {y.shape}, expected ({len(y)},) for classification")
     if chosen == "next_token" and (x.dtype != np.int32 or x.shape != y.shape):
         raise DataError(
-            f"{target}: for next_token, x and y are whole numbers of one shape [rows, tokens]; "
+            f"for next_token, x and y are whole numbers of one shape [rows, tokens]; "
             f"x is {x.dtype} {x.shape}, y has shape {y.shape}"
         )
     return chosen
 
 
 def _classes(
-    target: str, returned: dict[str, Any], x: npt.NDArray[Any], y: npt.NDArray[np.int32], task: TaskKind
+    returned: dict[str, Any], x: npt.NDArray[Any], y: npt.NDArray[np.int32], task: TaskKind
 ) -> tuple[int, tuple[str, ...]]:
     largest = max(int(y.max()), int(x.max()) if task == "next_token" else 0)
     names = returned.get("class_names", ())
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{target}: class_names is {names!r}, expected a list of texts")
+        raise DataError(f"class_names is {names!r}, expected a list of texts")
     classes = returned.get("classes", len(names) or largest + 1)
     if not isinstance(classes, int | np.integer) or isinstance(classes, bool) or classes < 2:
-        raise DataError(f"{target}: {classes!r} classes, expected a whole number from 2")
+        raise DataError(f"{classes!r} classes, expected a whole number from 2")
     if largest >= classes:
-        raise DataError(
-            f"{target}: label or token {largest} with {classes} classes, expected 0 to {classes - 1}"
-        )
+        raise DataError(f"label or token {largest} with {classes} classes, expected 0 to {classes - 1}")
     if names and len(names) != classes:
-        raise DataError(f"{target}: {len(names)} class_names for {classes} classes")
+        raise DataError(f"{len(names)} class_names for {classes} classes")
     return int(classes), tuple(names)
 
 
-def _sites(target: str, value: Any, rows: int) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
-    array = _array(target, "site", value)
+def _sites(value: Any, rows: int) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
+    array = _array("site", value)
     if array.shape != (rows,) or array.dtype.kind not in "iuU":
         raise DataError(
-            f"{target}: site is {array.dtype} {array.shape}, expected a name or whole number for each of {rows} rows"
+            f"site is {array.dtype} {array.shape}, expected a name or whole number for each of {rows} rows"
         )
     names, site = np.unique(array, return_inverse=True)
     return site.astype(np.int32), tuple(str(name) for name in names)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,15 +15,7 @@ NEAR = 0.05
 """How far a mean may be from 0, and a standard deviation from 1, in a column that is called standardised."""
 
 
-@dataclass(frozen=True)
-class Standardised:
-    """`values` [N, F] without a gap; `before` [F] is True for columns that arrive standardised."""
-
-    values: Values
-    before: Flags
-
-
-def standardised(values: Values, training: Flags, site: npt.NDArray[np.int32] | None) -> Standardised:
+def standardised(values: Values, training: Flags, site: npt.NDArray[np.int32] | None) -> tuple[Values, Flags]:
     """Each column with mean 0 and standard deviation 1 over the training rows of each site.
 
     Gaps (NaN) become the mean of the site's training rows, and what is constant there becomes 0. Where a site's
@@ -35,6 +26,9 @@ def standardised(values: Values, training: Flags, site: npt.NDArray[np.int32] | 
         values: [N, F], NaN where a value is missing.
         training: [N], rows that statistics may be taken from.
         site: [N] site of each row, or None for one table.
+
+    Returns:
+        [N, F] without a gap, and [F]: True for columns that arrive standardised.
     """
     groups = _rows_by_site(site) if site is not None else [np.arange(len(values))]
     everyone = moments(values[training])
@@ -45,7 +39,7 @@ def standardised(values: Values, training: Flags, site: npt.NDArray[np.int32] | 
         means[rows] = np.where(known, own[0], np.nan_to_num(everyone[0]))
         deviations[rows] = np.where(known, own[1], everyone[1])
     before = _standard(values, training, [np.arange(len(values))]) | _standard(values, training, groups)
-    return Standardised(scaled(values, means, deviations, before), before)
+    return scaled(values, means, deviations, before), before
 
 
 def _rows_by_site(site: npt.NDArray[np.int32]) -> list[Rows]:

@@ -154,9 +154,8 @@ def _features(
         return x, [], []
     places = np.setdiff1d(np.arange(x.shape[1]), rows.categories)
     values = np.ascontiguousarray(rows.x[:, places])
-    result = standardised(values, training, sites)
-    x[:, places] = result.values
-    before = [name for name, kept in zip(numbers, result.before, strict=True) if kept]
+    x[:, places], arrived = standardised(values, training, sites)
+    before = [name for name, kept in zip(numbers, arrived, strict=True) if kept]
     per = "each site's training rows" if sites is not None else "the training rows"
     notes = []
     if len(before) < len(numbers):

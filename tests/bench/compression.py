@@ -233,7 +233,7 @@ def _taught(teacher: StepModel, data: Data, seed: int, tuning: Tuning, alpha: fl
     options = distil.DistilOptions(**_fields(tuning), temperature=4.0, alpha=alpha)
     x, y = data.x_train, data.y_train
     return StepModel(
-        spec, distil.distil([teacher.module], spec.build(seed), x, y, options, rng, loss=spec.loss).student
+        spec, distil.distil([teacher.module], spec.build(seed), x, y, options, rng, loss=spec.loss)[0]
     )
 
 

@@ -87,12 +87,12 @@ def test_a_student_learns_from_what_the_teacher_says_about_unlabelled_rows(world
     x = torch.from_numpy(world["unseen"])
     wanted = world["teacher"](x).argmax(1)
     before, after = (
-        (module(x).argmax(1) == wanted).float().mean() for module in (world["student"], result.student)
+        (module(x).argmax(1) == wanted).float().mean() for module in (world["student"], result[0])
     )
     assert before < 0.6
     assert after > 0.85
-    assert len(result.losses) == 30 * -(-len(nothing) // 16)
-    assert not result.student.training
+    assert len(result[1]) == 30 * -(-len(nothing) // 16)
+    assert not result[0].training
 
 
 def test_distilling_changes_neither_module_and_repeats_bit_for_bit(world: dict[str, Any]) -> None:
@@ -108,8 +108,8 @@ def test_distilling_changes_neither_module_and_repeats_bit_for_bit(world: dict[s
         )
         for _ in range(2)
     ]
-    assert results[0].losses == results[1].losses
-    first, second = (tensors(result.student) for result in results)
+    assert results[0][1] == results[1][1]
+    first, second = (tensors(result[0]) for result in results)
     assert all(np.array_equal(first[name], second[name]) for name in first)
     for before, module in zip(given, (world["teacher"], world["student"]), strict=True):
         assert all(np.array_equal(before[name], value) for name, value in tensors(module).items())
@@ -142,8 +142,8 @@ def test_a_hint_brings_the_students_layer_nearer_to_the_teachers(world: dict[str
         options = DistilOptions(epochs=15, lr=0.01, alpha=0.0, hint=hint)
         student = zoo.get("mlp", input_shape=(8,), classes=3, hidden=[4]).build(2)
         found = distil([world["teacher"]], student, world["x"], world["y"], options, np.random.default_rng(0))
-        left[hint] = unexplained(found.student)
-        assert set(found.student.state_dict()) == set(student.state_dict())  # the regressor is thrown away
+        left[hint] = unexplained(found[0])
+        assert set(found[0].state_dict()) == set(student.state_dict())  # the regressor is thrown away
     assert left[10.0] < 0.9 * left[0.0]
 
 
@@ -171,7 +171,7 @@ def test_a_hints_weight_means_the_same_however_large_the_teachers_answers_are(wo
             replace(options, hint=0.0),
             np.random.default_rng(0),
         )
-        losses.append((np.mean(regressor_at_rest.losses), np.mean(plain.losses)))
+        losses.append((np.mean(regressor_at_rest[1]), np.mean(plain[1])))
     assert losses[0][1] == pytest.approx(losses[1][1], rel=1e-4)
     for hinted, plain_loss in losses:
         assert 0.5 < hinted - plain_loss < 2.0  # a regressor that knows nothing errs by about all of it
@@ -237,7 +237,7 @@ def test_hints_pass_between_maps_of_different_extent() -> None:
     layers = {"hint_teacher": "conv1", "hint_student": "conv2"}
     options = DistilOptions(epochs=1, hint=1.0, **layers)
     found = distil([wide.build(0)], narrow.build(1), x, y, options, rng)
-    assert np.isfinite(found.losses).all()
+    assert np.isfinite(found[1]).all()
     with pytest.raises(
         StepRefused, match=r"hint_teacher = 'conv3' is not a layer of the teacher; it has conv1, conv2"
     ):

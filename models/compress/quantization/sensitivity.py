@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch.nn import functional as F
 
 from edge_client.train.evaluation import score
 from models.compress import report
@@ -127,8 +129,8 @@ def sensitivities(
 
 def divergence(expected: npt.NDArray[np.float32], actual: npt.NDArray[np.float32]) -> float:
     """Mean KL(expected ‖ actual) of the softmaxes over the last axis, in nats."""
-    p, q = (_log_softmax(logits.astype(np.float64)) for logits in (expected, actual))
-    return float((np.exp(p) * (p - q)).sum(-1).mean())
+    p, q = (F.log_softmax(torch.from_numpy(logits).double(), -1) for logits in (expected, actual))
+    return float(F.kl_div(q, p, reduction="none", log_target=True).sum(-1).mean())
 
 
 def _mixture(
@@ -156,9 +158,3 @@ def _mixture(
         f"float32 ({rows.accuracy:.4f} on {len(rows.x)} held-out rows): {best}; raise max_accuracy_drop, or choose "
         "dynamic-int8 or weight-int8, which leave activations in float32"
     )
-
-
-def _log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    shifted = logits - logits.max(-1, keepdims=True)
-    result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return result
