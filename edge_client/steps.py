@@ -1,6 +1,5 @@
 """Decides the daemon's next steps from the current and the desired state alone.
 
-    not enrolled            stop with a message
     certificate runs out    renew
     finished results        deliver them
     a task in hand          if it is still ours and allowed, fetch its files and work; else give it back
@@ -56,7 +55,7 @@ class Current:
     """The current state. `now`: monotonic seconds; `wall`: seconds since 1970 by the best clock available.
 
     Attributes:
-        renew_at: when to renew the certificate (`wall`); None: this device is not enrolled.
+        renew_at: when to renew the certificate (`wall`).
         certificate_expired: the coordinator no longer accepts it.
         held: the task in hand.
         outbox: results to deliver.
@@ -69,7 +68,7 @@ class Current:
 
     now: float
     wall: float
-    renew_at: float | None
+    renew_at: float
     certificate_expired: bool = False
     held: HeldTask | None = None
     outbox: tuple[PendingResult, ...] = ()
@@ -89,11 +88,6 @@ class Desired:
     paused: bool = False
     ineligible: tuple[str, ...] = ()
     opted_out: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Halt:
-    message: str
 
 
 @dataclass(frozen=True)
@@ -152,13 +146,11 @@ class Sleep:
     until: float
 
 
-Step = Halt | Renew | Deliver | Discard | SendCheckIn | Fetch | Work | GiveBack | Install | Sleep
+Step = Renew | Deliver | Discard | SendCheckIn | Fetch | Work | GiveBack | Install | Sleep
 
 
 def next_steps(current: Current, desired: Desired) -> list[Step]:
     """Steps in order; each assumes that those before it succeeded. Never empty."""
-    if current.renew_at is None:
-        return [Halt("this device is not enrolled; run `fedloop-edge enroll URL TOKEN`")]
     ready = _work(current, desired)
     if current.now < current.retry_at:
         # Without the coordinator only the task in hand can go on.

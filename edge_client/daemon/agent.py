@@ -11,16 +11,17 @@ clock; dates use the coordinator's clock once it is known, because a device's ow
 from __future__ import annotations
 
 import sqlite3
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 
 from edge_client.daemon import status
 from edge_client.daemon.executor import Executor
-from edge_client.daemon.heartbeat import LongPoll, ShutdownRequested, WakeupPipe, heartbeat
+from edge_client.daemon.heartbeat import ShutdownRequested, WakeupPipe, heartbeat, long_poll
 from edge_client.daemon.host_environment import HostEnvironment, read_desired
 from edge_client.daemon.membership import FINAL, Membership
 from edge_client.daemon.task_session import Cancellation, TaskSession
-from edge_client.errors import Stopped, UserError
+from edge_client.errors import Stopped
 from edge_client.ota.releases import Releases
 from edge_client.steps import (
     LONGEST_SLEEP_SECONDS,
@@ -30,7 +31,6 @@ from edge_client.steps import (
     Discard,
     Fetch,
     GiveBack,
-    Halt,
     Install,
     Renew,
     SendCheckIn,
@@ -67,7 +67,7 @@ class Agent:
         self._host = host
         self._wakeup = wakeup
         self._ending = False
-        self._poll: LongPoll | None = None
+        self._poll: Future[tuple[CheckInAnswer, float | None]] | None = None
         self._hold = False
         self._checkin_at = 0.0
         self._retry = RetrySchedule(host.now, host.rng)
@@ -134,17 +134,15 @@ class Agent:
             self._executor.ledger.record_outcome(lost, "lost on this device's disk", self._membership.date())
         self._task.restore()
         self._host.notify("READY=1")
-        for note in self._releases.begin(self._notify_watchdog):
-            self._status.note(note)
+        self._status.note(*self._releases.begin(self._notify_watchdog))
         identity = self._membership.identity
         self._status.write("starting", f"device {identity.device} of {identity.url}")
 
     def _observe(self) -> tuple[Current, Desired]:
-        if self._poll is not None and self._poll.done.is_set():
+        if self._poll is not None and self._poll.done():
             poll, self._poll = self._poll, None
-            self._apply(*poll.answer())
-        for note in self._releases.maintain(self._notify_watchdog):
-            self._status.note(note)
+            self._apply(*poll.result())
+        self._status.note(*self._releases.maintain(self._notify_watchdog))
         current = Current(
             now=self._host.now(),
             wall=self._membership.date(),
@@ -170,8 +168,6 @@ class Agent:
 
     def _do(self, step: Step) -> None:
         match step:
-            case Halt(message):
-                raise UserError(message)
             case Renew(expired):
                 self._membership.renew(
                     expired, lambda: self._status.write("renewing", "requests the next certificate")
@@ -205,7 +201,7 @@ class Agent:
         self._status.write("holding", "waits for a task")
         if self._poll is None:
             message = self._task.checkin(wait_seconds)
-            self._poll = LongPoll(self._executor, self._membership.link, message, self._wakeup)
+            self._poll = long_poll(self._executor, self._membership.link, message, self._wakeup)
         # Woken without an answer: a person or a signal wants something. The answer is applied when it arrives.
         self._wakeup.wait(min(wait_seconds + SILENCE_SECONDS, LONGEST_SLEEP_SECONDS))
 
@@ -217,8 +213,7 @@ class Agent:
             _HOLD_PAUSE_SECONDS if self._hold else min(max(1.0, answer.next_seconds), LONGEST_WAIT_SECONDS)
         )
         self._task.update(answer)
-        for note in self._releases.update_offers(answer.releases):
-            self._status.note(note)
+        self._status.note(*self._releases.update_offers(answer.releases))
         self._executor.forget(self._membership.date(), held=answer.hold or self._task.held is not None)
         if self._task.held is None:
             reasons = self._desired().ineligible

@@ -6,9 +6,9 @@ import os
 import select
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 from edge_client.daemon.executor import Executor
 from edge_client.transport.failures import CertificateExpired, ServerRefused, Unreachable
@@ -71,29 +71,20 @@ def heartbeat(link: Link, message: CheckIn, lease_seconds: float) -> Iterator[th
         closed.set()
 
 
-class LongPoll:
-    """Waits in its own thread, so that the daemon can be woken; `done` once there is an answer."""
+def long_poll(
+    executor: Executor, link: Link, message: CheckIn, wakeup: WakeupPipe
+) -> Future[tuple[CheckInAnswer, float | None]]:
+    """Checks in and waits in a thread of its own, so that the daemon can be woken; its result also wakes it."""
+    future: Future[tuple[CheckInAnswer, float | None]] = Future()
 
-    def __init__(self, executor: Executor, link: Link, message: CheckIn, wakeup: WakeupPipe) -> None:
-        self.done = threading.Event()
-        self._result: Any = None
-        self._error: Exception | None = None
-        arguments = (executor, link, message, wakeup)
-        threading.Thread(target=self._check_in, args=arguments, name="poll", daemon=True).start()
-
-    def answer(self) -> tuple[CheckInAnswer, float | None]:
-        """Raises the check-in's exception, if it raised one."""
-        if self._error is not None:
-            raise self._error
-        answer: tuple[CheckInAnswer, float | None] = self._result
-        return answer
-
-    def _check_in(self, executor: Executor, link: Link, message: CheckIn, wakeup: WakeupPipe) -> None:
+    def check_in() -> None:
         try:
-            self._result = executor.check_in(link, message)
+            future.set_result(executor.check_in(link, message))
         except (Unreachable, ServerRefused, CertificateExpired) as error:
-            self._error = error
+            future.set_exception(error)
         except Exception as error:  # the link was closed meanwhile, or a bug: never hang silently
-            self._error = Unreachable(f"the check-in failed: {error!r}")
-        self.done.set()
+            future.set_exception(Unreachable(f"the check-in failed: {error!r}"))
         wakeup.set()
+
+    threading.Thread(target=check_in, name="poll", daemon=True).start()
+    return future

@@ -49,11 +49,9 @@ class Membership:
         return self._link
 
     @property
-    def renew_at(self) -> float | None:
-        """When to renew the certificate, seconds since 1970; None: not enrolled."""
-        if self._identity is None:
-            return None
-        return max(self._identity.renew_at, self._renew_not_before)
+    def renew_at(self) -> float:
+        """When to renew the certificate, seconds since 1970."""
+        return max(self.identity.renew_at, self._renew_not_before)
 
     def begin(self) -> None:
         """Connects. Raises UserError if this device was never enrolled."""

@@ -53,10 +53,11 @@ class Writer:
         """Records that the coordinator answered."""
         self._reached_at = self._wall()
 
-    def note(self, message: str) -> None:
-        """Keeps a message for people; a repeated one is kept once."""
-        if printable(message) not in self._notes:
-            self._notes.append(printable(message))
+    def note(self, *messages: str) -> None:
+        """Keeps messages for people; a repeated one is kept once."""
+        for text in map(printable, messages):
+            if text not in self._notes:
+                self._notes.append(text)
 
     def write(self, state: str, message: str, offer: TaskOffer | None = None) -> None:
         self._notify(f"STATUS={state}: {printable(message)}")
@@ -124,14 +125,8 @@ def _describe_models(state_dir: Path) -> list[dict[str, Any]]:
                 "on_trial": pointer.trial_starts is not None,
                 "golden_accuracy": pointer.running.golden_accuracy if pointer.running is not None else None,
                 "failed": {str(each.version): each.code for each in pointer.failed},
-                "last": None
-                if last is None
-                else {
-                    "version": last.version,
-                    "standing": last.standing,
-                    "code": last.code,
-                    "words": last.words,
-                },
+                "last": last
+                and {key: getattr(last, key) for key in ("version", "standing", "code", "words")},
             }
         )
     return described

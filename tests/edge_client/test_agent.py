@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.errors import Stopped
+from edge_client.errors import Stopped, UserError
 from edge_client.infer.installed import installed_kind
 from edge_client.train.process import TrainingFailed
 from edge_client.transport import identity
@@ -22,6 +22,11 @@ from tests.support.fake_coordinator import FakeCoordinator
 def coordinator() -> Iterator[FakeCoordinator]:
     with FakeCoordinator().running() as fake:
         yield fake
+
+
+def test_a_device_that_is_not_enrolled_says_how(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not enrolled; run `fedloop-edge enroll"):
+        daemon(tmp_path)
 
 
 def test_an_enrolled_device_checks_in_trains_and_delivers(

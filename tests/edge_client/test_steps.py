@@ -18,7 +18,6 @@ from edge_client.steps import (
     Discard,
     Fetch,
     GiveBack,
-    Halt,
     HeldTask,
     Install,
     PendingRelease,
@@ -127,11 +126,6 @@ def test_a_release_is_installed_when_nothing_else_is_to_be_done(
     now: Current, desired: Desired, steps: list[object]
 ) -> None:
     assert next_steps(now, desired) == steps
-
-
-def test_a_device_without_a_certificate_halts() -> None:
-    (halt,) = next_steps(current(renew_at=None), WELL)
-    assert isinstance(halt, Halt) and "enroll" in halt.message
 
 
 @given(
