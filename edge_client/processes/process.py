@@ -113,6 +113,25 @@ def set_soft_limit(which: int, value: int) -> None:
     resource.setrlimit(which, (soft, hard))
 
 
+def resident_bytes() -> int:
+    """Resident memory of this process now; resets the peak."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+def peak_bytes() -> int:
+    """Peak resident memory of this process since the last call of `resident_bytes`, or its start.
+
+    Not `ru_maxrss`: it is inherited from the process that started this one.
+    """
+    return _memory("VmHWM")
+
+
+def _memory(key: str) -> int:
+    lines = Path("/proc/self/status").read_text("ascii", "replace").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
 def tie_to_parent(command: Sequence[str]) -> list[str]:
     """`command` wrapped so that it dies with this process; start it with `worker_environment()`.
 

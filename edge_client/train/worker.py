@@ -28,7 +28,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_client.processes.process import die_with_parent, limit_memory, lower_priority, set_soft_limit
+from edge_client.processes.process import (
+    die_with_parent,
+    limit_memory,
+    lower_priority,
+    peak_bytes,
+    set_soft_limit,
+)
 from edge_client.train.trainer import TrainTask
 
 if TYPE_CHECKING:
@@ -104,7 +110,7 @@ class Worker:
         return {
             "rows": len(data),
             "seconds": time.monotonic() - started,
-            "peak_memory_bytes": _peak_bytes(),
+            "peak_memory_bytes": peak_bytes(),
             "treated": [],  # no client rule clips or adds noise yet; one that does will report it here
         }
 
@@ -217,14 +223,6 @@ def _limit(limits: Mapping[str, Any]) -> None:
     cpu = limits["cpu_seconds"]
     # The kernel counts whole seconds; round up.
     set_soft_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + cpu) + 1 if cpu else 0)
-
-
-def _peak_bytes() -> int:
-    # Not ru_maxrss: it is inherited from the process that started this one.
-    for line in Path("/proc/self/status").read_text("ascii", "replace").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _read(channel: socket.socket, waiting: queue.Queue[bytes]) -> None:
