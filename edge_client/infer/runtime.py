@@ -72,7 +72,7 @@ def load(folder: Path) -> LoadedRelease:
         ) from None
     manifest = inference.from_json(manifest_json, str(folder / MANIFEST_NAME))
     place = str(folder / MODEL_NAME)
-    require_file(manifest, content, place)
+    require_file(manifest.file, content, place)
     return LoadedRelease(manifest, Model(content, manifest, place))
 
 

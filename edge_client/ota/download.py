@@ -34,14 +34,6 @@ _PIECE_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """`transferred_bytes` of `size_bytes` came over the network now."""
-
-    size_bytes: int
-    transferred_bytes: int
-
-
-@dataclass(frozen=True)
 class _Run:
     """Bytes `start` to `end` of the file: at `source` in the base file, or to be fetched if that is None."""
 
@@ -57,15 +49,17 @@ def fetch(
     *,
     base: Path | None = None,
     check_cancelled: Callable[[], None] = lambda: None,
-) -> Fetched:
-    """Downloads the target to `path` and checks its signed length and SHA-256. `base`: a file that may share many blocks.
+) -> int:
+    """Downloads the target to `path` and checks its signed length and SHA-256. Returns the bytes that came over the network.
+
+    `base`: a file that may share many blocks.
 
     Raises:
         Postponed: `tampered`: the complete file is not the signed one; `missing`; `disk`: there is no room.
         Unreachable, ServerRefused, CertificateExpired: try again; the bytes received so far are kept.
     """
     if path.exists() and _matches_target(path, target, check_cancelled):
-        return Fetched(target.length, 0)
+        return 0
     part = part_of(path, target)
     _require_room(part, target)
     try:
@@ -83,7 +77,7 @@ def fetch(
         part.unlink()
         raise Postponed("tampered", f"the file received for {target.path} is not the signed one")
     part.replace(path)
-    return Fetched(target.length, transferred)
+    return transferred
 
 
 def part_of(path: Path, target: TargetFile) -> Path:
@@ -168,7 +162,8 @@ def _runs(target: TargetFile, base: Path | None) -> list[_Run]:
     if signed is None or base is None or not base.is_file():
         return everything
     size = signed.block_bytes
-    known = _hashes_of(base, size)
+    with base.open("rb") as file:
+        known = blocks.hashes_of(file, min(size, base.stat().st_size))
     places = {digest: k * size for k, digest in reversed(list(enumerate(known)))}
     runs: list[_Run] = []
     for k, digest in enumerate(signed.hashes):
@@ -183,13 +178,6 @@ def _runs(target: TargetFile, base: Path | None) -> list[_Run]:
         else:
             merged.append(run)
     return merged if sum(run.source is None for run in merged) <= MOST_RANGES else everything
-
-
-def _hashes_of(base: Path, block_bytes: int) -> list[bytes]:
-    """Hashes block by block: the file may be larger than the daemon's memory allowance."""
-    size = min(block_bytes, base.stat().st_size)
-    with base.open("rb") as file:
-        return [blocks.hash_of(block) for block in iter(lambda: file.read(size), b"")]
 
 
 def _follows(previous: _Run, run: _Run) -> bool:

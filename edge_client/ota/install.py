@@ -232,7 +232,7 @@ def _fetch_and_test(
     _require_compatible(manifest, config)
     champion = slots.active_folder(state_dir, offer.model)
     base = champion / MODEL_NAME if champion is not None else None
-    fetched = download.fetch(
+    transferred = download.fetch(
         link, model_target, folder / MODEL_NAME, base=base, check_cancelled=check_cancelled
     )
     for name in paths:
@@ -252,8 +252,8 @@ def _fetch_and_test(
     reach("install.flipping")
     slots.write(state_dir, transitions.activate(slots.read(state_dir, offer.model), slot))
     reach("install.flipped")
-    transferred = f"{fetched.transferred_bytes} of {fetched.size_bytes} bytes fetched"
-    return f"{offer.model}:{offer.version} runs, {transferred}" + (f"; {result.note}" if result.note else "")
+    fetched = f"{transferred} of {model_target.length} bytes fetched"
+    return f"{offer.model}:{offer.version} runs, {fetched}" + (f"; {result.note}" if result.note else "")
 
 
 def _target(repository: Repository, path: str, most_bytes: int) -> TargetFile:

@@ -51,7 +51,7 @@ class LiteRTRuntime:
 
     def __init__(self, tflite: Path | bytes, manifest: Manifest) -> None:
         content = tflite if isinstance(tflite, bytes) else tflite.read_bytes()
-        require_file(manifest, content, "artifact" if isinstance(tflite, bytes) else str(tflite))
+        require_file(manifest.file, content, "artifact" if isinstance(tflite, bytes) else str(tflite))
         self._manifest = manifest
         self._bound = {tensor.name: tensor.signature_name for tensor in manifest.tensors}
         self.trainable: tuple[str, ...] = manifest.trainable

@@ -13,7 +13,8 @@ import binascii
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from io import BytesIO
+from typing import Any, BinaryIO
 
 LEAST_BLOCK_BYTES = 1024
 MOST_BLOCKS = 1024
@@ -33,7 +34,7 @@ def describe(content: bytes) -> dict[str, Any]:
     size = LEAST_BLOCK_BYTES
     while size * MOST_BLOCKS < len(content):
         size *= 2
-    concatenated = b"".join(hashes_of(content, size))
+    concatenated = b"".join(hashes_of(BytesIO(content), size))
     return {"block_bytes": size, "blocks": base64.b64encode(concatenated).decode("ascii")}
 
 
@@ -56,12 +57,10 @@ def read(custom: object, length: int) -> Blocks | None:
     )
 
 
-def hashes_of(content: bytes, block_bytes: int) -> list[bytes]:
-    """The short hash of each block."""
-    view = memoryview(content)
-    return [hash_of(view[at : at + block_bytes]) for at in range(0, len(content), block_bytes)]
+def hashes_of(file: BinaryIO, block_bytes: int) -> list[bytes]:
+    """The short hash of each block, read one by one: the file may be larger than the memory."""
+    return [_hash(block) for block in iter(lambda: file.read(block_bytes), b"")]
 
 
-def hash_of(block: bytes | memoryview) -> bytes:
-    """The short hash of one block."""
+def _hash(block: bytes) -> bytes:
     return hashlib.sha256(block).digest()[:HASH_BYTES]

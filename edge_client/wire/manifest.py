@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from edge_client.wire.strict import InvalidDocument, parse
 
@@ -220,28 +220,19 @@ def signature_name(name: str) -> str:
     return f"_{bound}" if bound[0].isdigit() else bound
 
 
-class Describes(Protocol):
-    """A manifest that describes a file."""
-
-    @property
-    def file(self) -> FileSpec: ...
-
-
-def require_file(manifest: Describes, content: bytes, place: str = "artifact") -> None:
-    """Checks that `content` is the `.tflite` that this manifest describes.
+def require_file(file: FileSpec, content: bytes, place: str = "artifact") -> None:
+    """Checks that `content` is the `.tflite` that a manifest describes.
 
     Raises:
         ManifestError: another size or SHA-256.
     """
-    if len(content) != manifest.file.size_bytes:
+    if len(content) != file.size_bytes:
         raise ManifestError(
-            f"{place} has {len(content)} bytes, its manifest says {manifest.file.size_bytes}; fetch it again"
+            f"{place} has {len(content)} bytes, its manifest says {file.size_bytes}; fetch it again"
         )
     digest = hashlib.sha256(content).hexdigest()
-    if digest != manifest.file.sha256:
-        raise ManifestError(
-            f"{place} has SHA-256 {digest}, its manifest says {manifest.file.sha256}; fetch it again"
-        )
+    if digest != file.sha256:
+        raise ManifestError(f"{place} has SHA-256 {digest}, its manifest says {file.sha256}; fetch it again")
 
 
 def _checks(manifest: Manifest) -> tuple[Check, ...]:

@@ -71,7 +71,7 @@ def read(manifest: Path) -> Exported | None:
     try:
         described = manifests.from_json(manifest.read_bytes(), str(manifest))
         tflite = manifest.with_name(f"{described.file.sha256}.tflite")
-        manifests.require_file(described, tflite.read_bytes(), str(tflite))
+        manifests.require_file(described.file, tflite.read_bytes(), str(tflite))
     except (FileNotFoundError, ManifestError):
         return None
     return Exported(tflite, manifest, cached=True)

@@ -111,11 +111,11 @@ def test_any_document_is_read_or_refused(document: Any) -> None:
 def test_a_file_that_is_not_the_manifests_is_refused() -> None:
     manifest = linear(b"the file")
 
-    require_file(manifest, b"the file")
+    require_file(manifest.file, b"the file")
     with pytest.raises(ManifestError, match=r"model.tflite has SHA-256"):
-        require_file(manifest, b"the fi1e", "model.tflite")
+        require_file(manifest.file, b"the fi1e", "model.tflite")
     with pytest.raises(ManifestError, match=r"model.tflite has 9 bytes, its manifest says 8"):
-        require_file(manifest, b"the files", "model.tflite")
+        require_file(manifest.file, b"the files", "model.tflite")
 
 
 @pytest.mark.parametrize(

@@ -453,7 +453,7 @@ def test_a_disk_that_fills_up_on_the_way_leaves_the_old_slot(
         filler = ota.state_dir / "filler"
         before = download.fetch
 
-        def fetch(*given: Any, **named: Any) -> download.Fetched:
+        def fetch(*given: Any, **named: Any) -> int:
             if not filler.exists():
                 fill(filler, leave_bytes=room_bytes)
             return before(*given, **named)
