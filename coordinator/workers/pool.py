@@ -2,8 +2,8 @@
 
 Each worker is one single-threaded process of `coordinator.workers.worker`, connected by a socket pair. It dies with its
 parent and leaves nothing behind: no shared memory and, except for the log, no files. A worker has at most two jobs, one
-running and one queued, so that it never idles. If there are several workers, they are forked from one process that has
-imported what they need (`edge_client.processes.forkserver`).
+running and one queued, so that it never idles. Several workers are forked from one process that has imported what they
+need (`edge_client.processes.process.fork_each`).
 
 Jobs and replies are frames: a JSON object and any number of byte strings. Layout: 4 bytes big-endian length of the JSON,
 the JSON (its key `blobs` lists lengths), then the blobs. An open file is passed with the first bytes; the receiver needs
@@ -19,13 +19,13 @@ import socket
 import subprocess
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from coordinator.errors import StorageFailed, UserError
-from edge_client.processes.forkserver import ForkedWorker, ForkServer
 from edge_client.processes.process import Launch
 
 _LENGTH_BYTES = 4
@@ -125,7 +125,6 @@ class Job:
 
 @dataclass
 class _Worker:
-    process: subprocess.Popen[bytes] | ForkedWorker
     channel: socket.socket
     jobs: deque[tuple[int, Job | None]] = field(default_factory=deque)
 
@@ -137,16 +136,26 @@ class WorkerPool:
         self, size: int, log: Path, modules: Sequence[str] = (), launch: Launch | None = None
     ) -> None:
         self._log = log
-        self._launch = launch or Launch()
-        self._forkserver: ForkServer | None = None
+        launch = launch or Launch()
         self._batch = 0
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
-        with log.open("ab") as file:
-            if size > 1:
-                self._forkserver = ForkServer([_WORKER, *modules], file.fileno(), self._launch)
+        with ExitStack() as stack:
+            theirs: list[int] = []
             for _ in range(size):
-                self._workers.append(self._start(file.fileno()))
+                channel, other = socket.socketpair()
+                theirs.append(stack.enter_context(other).fileno())
+                self._workers.append(_Worker(channel))
+                self._selector.register(channel, selectors.EVENT_READ, self._workers[-1])
+            file = stack.enter_context(log.open("ab"))
+            self._process = subprocess.Popen(
+                launch.command("-m", _WORKER, ",".join(map(str, theirs)), *(modules if size > 1 else ())),
+                pass_fds=theirs,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=launch.environment(),
+            )
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -160,12 +169,11 @@ class WorkerPool:
         """Kills and reaps every worker."""
         for worker in self._workers:
             worker.channel.close()
-        if self._forkserver is not None:
-            self._forkserver.close()
+        if len(self._workers) > 1:
+            self._process.terminate()  # it ends and reaps them
         else:
-            for worker in self._workers:
-                worker.process.kill()
-                worker.process.wait()
+            self._process.kill()
+        self._process.wait()
         self._selector.close()
         self._workers = []
 
@@ -209,26 +217,6 @@ class WorkerPool:
         ((_, reply),) = self.run([Job(None, values, blobs)])
         return reply
 
-    def _start(self, log: int) -> _Worker:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = self._start_process(theirs.fileno(), log)
-        worker = _Worker(process, ours)
-        self._selector.register(ours, selectors.EVENT_READ, worker)
-        return worker
-
-    def _start_process(self, channel: int, log: int) -> subprocess.Popen[bytes] | ForkedWorker:
-        if self._forkserver is not None:
-            return self._forkserver.start(_WORKER, output=log, inherit=[channel])
-        return subprocess.Popen(
-            self._launch.command("-m", _WORKER, str(channel)),
-            pass_fds=[channel],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=self._launch.environment(),
-        )
-
     def _idle_worker(self) -> _Worker | None:
         worker = min(self._workers, key=lambda each: len(each.jobs))
         return worker if len(worker.jobs) < JOBS_PER_WORKER else None
@@ -253,16 +241,16 @@ class WorkerPool:
         try:
             send_frame(worker.channel, values, blobs, file)
         except Closed:
-            raise self._died(worker) from None
+            raise self._died() from None
 
     def _receive(self, worker: _Worker) -> Frame:
         try:
             return receive_frame(worker.channel)
         except Closed:
-            raise self._died(worker) from None
+            raise self._died() from None
 
-    def _died(self, worker: _Worker) -> WorkerDied:
-        status = worker.process.wait()
+    def _died(self) -> WorkerDied:
+        status = self._process.wait()
         with self._log.open("rb") as file:  # a worker may have written without end
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             tail = file.read(_TAIL_BYTES).decode("utf-8", "replace").strip().splitlines()[-8:]

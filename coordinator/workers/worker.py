@@ -8,6 +8,7 @@ TensorFlow.
 
 from __future__ import annotations
 
+import importlib
 import mmap
 import os
 import queue
@@ -31,7 +32,7 @@ from coordinator.workers import (
 )
 from coordinator.workers.pool import Closed, Frame, receive_frame, send_frame
 from edge_client.data.examples import Examples
-from edge_client.processes.process import die_with_parent
+from edge_client.processes.process import die_with_parent, fork_each
 from edge_client.train.trainer import Runtime, Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage
@@ -269,11 +270,18 @@ def _format_error(frame: Frame, error: Exception) -> str:
 
 
 def main() -> None:
+    """Becomes one worker for each file descriptor of a channel, after it has imported the modules that follow these.
+
+    Several workers are forked from this process, so that the modules are in memory once.
+    """
     die_with_parent()
     # Ctrl-C reaches the whole process group; the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     np.seterr(all="ignore")  # the intake rejects a diverging client and says so
-    with socket.socket(fileno=int(sys.argv[1])) as channel:
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    channels = [int(each) for each in sys.argv[1].split(",")]
+    with socket.socket(fileno=fork_each(channels) if len(channels) > 1 else channels[0]) as channel:
         try:
             serve(channel)
         except Closed:

@@ -9,6 +9,7 @@ Standard library only, so that any worker may import it.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -16,7 +17,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,54 @@ def die_with_parent() -> None:
     parent = os.environ.get(PARENT_VARIABLE, "")
     if parent.isdecimal() and os.getppid() != int(parent):
         os._exit(1)
+
+
+def fork_each(descriptors: Sequence[int]) -> int:
+    """Forks a child for each file descriptor; what is imported so far is in memory once for all of them.
+
+    Returns in the children only, each of which keeps its own descriptor of these. This process ends, with all children,
+    as the first of them ends, by SIGTERM, and when its parent ends.
+
+    Raises:
+        RuntimeError: an imported module has started a thread.
+    """
+    if len(list(Path("/proc/self/task").iterdir())) > 1:
+        raise RuntimeError("an imported module has started threads; forks would inherit the locks they hold")
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    gc.collect()
+    gc.freeze()  # the collector would write to pages that are shared
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    children: set[int] = set()
+    for descriptor in descriptors:
+        if not (child := os.fork()):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            die_with_parent()
+            for other in set(descriptors) - {descriptor}:
+                os.close(other)
+            return descriptor
+        children.add(child)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    signal.signal(signal.SIGTERM, lambda number, frame: _end_children(children, 0))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    first, status = os.wait()
+    _end_children(children - {first}, os.waitstatus_to_exitcode(status))
+
+
+def _end_children(children: Iterable[int], status: int) -> NoReturn:
+    """Kills and reaps them, then ends like a process of this exit status, or, if negative, by that signal."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+    for child in children:
+        os.waitpid(child, 0)
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError):  # of SIGKILL
+            signal.signal(-status, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
+        os.kill(os.getpid(), -status)
+    os._exit(status)
 
 
 def lower_priority() -> None:
