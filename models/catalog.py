@@ -104,7 +104,6 @@ class Entry:
     """
 
     name: str
-    meaning: str
     options: type[ModelOptions]
     runtimes: tuple[Runtime, ...]
     inputs: Literal["any", "images", "tokens", "token sequences"]
@@ -117,18 +116,16 @@ _TORCH: tuple[Runtime, ...] = ("torch",)
 MODELS: dict[str, Entry] = {
     entry.name: entry
     for entry in (
-        Entry("logreg", "multinomial logistic regression", NoOptions, _ALL, "any"),
-        Entry("mlp", "multi-layer perceptron", MLPOptions, _ALL, "any"),
-        Entry("cnn", "small convolutional network", CNNOptions, _ALL, "images"),
-        Entry("resnet8", "residual network with 8 layers", ResNet8Options, _NO_TWIN, "images"),
-        Entry(
-            "charlm", "causal transformer over characters", TransformerOptions, _NO_TWIN, "token sequences"
-        ),
-        Entry("textcls", "transformer text classifier", TextOptions, _NO_TWIN, "tokens"),
-        Entry("gpt", "causal transformer for the datacenter", GPTOptions, _TORCH, "token sequences"),
-        Entry("moe", "causal transformer with mixtures of experts", MoEOptions, _TORCH, "token sequences"),
-        Entry("bert", "bidirectional transformer encoder", BERTOptions, _TORCH, "tokens"),
-        Entry("lstm", "language model of LSTM layers", LSTMOptions, _TORCH, "token sequences"),
-        Entry("resnet", "deep residual network", ResNetOptions, _TORCH, "images"),
+        Entry("logreg", NoOptions, _ALL, "any"),
+        Entry("mlp", MLPOptions, _ALL, "any"),
+        Entry("cnn", CNNOptions, _ALL, "images"),
+        Entry("resnet8", ResNet8Options, _NO_TWIN, "images"),
+        Entry("charlm", TransformerOptions, _NO_TWIN, "token sequences"),
+        Entry("textcls", TextOptions, _NO_TWIN, "tokens"),
+        Entry("gpt", GPTOptions, _TORCH, "token sequences"),
+        Entry("moe", MoEOptions, _TORCH, "token sequences"),
+        Entry("bert", BERTOptions, _TORCH, "tokens"),
+        Entry("lstm", LSTMOptions, _TORCH, "token sequences"),
+        Entry("resnet", ResNetOptions, _TORCH, "images"),
     )
 }

@@ -72,15 +72,7 @@ class KerasProgram:
             train, infer = self._trace(self._train, ("x", "y", "lr")), self._trace(self._infer, ("x",))
         except (NoGradient, LookupError) as error:
             raise NotConvertible(f"no LiteRT gradient for {error}") from error
-        module = tf.Module()
-        module.train, module.infer = train, infer
-        signatures = {name: getattr(module, name).get_concrete_function() for name in ("train", "infer")}
-        with tempfile.TemporaryDirectory() as folder:
-            # The graph already contains the replaced gradients.
-            options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
-            tf.saved_model.save(module, folder, signatures=signatures, options=options)
-            converter = tf.lite.TFLiteConverter.from_saved_model(folder, signature_keys=list(signatures))
-            return run_converter(converter)
+        return convert_functions(train=train, infer=infer)
 
     def _trace(self, function: Callable[..., dict[str, tf.Tensor]], first: Sequence[str]) -> Any:
         spec, rows = self._spec, self._batch_size
@@ -118,13 +110,22 @@ def masked_cross_entropy(logits: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
     return -tf.reduce_sum(one_hot * tf.nn.log_softmax(logits)) / tf.reduce_sum(one_hot)
 
 
-def run_converter(converter: Any) -> bytes:
-    """Runs a converter that allows builtin operations only.
+def convert_functions(**functions: Any) -> bytes:
+    """A `.tflite` with these `tf.function`s, each with one input signature, as signatures, and builtin operations only.
 
     Raises:
-        NotConvertible: it fails.
+        NotConvertible: an operation has no builtin equivalent.
     """
-    try:
-        return bytes(converter.convert())
-    except Exception as error:
-        raise not_convertible(error) from error
+    module = tf.Module()
+    for name, function in functions.items():
+        setattr(module, name, function)
+    signatures = {name: function.get_concrete_function() for name, function in functions.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        # A training graph already contains the replaced gradients.
+        options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
+        tf.saved_model.save(module, folder, signatures=signatures, options=options)
+        try:
+            converter = tf.lite.TFLiteConverter.from_saved_model(folder, signature_keys=list(signatures))
+            return bytes(converter.convert())
+        except Exception as error:
+            raise not_convertible(error) from error

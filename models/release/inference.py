@@ -45,7 +45,7 @@ from models.job import JobError
 from models.options import bounded
 from models.release import golden
 from models.release.golden import GoldenAnswers, NotReleasable, Predict, Rows
-from models.release.verify import RUNTIMES, Verdict, verify
+from models.release.verify import RUNTIMES, verify
 from models.zoo import KerasSpec
 from models.zoo.spec import ModelSpec
 
@@ -133,13 +133,18 @@ def release(
     """
     source = replace(source, tflite=make_resizable(source.tflite))
     draft = _draft(source, options)
-    kernels = _kernels(source.tflite, draft)
+    kernels = {
+        name: Model(source.tflite, draft, experimental_op_resolver_type=resolver).predict
+        for name, resolver in _KERNELS.items()
+    }
     rng = np.random.default_rng(seed)
     accuracy = _require_accuracy(source, kernels["default"], x, y, options.max_accuracy_drop)
     answers = golden.compute_answers(source.module, draft, kernels, x, options.golden_rows)
     rows = golden.add_real_rows(answers, kernels["default"], x, y, options.real_rows, rng)
     draft = replace(draft, golden=rows)
-    verdicts = {verdict.runtime: verdict for verdict in _verify(draft, source.tflite, tflite_runtime)}
+    with tempfile.TemporaryDirectory() as scratch:
+        _write(Path(scratch), draft, source.tflite)
+        verdicts = {verdict.runtime: verdict for verdict in verify(Path(scratch), tflite_runtime)}
     if not verdicts["litert"].passed:
         raise NotReleasable(f"the file does not pass on litert itself: {verdicts['litert'].refused}")
     micro = verdicts["tflite-micro"]
@@ -246,13 +251,6 @@ def _draft(source: Source, options: ReleaseOptions) -> InferenceManifest:
     )
 
 
-def _kernels(tflite: bytes, draft: InferenceManifest) -> dict[str, Predict]:
-    return {
-        name: Model(tflite, draft, experimental_op_resolver_type=resolver).predict
-        for name, resolver in _KERNELS.items()
-    }
-
-
 def _require_accuracy(
     source: Source,
     predict: Predict,
@@ -275,12 +273,6 @@ def _require_accuracy(
             f"{100 * max_drop:g} points (max_accuracy_drop)"
         )
     return {"accuracy": accuracy, "float_accuracy": float_accuracy}
-
-
-def _verify(draft: InferenceManifest, tflite: bytes, tflite_runtime: Path | None) -> tuple[Verdict, ...]:
-    with tempfile.TemporaryDirectory() as folder:
-        _write(Path(folder), draft, tflite)
-        return verify(Path(folder), tflite_runtime)
 
 
 def _write(folder: Path, manifest: InferenceManifest, tflite: bytes) -> None:

@@ -13,7 +13,6 @@ and `params` to replace the model's own. Writes `model.tflite` and `model.safete
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from models.compress.quantization import quantize
 from models.compress.quantization.recipes import SIGNATURE
 from models.compress.report import logits as logits_of
 from models.compress.step import Data
-from models.conversion.keras import run_converter
+from models.conversion.keras import convert_functions
 from models.job import Job, JobError
 from models.zoo.tensorflow.keras import FunctionalModel, KerasSpec
 
@@ -110,15 +109,10 @@ def to_tflite(model: FunctionalModel, params: Params) -> bytes:
     Raises:
         NotConvertible: an operation has no builtin equivalent.
     """
-    module, spec = tf.Module(), model.spec
     weights = {name: tf.constant(value) for name, value in params.items()}
-    x = tf.TensorSpec((1, *spec.input_shape), spec.input_dtype, "x")
-    module.infer = tf.function(
-        lambda x: {"logits": model.logits(weights, x)}, input_signature=[x], autograph=False
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        tf.saved_model.save(module, folder, signatures={SIGNATURE: module.infer.get_concrete_function()})
-        return run_converter(tf.lite.TFLiteConverter.from_saved_model(folder, signature_keys=[SIGNATURE]))
+    x = tf.TensorSpec((1, *model.spec.input_shape), model.spec.input_dtype, "x")
+    infer = tf.function(lambda x: {"logits": model.logits(weights, x)}, input_signature=[x], autograph=False)
+    return convert_functions(**{SIGNATURE: infer})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ train; `charlm` is the student to distil it into.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -160,27 +161,25 @@ def require_dropout(dropout: float) -> None:
 
 
 def layout(length: int, width: int, heads: int, tie: bool = False) -> Layout:
-    order = ("embedding", "layers.*", "norm", "head")
-    attention = ("layers.*.attention.core",)
-    if tie:
-        return Layout(
-            order, attention=attention, heads=heads, width=width, hidden=4 * width, length=length, tied=True
-        )
-    return Layout(
-        order,
-        columns=(
-            *(f"layers.*.attention.{name}" for name in ("query", "key", "value")),
-            "layers.*.mlp.up",
-        ),
-        rows=("layers.*.attention.out", "layers.*.mlp.down"),
-        vocabulary="embedding.token",
-        head="head",
-        norms=("layers.*.norm1", "layers.*.norm2", "norm"),
-        attention=attention,
+    whole = Layout(
+        ("embedding", "layers.*", "norm", "head"),
+        attention=("layers.*.attention.core",),
         heads=heads,
         width=width,
         hidden=4 * width,
         length=length,
+        tied=tie,
+    )
+    if tie:
+        return whole
+    projections = ("attention.query", "attention.key", "attention.value", "mlp.up")
+    return replace(
+        whole,
+        columns=tuple(f"layers.*.{name}" for name in projections),
+        rows=("layers.*.attention.out", "layers.*.mlp.down"),
+        vocabulary="embedding.token",
+        head="head",
+        norms=("layers.*.norm1", "layers.*.norm2", "norm"),
     )
 
 

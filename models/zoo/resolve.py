@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import sys
 from dataclasses import replace
@@ -73,8 +74,9 @@ def find(
             raise ModelNotFound(f"model {name!r} is a file and has no options, got {', '.join(options)}")
         return _from_file(name, input_shape, classes, input_dtype, task)
     builder = user_code.load(name) if user_code.is_reference(name) else _installed(name)
+    make = functools.partial(builder, input_shape=input_shape, classes=classes, **options)
     try:
-        built = builder(input_shape=input_shape, classes=classes, **options)
+        built = make()
     except (TypeError, ValueError) as error:
         raise ModelNotFound(
             f"model {name!r} cannot be built for examples of shape {input_shape}{_place(name, error, builder)}: {error}"
@@ -87,19 +89,17 @@ def find(
             f"model {name!r} failed while built{_place(name, error, builder)}: {type(error).__name__}: {error}"
         ) from error
     if isinstance(built, nn.Module):
-        return _wrap(name, builder, input_shape, classes, input_dtype, task, options)
+        spec = ModelSpec(name, make, input_shape, classes, input_dtype, task, options)
+        ids = input_dtype == "int32"
+        return replace(spec, vocab=vocabulary(spec.build(0), input_shape)) if ids else spec
     if "keras" in sys.modules and isinstance(built, sys.modules["keras"].Model):
-        return KerasSpec(
-            name,
-            lambda: builder(input_shape=input_shape, classes=classes, **options),
-            input_shape, classes, input_dtype, task, options,
-        )  # fmt: skip
+        return KerasSpec(name, make, input_shape, classes, input_dtype, task, options)
     if getattr(built, "module", None) is None:
         raise ModelNotFound(
             f"model {name!r}{user_code.definition_location(builder)} must return a torch.nn.Module, a keras.Model or a ModelSpec, got {type(built).__name__}"
         )
-    spec: ModelSpec = built
-    return replace(spec, name=name, options={**options, **spec.options})  # so that it can be found again
+    found: ModelSpec = built
+    return replace(found, name=name, options={**options, **found.options})  # so that it can be found again
 
 
 def _place(name: str, error: Exception, builder: Any) -> str:
@@ -149,22 +149,3 @@ def _installed(name: str) -> Any:
     raise ModelNotFound(
         f"model {name!r} is unknown{hint}; known: {', '.join(sorted(known))}; your own is given as package.module:build"
     )
-
-
-def _wrap(
-    name: str,
-    builder: Any,
-    input_shape: tuple[int, ...],
-    classes: int,
-    input_dtype: InputDtype,
-    task: TaskKind,
-    options: dict[str, Any],
-) -> ModelSpec:
-    def module() -> nn.Module:
-        built: nn.Module = builder(input_shape=input_shape, classes=classes, **options)
-        return built
-
-    spec = ModelSpec(name, module, input_shape, classes, input_dtype, task, options=options)
-    if input_dtype != "int32":
-        return spec
-    return replace(spec, vocab=vocabulary(spec.build(0), input_shape))

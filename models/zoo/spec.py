@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from models.labels import PADDING
 from models.zoo.layout import Layout
 
 TaskKind = Literal["classification", "next_token"]
@@ -131,12 +130,3 @@ class ModelSpec(Spec):
         label_shape = (batch_size, *self.input_shape) if self.task == "next_token" else (batch_size,)
         y = torch.arange(math.prod(label_shape)).reshape(label_shape) % self.classes
         return x, y.int()
-
-    def metrics(self, logits: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
-        """Mean loss and accuracy over the labels that count."""
-        counted = y != PADDING
-        correct = (logits.argmax(-1) == y) & counted
-        return {
-            "loss": float(self.loss(logits, y)),
-            "accuracy": float(correct.sum() / counted.sum().clamp(min=1)),
-        }

@@ -13,7 +13,7 @@ Keras is imported only when a model is built.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,8 +74,7 @@ class KerasSpec(Spec):
             )
         if not model.built:
             model.build((None, *self.input_shape))
-        self._require_fitting(model)
-        self._require_logits(model)
+        self._refuse(self._misfits(model))
         return FunctionalModel(self, model)
 
     def require_trainable(self) -> FunctionalModel:
@@ -86,14 +85,19 @@ class KerasSpec(Spec):
         """
         model = self.build(0)
         for layer in model.layers():
-            self._require_layer(layer)
+            self._refuse(f": layer {layer.name!r} {fault}" for fault in _faults(layer))
         if model.model.losses:
-            raise KerasUnfit(
-                f"model {self.name!r} adds to the loss (a regularizer, add_loss), which clients do not train with; leave it out"
+            self._refuse(
+                [" adds to the loss (a regularizer, add_loss), which clients do not train with; leave it out"]
             )
         if not model.trainable:
-            raise KerasUnfit(f"model {self.name!r} has no trainable weight")
+            self._refuse([" has no trainable weight"])
         return model
+
+    def _refuse(self, faults: Iterable[str]) -> None:
+        """Raises KerasUnfit with the first of `faults`, if there is one."""
+        for fault in faults:
+            raise KerasUnfit(f"model {self.name!r}{fault}")
 
     @property
     def vocab(self) -> int | None:
@@ -103,85 +107,73 @@ class KerasSpec(Spec):
         sizes = [layer.input_dim for layer in self.build(0).layers() if type(layer).__name__ == "Embedding"]
         return min(sizes, default=None)
 
-    def _require_fitting(self, model: Any) -> None:
+    def _misfits(self, model: Any) -> Iterator[str]:
+        """Why the model does not fit the data. A second softmax trains slowly, to another optimum."""
         if len(model.inputs) != 1 or len(model.outputs) != 1:
-            raise KerasUnfit(
-                f"model {self.name!r} has {len(model.inputs)} inputs and {len(model.outputs)} outputs, expected one of each"
-            )
+            yield f" has {len(model.inputs)} inputs and {len(model.outputs)} outputs, expected one of each"
         takes, returns = (tuple(each[0].shape[1:]) for each in (model.inputs, model.outputs))
         if takes != self.input_shape:
-            raise KerasUnfit(
-                f"model {self.name!r} takes examples of shape {takes}, the data has {self.input_shape}; begin with "
+            yield (
+                f" takes examples of shape {takes}, the data has {self.input_shape}; begin with "
                 f"keras.Input({self.input_shape}), and keras.layers.Reshape where the next layer needs another shape"
             )
         if returns != self.logits_shape:
-            raise KerasUnfit(
-                f"model {self.name!r} returns logits of shape {format_shape(returns)} for examples of shape {self.input_shape}, "
+            yield (
+                f" returns logits of shape {format_shape(returns)} for examples of shape {self.input_shape}, "
                 f"expected {format_shape(self.logits_shape)}: {self.classes} classes"
             )
         for weight in model.weights:
             if "float" in weight.dtype and weight.dtype != "float32":
-                raise KerasUnfit(f"model {self.name!r}: {weight.path} is {weight.dtype}; params are float32")
-
-    def _require_layer(self, layer: Any) -> None:
-        kind, where = type(layer).__name__, f"model {self.name!r}: layer {layer.name!r}"
-        if kind not in LAYERS or not type(layer).__module__.startswith("keras."):
-            raise KerasUnfit(
-                f"{where} is a {kind}, which not every runtime can train; layers that can be: {', '.join(LAYERS)}"
+                yield f": {weight.path} is {weight.dtype}; params are float32"
+        last = _last_layer(model)
+        if type(last).__name__ == "Softmax" or _activation(last) in _PROBABILITIES:
+            yield (
+                f": the last layer {last.name!r} gives probabilities, expected logits; leave its activation out (the "
+                "loss has the softmax)"
             )
-        if kind == "Dropout" and layer.rate:
-            raise KerasUnfit(
-                f"{where} is random, and a LiteRT step has no random numbers; leave dropout out (rate=0)"
-            )
-        if kind == "BatchNormalization" and layer.trainable:
-            raise KerasUnfit(
-                f"{where} is a BatchNormalization that trains, whose statistics of one device's rows cannot be averaged; "
-                "freeze it (trainable = False), or take GroupNormalization or LayerNormalization"
-            )
-        if layer.compute_dtype != "float32" and kind != "Embedding":
-            raise KerasUnfit(
-                f"{where} computes in {layer.compute_dtype}, expected float32; leave its dtype out"
-            )
-        dilation = getattr(layer, "dilation_rate", 1)
-        if getattr(layer, "groups", 1) != 1 and kind.startswith("Conv"):
-            raise KerasUnfit(f"{where} has groups = {layer.groups}; take a DepthwiseConv2D and a Conv2D")
-        if any(each != 1 for each in np.atleast_1d(dilation)):
-            raise KerasUnfit(f"{where} has dilation_rate = {dilation}; take strides or a larger kernel")
-        if getattr(layer, "data_format", "channels_last") != "channels_last":
-            raise KerasUnfit(f"{where} is channels_first; TensorFlow trains channels_last on a CPU")
-        activation = _activation(layer)
-        if activation not in ACTIVATIONS:
-            raise KerasUnfit(
-                f"{where} has the activation {activation}, for which LiteRT has no operation; take one of: "
-                f"{', '.join(ACTIVATIONS)}"
-            )
-        for weight in layer.weights:
-            if getattr(weight, "constraint", None) is not None:
-                raise KerasUnfit(
-                    f"{where} has a constraint on {weight.name}, which an average would not keep"
-                )
-
-    def _require_logits(self, model: Any) -> None:
-        """Checks that it returns logits, whatever its last layer is: a second softmax trains slowly, to another optimum."""
-        self._require_logits_of(model)
-        ids = self.input_dtype == "int32"
         x = np.arange(2 * math.prod(self.input_shape)).reshape(2, *self.input_shape)
+        ids = self.input_dtype == "int32"
         answers = model(x % 2 if ids else (np.sin(x) * 0.5 + 0.5).astype(np.float32), training=False)
         if are_probabilities(np.asarray(answers)):
-            raise KerasUnfit(
-                f"model {self.name!r} answers with probabilities, expected logits; leave the softmax before its end out (the "
-                "loss has one)"
+            yield (
+                " answers with probabilities, expected logits; leave the softmax before its end out (the loss has one)"
             )
 
-    def _require_logits_of(self, model: Any) -> None:
-        last = model.outputs[0]._keras_history.operation
-        if _is_model(last):
-            return self._require_logits_of(last)
-        if type(last).__name__ == "Softmax" or _activation(last) in _PROBABILITIES:
-            raise KerasUnfit(
-                f"model {self.name!r}: the last layer {last.name!r} gives probabilities, expected logits; leave its "
-                "activation out (the loss has the softmax)"
-            )
+
+def _faults(layer: Any) -> Iterator[str]:
+    """Why some runtime cannot train the layer."""
+    kind = type(layer).__name__
+    if kind not in LAYERS or not type(layer).__module__.startswith("keras."):
+        yield f"is a {kind}, which not every runtime can train; layers that can be: {', '.join(LAYERS)}"
+    if kind == "Dropout" and layer.rate:
+        yield "is random, and a LiteRT step has no random numbers; leave dropout out (rate=0)"
+    if kind == "BatchNormalization" and layer.trainable:
+        yield (
+            "is a BatchNormalization that trains, whose statistics of one device's rows cannot be averaged; "
+            "freeze it (trainable = False), or take GroupNormalization or LayerNormalization"
+        )
+    if layer.compute_dtype != "float32" and kind != "Embedding":
+        yield f"computes in {layer.compute_dtype}, expected float32; leave its dtype out"
+    if getattr(layer, "groups", 1) != 1 and kind.startswith("Conv"):
+        yield f"has groups = {layer.groups}; take a DepthwiseConv2D and a Conv2D"
+    dilation = getattr(layer, "dilation_rate", 1)
+    if any(each != 1 for each in np.atleast_1d(dilation)):
+        yield f"has dilation_rate = {dilation}; take strides or a larger kernel"
+    if getattr(layer, "data_format", "channels_last") != "channels_last":
+        yield "is channels_first; TensorFlow trains channels_last on a CPU"
+    if (activation := _activation(layer)) not in ACTIVATIONS:
+        yield (
+            f"has the activation {activation}, for which LiteRT has no operation; take one of: {', '.join(ACTIVATIONS)}"
+        )
+    for weight in layer.weights:
+        if getattr(weight, "constraint", None) is not None:
+            yield f"has a constraint on {weight.name}, which an average would not keep"
+
+
+def _last_layer(model: Any) -> Any:
+    """The layer that computes the output, also of a nested model."""
+    last = model.outputs[0]._keras_history.operation
+    return _last_layer(last) if _is_model(last) else last
 
 
 class FunctionalModel:
