@@ -15,10 +15,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.commands.options import Json, command_group
-from coordinator.commands.output import format_time, make_table, output_console, print_json, print_result
+from coordinator.commands.options import Json, Shown, command_group, remote_command
+from coordinator.commands.output import format_time, make_table, print_json
 from coordinator.errors import UserError
-from coordinator.operator.client import Coordinator, connect, device_id, run_id
+from coordinator.operator.client import Coordinator, OperatorClient, connect, device_id, run_id
 from edge_client.wire.strict import printable
 
 app = command_group("Devices: enrolment tokens, the list of devices, and why a device takes part or not.")
@@ -77,107 +77,89 @@ def token(
     typer.echo(f"valid for {how_many}, until {format_time(created['expires_at'])}", err=True)
 
 
-@app.command("tokens", epilog="Example: fedloop device tokens")
-def list_tokens(coordinator: Coordinator = None, as_json: Json = False) -> None:
+@remote_command(app, "tokens", example="fedloop device tokens")
+def list_tokens(client: OperatorClient) -> Shown:
     """List the tokens that still admit devices. Their secret was shown once and is not stored."""
-    tokens = connect(coordinator).get("/tokens")
-    lines = map(_token_line, tokens) if tokens else ["no tokens; make one: fedloop device token"]
-    print_result(tokens, *lines, as_json=as_json)
+    tokens = client.get("/tokens")
+    return tokens, map(_token_line, tokens) if tokens else ["no tokens; make one: fedloop device token"]
 
 
-@app.command(epilog="Example: fedloop device withdraw 0b9f2c1e-…")
+@remote_command(app, example="fedloop device withdraw 0b9f2c1e-…")
 def withdraw(
+    client: OperatorClient,
     token: Annotated[str, typer.Argument(metavar="TOKEN-ID", help="As `fedloop device tokens` shows it.")],
-    coordinator: Coordinator = None,
-    as_json: Json = False,
-) -> None:
+) -> Shown:
     """Withdraw a token now; devices that enrolled with it stay."""
-    withdrawn = connect(coordinator).post(f"/tokens/{quote(token, safe='')}/withdraw")
-    print_result(withdrawn, f"token {withdrawn['id']} admits no more devices", as_json=as_json)
+    withdrawn = client.post(f"/tokens/{quote(token, safe='')}/withdraw")
+    return withdrawn, [f"token {withdrawn['id']} admits no more devices"]
 
 
-@app.command("import", epilog="Example: fedloop device import serials.txt --group line-3")
+@remote_command(app, "import", example="fedloop device import serials.txt --group line-3")
 def import_serials(
+    client: OperatorClient,
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="Serial numbers, one a line; # begins a comment.")
     ],
     group: Group = "default",
-    coordinator: Coordinator = None,
-    as_json: Json = False,
-) -> None:
+) -> Shown:
     """List machines by serial number: each may enrol once, with a token made by `token --listed`."""
-    numbers = _serials(file)
-    added = connect(coordinator).post("/serials", {"serial_numbers": numbers, "group": group})
-    print_result(
-        added,
-        f"{added['added']} listed in group {group}, {added['already_listed']} were listed already",
-        as_json=as_json,
-    )
+    added = client.post("/serials", {"serial_numbers": _serials(file), "group": group})
+    return added, [f"{added['added']} listed in group {group}, {added['already_listed']} were listed already"]
 
 
-@app.command("list", epilog="Example: fedloop device list --state pending")
+@remote_command(app, "list", example="fedloop device list --state pending")
 def list_devices(
+    client: OperatorClient,
     state: Annotated[
         str | None, typer.Option("--state", help="Only devices that are pending, active, revoked or left.")
     ] = None,
     group: Annotated[str | None, typer.Option("--group", help="Only devices of this group.")] = None,
-    coordinator: Coordinator = None,
-    as_json: Json = False,
-) -> None:
+) -> Shown:
     """List the enrolled devices."""
-    client = connect(coordinator)
     devices = list(client.pages("/devices", "devices", state=state, group=group))
-    if as_json:
-        print_json(devices)
-    elif not devices:
-        typer.echo("no devices; make a token for one: fedloop device token")
-    else:
-        output_console().print(_table(devices))
+    none = ["no devices; make a token for one: fedloop device token"]
+    return devices, _table(devices) if devices else none
 
 
-@app.command(epilog="Example: fedloop device show gateway-7")
-def show(device: DeviceReference, coordinator: Coordinator = None, as_json: Json = False) -> None:
+@remote_command(app, example="fedloop device show gateway-7")
+def show(client: OperatorClient, device: DeviceReference) -> Shown:
     """Show the record of a device."""
-    client = connect(coordinator)
     record = client.get(f"/devices/{device_id(client, device)}")
     fields = {key: value for key, value in record.items() if key != "report"} | record["report"]
     lines = (f"{key.replace('_', ' '):18} {_format_value(key, value)}" for key, value in fields.items())
-    print_result(record, *lines, as_json=as_json)
+    return record, lines
 
 
-@app.command(epilog="Example: fedloop device approve 3f2a")
-def approve(device: DeviceReference, coordinator: Coordinator = None, as_json: Json = False) -> None:
+@remote_command(app, example="fedloop device approve 3f2a")
+def approve(client: OperatorClient, device: DeviceReference) -> Shown:
     """Approve a pending device."""
-    _change(coordinator, device, "approve", "may take part", as_json)
+    return _change(client, device, "approve", "may take part")
 
 
-@app.command(epilog="Example: fedloop device revoke 3f2a")
-def revoke(device: DeviceReference, coordinator: Coordinator = None, as_json: Json = False) -> None:
+@remote_command(app, example="fedloop device revoke 3f2a")
+def revoke(client: OperatorClient, device: DeviceReference) -> Shown:
     """Revoke a device for good, from its next request on."""
-    _change(coordinator, device, "revoke", "is revoked", as_json)
+    return _change(client, device, "revoke", "is revoked")
 
 
-@app.command(epilog="Example: fedloop device why gateway-7")
+@remote_command(app, example="fedloop device why gateway-7")
 def why(
+    client: OperatorClient,
     device: DeviceReference,
     run: Annotated[
         str | None,
         typer.Option("--run", metavar="RUN", help="Only this run: its id, the beginning of it, or its name."),
     ] = None,
-    coordinator: Coordinator = None,
-    as_json: Json = False,
-) -> None:
+) -> Shown:
     """Explain why a device takes part in the runs, or does not."""
-    client = connect(coordinator)
     only = run_id(client, run) if run is not None else None
     explanation = client.get(f"/devices/{device_id(client, device)}/why", run=only)
-    print_result(explanation, *_explanation_lines(explanation), as_json=as_json)
+    return explanation, _explanation_lines(explanation)
 
 
-def _change(coordinator: str | None, device: str, verb: str, outcome: str, as_json: bool) -> None:
-    client = connect(coordinator)
+def _change(client: OperatorClient, device: str, verb: str, outcome: str) -> Shown:
     changed = client.post(f"/devices/{device_id(client, device)}/{verb}")
-    print_result(changed, f"{printable(changed['name'])} ({changed['id']}) {outcome}", as_json=as_json)
+    return changed, [f"{printable(changed['name'])} ({changed['id']}) {outcome}"]
 
 
 def _token_line(token: Mapping[str, Any]) -> str:

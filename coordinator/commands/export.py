@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from coordinator.commands.options import DataDir, Json
-from coordinator.commands.output import print_result
+from coordinator.commands.output import print_json, print_lines
 from coordinator.commands.progress import RichProgress
 from coordinator.errors import UserError
 from edge_client.wire.rollouts import MANIFEST_NAME, is_release
@@ -140,7 +140,10 @@ def export(
     title = f"{name}:{version}, {report['precision']}, {report['bytes']:,} bytes"
     accuracy = f"accuracy {report['accuracy']:.4f} on {report['test_rows']} {report['scored']}"
     lines = (f"{title}, {accuracy}", *_report_lines(report), f"release in {out}/")
-    print_result({"out": str(out), **report}, *lines, as_json=as_json)
+    if as_json:
+        print_json({"out": str(out), **report})
+    else:
+        print_lines(lines)
 
 
 def _published_warning(published: int, requested: int, out: Path) -> str:

@@ -16,10 +16,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from coordinator.commands.options import Json, command_group
-from coordinator.commands.output import make_table, output_console, print_json, print_result
+from coordinator.commands.options import Shown, command_group, remote_command
+from coordinator.commands.output import make_table
 from coordinator.errors import UserError
-from coordinator.operator.client import Coordinator, OperatorClient, connect, run_id
+from coordinator.operator.client import OperatorClient, run_id
 from edge_client.wire.strict import printable
 
 app = command_group("Models: versions that were trained, compressed and released, and their lineage.")
@@ -40,8 +40,9 @@ Parents = Annotated[
 _PAGE = 1000
 
 
-@app.command(epilog="Example: fedloop model add runs/digits --name digits")
+@remote_command(app, example="fedloop model add runs/digits --name digits")
 def add(
+    client: OperatorClient,
     folder: Annotated[
         Path,
         typer.Argument(metavar="DIR", help="Folder that pretrain, simulate, run, compress or export wrote."),
@@ -55,9 +56,7 @@ def add(
             help="For a release: write the name and the next number into its manifest. Then export it from here.",
         ),
     ] = False,
-    coordinator: Coordinator = None,
-    as_json: Json = False,
-) -> None:
+) -> Shown:
     """Register a folder as the next version of a model. Its files must match its own documents."""
     from coordinator.operator import version_folders
     from coordinator.registry.kinds import examine
@@ -67,11 +66,12 @@ def add(
         raise UserError(f"--renumber: {folder} is not a release folder, so it has no version number")
     with _errors_prefixed(folder):
         examine(kind, contents)
-    _register(kind, contents, name, parent or [], renumber, coordinator, as_json)
+    return _register(client, kind, contents, name, parent or [], renumber)
 
 
-@app.command("import", epilog="Example: fedloop model import distilbert/ --name teacher")
+@remote_command(app, "import", example="fedloop model import distilbert/ --name teacher")
 def import_(
+    client: OperatorClient,
     path: Annotated[
         Path,
         typer.Argument(
@@ -89,9 +89,7 @@ def import_(
         typer.Option("--option", metavar="KEY=VALUE", help="Option of that model; may be repeated."),
     ] = None,
     parent: Parents = None,
-    coordinator: Coordinator = None,
-    as_json: Json = False,
-) -> None:
+) -> Shown:
     """Register a model from elsewhere, unchanged. Pickle files (.bin, .pt) are refused unopened.
 
     An ONNX file is checked first. With --model its weights are kept as params too, so that training can continue.
@@ -112,11 +110,12 @@ def import_(
                 typer.echo(f"left out, files of Python pickles: {', '.join(pickles)}", err=True)
         with _errors_prefixed(path):
             examine(kind, contents)
-        _register(kind, contents, name, parent or [], False, coordinator, as_json)
+        return _register(client, kind, contents, name, parent or [], False)
 
 
-@app.command("add-run", epilog="Example: fedloop model add-run 5f0c9a52-… --name digits")
+@remote_command(app, "add-run", example="fedloop model add-run 5f0c9a52-… --name digits")
 def add_run(
+    client: OperatorClient,
     run: Annotated[
         str,
         typer.Argument(
@@ -124,27 +123,22 @@ def add_run(
         ),
     ],
     name: Name,
-    coordinator: Coordinator = None,
-    as_json: Json = False,
-) -> None:
+) -> Shown:
     """Register the result of a finished run on devices as the next version of a model."""
-    client = connect(coordinator)
     version = client.post(f"/models/{quote(name, safe='')}/versions", {"run": run_id(client, run)})
-    _print_version(version, as_json)
+    return _registered(version)
 
 
-@app.command("list", epilog="Example: fedloop model list digits")
+@remote_command(app, "list", example="fedloop model list digits")
 def list_(
+    client: OperatorClient,
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="Versions of this model; without it, all models.")
     ] = None,
-    coordinator: Coordinator = None,
-    as_json: Json = False,
-) -> None:
+) -> Shown:
     """List models, or the versions of one."""
     from coordinator.operator import lineage_drawing
 
-    client = connect(coordinator)
     if name is None:
         items = list(client.pages("/models", "models"))
         table = make_table("model", "versions", "aliases", "since")
@@ -158,19 +152,14 @@ def list_(
             figures = printable(lineage_drawing.figures(version["stage"], version["metrics"]), 100)
             known_as, since = ", ".join(version["aliases"]), version["created_at"][:16]
             table.add_row(version["version"], version["stage"], version["kind"], known_as, figures, since)
-    if as_json:
-        print_json(items)
-    elif not items:
-        typer.echo("no models; register one: fedloop model add DIR --name NAME")
-    else:
-        output_console().print(table)
+    return items, table if items else ["no models; register one: fedloop model add DIR --name NAME"]
 
 
-@app.command(epilog="Example: fedloop model show digits@champion")
-def show(version: VersionReference, coordinator: Coordinator = None, as_json: Json = False) -> None:
+@remote_command(app, example="fedloop model show digits@champion")
+def show(client: OperatorClient, version: VersionReference) -> Shown:
     """Show a version: its origin, metrics and files."""
-    shown = _version(connect(coordinator), version)
-    print_result(shown, *_lines(shown), as_json=as_json)
+    shown = _version(client, version)
+    return shown, _lines(shown)
 
 
 def _lines(version: Mapping[str, Any]) -> Iterator[str]:
@@ -189,8 +178,9 @@ def _lines(version: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {file['sha256'][:12]}  {file['size_bytes']:>12,}  {file['path']}"
 
 
-@app.command(epilog="Example: fedloop model alias digits:3 champion")
+@remote_command(app, example="fedloop model alias digits:3 champion")
 def alias(
+    client: OperatorClient,
     version: VersionReference,
     name: Annotated[str, typer.Argument(metavar="ALIAS", help="champion, candidate, or a name of your own.")],
     remove: Annotated[bool, typer.Option("--remove", help="Remove the alias.")] = False,
@@ -198,11 +188,8 @@ def alias(
         int | None,
         typer.Option("--expect", min=0, help="Only if it points to this number now; 0: to no version."),
     ] = None,
-    coordinator: Coordinator = None,
-    as_json: Json = False,
-) -> None:
+) -> Shown:
     """Point an alias at a version, atomically; its history keeps the earlier versions."""
-    client = connect(coordinator)
     target = _version(client, version)
     path = f"/models/{target['model']}/aliases/{quote(name, safe='')}"
     if remove:
@@ -211,136 +198,107 @@ def alias(
         moved = client.put(path, {"version": target["number"], "expected": expect})
     before = f", before {target['model']}:{moved['before']}" if moved["before"] else ""
     now = f"means {target['version']}" if moved["number"] else "is removed"
-    print_result(moved, f"{target['model']}@{name} {now}{before}", as_json=as_json)
+    return moved, [f"{target['model']}@{name} {now}{before}"]
 
 
-@app.command(epilog="Example: fedloop model aliases digits")
+@remote_command(app, example="fedloop model aliases digits")
 def aliases(
+    client: OperatorClient,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the model.")],
-    coordinator: Coordinator = None,
-    as_json: Json = False,
-) -> None:
+) -> Shown:
     """Show the history of a model's aliases, the latest change first."""
-    moves = connect(coordinator).get(f"/models/{quote(name, safe='')}/moves", limit=_PAGE)
+    moves = client.get(f"/models/{quote(name, safe='')}/moves", limit=_PAGE)
     lines = []
     for move in moves:
         before, number = (f"{name}:{move[key]}" if move[key] else "nothing" for key in ("before", "number"))
         lines.append(f"{move['moved_at'][:19]}  {move['alias']}: {before} -> {number}")
-    print_result(moves, *lines, as_json=as_json)
+    return moves, lines
 
 
-@app.command(epilog="Example: fedloop model lineage digits:4 --dot | dot -Tsvg > lineage.svg")
+@remote_command(app, example="fedloop model lineage digits:4 --dot | dot -Tsvg > lineage.svg")
 def lineage(
+    client: OperatorClient,
     version: VersionReference,
     as_dot: Annotated[bool, typer.Option("--dot", help="Print the graph for Graphviz.")] = False,
-    coordinator: Coordinator = None,
-    as_json: Json = False,
-) -> None:
+) -> Shown:
     """Show the lineage of a version in both directions: data, trainings, compressions, releases, runs."""
     from coordinator.operator import lineage_drawing
 
-    graph = connect(coordinator).get(f"/versions/{quote(version, safe='')}/lineage")
-    if as_json:
-        print_json(graph)
-    elif as_dot:
-        typer.echo(lineage_drawing.dot(graph), nl=False)
-    else:
-        output_console().print(lineage_drawing.tree(graph))
+    graph = client.get(f"/versions/{quote(version, safe='')}/lineage")
+    return graph, lineage_drawing.dot(graph).splitlines() if as_dot else lineage_drawing.tree(graph)
 
 
-@app.command(epilog="Example: fedloop model export digits:3 --out runs/digits-3")
+@remote_command(app, example="fedloop model export digits:3 --out runs/digits-3")
 def export(
+    client: OperatorClient,
     version: VersionReference,
     out: Annotated[Path, typer.Option("--out", help="Folder for the files; new or empty.")],
     form: Annotated[
         str, typer.Option("--format", help="files: unchanged; onnx: model.onnx made from its float params.")
     ] = "files",
-    coordinator: Coordinator = None,
-    as_json: Json = False,
-) -> None:
+) -> Shown:
     """Fetch the files of a version, checked by their hashes; or an ONNX file, verified against PyTorch."""
     if form not in ("files", "onnx"):
         raise UserError(f"--format {form}: expected files or onnx")
-    client = connect(coordinator)
     exported = _version(client, version)
-    if form == "onnx":
-        _export_onnx(client, exported, out, as_json)
-    else:
-        _export_files(client, exported, out, as_json)
+    return (_export_onnx if form == "onnx" else _export_files)(client, exported, out)
 
 
-def _export_files(client: OperatorClient, version: dict[str, Any], out: Path, as_json: bool) -> None:
+def _export_files(client: OperatorClient, version: dict[str, Any], out: Path) -> Shown:
     from coordinator.operator import version_transfer
 
     with _progress_bar("fetching", sum(file["size_bytes"] for file in version["files"])) as advance:
         version_transfer.export(client, version, out, advance)
-    print_result({"out": str(out), **version}, f"{version['version']} is in {out}/", as_json=as_json)
+    return {"out": str(out), **version}, [f"{version['version']} is in {out}/"]
 
 
-def _export_onnx(client: OperatorClient, version: dict[str, Any], out: Path, as_json: bool) -> None:
+def _export_onnx(client: OperatorClient, version: dict[str, Any], out: Path) -> Shown:
     from coordinator.operator import onnx_models
 
     sources = onnx_models.source_files(version)
     with _progress_bar("fetching", sum(file["size_bytes"] for file in sources)) as advance:
         about = onnx_models.export(client, version, out, advance)
-    print_result(
-        {"out": str(out), **about},
+    return {"out": str(out), **about}, [
         f"{version['version']} is in {out}/model.onnx, opset {about['opset']['ai.onnx']}, {about['bytes']:,} bytes; "
-        f"logits differ from PyTorch's by {about['verified']['largest_difference']:.2g} at most",
-        as_json=as_json,
-    )
+        f"logits differ from PyTorch's by {about['verified']['largest_difference']:.2g} at most"
+    ]
 
 
-@app.command(epilog="Example: fedloop model diff digits@champion digits@candidate")
-def diff(
-    before: VersionReference, after: VersionReference, coordinator: Coordinator = None, as_json: Json = False
-) -> None:
+@remote_command(app, example="fedloop model diff digits@champion digits@candidate")
+def diff(client: OperatorClient, before: VersionReference, after: VersionReference) -> Shown:
     """Show the differences between two versions: model, metrics, files."""
     from coordinator.operator import version_differences
 
-    client = connect(coordinator)
     first, second = _version(client, before), _version(client, after)
     differences = version_differences.compare(first, second)
-    if as_json:
-        print_json({"before": first["version"], "after": second["version"], "differences": differences})
-        return
     table = make_table("", first["version"], second["version"])
     for row in differences:
         values = ("-" if row[key] is None else printable(str(row[key]), 100) for key in ("before", "after"))
         table.add_row(printable(row["what"], 100), *values)
-    if differences:
-        output_console().print(table)
-    else:
-        typer.echo(f"{first['version']} and {second['version']} have the same model, metrics and files")
+    none = [f"{first['version']} and {second['version']} have the same model, metrics and files"]
+    document = {"before": first["version"], "after": second["version"], "differences": differences}
+    return document, table if differences else none
 
 
 def _register(
-    kind: Any,
-    contents: Any,
-    name: str,
-    parents: list[str],
-    renumber: bool,
-    coordinator: str | None,
-    as_json: bool,
-) -> None:
+    client: OperatorClient, kind: Any, contents: Any, name: str, parents: list[str], renumber: bool
+) -> Shown:
     from coordinator import model_references
     from coordinator.operator import version_transfer
 
     model_references.check_model_name(name)
-    client = connect(coordinator)
     with _progress_bar("sending", sum(content.size_bytes for content in contents.values())) as advance:
         version = version_transfer.add(
             client, name, kind, contents, parents, renumber=renumber, on_bytes=advance
         )
-    _print_version(version, as_json)
+    return _registered(version)
 
 
-def _print_version(version: Mapping[str, Any], as_json: bool) -> None:
+def _registered(version: Mapping[str, Any]) -> Shown:
     from coordinator.operator import lineage_drawing
 
     figures = lineage_drawing.figures(version["stage"], version["metrics"])
-    line = f"{version['version']}  {version['stage']}{f', {figures}' if figures else ''}"
-    print_result(version, line, as_json=as_json)
+    return version, [f"{version['version']}  {version['stage']}{f', {figures}' if figures else ''}"]
 
 
 @contextmanager

@@ -1,14 +1,18 @@
-"""Options that many commands share, and those of `fedloop serve`, which follow from its settings."""
+"""Options that many commands share, the commands that call a coordinator, and the options of `fedloop serve`."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
+from rich.console import ConsoleRenderable
 
+from coordinator.commands.output import output_console, print_json, print_lines
+from coordinator.operator.client import Coordinator, connect
 from coordinator.option_parsers import Address
 from coordinator.settings import Settings, options
 
@@ -21,6 +25,10 @@ def command_group(help_text: str) -> typer.Typer:
         rich_markup_mode="rich",
     )
 
+
+Shown = tuple[Any, Iterable[str] | ConsoleRenderable]
+"""A document for --json, and the lines or the table that say the same."""
+Remote = Callable[..., Shown]
 
 DataDir = Annotated[
     Path | None,
@@ -47,6 +55,33 @@ Sets = Annotated[
         "--set", help="key=value; the value is TOML, else a string; may be repeated.", metavar="KEY=VALUE"
     ),
 ]
+
+
+def remote_command(app: typer.Typer, name: str | None = None, *, example: str) -> Callable[[Remote], Remote]:
+    """Adds a command that calls a coordinator, with the options --coordinator and --json.
+
+    Its function gets a client before its own parameters.
+    """
+
+    def add(function: Remote) -> Remote:
+        def command(coordinator: Coordinator = None, as_json: Json = False, **values: Any) -> None:
+            document, summary = function(connect(coordinator), **values)
+            if as_json:
+                print_json(document)
+            elif isinstance(summary, ConsoleRenderable):
+                output_console().print(summary)
+            else:
+                print_lines(summary)
+
+        _, *own = inspect.signature(function, eval_str=True).parameters.values()
+        *shared, _ = inspect.signature(command, eval_str=True).parameters.values()
+        options = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *shared)]
+        command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        app.command(name, epilog=f"Example: {example}")(command)
+        return function
+
+    return add
 
 
 def serve_signature() -> inspect.Signature:

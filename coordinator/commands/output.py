@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,9 +19,8 @@ def print_json(document: Any) -> None:
     typer.echo(json.dumps(document, indent=2))
 
 
-def print_result(document: Any, *lines: str, as_json: bool) -> None:
-    """Prints a document as JSON, or the lines that say the same."""
-    for line in [json.dumps(document, indent=2)] if as_json else lines:
+def print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
         typer.echo(line)
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordinator.commands.options import Json, command_group
-from coordinator.commands.output import print_json, print_result
+from coordinator.commands.options import Json, Shown, command_group, remote_command
+from coordinator.commands.output import print_json
 from coordinator.errors import UserError
-from coordinator.operator.client import Coordinator, connect
+from coordinator.operator.client import Coordinator, OperatorClient, connect
 from coordinator.releases import roles
 from coordinator.releases.roles import OFFLINE_KEYS, ONLINE_ROLES, parse_release
 
@@ -217,16 +217,15 @@ def publish(staging: StagingDir, coordinator: Coordinator = None) -> None:
     typer.echo(f"published targets {version}")
 
 
-@app.command("list", epilog="Example: fedloop release list")
-def list_releases(coordinator: Coordinator = None, as_json: Json = False) -> None:
+@remote_command(app, "list", example="fedloop release list")
+def list_releases(client: OperatorClient) -> Shown:
     """List the published releases."""
-    releases = connect(coordinator).get("/releases")
+    releases = client.get("/releases")
     lines = [
         f"{each['model']}:{each['version']}  {each['model_bytes']} bytes  SHA-256 {each['model_sha256']}"
         for each in releases
     ]
-    lines = lines or ["no releases; stage one: fedloop release add FOLDER --staging DIR"]
-    print_result(releases, *lines, as_json=as_json)
+    return releases, lines or ["no releases; stage one: fedloop release add FOLDER --staging DIR"]
 
 
 @app.command(epilog="Example: fedloop release status --json")

@@ -13,10 +13,10 @@ from urllib.parse import quote
 
 import typer
 
-from coordinator.commands.options import Json, command_group
-from coordinator.commands.output import format_time, print_result
+from coordinator.commands.options import Shown, command_group, remote_command
+from coordinator.commands.output import format_time
 from coordinator.errors import UserError
-from coordinator.operator.client import Coordinator, OperatorClient, connect, device_id
+from coordinator.operator.client import OperatorClient, device_id
 from coordinator.releases.roles import parse_release
 from coordinator.rollouts.gates import Gates
 from edge_client.data.quoting import nearest
@@ -36,10 +36,11 @@ _ENDED = ("rolled_back", "aborted", "finished")
 _GATES = {each.name: each.type for each in fields(Gates)}
 
 
-@app.command(
-    epilog="Example: fedloop rollout start digits:4 --phases 10,100 --filter group=clinic --gate install=0.98"
+@remote_command(
+    app, example="fedloop rollout start digits:4 --phases 10,100 --filter group=clinic --gate install=0.98"
 )
 def start(
+    client: OperatorClient,
     release: Annotated[str, typer.Argument(metavar="MODEL:VERSION", help="A published release.")],
     phases: Annotated[
         str,
@@ -63,9 +64,7 @@ def start(
             metavar="NAME=VALUE",
         ),
     ] = None,
-    coordinator: Coordinator = None,
-    as_json: Json = False,
-) -> None:
+) -> Shown:
     """Start a rollout. Its devices and their order are fixed at the start."""
     name = parse_release(release)
     request = {
@@ -75,65 +74,55 @@ def start(
         "filter": _filter(filters or []),
         "gates": _gates(gates or []),
     }
-    created = connect(coordinator).post("/rollouts", request)
-    print_result(
-        created,
-        f"rollout {created['id']} of {name}; see it: fedloop rollout show {created['id'][:8]}",
-        as_json=as_json,
-    )
+    created = client.post("/rollouts", request)
+    return created, [f"rollout {created['id']} of {name}; see it: fedloop rollout show {created['id'][:8]}"]
 
 
-@app.command("list", epilog="Example: fedloop rollout list --model digits")
+@remote_command(app, "list", example="fedloop rollout list --model digits")
 def list_rollouts(
+    client: OperatorClient,
     model: Annotated[str | None, typer.Option("--model", help="Only rollouts of this model.")] = None,
-    coordinator: Coordinator = None,
-    as_json: Json = False,
-) -> None:
+) -> Shown:
     """List rollouts, newest first."""
-    rollouts = connect(coordinator).get("/rollouts", model=model)
-    lines = (
-        map(_summary, rollouts)
-        if rollouts
-        else ["no rollouts; start one: fedloop rollout start MODEL:VERSION"]
-    )
-    print_result(rollouts, *lines, as_json=as_json)
+    rollouts = client.get("/rollouts", model=model)
+    none = ["no rollouts; start one: fedloop rollout start MODEL:VERSION"]
+    return rollouts, map(_summary, rollouts) if rollouts else none
 
 
-@app.command(epilog="Example: fedloop rollout show digits")
-def show(rollout: RolloutReference, coordinator: Coordinator = None, as_json: Json = False) -> None:
+@remote_command(app, example="fedloop rollout show digits")
+def show(client: OperatorClient, rollout: RolloutReference) -> Shown:
     """Show the progress of a rollout by phase, and why devices failed."""
-    client = connect(coordinator)
     shown = client.get(f"/rollouts/{_id(client, rollout)}")
-    print_result(shown, *_lines(shown), as_json=as_json)
+    return shown, _lines(shown)
 
 
-@app.command(epilog="Example: fedloop rollout pause digits")
-def pause(rollout: RolloutReference, coordinator: Coordinator = None, as_json: Json = False) -> None:
+@remote_command(app, example="fedloop rollout pause digits")
+def pause(client: OperatorClient, rollout: RolloutReference) -> Shown:
     """Offer the release to no more devices; those that have started continue."""
-    _steer(coordinator, rollout, "pause", {}, "is paused", as_json)
+    return _steer(client, rollout, "pause", {}, "is paused")
 
 
-@app.command(epilog="Example: fedloop rollout resume digits")
-def resume(rollout: RolloutReference, coordinator: Coordinator = None, as_json: Json = False) -> None:
+@remote_command(app, example="fedloop rollout resume digits")
+def resume(client: OperatorClient, rollout: RolloutReference) -> Shown:
     """Resume a paused rollout."""
-    _steer(coordinator, rollout, "resume", {}, "is resumed", as_json)
+    return _steer(client, rollout, "resume", {}, "is resumed")
 
 
-@app.command(epilog="Example: fedloop rollout abort digits")
+@remote_command(app, example="fedloop rollout abort digits")
 def abort(
+    client: OperatorClient,
     rollout: RolloutReference,
     keep: Annotated[
         bool, typer.Option("--keep", help="Devices that have the release keep it instead of rolling back.")
     ] = False,
-    coordinator: Coordinator = None,
-    as_json: Json = False,
-) -> None:
+) -> Shown:
     """End a rollout for good, even a finished one; devices that have the release roll back to the previous one."""
-    _steer(coordinator, rollout, "abort", {"keep": keep}, "is aborted", as_json)
+    return _steer(client, rollout, "abort", {"keep": keep}, "is aborted")
 
 
-@app.command(epilog="Example: fedloop rollout force gateway-7 --rollout digits")
+@remote_command(app, example="fedloop rollout force gateway-7 --rollout digits")
 def force(
+    client: OperatorClient,
     device: Annotated[
         str, typer.Argument(metavar="DEVICE", help="Its id, the beginning of it, or its name.")
     ],
@@ -143,26 +132,16 @@ def force(
             "--rollout", help="Id, its beginning, or model. Default: the newest rollout.", metavar="ROLLOUT"
         ),
     ] = None,
-    coordinator: Coordinator = None,
-    as_json: Json = False,
-) -> None:
+) -> Shown:
     """Let a device that failed with the release try again."""
-    client = connect(coordinator)
     which = _id(client, rollout)
     member = client.post(f"/rollouts/{which}/force", {"device": device_id(client, device)})
-    print_result(member, f"device {member['device']} tries again when its phase is open", as_json=as_json)
+    return member, [f"device {member['device']} tries again when its phase is open"]
 
 
-def _steer(
-    coordinator: str | None, rollout: str, verb: str, body: Mapping[str, Any], outcome: str, as_json: bool
-) -> None:
-    client = connect(coordinator)
+def _steer(client: OperatorClient, rollout: str, verb: str, body: Mapping[str, Any], outcome: str) -> Shown:
     changed = client.post(f"/rollouts/{_id(client, rollout)}/{verb}", body)
-    print_result(
-        changed,
-        f"rollout {changed['id']} of {changed['model']}:{changed['version']} {outcome}",
-        as_json=as_json,
-    )
+    return changed, [f"rollout {changed['id']} of {changed['model']}:{changed['version']} {outcome}"]
 
 
 def _id(client: OperatorClient, reference: str | None) -> str:
