@@ -58,10 +58,10 @@ def add(
     ] = False,
 ) -> Shown:
     """Register a folder as the next version of a model. Its files must match its own documents."""
-    from coordinator.operator import version_folders
+    from coordinator.operator import version_files
     from coordinator.registry.kinds import examine
 
-    kind, contents = version_folders.gather(folder)
+    kind, contents = version_files.gather(folder)
     if renumber and kind != "inference":
         raise UserError(f"--renumber: {folder} is not a release folder, so it has no version number")
     with _errors_prefixed(folder):
@@ -94,7 +94,7 @@ def import_(
 
     An ONNX file is checked first. With --model its weights are kept as params too, so that training can continue.
     """
-    from coordinator.operator import onnx_models, version_folders
+    from coordinator.operator import onnx_models, version_files
     from coordinator.registry.kinds import examine
     from coordinator.storage.private_folders import private_folder
 
@@ -105,8 +105,8 @@ def import_(
         if is_onnx:
             kind, contents = onnx_models.gather(path, model, option or [], scratch)
         else:
-            kind, contents = version_folders.gather_foreign(path)
-            if path.is_dir() and (pickles := version_folders.pickles(path)):
+            kind, contents = version_files.gather_foreign(path)
+            if path.is_dir() and (pickles := version_files.pickles(path)):
                 typer.echo(f"left out, files of Python pickles: {', '.join(pickles)}", err=True)
         with _errors_prefixed(path):
             examine(kind, contents)
@@ -137,7 +137,7 @@ def list_(
     ] = None,
 ) -> Shown:
     """List models, or the versions of one."""
-    from coordinator.operator import lineage_drawing
+    from coordinator.operator import version_drawing
 
     if name is None:
         items = list(client.pages("/models", "models"))
@@ -149,7 +149,7 @@ def list_(
         items = list(client.pages(f"/models/{quote(name, safe='')}/versions", "versions", "before"))
         table = make_table("version", "stage", "kind", "aliases", "figures", "since")
         for version in items:
-            figures = printable(lineage_drawing.figures(version["stage"], version["metrics"]), 100)
+            figures = printable(version_drawing.figures(version["stage"], version["metrics"]), 100)
             known_as, since = ", ".join(version["aliases"]), version["created_at"][:16]
             table.add_row(version["version"], version["stage"], version["kind"], known_as, figures, since)
     return items, table if items else ["no models; register one: fedloop model add DIR --name NAME"]
@@ -222,10 +222,10 @@ def lineage(
     as_dot: Annotated[bool, typer.Option("--dot", help="Print the graph for Graphviz.")] = False,
 ) -> Shown:
     """Show the lineage of a version in both directions: data, trainings, compressions, releases, runs."""
-    from coordinator.operator import lineage_drawing
+    from coordinator.operator import version_drawing
 
     graph = client.get(f"/versions/{quote(version, safe='')}/lineage")
-    return graph, lineage_drawing.dot(graph).splitlines() if as_dot else lineage_drawing.tree(graph)
+    return graph, version_drawing.dot(graph).splitlines() if as_dot else version_drawing.tree(graph)
 
 
 @remote_command(app, example="fedloop model export digits:3 --out runs/digits-3")
@@ -245,10 +245,10 @@ def export(
 
 
 def _export_files(client: OperatorClient, version: dict[str, Any], out: Path) -> Shown:
-    from coordinator.operator import version_transfer
+    from coordinator.operator import version_files
 
     with _progress_bar("fetching", sum(file["size_bytes"] for file in version["files"])) as advance:
-        version_transfer.export(client, version, out, advance)
+        version_files.export(client, version, out, advance)
     return {"out": str(out), **version}, [f"{version['version']} is in {out}/"]
 
 
@@ -267,10 +267,10 @@ def _export_onnx(client: OperatorClient, version: dict[str, Any], out: Path) -> 
 @remote_command(app, example="fedloop model diff digits@champion digits@candidate")
 def diff(client: OperatorClient, before: VersionReference, after: VersionReference) -> Shown:
     """Show the differences between two versions: model, metrics, files."""
-    from coordinator.operator import version_differences
+    from coordinator.operator import version_drawing
 
     first, second = _version(client, before), _version(client, after)
-    differences = version_differences.compare(first, second)
+    differences = version_drawing.compare(first, second)
     table = make_table("", first["version"], second["version"])
     for row in differences:
         values = ("-" if row[key] is None else printable(str(row[key]), 100) for key in ("before", "after"))
@@ -284,20 +284,20 @@ def _register(
     client: OperatorClient, kind: Any, contents: Any, name: str, parents: list[str], renumber: bool
 ) -> Shown:
     from coordinator import model_references
-    from coordinator.operator import version_transfer
+    from coordinator.operator import version_files
 
     model_references.check_model_name(name)
     with _progress_bar("sending", sum(content.size_bytes for content in contents.values())) as advance:
-        version = version_transfer.add(
+        version = version_files.add(
             client, name, kind, contents, parents, renumber=renumber, on_bytes=advance
         )
     return _registered(version)
 
 
 def _registered(version: Mapping[str, Any]) -> Shown:
-    from coordinator.operator import lineage_drawing
+    from coordinator.operator import version_drawing
 
-    figures = lineage_drawing.figures(version["stage"], version["metrics"])
+    figures = version_drawing.figures(version["stage"], version["metrics"])
     return version, [f"{version['version']}  {version['stage']}{f', {figures}' if figures else ''}"]
 
 

@@ -16,11 +16,16 @@ from pydantic import Field
 
 from coordinator.datacenter.data_options import Data, Model
 from coordinator.errors import UserError
-from coordinator.experiments.checks import dataset_name_problem, own_key_problems
 from coordinator.experiments.defaults import absolute, complete_options, data_name, missing
 from coordinator.experiments.experiment import apply_settings, read_toml
 from coordinator.experiments.schema import Section
-from coordinator.experiments.validation import find_model_problems, to_user_error, validate
+from coordinator.experiments.validation import (
+    dataset_name_problem,
+    find_model_problems,
+    own_key_problems,
+    to_user_error,
+    validate,
+)
 from coordinator.json_values import flatten
 from models import options
 from models.pretrain import plan as plans

@@ -58,7 +58,7 @@ async def first_root(caller: CallerDep, services: ServicesDep) -> Response:
 @router.get("/releases/metadata/{name}")
 async def metadata(name: str, request: Request, caller: CallerDep, services: ServicesDep) -> Response:
     """`timestamp.json`, or `N.<role>.json`."""
-    path = await run_in_threadpool(services.releases.metadata_file, name)
+    path = await run_in_threadpool(services.releases.stored.metadata_file, name)
     if path is None:
         raise Refusal(404, "not_found", "there is no such metadata")
     if name == "timestamp.json":
@@ -70,7 +70,7 @@ async def metadata(name: str, request: Request, caller: CallerDep, services: Ser
 @router.get("/releases/targets/{path:path}")
 async def target(path: str, request: Request, caller: CallerDep, services: ServicesDep) -> Response:
     """A target, by its path with the SHA-256 before the file name."""
-    file = await run_in_threadpool(services.releases.target_file, path)
+    file = await run_in_threadpool(services.releases.stored.target_file, path)
     if file is None:
         raise Refusal(404, "not_found", "there is no such target")
     return _file(file, request, "application/octet-stream", file.name.partition(".")[0])

@@ -1,1 +1,1 @@
-"""The experiment file: its schema, its checks, and the plan of a run made from it."""
+"""The experiment file: its schema, its checks and its defaults."""

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.errors import UserError
-from coordinator.experiments.checks import find_problems
 from coordinator.experiments.defaults import with_defaults
 from coordinator.experiments.schema import Experiment, FleetKind
-from coordinator.experiments.validation import to_user_error, validate
+from coordinator.experiments.validation import find_problems, to_user_error, validate
 
 _AFFECTED_KEYS = {
     "data.dataset": ("data", "model", "federation.clients"),

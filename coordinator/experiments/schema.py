@@ -1,6 +1,6 @@
 """The schema of the experiment file: its tables, their keys, types and ranges.
 
-A key's type checks one value; `coordinator.experiments.checks` compares keys with each other.
+A key's type checks one value; `coordinator.experiments.validation` compares keys with each other.
 """
 
 from __future__ import annotations

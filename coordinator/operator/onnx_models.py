@@ -22,9 +22,9 @@ from coordinator.experiments import experiment
 from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.experiments.validation import find_model_problems, to_user_error
 from coordinator.model_references import check_file_path
-from coordinator.operator import version_transfer
+from coordinator.operator import version_files
 from coordinator.operator.client import OnBytes, OperatorClient
-from coordinator.operator.version_folders import Gathered
+from coordinator.operator.version_files import Gathered
 from coordinator.output_folders import require_new
 from coordinator.registry.contents import Content, content_of
 from coordinator.registry.kinds import MODEL, ONNX, ONNX_ABOUT, PARAMS
@@ -69,7 +69,7 @@ def export(
     require_new(out)
     with private_folder() as scratch:
         source, work = scratch / "source", scratch / "work"
-        version_transfer.export(client, {**version, "files": source_files(version)}, source, on_bytes)
+        version_files.export(client, {**version, "files": source_files(version)}, source, on_bytes)
         model = json.loads((source / MODEL).read_text("utf-8"))
         definition = {key: model[key] for key in ("name", "options", *MODEL_KEYS) if key in model}
         try:

@@ -24,7 +24,7 @@ from securesystemslib.signer import CryptoSigner, Key
 from tuf.api.metadata import Metadata, Root, Targets
 
 from coordinator.errors import Refusal, UserError
-from coordinator.operator import signed_documents, staged_changes
+from coordinator.operator import signed_documents
 from coordinator.operator.offline_keys import NAME_FIELD, read_bytes
 from coordinator.releases import checks, roles
 from coordinator.releases.roles import LIFETIMES, ReleaseName
@@ -99,17 +99,17 @@ class Staging:
         self._require_sound()
         lines, published = [], self.published_targets()
         if (root := self.next_root()) is not None:
-            lines += staged_changes.describe_root(self._published_root(), root.signed)
+            lines += signed_documents.describe_root(self._published_root(), root.signed)
         if (targets := self.next_targets()) is not None:
             before = published.signed if published is not None else None
-            lines += staged_changes.describe_targets(before, targets.signed, self.new_files())
+            lines += signed_documents.describe_targets(before, targets.signed, self.new_files())
         return lines
 
     def describe_root_keys(self) -> list[str]:
         """The root keys that all documents here depend on."""
         root = self._published_root() or self.newest_root()
         return [
-            staged_changes.describe_key(root.keys[key_id])
+            signed_documents.describe_key(root.keys[key_id])
             for key_id in root.roles[roles.ROOT].keyids
             if key_id in root.keys
         ]
@@ -119,7 +119,7 @@ class Staging:
         root, targets = self.next_root(), self.next_targets()
         if root is None and targets is None:
             return []
-        return staged_changes.missing_signatures(self._published_root(), root, targets, self.newest_root())
+        return signed_documents.missing_signatures(self._published_root(), root, targets, self.newest_root())
 
     # -- staging -------------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Staging:
         targets = self.next_targets() or self.published_targets()
         current = set(map(checks.content_of, self.newest_root().keys.values()))
         if targets is not None:
-            current |= staged_changes.rollouts_keys(targets.signed).keys()
+            current |= signed_documents.rollouts_keys(targets.signed).keys()
         if set(map(checks.content_of, keys.values())) <= current:
             raise UserError(f"{self.folder}: nothing changes: these keys are in use there already")
         if root_keys := {name: key for name, key in keys.items() if name != roles.ROLLOUTS}:

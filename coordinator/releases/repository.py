@@ -23,9 +23,8 @@ from tuf.api.metadata import Metadata, Root, Snapshot, TargetFile, Targets, Time
 from coordinator.errors import Refusal
 from coordinator.failpoints import reach
 from coordinator.releases import checks, roles
-from coordinator.releases.online_keys import OnlineKeys
 from coordinator.releases.roles import LIFETIMES, ONLINE_ROLES, ReleaseName
-from coordinator.releases.stored import TIMESTAMP, StoredRepository
+from coordinator.releases.stored import TIMESTAMP, OnlineKeys, StoredRepository
 from edge_client.wire.rollouts import LARGEST_DOCUMENT_BYTES, rollouts_path
 
 _Online = TypeVar("_Online", Targets, Snapshot, Timestamp)
@@ -56,7 +55,7 @@ class Repository:
     """The repository in `folder`, empty until the first `publish`. One process writes it, from any of its threads."""
 
     def __init__(self, folder: Path, clock: Callable[[], datetime]) -> None:
-        self._stored = StoredRepository(folder)
+        self.stored = StoredRepository(folder)
         self._keys = OnlineKeys(folder / "keys")
         self._clock = clock
         self._lock = threading.RLock()
@@ -67,15 +66,7 @@ class Repository:
     @property
     def exists(self) -> bool:
         """Whether anything was published yet."""
-        return self._stored.exists
-
-    def metadata_file(self, name: str) -> Path | None:
-        """The path of a metadata file such as `3.targets.json`."""
-        return self._stored.metadata_file(name)
-
-    def target_file(self, path: str) -> Path | None:
-        """The path of a target, by its target path with the hash before the file name."""
-        return self._stored.target_file(path)
+        return self.stored.exists
 
     def root(self, version: int | None = None) -> bytes:
         """The root of this version, by default the newest.
@@ -84,7 +75,7 @@ class Repository:
             Refusal: 404 `no_repository`; 404 `not_found`.
         """
         self._require_repository()
-        path = self._stored.metadata_file(f"{version or self._stored.newest_root()}.root.json")
+        path = self.stored.metadata_file(f"{version or self.stored.newest_root()}.root.json")
         if path is None:
             raise Refusal(404, "not_found", f"there is no root {version}")
         return path.read_bytes()
@@ -92,20 +83,20 @@ class Repository:
     def roots(self) -> list[bytes]:
         """Every root, in order of version. Raises: Refusal: 404 `no_repository`."""
         self._require_repository()
-        return [self.root(version) for version in range(1, self._stored.newest_root() + 1)]
+        return [self.root(version) for version in range(1, self.stored.newest_root() + 1)]
 
     def targets(self) -> bytes:
         """The current targets. Raises: Refusal: 404 `no_repository`."""
         self._require_repository()
         with self._lock:
-            return self._stored.bytes_of(self._stored.targets_name())
+            return self.stored.bytes_of(self.stored.targets_name())
 
     def releases(self) -> Sequence[Release]:
         """The published releases, by name and version; none without a repository."""
         if not self.exists:
             return ()
         with self._lock:
-            name = self._stored.targets_name()
+            name = self.stored.targets_name()
             if (
                 name != self._listed[0]
             ):  # cached: a file of some megabytes, read in every pass over the rollouts
@@ -117,17 +108,6 @@ class Repository:
                 self._listed = name, tuple(listed)
             return self._listed[1]
 
-    def rollouts(self, model: str) -> dict[str, Any] | None:
-        """The document that `set_rollouts` signed last for a model; None if there is none."""
-        if not self.exists:
-            return None
-        with self._lock:
-            target = self._stored.rollouts().signed.targets.get(rollouts_path(model))
-            if target is None:
-                return None
-            document: dict[str, Any] = json.loads(self._stored.path_of(target).read_bytes())
-            return document
-
     def state(self) -> list[RoleState]:
         """Every role's version and expiry, the most trusted first; empty without a repository."""
         if not self.exists:
@@ -137,9 +117,9 @@ class Repository:
             return [
                 self._state(roles.ROOT, root, root.signed),
                 self._state(roles.TARGETS, targets, root.signed),
-                self._state(roles.ROLLOUTS, self._stored.rollouts(), targets.signed),
-                self._state(roles.SNAPSHOT, self._stored.snapshot(), root.signed),
-                self._state(roles.TIMESTAMP, self._stored.timestamp(), root.signed),
+                self._state(roles.ROLLOUTS, self.stored.rollouts(), targets.signed),
+                self._state(roles.SNAPSHOT, self.stored.snapshot(), root.signed),
+                self._state(roles.TIMESTAMP, self.stored.timestamp(), root.signed),
             ]
 
     # -- keys ----------------------------------------------------------------------------------------------------
@@ -227,11 +207,11 @@ class Repository:
                     "it names too many devices",
                 )
             target = TargetFile.from_data(rollouts_path(model), data, ["sha256"])
-            now, rollouts = self._clock(), self._stored.rollouts().signed
-            self._stored.store_bytes(target, data)
+            now, rollouts = self._clock(), self.stored.rollouts().signed
+            self.stored.store_bytes(target, data)
             rollouts.targets[target.path] = target
             self._advance(now, checks.read_targets(self.targets()), rollouts, [self._root().signed])
-            self._stored.sweep()
+            self.stored.sweep()
 
     def renew(self, now: datetime) -> list[str]:
         """Signs online roles again that are past half of their lifetime or no longer valid; returns these roles."""
@@ -245,14 +225,14 @@ class Repository:
             ]
             targets = checks.read_targets(self.targets())
             if roles.ROLLOUTS in due:
-                self._advance(now, targets, self._stored.rollouts().signed, [self._root().signed])
+                self._advance(now, targets, self.stored.rollouts().signed, [self._root().signed])
             elif roles.SNAPSHOT in due:
                 self._advance(now, targets, None, [self._root().signed])
             elif due:
-                self._write_timestamp(now, self._stored.snapshot(), [self._root().signed])
+                self._write_timestamp(now, self.stored.snapshot(), [self._root().signed])
             if due:
-                self._stored.sweep()
-                self._stored.sweep_releases()
+                self.stored.sweep()
+                self.stored.sweep_releases()
             return due
 
     # -- writes --------------------------------------------------------------------------------------------------
@@ -269,7 +249,7 @@ class Repository:
         old = trusted.signed if trusted is not None else None
         for path, source in files.items():
             try:
-                self._stored.store(targets.signed.targets[path], source)
+                self.stored.store(targets.signed.targets[path], source)
             except LengthOrHashMismatchError as error:
                 raise checks.wrong_bytes(path, error) from None
         reach("release.files_stored")
@@ -277,13 +257,13 @@ class Repository:
         if roots_first:
             self._write_roots(chain)
         # Rollouts of models without a release stay: they direct devices to run none.
-        online = self._stored.rollouts().signed if old is not None else Targets(version=1, targets={})
+        online = self.stored.rollouts().signed if old is not None else Targets(version=1, targets={})
         self._advance(now, targets, online, [root] if old is None else [old, root], first=old is None)
         if not roots_first:
             self._write_roots(chain)
         self._remove_old_keys()
-        self._stored.sweep()
-        self._stored.sweep_releases()
+        self.stored.sweep()
+        self.stored.sweep_releases()
 
     def _advance(
         self,
@@ -295,27 +275,27 @@ class Repository:
         first: bool = False,
     ) -> None:
         """Writes targets, new rollouts if given, the snapshot that names them, and the timestamp."""
-        self._stored.write(targets, f"{targets.signed.version}.targets.json")
+        self.stored.write(targets, f"{targets.signed.version}.targets.json")
         if rollouts is not None:
             if not first:
                 rollouts.version += 1
             self._sign(rollouts, roles.ROLLOUTS, now, [targets.signed], f"{rollouts.version}.rollouts.json")
-            meta = {"rollouts.json": self._stored.meta(f"{rollouts.version}.rollouts.json", rollouts.version)}
+            meta = {"rollouts.json": self.stored.meta(f"{rollouts.version}.rollouts.json", rollouts.version)}
         else:
-            meta = {"rollouts.json": self._stored.snapshot().signed.meta["rollouts.json"]}
+            meta = {"rollouts.json": self.stored.snapshot().signed.meta["rollouts.json"]}
         reach("release.targets_stored")
-        meta["targets.json"] = self._stored.meta(
+        meta["targets.json"] = self.stored.meta(
             f"{targets.signed.version}.targets.json", targets.signed.version
         )
-        snapshot = Snapshot(version=1 if first else self._stored.snapshot().signed.version + 1, meta=meta)
+        snapshot = Snapshot(version=1 if first else self.stored.snapshot().signed.version + 1, meta=meta)
         written = self._sign(snapshot, roles.SNAPSHOT, now, roots, f"{snapshot.version}.snapshot.json")
         reach("release.snapshot_stored")
         self._write_timestamp(now, written, roots)
         reach("release.timestamp_stored")
 
     def _write_timestamp(self, now: datetime, snapshot: Metadata[Snapshot], roots: Sequence[Root]) -> None:
-        version = self._stored.timestamp().signed.version + 1 if self.exists else 1
-        meta = self._stored.meta(f"{snapshot.signed.version}.snapshot.json", snapshot.signed.version)
+        version = self.stored.timestamp().signed.version + 1 if self.exists else 1
+        meta = self.stored.meta(f"{snapshot.signed.version}.snapshot.json", snapshot.signed.version)
         self._sign(Timestamp(version=version, snapshot_meta=meta), roles.TIMESTAMP, now, roots, TIMESTAMP)
 
     def _sign(
@@ -328,12 +308,12 @@ class Repository:
         for signer in self._keys.signers(role):
             if signer.public_key.keyid in named:
                 metadata.sign(signer, append=True)
-        self._stored.write(metadata, name)
+        self.stored.write(metadata, name)
         return metadata
 
     def _write_roots(self, chain: Iterable[Metadata[Root]]) -> None:
         for each in chain:
-            self._stored.write(each, f"{each.signed.version}.root.json")
+            self.stored.write(each, f"{each.signed.version}.root.json")
         reach("release.root_stored")
 
     def _remove_old_keys(self) -> None:
@@ -342,7 +322,7 @@ class Repository:
         for role in (roles.SNAPSHOT, roles.TIMESTAMP):
             old = {key for data in self.roots() for key in checks.read_root(data).signed.roles[role].keyids}
             self._keys.remove(old - current[role])
-        every = [checks.read_targets(data).signed for data in self._stored.all_targets()]
+        every = [checks.read_targets(data).signed for data in self.stored.all_targets()]
         delegated = [targets.get_delegated_role(roles.ROLLOUTS) for targets in every]
         self._keys.remove({key for role in delegated for key in role.keyids} - current[roles.ROLLOUTS])
 
@@ -350,12 +330,12 @@ class Repository:
 
     def _require_unchanged_releases(self, before: Metadata[Targets] | None, new: Metadata[Targets]) -> None:
         """Requires that a withdrawn release is republished with the same bytes only: devices may still run it."""
-        for each in map(checks.read_targets, self._stored.all_targets()):
+        for each in map(checks.read_targets, self.stored.all_targets()):
             if before is not None and each.signed.version <= before.signed.version:
                 checks.require_unchanged(each.signed.targets, new.signed.targets)
 
     def _check_files(self, targets: Mapping[str, TargetFile], files: Mapping[str, Path]) -> None:
-        needed = {path for path, target in targets.items() if not self._stored.path_of(target).exists()}
+        needed = {path for path, target in targets.items() if not self.stored.path_of(target).exists()}
         if extra := files.keys() - targets.keys():
             raise Refusal(422, "extra_file", f"{min(extra)[:200]} is not among the signed targets")
         if missing := needed - files.keys():
@@ -369,10 +349,10 @@ class Repository:
             )
 
     def _root(self) -> Metadata[Root]:
-        return self._stored.read(Root, f"{self._stored.newest_root()}.root.json")
+        return self.stored.read(Root, f"{self.stored.newest_root()}.root.json")
 
     def _is_known(self, root: Metadata[Root]) -> bool:
-        path = self._stored.metadata_file(f"{root.signed.version}.root.json")
+        path = self.stored.metadata_file(f"{root.signed.version}.root.json")
         return self.exists and path is not None and path.read_bytes() == root.to_bytes()
 
     def _state(self, role: str, metadata: Metadata[Any], delegator: Root | Targets) -> RoleState:

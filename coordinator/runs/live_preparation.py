@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
-from coordinator.experiments.checks import dataset_name_problem
 from coordinator.experiments.schema import MODEL_KEYS, Experiment
+from coordinator.experiments.validation import dataset_name_problem
 from coordinator.runs.model_setup import export_model, load_data, set_up_model
 from coordinator.sandbox import policy
 from coordinator.settings import Settings

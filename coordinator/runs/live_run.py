@@ -10,19 +10,17 @@ from typing import Any
 
 from coordinator.context.services import Services
 from coordinator.db import runs as rows
-from coordinator.experiments import adapters, planning
+from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.schema import Experiment
 from coordinator.rounds import engine
 from coordinator.rounds.fleet import Stopped
 from coordinator.rounds.records import RunState
-from coordinator.runs import (
-    admission,
-    live_preparation,
-)
+from coordinator.runs import admission, live_preparation
 from coordinator.runs.live_evaluation import EvaluatingFleet, LiveEvaluation, start_figures
 from coordinator.runs.live_preparation import HeldOut, Prepared
 from coordinator.runs.live_store import LiveStore, finish
+from coordinator.runs.model_setup import make_run_plan
 from coordinator.scheduling.deployments import Deployment, Selection
 from coordinator.workers.pool import WorkerPool
 
@@ -90,7 +88,7 @@ class LiveRun:
         """
         experiment = self._experiment
         cohort = experiment.federation.clients_per_round or COHORT
-        run_plan = planning.make_run_plan(experiment, self._prepared.trainable, cohort)
+        run_plan = make_run_plan(experiment, self._prepared.trainable, cohort)
         evaluation = LiveEvaluation(experiment, fleet, self._held_out)
         store = LiveStore(self._services, self._run, evaluation.more_figures)
         try:
@@ -128,7 +126,7 @@ class LiveRun:
         place = live_preparation.Place(self._folder, pool, services.blobs, services.settings)
         prepared, params, notices = live_preparation.prepare(experiment, place, init)
         self._open_held_out(prepared, pool)
-        strategy = planning.make_run_plan(experiment, prepared.trainable, 1).strategy
+        strategy = make_run_plan(experiment, prepared.trainable, 1).strategy
         state = RunState(0, params, strategy.init(params, prepared.trainable))
         prepared = replace(prepared, start=start_figures(self._held_out, params))
         with services.blobs.reference_lock:

@@ -1,9 +1,9 @@
-"""Data and model of a run, set up in worker processes: in simulation and on devices alike."""
+"""What a run needs, in simulation and on devices alike: data and model, set up in worker processes, and the engine's plan."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,14 @@ import numpy as np
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.schema import Experiment
+from coordinator.rounds.closing import Closing
+from coordinator.rounds.plan import LocalWork, RunPlan
 from coordinator.workers.pool import WorkerPool
 from edge_client.processes.process import Launch
 from edge_client.wire import arrays
 from models.conversion import request as export_request
 from models.conversion.request_cache import Exported
+from strategies import presets
 from strategies.params import Params, ShapeMismatch, require_same_shapes
 
 
@@ -177,3 +180,22 @@ def export_model(
             f"model {model['name']!r} cannot be exported for LiteRT clients: {error}; "
             "without them: --set 'federation.runtimes={torch=1}'"
         ) from None
+
+
+def make_run_plan(experiment: Experiment, trainable: Sequence[str], clients_per_round: int) -> RunPlan:
+    """The plan of a resolved experiment. `trainable`: names of the tensors that clients train."""
+    federation, local = experiment.federation, experiment.local
+    assert local.lr is not None  # resolved
+    return RunPlan(
+        seed=experiment.seed,
+        rounds=federation.rounds,
+        strategy=presets.get(experiment.strategy.name, **experiment.strategy.options),
+        local=LocalWork(local.batch_size, local.lr, local.epochs, local.steps),
+        trainable=tuple(trainable),
+        closing=Closing(clients_per_round, federation.deadline_seconds),
+        over_select=federation.over_select,
+        min_updates=federation.min_updates,
+        max_examples=federation.max_examples,
+        outlier_factor=federation.outlier_factor,
+        weight_cap=federation.weight_cap,
+    )

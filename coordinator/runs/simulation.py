@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.errors import RunInterrupted, UserError
-from coordinator.experiments import adapters, planning
+from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.experiment import read_toml, resolve
 from coordinator.experiments.schema import Experiment, Runtime
@@ -39,7 +39,7 @@ from coordinator.rounds import engine
 from coordinator.rounds.events import Clock
 from coordinator.rounds.plan import generator
 from coordinator.rounds.records import Checkpoint, RunState, Score
-from coordinator.runs.model_setup import export_model, load_data, set_up_model
+from coordinator.runs.model_setup import export_model, load_data, make_run_plan, set_up_model
 from coordinator.runs.simulation_store import SimulationStore
 from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_by_group, evaluate
@@ -153,7 +153,7 @@ def _run_rounds(
     environment: Environment,
 ) -> RunState:
     cohort = _cohort_size(experiment, len(prepared.clients))
-    run_plan = planning.make_run_plan(experiment, prepared.trainable, cohort)
+    run_plan = make_run_plan(experiment, prepared.trainable, cohort)
     fleet = _make_fleet(experiment, pool, prepared)
     owners = np.load(prepared.folder / "owners.npy", allow_pickle=False)
     names = [client.name for client in prepared.clients]

@@ -70,10 +70,6 @@ class Deployments:
         with self._lock:
             self._by_run.pop(run, None)
 
-    def get(self, run: str) -> Deployment | None:
-        with self._lock:
-            return self._by_run.get(run)
-
     def active(self) -> tuple[Deployment, ...]:
         with self._lock:
             return tuple(self._by_run.values())

@@ -15,7 +15,7 @@ from coordinator.context.services import Services
 from coordinator.db import runs as rows
 from coordinator.errors import Refusal, UserError
 from coordinator.experiments.experiment import resolve
-from coordinator.operator import version_folders
+from coordinator.operator import version_files
 from coordinator.registry import registration
 from coordinator.registry.registration import DeclaredFile
 from coordinator.runs import admission
@@ -217,7 +217,7 @@ def test_absent_files_elsewhere_are_told_like_present_ones(services: Services) -
 
 def test_a_version_of_the_registry_is_where_a_model_begins(services: Services, tmp_path: Path) -> None:
     left.pretrained(tmp_path / "run")
-    kind, contents = version_folders.gather(tmp_path / "run")
+    kind, contents = version_files.gather(tmp_path / "run")
     for content in contents.values():
         services.incoming_models.write(content.sha256, 0, content.place.read_bytes())
     sent = {path: DeclaredFile(content.sha256, content.size_bytes) for path, content in contents.items()}

@@ -325,7 +325,9 @@ def test_rollouts_name_releases_that_exist(world: World) -> None:
             repository.set_rollouts("cnn", {"model": model, "rollouts": [entry | {"version": version}]})
         assert refused.value.code == code
     repository.set_rollouts("cnn", {"model": "cnn", "rollouts": [entry]})
-    assert repository.rollouts("cnn") == {"model": "cnn", "rollouts": [entry]}
+    signed = repository.stored.rollouts().signed.targets["rollouts/cnn.json"]
+    document = json.loads(repository.stored.path_of(signed).read_bytes())
+    assert document == {"model": "cnn", "rollouts": [entry]}
     many = [f"{number:036}" for number in range(100_000)]
     repository.set_rollouts("cnn", {"model": "cnn", "rollouts": [entry | {"devices": many}]})
     more = {"model": "cnn", "rollouts": [entry | {"devices": many}, entry | {"devices": many[:5000]}]}

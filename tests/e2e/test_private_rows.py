@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 import safetensors.numpy
 
-from coordinator.operator import version_folders
+from coordinator.operator import version_files
 from coordinator.registry import registration
 from coordinator.registry.registration import DeclaredFile
 from models import zoo
@@ -105,7 +105,7 @@ def registered(home: Path, *made: Path) -> None:
     """The folders as versions of a coordinator's registry, and the releases among them published."""
     with services_in(home) as services:
         for number, place in enumerate(made):
-            kind, contents = version_folders.gather(place)
+            kind, contents = version_files.gather(place)
             for content in contents.values():
                 services.blobs.put(content.place.read_bytes())
             sent = {

@@ -16,7 +16,7 @@ from sqlalchemy import delete
 from coordinator.accounts.admin_token import read_admin_token
 from coordinator.context.services import Services
 from coordinator.db import tables as db_tables
-from coordinator.operator import version_folders
+from coordinator.operator import version_files
 from coordinator.registry.contents import Content, content_of
 from coordinator.runs.service import RunService
 from coordinator.server.app import operator_app
@@ -97,7 +97,7 @@ def upload(admin: TestClient, contents: Mapping[str, Content]) -> None:
 
 def add(admin: TestClient, folder: Path, name: str = "digits", **more: Any) -> Any:
     """Registers a folder; the answer."""
-    kind, contents = version_folders.gather(folder)
+    kind, contents = version_files.gather(folder)
     upload(admin, contents)
     return admin.post(f"/models/{name}/versions", json=asked(kind, contents, **more))
 
@@ -132,7 +132,7 @@ def test_the_same_files_again_are_the_same_version(admin: TestClient, tmp_path: 
 
 def test_what_is_not_here_is_named_before_anything_is_sent(admin: TestClient, tmp_path: Path) -> None:
     left.pretrained(tmp_path / "run")
-    kind, contents = version_folders.gather(tmp_path / "run")
+    kind, contents = version_files.gather(tmp_path / "run")
     refused = admin.post("/models/digits/versions", json=asked(kind, contents))
     assert code_of(refused) == (409, "missing_files")
     assert refused.json()["error"]["missing"] == sorted(c.sha256 for c in contents.values())
@@ -148,7 +148,7 @@ def test_other_bytes_than_announced_are_refused_and_forgotten(
     admin: TestClient, services: Services, tmp_path: Path
 ) -> None:
     left.pretrained(tmp_path / "run")
-    kind, contents = version_folders.gather(tmp_path / "run")
+    kind, contents = version_files.gather(tmp_path / "run")
     weights = contents["model.safetensors"]
     upload(admin, contents)
     assert services.incoming_models.offset(weights.sha256) == weights.size_bytes
@@ -174,7 +174,7 @@ def test_twenty_at_once_get_consecutive_numbers(on_each: TestClient, tmp_path: P
 def test_the_same_files_from_many_at_once_are_one_version(on_each: TestClient, tmp_path: Path) -> None:
     left.pretrained(tmp_path / "run")
     add(on_each, tmp_path / "run", "warm")  # the files are here
-    kind, contents = version_folders.gather(tmp_path / "run")
+    kind, contents = version_files.gather(tmp_path / "run")
     body = asked(kind, contents)
     answers = _together([lambda: on_each.post("/models/digits/versions", json=body)] * 8)
     assert sorted(answer.status_code for answer in answers) == [200] * 7 + [201]
@@ -282,7 +282,7 @@ def test_names_that_cannot_be_are_refused(admin: TestClient, name: str) -> None:
 )
 def test_paths_that_lead_elsewhere_are_refused(admin: TestClient, tmp_path: Path, path: str) -> None:
     left.pretrained(tmp_path / "run")
-    kind, contents = version_folders.gather(tmp_path / "run")
+    kind, contents = version_files.gather(tmp_path / "run")
     upload(admin, contents)
     wrong = {**contents, path: contents["report.json"]}
     assert code_of(admin.post("/models/digits/versions", json=asked(kind, wrong))) == (422, "bad_path")
@@ -314,7 +314,7 @@ def test_wrong_requests_are_told(admin: TestClient, tmp_path: Path) -> None:
 
 def test_rubbish_and_pickles_are_refused_as_they_are_at_import(admin: TestClient, tmp_path: Path) -> None:
     left.pretrained(tmp_path / "run")
-    kind, contents = version_folders.gather(tmp_path / "run")
+    kind, contents = version_files.gather(tmp_path / "run")
     left.write(tmp_path, "pytorch_model.bin", pickle.dumps({"weights": [1.0]}))
     beside = {**contents, "pytorch_model.bin": content_of(tmp_path / "pytorch_model.bin")}
     digest = left.write(tmp_path, "model.onnx", b"nothing of the kind")

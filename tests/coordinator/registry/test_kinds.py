@@ -14,7 +14,7 @@ import pytest
 
 from coordinator.db.registry import Input, NewVersion
 from coordinator.errors import UserError
-from coordinator.operator import version_folders
+from coordinator.operator import version_files
 from coordinator.registry.contents import LIMIT_BYTES, content_of
 from coordinator.registry.kinds import examine
 from edge_client.wire import arrays
@@ -22,7 +22,7 @@ from tests.support import model_folders as left
 
 
 def examined(folder: Path) -> NewVersion:
-    return examine(*version_folders.gather(folder))
+    return examine(*version_files.gather(folder))
 
 
 def refused(folder: Path) -> str:
@@ -154,13 +154,13 @@ def test_files_that_are_no_safetensors_are_refused(tmp_path: Path, content: byte
     path = tmp_path / "m.safetensors"
     path.write_bytes(content)
     with pytest.raises(UserError) as told:
-        examine(*version_folders.gather_foreign(path))
+        examine(*version_files.gather_foreign(path))
     assert told.value.code == "bad_file"
 
 
 def test_a_kind_that_does_not_fit_the_files_is_refused(tmp_path: Path) -> None:
     left.pretrained(tmp_path)
-    _, contents = version_folders.gather(tmp_path)
+    _, contents = version_files.gather(tmp_path)
     for kind in ("inference", "tflite"):
         with pytest.raises(UserError) as told:
             examine(kind, contents)  # type: ignore[arg-type]
@@ -170,7 +170,7 @@ def test_a_kind_that_does_not_fit_the_files_is_refused(tmp_path: Path) -> None:
 def test_a_tflite_without_its_mark_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.tflite").write_bytes(left.params(0))
     with pytest.raises(UserError, match="TFL3"):
-        examine(*version_folders.gather_foreign(tmp_path / "m.tflite"))
+        examine(*version_files.gather_foreign(tmp_path / "m.tflite"))
 
 
 def hugging_face(folder: Path, *, sharded: bool = True) -> None:
@@ -190,7 +190,7 @@ def hugging_face(folder: Path, *, sharded: bool = True) -> None:
 def test_a_hugging_face_folder_is_imported(tmp_path: Path, sharded: bool) -> None:
     hugging_face(tmp_path, sharded=sharded)
     left.write(tmp_path, "training_args.bin", pickle.dumps({}))
-    found = examine(*version_folders.gather_foreign(tmp_path))
+    found = examine(*version_files.gather_foreign(tmp_path))
     assert (found.kind, found.stage) == ("weights", "import")
     assert found.about["model"] == {"model_type": "bert", "architectures": ["BertModel"]}
     assert (found.about["parameters"], found.about["dtypes"]) == (12, ["F16", "F32"])
@@ -203,14 +203,14 @@ def test_an_index_that_is_wrong_is_refused(tmp_path: Path) -> None:
     wrong = {"embed.weight": shards[1].name, "head.weight": shards[1].name}
     left.write(tmp_path, "model.safetensors.index.json", {"weight_map": wrong})
     with pytest.raises(UserError, match=r"embed\.weight"):
-        examine(*version_folders.gather_foreign(tmp_path))
+        examine(*version_files.gather_foreign(tmp_path))
     hugging_face(tmp_path)
     shards[0].unlink()
     with pytest.raises(UserError, match=r"embed\.weight"):
-        examine(*version_folders.gather_foreign(tmp_path))
+        examine(*version_files.gather_foreign(tmp_path))
     shards[0].write_bytes(shards[1].read_bytes())
     with pytest.raises(UserError, match=r"'head\.weight' is in"):
-        examine(*version_folders.gather_foreign(tmp_path))
+        examine(*version_files.gather_foreign(tmp_path))
 
 
 def test_an_onnx_file_is_the_one_that_its_document_tells_of(tmp_path: Path) -> None:
@@ -285,9 +285,9 @@ def test_a_file_that_the_kind_does_not_name_is_refused(tmp_path: Path, name: str
     left.pretrained(tmp_path / "params")
     hugging_face(tmp_path / "weights")
     left.release(tmp_path / "inference", 1, "e" * 64, left.tflite(1))
-    gathered = [version_folders.gather(tmp_path / "params"), version_folders.gather(tmp_path / "inference")]
+    gathered = [version_files.gather(tmp_path / "params"), version_files.gather(tmp_path / "inference")]
     left.write(tmp_path, name, pickle.dumps({}))
-    for kind, contents in (*gathered, version_folders.gather_foreign(tmp_path / "weights")):
+    for kind, contents in (*gathered, version_files.gather_foreign(tmp_path / "weights")):
         with pytest.raises(UserError, match=re.escape(name)) as told:
             examine(kind, {**contents, name: content_of(tmp_path / name)})
         assert told.value.code == "extra_file"
@@ -309,7 +309,7 @@ def test_links_out_of_a_folder_from_elsewhere_are_not_followed(tmp_path: Path) -
         (folder / name).unlink()
         (folder / name).symlink_to(secret)
         with pytest.raises(UserError, match=r"leads out of .*cp -rL"):
-            version_folders.gather_foreign(folder)
+            version_files.gather_foreign(folder)
 
 
 def test_links_within_a_folder_from_elsewhere_are_files(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_links_within_a_folder_from_elsewhere_are_files(tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes((tmp_path / "model.safetensors").read_bytes())
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").symlink_to("blob")
-    assert examine(*version_folders.gather_foreign(tmp_path)).about["parameters"] == 12
+    assert examine(*version_files.gather_foreign(tmp_path)).about["parameters"] == 12
 
 
 def test_a_pipe_or_a_huge_file_in_a_folder_from_elsewhere_is_refused(tmp_path: Path) -> None:
@@ -326,11 +326,11 @@ def test_a_pipe_or_a_huge_file_in_a_folder_from_elsewhere_is_refused(tmp_path: P
     with weights.open("r+b") as file:
         file.truncate(LIMIT_BYTES + 1)
     with pytest.raises(UserError, match="expected at most"):
-        version_folders.gather_foreign(tmp_path)
+        version_files.gather_foreign(tmp_path)
     weights.unlink()
     os.mkfifo(weights)
     with pytest.raises(UserError, match="it is a pipe"):
-        version_folders.gather_foreign(tmp_path)
+        version_files.gather_foreign(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.pkl", "last.ckpt"])
@@ -338,15 +338,15 @@ def test_pickles_are_refused_unopened(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
     for path in (tmp_path / name, tmp_path):
         with pytest.raises(UserError, match="pickles"):
-            version_folders.gather_foreign(path)
+            version_files.gather_foreign(path)
 
 
 def test_what_is_nothing_of_ours_is_told(tmp_path: Path) -> None:
-    for missing in (version_folders.gather, version_folders.gather_foreign):
+    for missing in (version_files.gather, version_files.gather_foreign):
         with pytest.raises(UserError, match="there is no such"):
             missing(tmp_path / "absent")
     with pytest.raises(UserError, match="fedloop model import"):
-        version_folders.gather(tmp_path)
+        version_files.gather(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(left.params(0))
     with pytest.raises(UserError, match="fedloop model import"):
         examined(tmp_path)

@@ -16,7 +16,7 @@ from coordinator.context.services import Services
 from coordinator.db import runs as rows
 from coordinator.db import tables
 from coordinator.experiments import experiment as experiments
-from coordinator.operator import lineage_drawing, version_folders
+from coordinator.operator import version_drawing, version_files
 from coordinator.registry import lineage, registration
 from coordinator.registry.lineage import Graph
 from coordinator.registry.registration import DeclaredFile
@@ -32,7 +32,7 @@ def services(tmp_path: Path, database_url: str) -> Iterator[Services]:
 
 def add(services: Services, folder: Path, name: str) -> str:
     """Registers a folder; how the version is written."""
-    kind, contents = version_folders.gather(folder)
+    kind, contents = version_files.gather(folder)
     for content in contents.values():
         services.blobs.put(content.place.read_bytes())
     sent = {path: DeclaredFile(content.sha256, content.size_bytes) for path, content in contents.items()}
@@ -193,9 +193,9 @@ def test_it_is_drawn_as_a_tree_and_as_dot() -> None:
     made = [("data:" + "d" * 64, "a:1"), ("a:1", "a:2"), ("a:1", 'run:x"\n'), ('run:x"\n', "a:2")]
     listed = [{"parent": parent, "child": child, "relation": "params"} for parent, child in made]
     graph = {"of": "a:1", "nodes": nodes, "edges": listed, "cut": False}
-    text = "\n".join(_lines(lineage_drawing.tree(graph)))
+    text = "\n".join(_lines(version_drawing.tree(graph)))
     assert "a:1 @champion  pretrain  accuracy 0.9000" in text
-    dot = lineage_drawing.dot(graph)
+    dot = version_drawing.dot(graph)
     assert dot.count("->") == 4
     assert r'"run:x\"\n"' in dot
 

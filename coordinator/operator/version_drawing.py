@@ -1,4 +1,4 @@
-"""Drawings of a lineage graph from the API: a tree for a terminal, and Graphviz's DOT."""
+"""Versions as people see them: the lineage graph as a tree and as Graphviz's DOT, figures, and differences."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from rich.text import Text
 from rich.tree import Tree
 
+from coordinator.json_values import flatten
 from edge_client.wire.strict import printable
 
 Graph = Mapping[str, Any]
@@ -80,6 +81,19 @@ def figures(stage: str, metrics: Mapping[str, Mapping[str, float]]) -> str:
     return ", ".join(stages)
 
 
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every value that differs, as `what`, `before`, `after`; None where a version lacks it.
+
+    Compares files by hash, and shows the beginning of the hash and the size.
+    """
+    first, second = _values(before), _values(after)
+    return [
+        {"what": what, "before": first.get(what), "after": second.get(what)}
+        for what in dict.fromkeys((*first, *second))
+        if first.get(what) != second.get(what)
+    ]
+
+
 def _descendants(name: str, children: Mapping[str, list[str]]) -> set[str]:
     descendants: set[str] = set()
     waiting = [name]
@@ -109,3 +123,13 @@ def _describe(node: Mapping[str, Any]) -> list[str]:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _values(version: Mapping[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {"stage": version["stage"], "kind": version["kind"]}
+    values |= flatten(version["about"])
+    for stage, figures in version["metrics"].items():
+        values |= {f"{stage}.{key}": value for key, value in figures.items()}
+    for file in version["files"]:
+        values[file["path"]] = f"{file['sha256'][:12]} {file['size_bytes']:,} bytes"
+    return values
