@@ -1,11 +1,16 @@
-"""Folders that commands leave their results in."""
+"""Folders that commands leave their results in: created, cleared, and locked while one process works in them."""
 
 from __future__ import annotations
 
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
 from coordinator.errors import UserError
+from edge_client.files import write_durably
 
 
 def default_folder(name: str) -> Path:
@@ -21,3 +26,29 @@ def require_new(out: Path, *, may_continue: bool = False, hint: str = "") -> Non
     """
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not may_continue)):
         raise UserError(f"--out {out}: the folder is not empty; name another one{hint}")
+
+
+def begin(out: Path, name: str, content: str) -> None:
+    """Creates a folder unless it exists, and writes its first file. Raises: UserError: it cannot be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_durably(out / name, content.encode())
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+
+
+def clear(folder: Path) -> None:
+    """Removes everything in a folder, so that the same command works once its mistake is corrected."""
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextmanager
+def locked(path: Path, taken: Exception) -> Iterator[None]:
+    """Holds a lock file; raises `taken` if another process does. The kernel releases it when this process ends."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise taken from None
+        yield

@@ -48,11 +48,6 @@ class RichProgress:
     def note(self, message: str) -> None:
         self._console.print(Text("  " + message, style="dim"), soft_wrap=True)
 
-    def step(self, done: int, total: int) -> None:
-        if self._task is None or self._bar.tasks[-1].finished:
-            self._task = self._bar.add_task("epochs", total=total, figures="")
-        self._bar.update(self._task, completed=done, total=total)
-
     def trained(self, line: Mapping[str, Any]) -> None:
         """Shows a job's step or epoch; without a terminal, about ten lines in all."""
         if "note" in line:

@@ -10,14 +10,13 @@ the record still reads `started` but nobody holds the lock; `resume` continues s
 
 from __future__ import annotations
 
-import fcntl
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,24 +32,14 @@ from coordinator.datacenter.job_worker import (
     run_worker,
 )
 from coordinator.datacenter.pretrain_queue import Queue
-from coordinator.reports.progress import Quiet
+from coordinator.output_folders import locked
+from coordinator.reports.progress import Progress, Quiet
 from coordinator.rounds.events import Clock, EventLog, LineFile
 from edge_client.files import write_durably
 
 State = Literal["started", "finished", "failed", "preempted"]
 
 _RECORD, _EVENTS, _LOCK, _JOB = "record.json", "events.jsonl", ".job.lock", "job.json"
-
-
-class Progress(Protocol):
-    """Displays the progress of a job."""
-
-    def stage(self, message: str) -> None: ...
-
-    def note(self, message: str) -> None: ...
-
-    def trained(self, line: Mapping[str, Any]) -> None:
-        """A worker's progress: `step` of `steps`, `loss`, `lr`, `seconds`."""
 
 
 @dataclass(frozen=True)
@@ -266,14 +255,7 @@ def _write_record(record: Record, folder: Path) -> None:
     write_document(folder / _RECORD, asdict(record))
 
 
-@contextmanager
-def _locked(stage: Stage, folder: Path) -> Iterator[None]:
-    """Keeps other processes off the job; the kernel releases the lock when this process ends."""
-    with (folder / _LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise JobFailed(
-                stage, f"another process is running the job in {folder}", folder / LOG_NAME
-            ) from None
-        yield
+def _locked(stage: Stage, folder: Path) -> AbstractContextManager[None]:
+    """Keeps other processes off the job."""
+    taken = JobFailed(stage, f"another process is running the job in {folder}", folder / LOG_NAME)
+    return locked(folder / _LOCK, taken)

@@ -12,7 +12,6 @@ Everything that imports a framework or runs a user's code happens in worker proc
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -28,7 +27,7 @@ from coordinator.datacenter.pretrain_report import write_report
 from coordinator.datacenter.training_data import as_user_errors
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments.experiment import read_toml
-from coordinator.output_folders import require_new
+from coordinator.output_folders import begin, clear, require_new
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import write_durably
 from models import options
@@ -46,11 +45,7 @@ def pretrain(config: Pretraining, out: Path, environment: Environment) -> dict[s
     """
     _check_queue(config, environment)
     require_new(out, hint=f", or resume with: fedloop pretrain --resume {out}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_durably(out / CONFIG, config.to_toml().encode())
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    begin(out, CONFIG, config.to_toml())
     return _run(config, out, environment)
 
 
@@ -177,8 +172,7 @@ def _run(config: Pretraining, out: Path, environment: Environment) -> dict[str, 
                 write_durably(out / _CHECKED, json.dumps(check(config, data)).encode())
         except UserError:
             if jobs.read(out) is None:
-                for path in out.iterdir():  # so that the same command works once the mistake is corrected
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                clear(out)
             raise
         checked = json.loads((out / _CHECKED).read_text("utf-8"))
         for line in _describe_scaling(config, data):

@@ -10,7 +10,6 @@ Every stage writes its files into a separate folder; `demo.json` holds the summa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +47,7 @@ def demo(out: Path, surroundings: simulation.Environment) -> dict[str, Any]:
 
     def run_job(stage: job_worker.Stage, folder: str, **settings: Any) -> dict[str, Any]:
         job = Job(stage, arrays=data, seed=SEED, **{"model": model, **settings})
-        return jobs.run(job, out / folder, show_epoch)
-
-    def show_epoch(line: Mapping[str, Any]) -> None:
-        if "epochs" in line:
-            surroundings.progress.step(line["epoch"], line["epochs"])
+        return jobs.run(job, out / folder, surroundings.progress.trained)
 
     def params(folder: str) -> Path:
         return out / folder / "model.safetensors"

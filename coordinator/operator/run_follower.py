@@ -13,9 +13,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from coordinator.errors import RunInterrupted, UserError
+from coordinator.errors import RunInterrupted
 from coordinator.experiments.experiment import resolve
 from coordinator.operator.client import OperatorClient, Refused, Unreachable
+from coordinator.output_folders import begin
 from coordinator.reports import run_files
 from coordinator.reports.curves import draw_curves
 from coordinator.reports.progress import Progress
@@ -53,11 +54,7 @@ def follow(
     """
     shown = client.get(f"/runs/{run}")
     experiment = resolve(shown["experiment"], f"run {run}", "devices")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_durably(out / "experiment.toml", experiment.to_toml().encode())
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    begin(out, "experiment.toml", experiment.to_toml())
     notices = list(shown["notices"])
     for notice in notices:
         progress.note(notice)

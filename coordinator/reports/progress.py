@@ -9,17 +9,18 @@ from coordinator.rounds.records import RoundRecord
 
 
 class Progress(Protocol):
-    """Receives the stages, notes and rounds of a job."""
+    """Receives the stages and notes of a run or a job, and its rounds, steps or epochs."""
 
     def stage(self, message: str, /) -> None: ...
 
     def note(self, message: str, /) -> None: ...
 
-    def step(self, done: int, total: int) -> None: ...
-
     def begin(self, rounds: int, done: int) -> None: ...
 
     def round(self, record: RoundRecord) -> None: ...
+
+    def trained(self, line: Mapping[str, Any], /) -> None:
+        """A worker's progress: `step` of `steps` or `epoch` of `epochs`, `loss`, `lr`, `seconds`."""
 
 
 class Quiet:
@@ -28,8 +29,6 @@ class Quiet:
     def stage(self, message: str, /) -> None: ...
 
     def note(self, message: str, /) -> None: ...
-
-    def step(self, done: int, total: int) -> None: ...
 
     def begin(self, rounds: int, done: int) -> None: ...
 

@@ -11,7 +11,6 @@ All code that imports a framework, and all code of a user, runs in worker proces
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -33,6 +32,7 @@ from coordinator.experiments.experiment import read_toml, resolve
 from coordinator.experiments.schema import Experiment, Runtime
 from coordinator.extras import problems_with
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, virtual_time
+from coordinator.output_folders import begin, clear, locked, require_new
 from coordinator.reports import report
 from coordinator.reports.progress import Progress, Quiet
 from coordinator.rounds import engine
@@ -43,12 +43,8 @@ from coordinator.runs.model_setup import export_model, load_data, make_run_plan,
 from coordinator.runs.simulation_store import SimulationStore
 from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_by_group, evaluate
-from coordinator.workers.pool import (
-    TORCH,
-    WorkerDied,
-    WorkerPool,
-)
-from edge_client.files import read_regular, write_durably
+from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
+from edge_client.files import read_regular
 from strategies.params import Params, ShapeMismatch, Tensors, require_same_shapes
 
 
@@ -69,22 +65,15 @@ def simulate(experiment: Experiment, out: Path, environment: Environment) -> dic
         UserError: something in the experiment or its data is wrong, or `out` is not empty.
         RunInterrupted: the run stopped for another reason; what was committed can be resumed.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(
-            f"--out {out}: the folder is not empty; name another one, or go on with: fedloop simulate --resume {out}"
-        )
+    require_new(out, hint=f", or go on with: fedloop simulate --resume {out}")
     if lacking := problems_with(experiment.federation.runtimes):
         raise UserError("\n".join(lacking))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_durably(out / "experiment.toml", experiment.to_toml().encode())
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    begin(out, "experiment.toml", experiment.to_toml())
     try:
         return _run(experiment, out, environment)
     except UserError:
         if not (out / "checkpoint" / "checkpoint.json").exists():
-            _clear(out)  # so that the same command works once the mistake is corrected
+            clear(out)
         raise
 
 
@@ -105,11 +94,6 @@ def resume(out: Path, environment: Environment) -> dict[str, Any]:
     return _run(resolve(read_toml(path), str(path)), out, environment)
 
 
-def _clear(folder: Path) -> None:
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 def is_finished(out: Path) -> bool:
     """Whether the run in `out` has its report."""
     return (out / "report.json").exists()
@@ -118,7 +102,8 @@ def is_finished(out: Path) -> bool:
 def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[str, Any]:
     work = out / "work"
     progress = environment.progress
-    with _resumable(out), _locked(out), _start_workers(experiment, work) as pool:
+    taken = UserError(f"{out}: another process is running this experiment")
+    with _resumable(out), locked(out / ".lock", taken), _start_workers(experiment, work) as pool:
         _remove_partial_files(out)
         store = SimulationStore(out, progress, environment.clock)
         prepared = prepare(experiment, work, pool, environment.data_dir, progress)
@@ -253,17 +238,6 @@ def _remove_partial_files(out: Path) -> None:
     """Removes partially written files that a killed process left."""
     for leftover in [*out.glob(".*.tmp"), *out.glob("checkpoint/**/.*.tmp")]:
         leftover.unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Keeps a second process out of the folder; the kernel releases the lock when this process ends."""
-    with (out / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{out}: another process is running this experiment") from None
-        yield
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import ctypes
 import errno
-import fcntl
 import json
 import os
 import resource
@@ -41,11 +40,11 @@ from coordinator.db.store import Database, require_intact
 from coordinator.errors import UserError
 from coordinator.fleets.device import DeviceFleet
 from coordinator.option_parsers import Address
+from coordinator.output_folders import locked
 from coordinator.releases.renewal import ReleaseGauges, keep_fresh
 from coordinator.rollouts.controller import RolloutThread
 from coordinator.runs.service import RunService
 from coordinator.sandbox import enter, policy
-from coordinator.scheduling.deployments import Deployment
 from coordinator.server.app import device_app, operator_app
 from coordinator.server.handshakes import HandshakeScheduler, Slot, over_tls
 from coordinator.server.http_protocol import DeviceProtocol, LimitedProtocol
@@ -88,11 +87,22 @@ def serve(settings: Settings, announce: Announce) -> None:
             metrics = Metrics(services.database, services.signals)
             services.database.on_commit = metrics.commit
             metrics.add(ReleaseGauges(services.releases, services.clock))
-            runs = RunService(services, _device_fleet)
+            runs = RunService(
+                services,
+                lambda own, deployment, patience: DeviceFleet(own, deployment, patience_seconds=patience),
+            )
             context = services.authority.server_context()
             servers = (
-                _Server(_operator_config(operator_app(services, runs, metrics)), operator),
-                _Server(_device_config(device_app(services, metrics), context), device),
+                _Server(_config(operator_app(services, runs, metrics), LimitedProtocol), operator),
+                _Server(
+                    _config(
+                        device_app(services, metrics),
+                        DeviceProtocol,
+                        ssl_context_factory=lambda config, default: context,
+                        proxy_headers=False,
+                    ),
+                    device,
+                ),
             )
             _log_sandbox(settings)
             runs.start()
@@ -187,35 +197,20 @@ class _Server(uvicorn.Server):
         return protocol
 
 
-def _operator_config(app: Any) -> uvicorn.Config:
-    return uvicorn.Config(app, http=LimitedProtocol, **_uvicorn_options())
-
-
-def _device_config(app: Any, context: ssl.SSLContext) -> uvicorn.Config:
+def _config(app: Any, protocol: type[LimitedProtocol], **more: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=DeviceProtocol,
-        ssl_context_factory=lambda config, default: context,
-        proxy_headers=False,
-        **_uvicorn_options(),
+        http=protocol,
+        loop="none",
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+        **more,
     )
-
-
-def _uvicorn_options() -> dict[str, Any]:
-    return {
-        "loop": "none",
-        "lifespan": "off",
-        "ws": "none",
-        "log_config": None,
-        "access_log": False,
-        "server_header": False,
-        "timeout_keep_alive": _KEEP_ALIVE_SECONDS,
-        "timeout_graceful_shutdown": _GRACE_SECONDS,
-    }
-
-
-def _device_fleet(services: Services, deployment: Deployment, patience_seconds: float) -> DeviceFleet:
-    return DeviceFleet(services, deployment, patience_seconds=patience_seconds)
 
 
 def _log_sandbox(settings: Settings) -> None:
@@ -239,13 +234,8 @@ def _locked_home(home: Path) -> Iterator[None]:
     """Creates the home, closed to other users, and locks it for the life of this process."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     home.chmod(0o700)
-    with (home / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"--home {home}: another coordinator uses this home; it holds {home / '.lock'}"
-            ) from None
+    path = home / ".lock"
+    with locked(path, UserError(f"--home {home}: another coordinator uses this home; it holds {path}")):
         ensure_admin_token(home)
         yield
 
