@@ -176,8 +176,7 @@ class SourceReader:
             raise UserError(
                 f"model.name = {self.options.model.name!r}: {folder} is a run, which names its model itself; remove the option"
             )
-        path = folder / EXPERIMENT
-        run = experiment.resolve(experiment.read_toml(path), str(path), "devices")
+        run = run_in(folder)
         held_out, loaded = self._held_out(run)
         seed = run.seed if self.pipeline.seed is None else self.pipeline.seed
         rng = np.random.default_rng(seed)
@@ -222,6 +221,12 @@ class SourceReader:
         )
         rows = sample_rows(arrays, self.pipeline.limits, np.random.default_rng(seed))
         return Source(model, params, rows, seed, lineage, scored)
+
+
+def run_in(folder: Path) -> Experiment:
+    """The experiment of the run in a folder."""
+    path = folder / EXPERIMENT
+    return experiment.resolve(experiment.read_toml(path), str(path), "devices")
 
 
 def _compression_rows(folder: Path) -> dict[str, npt.NDArray[Any]]:

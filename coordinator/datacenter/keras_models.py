@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.datacenter import jobs
-from coordinator.datacenter.compression_sources import Source
+from coordinator.datacenter.compression_sources import Source, run_in
 from coordinator.datacenter.documents import (
-    EXPERIMENT,
     LINEAGE,
     MODEL,
     PARAMS,
@@ -29,7 +28,6 @@ from coordinator.datacenter.documents import (
 from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import Environment, Job
 from coordinator.errors import RunInterrupted
-from coordinator.experiments import experiment
 from coordinator.experiments.schema import MODEL_KEYS, Experiment
 from coordinator.storage.private_folders import private_folder
 from coordinator.workers.pool import WorkerPool
@@ -48,8 +46,7 @@ def is_keras(path: Path) -> bool:
     """
     if path.suffix == user_code.KERAS_FILE:
         return True
-    file = path / EXPERIMENT
-    run = experiment.resolve(experiment.read_toml(file), str(file), "devices")
+    run = run_in(path)
     name = run.model.name or ""
     if name in catalog.MODELS:
         return False

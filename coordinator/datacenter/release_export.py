@@ -29,6 +29,7 @@ from coordinator.datacenter.compression_sources import (
     model_for,
     params_in,
     require_data_options,
+    run_in,
 )
 from coordinator.datacenter.data_options import DataOptions
 from coordinator.datacenter.documents import (
@@ -45,7 +46,6 @@ from coordinator.datacenter.documents import (
 from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import Environment, Job
 from coordinator.errors import RunInterrupted, UserError
-from coordinator.experiments import experiment
 from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.output_folders import require_new
 from coordinator.storage.private_folders import private_folder
@@ -135,9 +135,8 @@ def _require_public(folder: Path, request: Request) -> None:
     elif folder.suffix == user_code.KERAS_FILE:
         marked, how = False, "for a .keras file, --data names the data"
     elif _is_run(folder):
-        path = folder / EXPERIMENT
-        marked = experiment.resolve(experiment.read_toml(path), str(path), "devices").data.is_public
-        how = f"public = true under [data] in {path} marks it"
+        marked = run_in(folder).data.is_public
+        how = f"public = true under [data] in {folder / EXPERIMENT} marks it"
     else:
         marked = read_document(folder / LINEAGE).get(PUBLIC) is True
         how = f"{folder / LINEAGE} has the mark if the model's pretraining or run had data.public = true"
