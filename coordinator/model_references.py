@@ -77,28 +77,16 @@ def parse_register_as(text: str) -> RegisterAs:
 
 
 def check_model_name(text: str) -> str:
-    """Returns a valid name of a model unchanged. Releases and files on devices use it too.
-
-    Raises:
-        UserError: `bad_name`.
-    """
-    if not is_release(text, 1) or text == _RESERVED_NAME:
-        raise UserError(
-            f"{text[:100]!r} is no name for a model; expected 1 to 63 small letters, digits and dashes, no dash first, "
-            "and not `rollouts`",
-            "bad_name",
-        )
-    return text
+    """Returns a valid name of a model unchanged. Releases and files on devices use it too. Raises: UserError: `bad_name`."""
+    expected = "1 to 63 small letters, digits and dashes, no dash first, and not `rollouts`"
+    is_valid = is_release(text, 1) and text != _RESERVED_NAME
+    return _checked(text, is_valid, f"name for a model; expected {expected}", "bad_name")
 
 
 def check_alias(text: str) -> str:
     """Returns a valid alias unchanged. Raises: UserError: `bad_name`."""
-    if not _NAME.fullmatch(text):
-        raise UserError(
-            f"{text[:100]!r} is no alias; expected 1 to 63 small letters, digits and dashes, no dash first",
-            "bad_name",
-        )
-    return text
+    expected = "1 to 63 small letters, digits and dashes, no dash first"
+    return _checked(text, bool(_NAME.fullmatch(text)), f"alias; expected {expected}", "bad_name")
 
 
 def check_file_path(text: str) -> str:
@@ -107,13 +95,9 @@ def check_file_path(text: str) -> str:
     Raises:
         UserError: `bad_path`.
     """
-    if not _PATH.fullmatch(text):
-        raise UserError(
-            f"{text[:100]!r} is no path for a file of a version; expected letters, digits, `.`, `_`, `-`, at most three "
-            "folders and no name that begins with a dot",
-            "bad_path",
-        )
-    return text
+    expected = "letters, digits, `.`, `_`, `-`, at most three folders and no name that begins with a dot"
+    is_valid = bool(_PATH.fullmatch(text))
+    return _checked(text, is_valid, f"path for a file of a version; expected {expected}", "bad_path")
 
 
 def is_sha256(text: str) -> bool:
@@ -123,8 +107,11 @@ def is_sha256(text: str) -> bool:
 
 def check_sha256(text: str) -> str:
     """Returns a SHA-256 in hex unchanged. Raises: UserError: `bad_digest`."""
-    if not is_sha256(text):
-        raise UserError(
-            f"{text[:100]!r} is no SHA-256; expected 64 hexadecimal digits in small letters", "bad_digest"
-        )
+    expected = "64 hexadecimal digits in small letters"
+    return _checked(text, is_sha256(text), f"SHA-256; expected {expected}", "bad_digest")
+
+
+def _checked(text: str, is_valid: bool, what: str, code: str) -> str:
+    if not is_valid:
+        raise UserError(f"{text[:100]!r} is no {what}", code)
     return text

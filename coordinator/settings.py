@@ -21,10 +21,6 @@ DEFAULT_OPERATOR = Address("127.0.0.1", 8080)
 _DEFAULT_DEVICE = Address("127.0.0.1", 8443)
 
 
-def _unchanged(value: Any) -> Any:
-    return value
-
-
 @dataclass(frozen=True)
 class Option:
     """An option of `fedloop serve`.
@@ -36,7 +32,7 @@ class Option:
 
     flag: str
     help: str
-    parse: Callable[[Any], Any] = _unchanged
+    parse: Callable[[Any], Any] = lambda value: value
     variable: str | None = None
     metavar: str | None = None
 

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
 from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from coordinator.certificates import key_sha256
+from coordinator.certificates import key_sha256, pem_of
 from coordinator.errors import Refusal, UserError
 from coordinator.settings import Settings
 from edge_client.files import write_durably
@@ -71,7 +71,7 @@ class Authority:
     @property
     def ca_pem(self) -> str:
         """The CA certificate in PEM, which devices pin."""
-        return self.certificate.public_bytes(serialization.Encoding.PEM).decode()
+        return pem_of(self.certificate)
 
     @property
     def ca_sha256(self) -> str:
@@ -165,6 +165,7 @@ class Authority:
     def _signed(
         self, builder: x509.CertificateBuilder, names: list[x509.GeneralName], usage: x509.ObjectIdentifier
     ) -> x509.Certificate:
+        hashed = isinstance(self._key, ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey)
         return (
             builder.issuer_name(self.certificate.subject)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
@@ -172,7 +173,7 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_key_usage(ca=False), critical=True)
             .add_extension(_authority_key(self.certificate), critical=False)
-            .sign(self._key, _hash_for(self._key))
+            .sign(self._key, hashes.SHA256() if hashed else None)
         )
 
     def _check_signature(self, certificate: x509.Certificate) -> None:
@@ -346,10 +347,6 @@ def _key_usage(*, ca: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
-
-
-def _hash_for(key: _PrivateKey) -> hashes.SHA256 | None:
-    return hashes.SHA256() if isinstance(key, ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) else None
 
 
 def _general_name(name: str) -> x509.GeneralName:

@@ -12,7 +12,7 @@ from coordinator.commands.options import ExperimentFile, Json, RunFolder, Sets
 from coordinator.commands.progress import RichProgress
 from coordinator.commands.summaries import show_report
 from coordinator.errors import UserError
-from coordinator.operator.client import Coordinator
+from coordinator.operator.client import Coordinator, connect, run_id
 from coordinator.output_folders import default_folder, require_new
 
 
@@ -38,9 +38,6 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Train on the fleet of devices of a running coordinator and report on it."""
-    from coordinator.operator import run_follower
-    from coordinator.operator.client import connect, run_id
-
     if cancel is not None:
         _require_alone("--cancel", experiment, sets, out, detach, follow)
         client = connect(coordinator)
@@ -53,7 +50,10 @@ def run(
         require_new(out)
     document = _document(experiment, sets or []) if follow is None else {}
     client = connect(coordinator)
-    shown = client.get(f"/runs/{run_id(client, follow)}") if follow else run_follower.submit(client, document)
+    if follow is not None:
+        shown = client.get(f"/runs/{run_id(client, follow)}")
+    else:
+        shown = client.post("/runs", {"experiment": document})
     if detach:
         typer.echo(json.dumps(shown) if as_json else shown["id"])
         return

@@ -79,7 +79,9 @@ def _reconfigure(config: Pretraining, out: Path, environment: Environment) -> No
         data = _load_data(config, out / "data", environment)
         rows = data["rows"]["train"]
         training = config.options(rows)
-        steps, done = training.steps_of(-(-rows // training.batch_size)), _steps_done(out)
+        steps = training.steps_of(-(-rows // training.batch_size))
+        names = [path.name.removeprefix("step-") for path in (out / "checkpoints").glob("step-*")]
+        done = max((int(name) for name in names if name.isdecimal()), default=0)
         if steps < done or (steps == done and is_finished(out)):
             raise UserError(
                 f"--resume {out}: it has been trained for {done} steps and cannot be set to {steps}; raise the number with "
@@ -88,11 +90,6 @@ def _reconfigure(config: Pretraining, out: Path, environment: Environment) -> No
         write_durably(out / _CHECKED, json.dumps(check(config, data)).encode())
     (out / REPORT).unlink(missing_ok=True)
     write_durably(out / CONFIG, config.to_toml().encode())
-
-
-def _steps_done(out: Path) -> int:
-    names = [path.name.removeprefix("step-") for path in (out / "checkpoints").glob("step-*")]
-    return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
 def is_finished(out: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
@@ -60,25 +60,18 @@ class NewVersion:
     kind: str
     stage: str
     content_sha256: str
+    about: Mapping[str, Any]
     files: Sequence[FileRow]
-    inputs: Sequence[Input] = ()
-    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    about: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Sequence[Input]
+    metrics: Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class VersionRow:
+class VersionRow(NewVersion):
     """A registered version with everything that belongs to it. `aliases`: those that refer to it now."""
 
     id: VersionId
-    kind: str
-    stage: str
-    content_sha256: str
-    about: Mapping[str, Any]
     created_at: datetime
-    files: tuple[FileRow, ...]
-    inputs: tuple[Input, ...]
-    metrics: Mapping[str, Mapping[str, float]]
     aliases: tuple[str, ...]
 
 
@@ -257,15 +250,15 @@ def _versions(connection: Connection, rows: Sequence[Any]) -> list[VersionRow]:
     aliases = of(model_aliases, "alias", "alias")
     return [
         VersionRow(
-            VersionId(model, row.number),
             row.kind,
             row.stage,
             row.content_sha256,
             row.about,
-            row.created_at,
             tuple(FileRow(*values) for values in files.get(row.number, ())),
             tuple(sorted(Input(*values) for values in inputs.get(row.number, ()))),
             dict(metrics.get(row.number, ())),
+            VersionId(model, row.number),
+            row.created_at,
             tuple(alias for (alias,) in aliases.get(row.number, ())),
         )
         for row in rows

@@ -310,7 +310,8 @@ def require_intact(database_url: str, home: Path) -> None:
     where = engine.url.render_as_string(hide_password=True)
     beside = _used_folder(home)
     try:
-        if engine.dialect.name == "sqlite" and _is_empty(Path(str(make_url(database_url).database))):
+        file = Path(str(make_url(database_url).database))
+        if engine.dialect.name == "sqlite" and (not file.exists() or file.stat().st_size == 0):
             # Not opened: SQLite would remove the write-ahead log of an empty file.
             if beside:
                 raise _emptied(where, beside)
@@ -337,10 +338,6 @@ def _damage(connection: Connection) -> str | None:
         return None
     findings = connection.execute(text("PRAGMA quick_check(3)")).scalars().all()
     return None if findings == ["ok"] else " ".join("; ".join(findings).split())[:300]
-
-
-def _is_empty(file: Path) -> bool:
-    return not file.exists() or file.stat().st_size == 0
 
 
 def _used_folder(home: Path) -> Path | None:

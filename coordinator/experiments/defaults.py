@@ -70,14 +70,16 @@ def _data(data: Data, partition: str) -> Data:
 
 
 def _model(model: Model, default: str, data: Data, fleet: FleetKind) -> Model:
-    name = model.name or default
-    options = model.options
+    name, options, init = model.name or default, model.options, model.init
+    # Only a coordinator has versions; in a simulation `model.init` is always a file.
+    if init and not (fleet == "devices" and is_version(init)):
+        init = absolute(init)
     with suppress(ValidationError):
         options = complete_options(name, options, data.vocab)
     return Model.model_validate(
         {
             "name": name,
-            **({"init": _init(model.init, fleet)} if model.init else {}),
+            **({"init": init} if init else {}),
             **model.model_dump(include={"adapt", "registered"}, exclude_none=True),
             **options,
         }
@@ -105,11 +107,6 @@ def _strategy(strategy: StrategySection) -> StrategySection:
     with suppress(presets.OptionError):
         options = presets.resolve_options(strategy.name, options)
     return StrategySection.model_validate({"name": strategy.name, **options})
-
-
-def _init(init: str, fleet: FleetKind) -> str:
-    """Only a coordinator has versions; in a simulation `model.init` is always a file."""
-    return init if fleet == "devices" and is_version(init) else absolute(init)
 
 
 def absolute(path: str) -> str:

@@ -75,7 +75,10 @@ class OperatorClient:
 
     def get(self, path: str, **query: Any) -> Any:
         """The JSON at `path`; omits parameters that are None."""
-        return json.loads(self._call("GET", _with_query(path, query)).data)
+        present = {key: value for key, value in query.items() if value is not None}
+        return json.loads(
+            self._call("GET", f"{path}?{urlencode(present, doseq=True)}" if present else path).data
+        )
 
     def post(self, path: str, body: Any = None) -> Any:
         """The response to `body`; None if it is empty."""
@@ -214,11 +217,6 @@ def _token() -> str:
             f"no admin token: {path}: {reason}; give the token in FEDLOOP_ADMIN_TOKEN, or the home of "
             "`fedloop serve` in FEDLOOP_HOME"
         ) from None
-
-
-def _with_query(path: str, query: dict[str, Any]) -> str:
-    present = {key: value for key, value in query.items() if value is not None}
-    return f"{path}?{urlencode(present, doseq=True)}" if present else path
 
 
 def _refusal(response: urllib3.BaseHTTPResponse, url: str) -> Refused:

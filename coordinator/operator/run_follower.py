@@ -33,12 +33,6 @@ _PATIENCE_SECONDS = 600.0
 """How long to wait for a coordinator that does not answer."""
 
 
-def submit(client: OperatorClient, experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """Starts a run of an experiment; returns it as the API shows it."""
-    run: dict[str, Any] = client.post("/runs", {"experiment": experiment})
-    return run
-
-
 def follow(
     client: OperatorClient,
     run: str,

@@ -90,10 +90,10 @@ def examine(kind: Kind, contents: Contents) -> NewVersion:
         kind,
         stage,
         identity(kind, contents),
+        about,
         [FileRow(path, file.sha256, file.size_bytes) for path, file in sorted(contents.items())],
         inputs,
         {name: values for name, values in metrics.items() if values},
-        about,
     )
 
 

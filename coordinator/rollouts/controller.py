@@ -149,7 +149,7 @@ def _apply(connection: Connection, row: RolloutRow, decision: engine.Decision, n
     if opens:
         queries.open_phase(connection, row.id, decision.phase, now)
     elif decision.state == "finished":
-        queries.mark_all_passed(connection, row.id, now)
+        queries.open_phase(connection, row.id, decision.phase + 1, now)  # of no phase: all have passed
     event = "rollout_phase_opened" if opens else f"rollout_{decision.state}"
     queries.change(connection, row, now, state=decision.state, phase=decision.phase, reason=decision.reason)
     queries.bump_directions(connection, row.model)

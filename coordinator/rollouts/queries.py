@@ -94,14 +94,9 @@ def change(connection: Connection, rollout: RolloutRow, now: datetime, **changed
 
 
 def open_phase(connection: Connection, rollout: str, number: int, now: datetime) -> None:
-    """Marks the phase as opened and all earlier ones as passed."""
+    """Marks the phase as opened, if there is one of this number, and all earlier ones as passed."""
     _mark(connection, rollout, rollout_phases.c.number == number, "opened_at", now)
     _mark(connection, rollout, rollout_phases.c.number < number, "passed_at", now)
-
-
-def mark_all_passed(connection: Connection, rollout: str, now: datetime) -> None:
-    """Marks every phase as passed."""
-    _mark(connection, rollout, rollout_phases.c.number >= 0, "passed_at", now)
 
 
 def phases_of(connection: Connection, rollout: str) -> list[PhaseRow]:

@@ -36,7 +36,7 @@ def admit(experiment: Experiment, services: Services) -> Experiment:
     """
     require_code(experiment, services.settings)
     for key, path in _named_files(experiment):
-        _require_file(key, path, services.settings)
+        _open(key, path, services.settings).close()
     init = experiment.model.init
     if init is None or not is_version(init):
         return experiment
@@ -92,10 +92,6 @@ def _named_files(experiment: Experiment) -> Iterator[tuple[str, str]]:
         yield "model.init", model.init
     if model.name is not None and model.name.endswith(user_code.KERAS_FILE):
         yield "model.name", model.name
-
-
-def _require_file(key: str, path: str, settings: Settings) -> None:
-    _open(key, path, settings).close()
 
 
 def _open(key: str, path: str, settings: Settings) -> BufferedReader:

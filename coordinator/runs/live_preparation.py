@@ -208,7 +208,8 @@ def _artifact(
         notices.append(f"no LiteRT device takes part: {error}")
         return None
     tflite, manifest = (
-        _put(place.blobs, read_regular(path)) for path in (exported.tflite, exported.manifest)
+        BlobRef(place.blobs.put(content), len(content))
+        for content in (read_regular(exported.tflite), read_regular(exported.manifest))
     )
     return tflite, manifest
 
@@ -241,7 +242,3 @@ def _runtimes_with_backbone(
             f"model.adapt = {adapt!r}: only LiteRT devices take part, whose artifact holds the backbone"
         )
     return ("litert",)
-
-
-def _put(blobs: Blobs, content: bytes) -> BlobRef:
-    return BlobRef(blobs.put(content), len(content))

@@ -104,7 +104,8 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
     progress = environment.progress
     taken = UserError(f"{out}: another process is running this experiment")
     with _resumable(out), locked(out / ".lock", taken), _start_workers(experiment, work) as pool:
-        _remove_partial_files(out)
+        for leftover in [*out.glob(".*.tmp"), *out.glob("checkpoint/**/.*.tmp")]:  # of a killed process
+            leftover.unlink(missing_ok=True)
         store = SimulationStore(out, progress, environment.clock)
         prepared = prepare(experiment, work, pool, environment.data_dir, progress)
         if (target := experiment.model.register_as) is not None:
@@ -232,12 +233,6 @@ def _start_workers(experiment: Experiment, work: Path) -> WorkerPool:
     work.mkdir(exist_ok=True)
     size = experiment.simulation.workers or len(os.sched_getaffinity(0))
     return WorkerPool(size, work / "workers.log", TORCH)
-
-
-def _remove_partial_files(out: Path) -> None:
-    """Removes partially written files that a killed process left."""
-    for leftover in [*out.glob(".*.tmp"), *out.glob("checkpoint/**/.*.tmp")]:
-        leftover.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy.engine import make_url
@@ -90,10 +91,7 @@ def _require_readable(reference: str) -> None:
 
 def launch(settings: Settings, folder: Path, *more: Path) -> Launch:
     """How to start workers of the run with this folder. `more`: further folders that they may change."""
-
-    def environment() -> dict[str, str]:
-        return _environment(settings, folder)
-
+    environment = partial(_environment, settings, folder)
     for path in (folder / TEMPORARY, *more):
         path.mkdir(parents=True, exist_ok=True)  # a missing folder cannot have a rule
     if settings.no_sandbox or enter.unavailable_reason():

@@ -64,6 +64,7 @@ def operator_app(services: Services, run_service: RunService, metrics: Metrics) 
         redoc_url=None,
         openapi_url="/api/openapi.json",
         generate_unique_id_function=_operation_id,
+        exception_handlers=_ERROR_HANDLERS,
         responses={"4XX": {"model": Problem}, "5XX": {"model": Problem}, 422: {"model": Problem}},
     )
     app.state.services = services
@@ -73,7 +74,6 @@ def operator_app(services: Services, run_service: RunService, metrics: Metrics) 
     for routes in (devices, tokens, participation, runs, models, releases, rollouts, events, system):
         app.include_router(routes.router, prefix=OPERATOR_PREFIX, dependencies=[Depends(require_operator)])
     app.include_router(system.open_router)
-    _add_error_handlers(app)
     app.add_middleware(
         BodyLimitMiddleware,
         limit_bytes=BODY_LIMIT_BYTES,
@@ -86,11 +86,16 @@ def operator_app(services: Services, run_service: RunService, metrics: Metrics) 
 
 def device_app(services: Services, metrics: Metrics) -> FastAPI:
     """The device API. Its contract is `edge_client.wire.device`, so it has no OpenAPI document."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        exception_handlers=_ERROR_HANDLERS,
+    )
     app.state.services = services
     for routes in (enrolment, checkin, downloads, uploads, tasks):
         app.include_router(routes.router, prefix=DEVICE_PREFIX)
-    _add_error_handlers(app)
     app.add_middleware(RequestLogMiddleware, api="device", metrics=metrics, failure=_unexpected_failure)
     return app
 
@@ -105,15 +110,6 @@ def _operation_id(route: APIRoute) -> str:
     """The name of the route's function in camel case, for generated clients."""
     first, *rest = route.name.split("_")
     return first + "".join(word.capitalize() for word in rest)
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    app.add_exception_handler(Refusal, _refusal)
-    app.add_exception_handler(UserError, _user_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientDisconnect, _client_disconnected)
-    app.add_exception_handler(DataError, _data_error)
 
 
 def problem(status: int, code: str, message: str, **details: Any) -> JSONResponse:
@@ -162,6 +158,16 @@ async def _data_error(request: Request, error: Exception) -> Response:
 async def _client_disconnected(request: Request, error: Exception) -> Response:
     """Nobody reads this response: the client disconnected in the middle of a request."""
     return problem(400, "malformed", "the request ended before its body did")
+
+
+_ERROR_HANDLERS: Any = {
+    Refusal: _refusal,
+    UserError: _user_error,
+    RequestValidationError: _validation_error,
+    HTTPException: _http_error,
+    ClientDisconnect: _client_disconnected,
+    DataError: _data_error,
+}
 
 
 def _unexpected_failure(error: Exception) -> Response:

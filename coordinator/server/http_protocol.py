@@ -39,10 +39,6 @@ _DISCARDED_BYTES = 2**20
 _log = structlog.get_logger("fedloop.http")
 
 
-def _nothing() -> None:
-    pass
-
-
 class LimitedProtocol(HttpToolsProtocol):
     """A connection whose memory and time do not grow with what a stranger sends."""
 
@@ -54,7 +50,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Since the end of the last head or request, or the last byte of a body."""
         self._excess: tuple[int, str, str] | None = None
         """Status, code and message of a refusal, set by a parser callback."""
-        self.on_request_done: Callable[[], None] = _nothing
+        self.on_request_done: Callable[[], None] = lambda: None
         """Called when a request is received or answered, and when the connection ends."""
         self._discarded_bytes: int | None = None
         """Since the connection was refused; None if it was not."""

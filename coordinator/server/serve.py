@@ -110,12 +110,9 @@ def serve(settings: Settings, announce: Announce) -> None:
             rollouts = RolloutThread(services, services.releases)
             rollouts.start()
             stack.callback(rollouts.close)
-        addresses = _addresses(settings)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(
-                _serve_until_stopped(
-                    services, servers, context, lambda: _announce(addresses, settings.home, announce)
-                )
+                _serve_until_stopped(services, servers, context, lambda: _announce(settings, announce))
             )
 
 
@@ -274,19 +271,16 @@ def _open_services(settings: Settings) -> Iterator[Services]:
         )
 
 
-def _addresses(settings: Settings) -> dict[str, Any]:
-    return {
+def _announce(settings: Settings, announce: Announce) -> None:
+    addresses = {
         "operator": f"http://{settings.operator}",
         "device": f"https://{settings.device}",
         "device_url": settings.device_url,
         "home": str(settings.home),
         "pid": os.getpid(),
     }
-
-
-def _announce(addresses: dict[str, Any], home: Path, announce: Announce) -> None:
-    with _startup_failures(home):
-        write_durably(home / "serve.json", json.dumps(addresses).encode() + b"\n")
+    with _startup_failures(settings.home):
+        write_durably(settings.home / "serve.json", json.dumps(addresses).encode() + b"\n")
     announce({"event": "serving", **addresses})
     sdnotify.SystemdNotifier().notify("READY=1")
 
