@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Runtime = Literal["litert", "torch", "tensorflow"]
 Width = Annotated[int, Field(ge=1, le=65536)]
+Count = Annotated[int, Field(ge=1, le=1024)]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -48,8 +49,8 @@ class TransformerOptions(ModelOptions):
 
 class LargeOptions(ModelOptions):
     width: Annotated[int, Field(ge=4, le=65536)] = 128
-    layers: Annotated[int, Field(ge=1, le=1024)] = 4
-    heads: Annotated[int, Field(ge=1, le=1024)] = 4
+    layers: Count = 4
+    heads: Count = 4
 
 
 class GPTOptions(LargeOptions):
@@ -74,17 +75,12 @@ class BERTOptions(LargeOptions):
 
 class LSTMOptions(ModelOptions):
     width: Width = 128
-    layers: Annotated[int, Field(ge=1, le=1024)] = 2
+    layers: Count = 2
     dropout: Dropout = 0.0
 
 
 class ResNetOptions(ModelOptions):
-    blocks: Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1, max_length=8)] = [
-        2,
-        2,
-        2,
-        2,
-    ]
+    blocks: Annotated[list[Count], Field(min_length=1, max_length=8)] = [2, 2, 2, 2]
     width: Annotated[int, Field(ge=4, le=4096, multiple_of=4)] = 64
     norm: Literal["group", "batch"] = "group"
 

@@ -76,18 +76,13 @@ class Job:
         where = keys or ("model",)
         name = f"{self.path}: {'.'.join(where)}"
         described = _as_job_error(lambda: options.only(self.value(*where), tuple(_MODEL_KEYS), name))
+        known: dict[str, Any] = {}
         for key, (default, is_valid, expected) in _MODEL_KEYS.items():
-            value = described.get(key, default)
-            if not is_valid(value):
-                raise JobError(f"{self.path}: {'.'.join(where)}.{key} is {value!r}, expected {expected}")
-        return find(
-            described["name"],
-            input_shape=tuple(described["input_shape"]),
-            classes=described["classes"],
-            input_dtype=described.get("input_dtype", "float32"),
-            task=described.get("task", "classification"),
-            **described.get("options", {}),
-        )
+            known[key] = described.get(key, default)
+            if not is_valid(known[key]):
+                raise JobError(f"{name}.{key} is {known[key]!r}, expected {expected}")
+        known["input_shape"] = tuple(known["input_shape"])
+        return find(known.pop("name"), **known.pop("options"), **known)
 
     def value(self, *keys: str) -> Any:
         """The value at the path `keys`."""

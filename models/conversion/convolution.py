@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from models.conversion.images import Windows, interleave, pad
+from models.conversion.images import Windows, fit, interleave
 
 aten = torch.ops.aten
 
@@ -111,10 +111,7 @@ def _conv_grad_x(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, slid
         ]
         rows.append(interleave(columns, 3))
     image = interleave(rows, 2)
-    for axis in (0, 1):
-        before = slide.padding[axis]
-        image = pad(image, axis, -before, x.shape[2 + axis] + before - image.shape[2 + axis], 0.0)
-    return image
+    return fit(image, [-before for before in slide.padding], x.shape[2:])
 
 
 @dataclass(frozen=True)
@@ -145,38 +142,34 @@ def _phase_grad_x(
     """[B, C, *extent]: the pixels of one phase of rows and one of columns."""
     if not down.elements or not across.elements:
         return torch.zeros(grad.shape[0], swapped.shape[0], *extent)
-    for axis, phase in enumerate((down, across)):
-        reach = (len(phase.elements) - 1) * phase.dilation
-        before = phase.shift + reach
-        grad = pad(grad, axis, before, extent[axis] + reach - before - grad.shape[2 + axis], 0.0)
+    reach = [(len(phase.elements) - 1) * phase.dilation for phase in (down, across)]
+    before = [down.shift + reach[0], across.shift + reach[1]]
+    grad = fit(grad, before, [extent[0] + reach[0], extent[1] + reach[1]])
     part = _select_and_flip(swapped, down.elements, across.elements)
-    answer: torch.Tensor = aten.convolution(
-        grad, part, None, [1, 1], [0, 0], [down.dilation, across.dilation], False, [0, 0], 1
-    )
-    return answer
+    return _convolve(grad, part, [1, 1], [down.dilation, across.dilation])
 
 
 def _conv_grad_weight(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, slide: _Slide
 ) -> torch.Tensor:
     """The input convolved with the gradient: rows act as channels, stride and dilation are swapped."""
-    for axis in (0, 1):
-        reach = slide.stride[axis] * (grad.shape[2 + axis] - 1)
-        needed = reach + slide.dilation[axis] * (weight.shape[2 + axis] - 1) + 1
-        before = slide.padding[axis]
-        x = pad(x, axis, before, needed - before - x.shape[2 + axis], 0.0)
+    needed = [
+        s * (windows - 1) + d * (kernel - 1) + 1
+        for s, d, windows, kernel in zip(
+            slide.stride, slide.dilation, grad.shape[2:], weight.shape[2:], strict=True
+        )
+    ]
+    rows = fit(x, slide.padding, needed).transpose(0, 1)
+    return _convolve(rows, grad.transpose(0, 1), slide.dilation, slide.stride).transpose(0, 1)
+
+
+def _convolve(
+    x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], dilation: Sequence[int]
+) -> torch.Tensor:
     answer: torch.Tensor = aten.convolution(
-        x.transpose(0, 1),
-        grad.transpose(0, 1),
-        None,
-        list(slide.dilation),
-        [0, 0],
-        list(slide.stride),
-        False,
-        [0, 0],
-        1,
+        x, weight, None, list(stride), [0, 0], list(dilation), False, [0, 0], 1
     )
-    return answer.transpose(0, 1)
+    return answer
 
 
 def _depthwise_grad_weight(

@@ -37,10 +37,7 @@ class Windows:
 
     def elements(self, fill: float) -> list[torch.Tensor]:
         """The image's value at each kernel element, [B, C, windows down, windows across] each."""
-        x = self._x
-        for axis in (0, 1):
-            before = self._padding[axis]
-            x = pad(x, axis, before, self._extent[axis] - before - x.shape[2 + axis], fill)
+        x = fit(self._x, self._padding, self._extent, fill)
         (down, across), (high, wide) = self._stride, self._spread
         return [x[:, :, i : i + high : down, j : j + wide : across] for i, j in self._starts]
 
@@ -48,16 +45,10 @@ class Windows:
         """The image that sums each kernel element's share, shaped as in `elements`, at its original position."""
         total: torch.Tensor | None = None
         for share, start in zip(shares, self._starts, strict=True):
-            placed = dilate(share, self._stride)
-            for axis in (0, 1):
-                after = self._extent[axis] - start[axis] - placed.shape[2 + axis]
-                placed = pad(placed, axis, start[axis], after, 0.0)
+            placed = fit(dilate(share, self._stride), start, self._extent)
             total = placed if total is None else total + placed
         assert total is not None
-        for axis in (0, 1):
-            before = self._padding[axis]
-            total = pad(total, axis, -before, self._x.shape[2 + axis] + before - total.shape[2 + axis], 0.0)
-        return total
+        return fit(total, [-before for before in self._padding], self._x.shape[2:])
 
 
 def dilate(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
@@ -83,6 +74,13 @@ def interleave(parts: list[torch.Tensor], axis: int) -> torch.Tensor:
     if axis == 2:
         return flat.reshape(rows, channels, height * len(parts), width)
     return flat.reshape(rows, channels, height, width * len(parts))
+
+
+def fit(x: torch.Tensor, before: Sequence[int], size: Sequence[int], fill: float = 0.0) -> torch.Tensor:
+    """The image with `before` (rows, columns) added at its beginning, removed if negative, and padded or cut to `size`."""
+    for axis in (0, 1):
+        x = pad(x, axis, before[axis], size[axis] - before[axis] - x.shape[2 + axis], fill)
+    return x
 
 
 def pad(x: torch.Tensor, axis: int, before: int, after: int, fill: float) -> torch.Tensor:

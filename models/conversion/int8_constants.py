@@ -43,7 +43,7 @@ def store_as_int8(tflite: bytes) -> bytes:
     encoded: dict[tuple[int, tuple[int, ...]], _Int8Constant | None] = {}
     for graph in model.subgraphs:
         added = []
-        for tensor in list(graph.tensors):
+        for index, tensor in enumerate(list(graph.tensors)):
             if tensor.type != schema.TensorType.FLOAT32 or tensor.shape is None or len(tensor.shape) < 2:
                 continue
             shape = tuple(int(extent) for extent in tensor.shape)
@@ -52,7 +52,7 @@ def store_as_int8(tflite: bytes) -> bytes:
                 encoded[key] = _encode(model, tensor.buffer, shape)
             constant = encoded[key]
             if constant is not None:
-                added.append(_node(graph, tensor, constant))
+                added.append(_node(graph, index, constant))
         for node in added:
             node.opcodeIndex = _dequantize(model)
         graph.operators = [*added, *graph.operators]
@@ -86,7 +86,8 @@ def _encode(model: Any, number: int, shape: tuple[int, ...]) -> _Int8Constant | 
     return None
 
 
-def _node(graph: Any, tensor: Any, constant: _Int8Constant) -> Any:
+def _node(graph: Any, index: int, constant: _Int8Constant) -> Any:
+    tensor = graph.tensors[index]
     source = schema.TensorT()
     source.name = tensor.name + b":int8"
     source.shape, source.type, source.buffer = tensor.shape, schema.TensorType.INT8, constant.buffer
@@ -99,14 +100,10 @@ def _node(graph: Any, tensor: Any, constant: _Int8Constant) -> Any:
     tensor.buffer = 0
     node = schema.OperatorT()
     node.inputs = np.asarray([len(graph.tensors) - 1], np.int32)
-    node.outputs = np.asarray([_index(graph, tensor)], np.int32)
+    node.outputs = np.asarray([index], np.int32)
     node.builtinOptionsType = schema.BuiltinOptions.DequantizeOptions
     node.builtinOptions = schema.DequantizeOptionsT()
     return node
-
-
-def _index(graph: Any, tensor: Any) -> int:
-    return next(index for index, each in enumerate(graph.tensors) if each is tensor)
 
 
 def _require_runtime(model: Any) -> None:

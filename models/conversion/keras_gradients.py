@@ -147,15 +147,8 @@ def max_pool(op: Any, dy: tf.Tensor) -> tf.Tensor:
 def average_pool(op: Any, dy: tf.Tensor) -> tf.Tensor:
     """Every pixel of a window gets the same share; padding does not count."""
     windows = _pool_windows(op, dy)
-    counted = functools.reduce(
-        np.multiply.outer,
-        (
-            _inside(*axis)
-            for axis in zip(
-                windows.size, windows.count, windows.kernel, windows.stride, windows.before, strict=True
-            )
-        ),
-    )
+    axes = zip(windows.size, windows.count, windows.kernel, windows.stride, windows.before, strict=True)
+    counted = np.multiply.outer(*(_inside(*axis) for axis in axes))
     share = dy * tf.constant(1 / counted[None, :, :, None], tf.float32)
     return windows.scatter_add([share] * len(windows.positions))
 

@@ -122,7 +122,9 @@ def _describe_tensors(module: nn.Module, values: dict[str, torch.Tensor]) -> lis
     taken: dict[str, str] = dict.fromkeys(RESERVED, "an input or output of the signatures")
     for name, value in values.items():
         if value.dtype != torch.float32:
-            raise NotTraceable(f"tensor {name!r} is {_dtype(value)}; params are float32")
+            raise NotTraceable(
+                f"tensor {name!r} is {str(value.dtype).removeprefix('torch.')}; params are float32"
+            )
         if id(value) in owner:
             raise NotTraceable(
                 f"{name!r} and {owner[id(value)]!r} are one tensor; tied weights cannot be averaged by name, "
@@ -149,7 +151,8 @@ def _graph(function: Callable[..., Any], arguments: tuple[torch.Tensor, ...]) ->
     except NoGradient as error:
         raise NotTraceable(f"no LiteRT gradient for {error}") from error
     except Exception as error:
-        raise NotTraceable(f"running it failed: {type(error).__name__}: {_first_line(error)}") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise NotTraceable(f"running it failed: {type(error).__name__}: {reason}") from error
     graph.graph.eliminate_dead_code()
     graph.recompile()
     for node in graph.graph.nodes:
@@ -182,11 +185,3 @@ def _require_shape(logits: torch.Tensor, spec: ModelSpec, batch_size: int) -> No
             f"{spec.task} with {spec.classes} classes and inputs of shape {spec.input_shape} needs logits of "
             f"shape {('B', *spec.logits_shape)}, the model returns {('B', *logits.shape[1:])}"
         )
-
-
-def _dtype(value: torch.Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]

@@ -17,9 +17,11 @@ from torch import nn
 
 from models.compress import report
 from models.compress.pruning import sparsity
+from models.compress.pruning.structure import Convolution, fit
 from models.compress.step import Context, Data, StepModel, StepRefused
 from models.compress.tuning import Tuning, labelled_rows, named_layers, own_loss, tune
 from models.options import bounded
+from models.pretrain.params import copy_into
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,13 @@ def factorise(model: StepModel, data: Data, options: LowRankOptions, context: Co
 class Decomposition:
     """The singular value decomposition of a layer's weights as a matrix [out, in·k·k]: left [out, n], values [n] from large to small, right [n, in·k·k]."""
 
-    layer: nn.Linear | sparsity.Convolution
+    layer: nn.Linear | Convolution
     left: torch.Tensor
     values: torch.Tensor
     right: torch.Tensor
 
     @classmethod
-    def of(cls, layer: nn.Linear | sparsity.Convolution) -> Decomposition:
+    def of(cls, layer: nn.Linear | Convolution) -> Decomposition:
         matrix = layer.weight.detach().flatten(1).double()  # so that the full rank restores the weights
         return cls(layer, *torch.linalg.svd(matrix, full_matrices=False))
 
@@ -111,38 +113,19 @@ class Decomposition:
         lost = (1 - energy) * float(tail[0])
         return max(1, int((tail > lost).sum()))
 
-    def factors(self, rank: int) -> nn.Sequential:
+    def factors(self, rank: int) -> nn.Module:
         """Two layers that replace one; each has the square root of the singular values."""
-        root = self.values[:rank].sqrt()
+        root, weight = self.values[:rank].sqrt(), self.layer.weight
         first, second = root[:, None] * self.right[:rank], self.left[:, :rank] * root
-        biased = self.layer.bias is not None
-        pair: tuple[nn.Linear, nn.Linear] | tuple[sparsity.Convolution, sparsity.Convolution]
-        if isinstance(self.layer, nn.Linear):
-            pair = (
-                nn.Linear(self.layer.in_features, rank, bias=False),
-                nn.Linear(rank, self.layer.out_features, bias=biased),
-            )
-        else:
-            kind = type(self.layer)
-            pair = (
-                kind(
-                    self.layer.in_channels,
-                    rank,
-                    self.layer.kernel_size,  # type: ignore[arg-type]
-                    self.layer.stride,  # type: ignore[arg-type]
-                    self.layer.padding,  # type: ignore[arg-type]
-                    self.layer.dilation,  # type: ignore[arg-type]
-                    bias=False,
-                    padding_mode=self.layer.padding_mode,
-                ),
-                kind(rank, self.layer.out_channels, 1, bias=biased),
-            )
-        with torch.no_grad():
-            for factor, values in zip(pair, (first, second), strict=True):
-                factor.weight.copy_(values.reshape(factor.weight.shape))
-            if self.layer.bias is not None and pair[1].bias is not None:
-                pair[1].bias.copy_(self.layer.bias)
-        return nn.Sequential(*pair).train(self.layer.training)
+        params = {
+            "0.weight": first.reshape(rank, *weight.shape[1:]).numpy(),
+            "1.weight": second.reshape(len(weight), rank, *[1] * (weight.ndim - 2)).numpy(),
+        }
+        if self.layer.bias is not None:
+            params["1.bias"] = self.layer.bias.detach().numpy()
+        pair = fit("layer", self.layer, {f"layer.{name}": values for name, values in params.items()})
+        copy_into(pair, params)
+        return pair.train(self.layer.training)
 
     def facts(self, rank: int, factorised: bool) -> dict[str, Any]:
         return {
@@ -154,8 +137,8 @@ class Decomposition:
         }
 
 
-def _factorable(layer: nn.Module) -> TypeGuard[nn.Linear | sparsity.Convolution]:
-    return isinstance(layer, nn.Linear) or (isinstance(layer, sparsity.Convolution) and layer.groups == 1)
+def _factorable(layer: nn.Module) -> TypeGuard[nn.Linear | Convolution]:
+    return isinstance(layer, nn.Linear) or (isinstance(layer, Convolution) and layer.groups == 1)
 
 
 def _require_any(layers: dict[str, dict[str, Any]], model: StepModel, options: LowRankOptions) -> None:

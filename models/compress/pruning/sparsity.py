@@ -17,14 +17,13 @@ import torch
 from torch import nn
 from torch.nn.utils import prune as masks
 
+from models.compress.pruning.structure import Convolution
 from models.compress.step import OnEpoch
 from models.compress.tuning import Tuning, is_within, own_loss, tune
 from models.pretrain.data.batches import Arrays
 from models.pretrain.params import params_of
 from models.zoo.calls import called_layers, on_calls
 from models.zoo.spec import ModelSpec
-
-Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ Params = Mapping[str, npt.NDArray[Any]]
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NORMS = (*_BATCH_NORMS, nn.GroupNorm, nn.LayerNorm)
 
@@ -47,14 +46,14 @@ def rebuild(spec: ModelSpec, params: Params) -> nn.Module:
     """
     module = spec.build(0)
     for name, layer in list(module.named_modules()):
-        fit = _fit(name, layer, params)
-        if fit is not layer:
-            module.set_submodule(name, fit)
+        fitted = fit(name, layer, params)
+        if fitted is not layer:
+            module.set_submodule(name, fitted)
     tensors.fill(module, params, f"params of model {spec.name!r}")
     return module.eval()
 
 
-def _fit(name: str, layer: nn.Module, params: Params) -> nn.Module:
+def fit(name: str, layer: nn.Module, params: Params) -> nn.Module:
     """`layer` with the sizes in `params`; itself if nothing changed or only its submodules did."""
     if isinstance(layer, _BATCH_NORMS) and f"{name}.running_mean" not in params:
         return nn.Identity()
@@ -69,7 +68,7 @@ def _fit(name: str, layer: nn.Module, params: Params) -> nn.Module:
     bias = f"{name}.bias" in params
     if isinstance(layer, nn.Linear):
         return _linear(name, layer, weight, bias)
-    if isinstance(layer, _CONVOLUTIONS):
+    if isinstance(layer, Convolution):
         return _convolution(name, layer, weight, bias)
     if isinstance(layer, nn.GroupNorm):
         if len(weight) % layer.num_groups:

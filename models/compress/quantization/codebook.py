@@ -25,7 +25,7 @@ from models.compress.quantization import quantize
 from models.compress.step import Context, Data, StepModel
 from models.compress.tuning import Tuning, is_within, labelled_rows, named_layers, own_loss, tune
 from models.options import bounded
-from models.pretrain.params import params_of
+from models.pretrain.params import copy_into, params_of
 
 _ITERATIONS = 50
 """Maximum iterations of k-means; it stops once no value moves to another centroid."""
@@ -206,16 +206,9 @@ class _SharedWeights(nn.Module):
 
     def module(self) -> nn.Module:
         """The original module with the trained values."""
-        return _with_values(self.inner, {name: book.values() for name, book in self.codebooks().items()})
-
-
-def _with_values(module: nn.Module, values: Mapping[str, npt.NDArray[np.float32]]) -> nn.Module:
-    changed = copy.deepcopy(module)
-    parameters = dict(changed.named_parameters())
-    with torch.no_grad():
-        for name, array in values.items():
-            parameters[name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
-    return changed.eval()
+        changed = copy.deepcopy(self.inner)
+        copy_into(changed, {name: book.values() for name, book in self.codebooks().items()})
+        return changed.eval()
 
 
 def _nearest(values: npt.NDArray[np.float64], centroids: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
