@@ -36,15 +36,9 @@ def main() -> None:
     if arguments.serve:
         elastic.serve(arguments.serve, report)
         return
-    least, _, most = arguments.hosts.partition(":")
-    fleet = elastic.Fleet(
-        arguments.ranks,
-        int(least),
-        int(most or least),
-        arguments.rendezvous,
-        arguments.run,
-        arguments.restarts,
-    )
+    hosts = [int(count) for count in arguments.hosts.split(":")]
+    options = (arguments.rendezvous, arguments.run, arguments.restarts)
+    fleet = elastic.Fleet(arguments.ranks, hosts[0], hosts[-1], *options)
     sys.exit(elastic.run(arguments.job, fleet, report))
 
 

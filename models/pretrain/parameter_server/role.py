@@ -120,25 +120,20 @@ class Training:
         on_step: Callable[[int, float], None] = lambda *_: None,
         kind: type[Client] = Client,
     ) -> tuple[nn.Module, list[dict[str, Any]], int]:
-        """Runs a worker; returns the trained module, the servers' records, and the number of failovers."""
+        """Runs a worker to the last clock; returns the trained module, the servers' records, and number of failovers."""
         module = self.spec.build(self.seed).train()
         torch.manual_seed(self.seed + worker)  # dropout differs between workers, as rows do
         client = kind(worker, self.servers, split(module, self.servers.servers))
         with rpc_session(self.servers, worker, where):
-            self.train(client, module, on_step)
+            batches, objective, clock = self.batches(worker), objective_of(self.spec), 0
+            while clock < self.steps:
+                loss = contribute(module, batches[clock], objective, self.servers.workers)
+                clock = client.push(clock, loss)
+                on_step(clock, loss)
             client.final()
             records = client.records()
             client.leave()
         return module, records, client.failovers
-
-    def train(self, client: Client, module: nn.Module, on_step: Callable[[int, float], None]) -> None:
-        """Computes gradients, pushes and pulls until the last clock."""
-        batches, objective = self.batches(client.worker), objective_of(self.spec)
-        clock = 0
-        while clock < self.steps:
-            loss = contribute(module, batches[clock], objective, self.servers.workers)
-            clock = client.push(clock, loss)
-            on_step(clock, loss)
 
     def serve(self, rank: int, where: str) -> dict[str, Any]:
         """Runs a server until all workers have left; returns its record."""

@@ -1,14 +1,16 @@
 """Which gradients make an update, and which workers wait: no transport, no torch.
 
 A worker's clock is the index of the global batch it computes, from 0. A rule is offered contributions, selects those
-of the `next` update, is notified of those `applied`, here or at a replica, and decides the `next_clock` of a worker.
+of the `next` update, none if it is not ready, is notified of those `applied`, here or at a replica, and decides the
+`next_clock` of a worker, None if it waits. `lead` is the number of steps that a worker is ahead of the slowest, `dropped`
+the number of contributions that came too late, and after `finished` all updates of so many global batches are made.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from models.pretrain.parameter_server.settings import Servers
 
@@ -28,37 +30,6 @@ class Contribution:
     version: int
     loss: float
     gradients: Any = ()
-
-
-class Rule(Protocol):
-    """A server's policy for updates."""
-
-    dropped: int
-    """Contributions that came too late."""
-
-    def offer(self, contribution: Contribution) -> None:
-        """Accepts a contribution, unless it is late or already applied."""
-
-    def next(self) -> list[Contribution]:
-        """The contributions of the update to make now; empty if it is not ready."""
-
-    def applied(self, contributions: list[Contribution]) -> None:
-        """Notes an update made of these."""
-
-    def next_clock(self, worker: int) -> int | None:
-        """The clock with which the worker continues; None if it waits."""
-
-    def lead(self, worker: int) -> int:
-        """Number of steps it is ahead of the slowest."""
-
-    def finished(self, steps: int) -> bool:
-        """Whether all updates of `steps` global batches are made."""
-
-
-def from_settings(servers: Servers) -> Rule:
-    if servers.mode in ("sync", "k-of-n"):
-        return SyncRule(servers.workers, servers.needed)
-    return AsyncRule(servers.workers, servers.staleness if servers.mode == "ssp" else None)
 
 
 class SyncRule:
@@ -131,3 +102,12 @@ class AsyncRule:
 
     def finished(self, steps: int) -> bool:
         return min(self._clocks) >= steps
+
+
+Rule = SyncRule | AsyncRule
+
+
+def from_settings(servers: Servers) -> Rule:
+    if servers.mode in ("sync", "k-of-n"):
+        return SyncRule(servers.workers, servers.needed)
+    return AsyncRule(servers.workers, servers.staleness if servers.mode == "ssp" else None)

@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,12 +45,6 @@ GRACE_SECONDS = 30
 
 RENDEZVOUS_ATTEMPTS = 5
 """Attempts to meet when hosts vanish in between."""
-
-_RENDEZVOUS: Mapping[str, Any] = {
-    "keep_alive_interval": 1,
-    "keep_alive_max_attempt": 3,
-    "last_call_timeout": 2,
-}
 
 
 @dataclass(frozen=True)
@@ -136,7 +129,9 @@ def run(job: Path, fleet: Fleet, report: Report) -> int:
         local_addr="127.0.0.1" if local else None,
         is_host="false" if fleet.endpoint else "true",
         join_timeout=fleet.join_seconds,
-        **_RENDEZVOUS,
+        keep_alive_interval=1,
+        keep_alive_max_attempt=3,
+        last_call_timeout=2,
     )
     handler = rendezvous.get_rendezvous_handler(parameters)
     spec = WorkerSpec(
