@@ -90,48 +90,34 @@ def _pipeline(plan: ParallelPlan, sizes: Sizes) -> Iterator[Rule]:
     yield from _schedule(plan)
     yield plan.zero in (0, 2, 3), "zero=1 goes with pp=1; use zero=2"
     if plan.devices:
-        yield (
-            len(plan.devices) == plan.pp,
-            f"devices names {len(plan.devices)} places along pp, there are {plan.pp}",
-        )
-        yield (
-            plan.zero == 0 and plan.tp == plan.cp == plan.ep == 1,
-            "devices goes with pp and dp alone and zero=0: what else moves between them cannot leave a GPU",
-        )
+        places, alone = len(plan.devices), plan.zero == 0 and plan.tp == plan.cp == plan.ep == 1
+        yield places == plan.pp, f"devices names {places} places along pp, there are {plan.pp}"
+        why = "what else moves between them cannot leave a GPU"
+        yield alone, f"devices goes with pp and dp alone and zero=0: {why}"
 
 
 def _schedule(plan: ParallelPlan) -> Iterator[Rule]:
     """The schedules' own rules, which torch would report once everything has started, or not at all."""
     pp, count, schedule = plan.pp, plan.num_microbatches, plan.schedule
-    halves = schedule in ("zero-bubble", "zbv")
-    rounds = max(1, count // pp)
-    yield (
-        schedule != "1f1b" or count >= pp,
-        f"1f1b needs microbatches={count} to be at least pp={pp}; gpipe does not",
-    )
-    yield (
-        schedule not in ("interleaved", "zero-bubble") or count % rounds == 0,
-        f"{schedule} runs microbatches={count} in {rounds} rounds of pp={pp} or more, which must be equal: "
-        f"{count // pp * pp} would do",
-    )
-    yield schedule != "zbv" or plan.stages in (1, 2), "zbv has exactly two stages a rank: stages=2 or none"
-    yield (
-        plan.stages == 1 or halves or schedule == "interleaved",
-        f"{schedule} has one stage a rank: stages={plan.stages} needs interleaved or zero-bubble",
-    )
-    yield (
-        not halves or plan.zero < 3,
-        f"{schedule} computes gradients of weights after those of the inputs, when zero=3 has freed the params: use "
-        "zero=2",
-    )
-    yield (
-        not halves or plan.activation_checkpoint != "selective",
-        f"{schedule} goes through a block twice, selective recomputation can do it once: use activation_checkpoint=full",
-    )
-    yield (
-        not halves or not plan.compile,
-        f"{schedule} needs the gradients of inputs and weights apart, compile fuses them",
-    )
+    if schedule == "1f1b":
+        yield count >= pp, f"1f1b needs microbatches={count} to be at least pp={pp}; gpipe does not"
+    if schedule in ("interleaved", "zero-bubble"):
+        rounds = max(1, count // pp)
+        equal = f"in {rounds} rounds of pp={pp} or more, which must be equal: {count // pp * pp} would do"
+        yield count % rounds == 0, f"{schedule} runs microbatches={count} {equal}"
+    if schedule == "zbv":
+        yield plan.stages in (1, 2), "zbv has exactly two stages a rank: stages=2 or none"
+    if schedule in ("naive", "gpipe", "1f1b"):
+        needs = f"stages={plan.stages} needs interleaved or zero-bubble"
+        yield plan.stages == 1, f"{schedule} has one stage a rank: {needs}"
+    if schedule in ("zero-bubble", "zbv"):
+        freed = "computes gradients of weights after those of the inputs, when zero=3 has freed the params"
+        yield plan.zero < 3, f"{schedule} {freed}: use zero=2"
+        twice = "goes through a block twice, selective recomputation can do it once"
+        selective = plan.activation_checkpoint == "selective"
+        yield not selective, f"{schedule} {twice}: use activation_checkpoint=full"
+        fused = "needs the gradients of inputs and weights apart, compile fuses them"
+        yield not plan.compile, f"{schedule} {fused}"
 
 
 def _no_pipeline(plan: ParallelPlan) -> Iterator[Rule]:
@@ -151,40 +137,29 @@ def _data_parallel(plan: ParallelPlan) -> Iterator[Rule]:
         yield plan.dp % plan.shards == 0, f"shards={plan.shards} must divide dp={plan.dp}"
     if plan.grad_compression != "fp32":
         yield only_data, f"grad_compression={plan.grad_compression} goes with dp alone and zero of 0 or 1"
-        yield (
-            plan.grad_compression != "onebit" or plan.zero == 0,
-            "onebit goes with zero=0: every process keeps all momenta",
-        )
+    if plan.grad_compression == "onebit":
+        yield plan.zero == 0, "onebit goes with zero=0: every process keeps all momenta"
     if plan.batch_shares:
         shares = len(plan.batch_shares)
         yield shares == plan.dp, f"batch_shares names {shares} shares, there are dp={plan.dp} ranks"
         yield plan.pp == 1, "stages need equal pieces: batch_shares goes with pp=1"
     if plan.rebalance:
+        told = "dp alone and zero of 0 or 1, where a rank's own speed can be told"
         yield plan.dp > 1, "rebalance needs dp of 2 or more"
-        yield (
-            only_data,
-            "rebalance goes with dp alone and zero of 0 or 1, where a rank's own speed can be told",
-        )
+        yield only_data, f"rebalance goes with {told}"
     if plan.sync_every:
-        yield (
-            plan.zero == 0 and plan.cp == plan.ep == 1 and plan.grad_compression == "fp32",
-            "sync_every goes with zero=0, cp=1, ep=1 and grad_compression=fp32",
-        )
-        yield (
-            not plan.batch_shares and not plan.rebalance,
-            "sync_every averages ranks alike and goes with equal shares: no batch_shares, no rebalance",
-        )
+        alone = plan.zero == 0 and plan.cp == plan.ep == 1 and plan.grad_compression == "fp32"
+        yield alone, "sync_every goes with zero=0, cp=1, ep=1 and grad_compression=fp32"
+        alike = "averages ranks alike and goes with equal shares: no batch_shares, no rebalance"
+        yield not plan.batch_shares and not plan.rebalance, f"sync_every {alike}"
 
 
 def _batch(plan: ParallelPlan, batch_size: int) -> Iterator[Rule]:
-    count = plan.num_microbatches
+    count, rows = plan.num_microbatches, f"{batch_size} rows"
+    shared = plan.dp * count
     yield plan.outer == "average" or plan.sync_every > 0, f"outer={plan.outer} needs sync_every"
     yield plan.offload == "none" or plan.zero == 3, f"offload={plan.offload} needs zero=3"
-    yield (
-        batch_size >= plan.dp * count,
-        f"a batch of {batch_size} rows cannot be shared by dp={plan.dp} ranks in {count} pieces each",
-    )
-    yield (
-        plan.pp == 1 or batch_size % (plan.dp * count) == 0,
-        f"stages need equal pieces: dp·microbatches={plan.dp * count} must divide the {batch_size} rows of a batch",
-    )
+    each = f"shared by dp={plan.dp} ranks in {count} pieces each"
+    yield batch_size >= shared, f"a batch of {rows} cannot be {each}"
+    equal = f"dp·microbatches={shared} must divide the {rows} of a batch"
+    yield plan.pp == 1 or batch_size % shared == 0, f"stages need equal pieces: {equal}"

@@ -21,6 +21,7 @@ from models.pretrain.data.batches import Batch
 from models.pretrain.parallel.model import pipeline_schedule
 from models.pretrain.parallelize import Parallel, Stage
 from models.pretrain.plan import ParallelPlan, parse
+from tests.models.pretrain.logged_pipeline import bubble
 from tests.support import ranks
 
 STAGES, MICROBATCHES = 4, (4, 8)
@@ -72,7 +73,7 @@ def _law(plan: ParallelPlan) -> float:
         halves = {"F": 1, "B": 2, "I": 1, "W": 1} if one.stage else {"F": 1, "B": 2, "I": 0, "W": 2}
         return halves[one.kind] * SECONDS / plan.stages_per_rank
 
-    return pipeline_schedule.simulate(plan, seconds).bubble
+    return bubble(pipeline_schedule.simulate(plan, seconds))
 
 
 def bubbles(plans: Sequence[str]) -> list[float]:

@@ -86,11 +86,14 @@ def plan(path: Path, report: process.Report) -> None:
             found = with_fewer(found, measured, training.batch_size, settings.processes, fixed)
         except PlanError as error:
             raise jobs.JobError(f"{path}: {error}") from None
+        # measurements here apply to a training of these processes on one host like this one
+        alike = workers is not None and workers.count == settings.processes == settings.host
         if (
             workers is not None
+            and alike
+            and settings.slow_between == 1
             and found.ranking
             and settings.measure
-            and _is_representative(workers, settings)
         ):
             report(stage="plan", step=3, steps=4, what="the most promising plans")
             found = verify(found, workers, settings.measure)
@@ -124,11 +127,6 @@ def _unmeasured(found: SearchResult, settings: Settings) -> list[str]:
     return [
         f"Predicted only: this machine cannot show what {settings.processes} processes, {settings.host} a host, will take."
     ]
-
-
-def _is_representative(workers: BenchWorkers, settings: Settings) -> bool:
-    """Whether measurements with these processes apply to the training."""
-    return workers.count == settings.processes == settings.host and settings.slow_between == 1
 
 
 def _profile(

@@ -29,10 +29,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from edge_client.processes import process
 from models import job as jobs
 from models.pretrain import optimizers, trainer, world
-from models.pretrain import plan as plans
 from models.pretrain.data.batches import Arrays
 from models.pretrain.objective import objective_of
-from models.pretrain.plan import ParallelPlan
+from models.pretrain.plan import ParallelPlan, parse
 from models.pretrain.planner import collective_cost
 from models.pretrain.training import Options
 from models.pretrain.world import World
@@ -117,7 +116,7 @@ def measure_plans(
     running = list(texts)
     for _ in range(turns):
         for text in running:
-            training = trainer.build(spec, data, options, worlds.of(plans.parse(text)), 0)
+            training = trainer.build(spec, data, options, worlds.of(parse(text)), 0)
             training.train_step()
             seconds[text] += [_timed(training.train_step, worlds.device) for _ in range(STEPS)]
             del training
@@ -153,7 +152,7 @@ def _slowdown(rank: int, count: int, spec: ModelSpec, device: torch.device) -> l
         for _ in range(times):
             y = module(x)
             y.backward(torch.ones_like(y))
-        _synchronize(device)
+        torch.get_device_module(device).synchronize()
 
     work(1)
     once = _timed(lambda: work(1), device)[0]  # the same on all
@@ -187,7 +186,7 @@ def _link(device: torch.device) -> list[tuple[float, float, float]]:
                 dist.barrier(pair)
                 began = time.perf_counter()
                 dist.all_reduce(x, group=pair)
-                _synchronize(device)
+                torch.get_device_module(device).synchronize()
                 seconds.append(time.perf_counter() - began)
             samples.append((chain.sent_bytes, statistics.median(seconds[TURNS:]), chain.messages))
     dist.barrier()
@@ -216,17 +215,12 @@ def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, flo
     dist.barrier()
     began, used = time.perf_counter(), time.thread_time()
     work()
-    _synchronize(device)
+    torch.get_device_module(device).synchronize()
     took = time.perf_counter() - began
     both = torch.tensor([took, time.thread_time() - used if device.type == "cpu" else took], device=device)
     dist.all_reduce(both, dist.ReduceOp.MAX)
     seconds, computed = both.tolist()
     return seconds, computed
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def measure(
 
     `rows` > 1 is the larger of the two batch sizes measured.
     """
-    layout = spec.layout
-    splits = layout is not None and bool(layout.columns) and layout.heads % NARROW == 0
+    layout = spec.layout or Layout(order=())
+    splits = bool(layout.columns) and layout.heads % NARROW == 0
     wide = _parts(spec.build(0).to(device), layout)
     thin = _parts(narrowed(spec.build(0).to(device), layout), layout) if splits else None
     batches = {number: spec.example_batch(number) for number in (1, rows)}
@@ -66,7 +66,7 @@ def measure(
         replace(first, name="first"),
         tuple(replace(piece, name=f"layer {number}") for number, piece in enumerate(layers)),
         replace(last, name="last"),
-        _loss(objective_of(spec), inputs, labels, bool(splits)),
+        _loss(objective_of(spec), inputs, labels, splits),
     )
 
 
@@ -80,10 +80,8 @@ def slow(spec: ModelSpec, device: torch.device) -> bool:
     return _now(device) - began > SLOW_SECONDS
 
 
-def narrowed(module: nn.Module, layout: Layout | None) -> nn.Module:
+def narrowed(module: nn.Module, layout: Layout) -> nn.Module:
     """`module` with the slices of its matrices that one of `NARROW` tp ranks has."""
-    if layout is None:
-        return module
     for _, linear in matching(module, (*layout.columns, layout.head)):
         _cut(linear, 0)  # not the embedding, whose lookups cost the same
     for _, linear in matching(module, layout.rows):
@@ -104,29 +102,22 @@ def optimizer(spec: ModelSpec, options: Options, device: torch.device) -> Optimi
             parameter.grad = torch.full_like(parameter, 1e-3)
         stepper.step()
         seconds.append(_median(stepper.step, device))
-        state = sum(
-            v.numel() for s in stepper.state.values() for v in s.values() if isinstance(v, torch.Tensor)
-        )
-    with LiveBytes(_held(module, stepper)) as live:
+    states = [v for s in stepper.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    with LiveBytes([*module.parameters(), *gradients, *states]) as live:
         before = live.now
         stepper.step()
     return Optimizer(
         fixed=seconds[0] / tensors,
         per_value=max(0.0, seconds[1] - seconds[0]) / values,
-        state=round(state / values, 2),
+        state=round(sum(v.numel() for v in states) / values, 2),
         working_bytes=max(0, live.peak - before),
     )
 
 
-def _held(module: nn.Module, stepper: torch.optim.Optimizer) -> list[torch.Tensor]:
-    states = [v for s in stepper.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    return [*module.parameters(), *gradients, *states]
-
-
-def _parts(module: nn.Module, layout: Layout | None) -> list[nn.Module]:
+def _parts(module: nn.Module, layout: Layout) -> list[nn.Module]:
     """Everything before the layers, the layers, everything after them."""
-    if layout is None or not layout.layers:
+    if not layout.layers:
         return [nn.Identity(), module]
     order, layers = layout.sequence(module), layout.layer_names(module)
     before, after = order[: order.index(layers[0])], order[order.index(layers[-1]) + 1 :]
@@ -140,10 +131,8 @@ def _cut(linear: nn.Module, dim: int) -> None:
             setattr(linear, name, nn.Parameter(share))
 
 
-def _piece(
-    wide: nn.Module, thin: nn.Module | None, inputs: dict[int, torch.Tensor], layout: Layout | None
-) -> Piece:
-    policies = POLICIES if layout is not None and _is_layer(wide) else POLICIES[:1]
+def _piece(wide: nn.Module, thin: nn.Module | None, inputs: dict[int, torch.Tensor], layout: Layout) -> Piece:
+    policies = POLICIES if layout.layers and _is_layer(wide) else POLICIES[:1]
     costs: dict[str, dict[str, Cost]] = {}
     for policy in policies:
         narrow = _recomputing(thin, policy) if thin is not None else None
@@ -151,28 +140,29 @@ def _piece(
             costs.setdefault(name, {})[policy] = cost
     total = sum(parameter.numel() for parameter in wide.parameters())
     cut = total - sum(p.numel() for p in thin.parameters()) if thin is not None else 0
-    vocabulary = 0
-    named: dict[str, list[nn.Module]] = {"columns": [], "rows": [], "attentions": [], "experts": []}
-    if layout is not None:
-        patterns = (layout.columns, layout.rows, layout.attention, layout.experts)
-        named = {kind: _matching(wide, layout, of) for kind, of in zip(named, patterns, strict=True)}
-        if thin is not None:
-            vocabulary = _numel(_matching(wide, layout, (layout.vocabulary,)))
-    experts = _numel(named["experts"])
+    vocabulary = _numel(_matching(wide, layout, (layout.vocabulary,))) if thin is not None else 0
+    patterns = (layout.columns, layout.rows, layout.attention, layout.experts)
+    columns, rows, attentions, experts = (_matching(wide, layout, of) for of in patterns)
+    few, x = next(iter(inputs.items()))
+    with torch.no_grad():
+        y = wide(x)
     split = cut * NARROW // (NARROW - 1) + vocabulary
     return Piece(
         name="",
-        values=total - split - experts,
+        values=total - split - _numel(experts),
         split_values=split,
-        expert_values=experts,
+        expert_values=_numel(experts),
         tensors=len(list(wide.parameters())),
         forward=costs["forward"]["none"],
         backward=costs["backward"],
         kept=costs["kept"],
         forward_bytes=costs["forward_bytes"],
         backward_bytes=costs["backward_bytes"],
-        output_bytes=_output_bytes(wide, inputs),
-        **{kind: len(found) for kind, found in named.items()},
+        output_bytes=float(y.numel() * y.element_size() / few),
+        columns=len(columns),
+        rows=len(rows),
+        attentions=len(attentions),
+        experts=len(experts),
     )
 
 
@@ -283,13 +273,6 @@ def _drop_gradients(run: Run, x: torch.Tensor) -> None:
     x.grad = None
     if isinstance(run, nn.Module):
         run.zero_grad()
-
-
-def _output_bytes(part: nn.Module, inputs: dict[int, torch.Tensor]) -> float:
-    rows, x = next(iter(inputs.items()))
-    with torch.no_grad():
-        y = part(x)
-    return float(y.numel() * y.element_size() / rows)
 
 
 def _median(work: Callable[[], object], device: torch.device) -> float:

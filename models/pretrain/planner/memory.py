@@ -39,13 +39,9 @@ class Memory:
 
 def peak(plan: ParallelPlan, profile: Profile, batch_size: int) -> Memory:
     """The peak of the process that needs most, over all ranks along pp."""
-    return max(by_place(plan, profile, batch_size), key=lambda memory: memory.bytes)
-
-
-def by_place(plan: ParallelPlan, profile: Profile, batch_size: int) -> list[Memory]:
-    """The peak of every rank along pp."""
     placement = Placement(plan, profile, batch_size)
-    return [_of(placement, place, passes) for place, passes in enumerate(_passes(placement))]
+    by_place = [_of(placement, place, passes) for place, passes in enumerate(_passes(placement))]
+    return max(by_place, key=lambda memory: memory.bytes)
 
 
 def _of(placement: Placement, place: int, passes: Sequence[tuple[Pass, float]]) -> Memory:
@@ -179,17 +175,13 @@ def _passes(placement: Placement) -> list[list[tuple[Pass, float]]]:
 
 def _pipeline_buffers(placement: Placement, place: int) -> float:
     """Receive buffers of a rank's stages, for every micro-batch in both directions."""
-    plan = placement.plan
-    if plan.pp == 1:
-        return 0.0
-    stages = placement.stages()
-    total = 0.0
-    for stage in placement.plan.stage_numbers(place):
-        if stage:
-            total += plan.num_microbatches * stages[stage - 1][-1].output_bytes * placement.rows
-        if stage < len(stages) - 1:
-            total += plan.num_microbatches * stages[stage][-1].output_bytes * placement.rows
-    return total
+    count, stages = placement.plan.num_microbatches, placement.stages()
+    return sum(
+        count * stages[sender][-1].output_bytes * placement.rows
+        for stage in placement.plan.stage_numbers(place)
+        for sender in (stage - 1, stage)
+        if 0 <= sender < len(stages) - 1
+    )
 
 
 def _gathered(placement: Placement, pieces: list[Piece], piece: Piece, size: float) -> tuple[float, float]:

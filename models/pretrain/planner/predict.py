@@ -54,7 +54,10 @@ def predict(plan: ParallelPlan, profile: Profile, batch_size: int) -> Prediction
     if plan.pp > 1:
         parts.merge(_pipelined(placement))
     else:
-        for name, seconds in _micro_batch(placement, placement.stages()[0], True).items():
+        both = Parts()  # of one micro-batch, on a process with its own core
+        for backward in (False, True):
+            both.merge(_pass(placement, placement.stages()[0], True, backward))
+        for name, seconds in both.items():
             parts[name] += plan.num_microbatches * seconds * (slow if name in ("compute", "other") else 1)
     worst = max(range(plan.pp), key=lambda place: _values(placement, place))
     parts["dp"] += _data(placement, worst, parts["compute"])
@@ -102,14 +105,6 @@ def _gathers(plan: ParallelPlan) -> int:
     return plan.num_microbatches * (2 if plan.zero == 3 else 1)
 
 
-def _micro_batch(placement: Placement, pieces: list[Piece], last: bool) -> Parts:
-    """Forward and backward of one micro-batch through a stage, on a process with its own core."""
-    both = Parts()
-    for backward in (False, True):
-        both.merge(_pass(placement, pieces, last, backward))
-    return both
-
-
 def _pass(placement: Placement, pieces: list[Piece], last: bool, backward: bool) -> Parts:
     plan, rows, overhead = placement.plan, placement.rows, placement.profile.overhead
     parts = Parts()
@@ -147,12 +142,8 @@ def _exchange(parts: Parts, placement: Placement, piece: Piece, backward: bool) 
         one = collective_cost.all_to_all(plan.cp, size / plan.tp).seconds(placement.link("cp"))
         parts["cp"] += 4 * again * piece.attentions * one
     if plan.ep > 1:
-        parts["ep"] += (
-            2
-            * again
-            * piece.experts
-            * collective_cost.all_to_all(plan.ep, size).seconds(placement.link("ep"))
-        )
+        one = collective_cost.all_to_all(plan.ep, size).seconds(placement.link("ep"))
+        parts["ep"] += 2 * again * piece.experts * one
 
 
 def _pipelined(placement: Placement) -> Parts:
@@ -251,26 +242,21 @@ def _data(placement: Placement, place: int, compute: float) -> float:
         gathers = sum(collective_cost.all_gather(n, unit).seconds(kept) for unit in units) * _gathers(plan)
         scatters = sum(collective_cost.reduce_scatter(n, unit).seconds(kept) for unit in units)
         if plan.replicate > 1:
-            scatters += collective_cost.all_reduce(plan.replicate, size / n).seconds(
-                placement.link("replicate")
-            )
+            between = placement.link("replicate")
+            scatters += collective_cost.all_reduce(plan.replicate, size / n).seconds(between)
         exposed = max(0.0, gathers + scatters - compute) if hides else gathers + scatters
         # the first gather and the last scatter have nothing to hide behind
-        edge = collective_cost.all_gather(n, units[-1]).seconds(kept) + collective_cost.reduce_scatter(
-            n, units[0]
-        ).seconds(kept)
-        return max(exposed, edge)
-    # experts are exchanged only among the ranks with the same ones; nearly all params are not experts
-    all_reduce = collective_cost.all_reduce(placement.data, size).seconds(placement.link("data"))
-    gathered = (
-        collective_cost.all_gather(placement.data, size).seconds(placement.link("data"))
-        if plan.zero == 1
-        else 0.0
-    )
-    if plan.tp == plan.pp == plan.ep == 1 and hides:
-        last = collective_cost.all_reduce(placement.data, min(size, BUCKET_BYTES)).seconds(
-            placement.link("data")
+        gather, scatter = (
+            collective_cost.all_gather(n, units[-1]),
+            collective_cost.reduce_scatter(n, units[0]),
         )
+        return max(exposed, gather.seconds(kept) + scatter.seconds(kept))
+    # experts are exchanged only among the ranks with the same ones; nearly all params are not experts
+    link, n = placement.link("data"), placement.data
+    all_reduce = collective_cost.all_reduce(n, size).seconds(link)
+    gathered = collective_cost.all_gather(n, size).seconds(link) if plan.zero == 1 else 0.0
+    if plan.tp == plan.pp == plan.ep == 1 and hides:
+        last = collective_cost.all_reduce(n, min(size, BUCKET_BYTES)).seconds(link)
         return max(last, all_reduce - compute / plan.num_microbatches * 2 / 3) + gathered
     return all_reduce + gathered
 

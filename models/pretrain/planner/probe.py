@@ -14,16 +14,14 @@ import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from edge_client.processes import process
 from models.job import Job
-from models.pretrain import plan as plans
 from models.pretrain import plan_rules, world
 from models.pretrain.parallelize import sizes_of
-from models.pretrain.plan import ParallelPlan
+from models.pretrain.plan import ParallelPlan, parse
 from models.pretrain.planner import collective_cost, layer_profile, predict
 from models.pretrain.planner.bench_workers import BenchWorkers
 from models.pretrain.planner.profile import FREE, Machine, Profile
@@ -85,7 +83,11 @@ def measure(
     if workers is None or workers.count < 2:
         return profile
     report(stage="plan", step=1, steps=4, what="links, the sharing of cores and short trainings")
-    profile = _with_machine(profile, workers.request("machine"))
+    found = workers.request("machine")
+    slowdown = tuple((int(count), max(1.0, factor)) for count, factor in found["slowdown"])
+    link = collective_cost.fit(found["link"]) if len(found["link"]) > 1 else FREE
+    machine = replace(profile.machine, slowdown=slowdown, inside=link, between=link)
+    profile = replace(profile, machine=machine)
     # overheads do not depend on rows: for a large model they show better, and sooner, in a small batch
     batch_size = min(options.batch_size, FEW_ROWS) if few else options.batch_size
     fitting = [text for text in PROBES if _fits(text, profile, batch_size, workers.count)]
@@ -106,7 +108,7 @@ def calibrate(profile: Profile, batch_size: int, probes: Mapping[str, Steps], al
         expected = computing_seconds(predict.predict(ParallelPlan(), _on_one_host(profile, 1), batch_size))
         profile = replace(profile, step=max(0.0, used - expected))
     for text, steps in probes.items():
-        plan, used = plans.parse(text), consistent_median(steps)
+        plan, used = parse(text), consistent_median(steps)
         new = {name: n for name, n in predict.uses(plan, profile).items() if name not in profile.overhead}
         if used is None or not new:
             continue
@@ -138,16 +140,9 @@ def _on_one_host(profile: Profile, processes: int) -> Profile:
 
 
 def _fits(text: str, profile: Profile, batch_size: int, processes: int) -> bool:
-    plan = plans.parse(text)
+    plan = parse(text)
     problems = plan_rules.problems(plan, profile.sizes, batch_size=batch_size)
     return not problems and plan.processes <= processes
-
-
-def _with_machine(profile: Profile, measured: dict[str, Any]) -> Profile:
-    slowdown = tuple((int(count), max(1.0, factor)) for count, factor in measured["slowdown"])
-    link = collective_cost.fit(measured["link"]) if len(measured["link"]) > 1 else FREE
-    machine = replace(profile.machine, slowdown=slowdown, inside=link, between=link)
-    return replace(profile, machine=machine)
 
 
 def _memory_bytes(device: torch.device, per_host: int) -> float:

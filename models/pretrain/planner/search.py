@@ -23,9 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
-from models.pretrain import plan as plans
 from models.pretrain import plan_rules
-from models.pretrain.plan import ActivationCheckpoint, ParallelPlan
+from models.pretrain.plan import ActivationCheckpoint, ParallelPlan, canonical, from_table
 from models.pretrain.planner import memory, predict
 from models.pretrain.planner.memory import Memory
 from models.pretrain.planner.placement import Placement
@@ -83,7 +82,7 @@ def search(
     Raises:
         PlanError: `fixed` is not part of a valid plan.
     """
-    table = plans.canonical(fixed or {})
+    table = canonical(fixed or {})
     result = SearchResult()
     for plan in candidates(profile, batch_size, processes, table):
         problems = plan_rules.problems(plan, profile.sizes, batch_size=batch_size, processes=processes)
@@ -124,7 +123,7 @@ def candidates(
     profile: Profile, batch_size: int, processes: int, fixed: Mapping[str, Any]
 ) -> Iterator[ParallelPlan]:
     """Plans for so many processes, valid or not; variants of an invalid one are left out."""
-    base = plans.from_table(fixed)
+    base = from_table(fixed)
     divisors = [number for number in range(1, processes + 1) if processes % number == 0]
     for tp, pp, cp in itertools.product(
         *(_choices(base, fixed, key, divisors) for key in ("tp", "pp", "cp"))
@@ -159,20 +158,20 @@ def _variants(
     losses: Sequence[bool] = (False,)
     if tp > 1 and profile.sizes.head:
         losses = (False, True) if pp == 1 or saving else (True,)
-    for ep, zero, sequence, loss in itertools.product(
-        _choices(shape, fixed, "ep", [ep for ep in experts if dp % ep == 0]),
-        _choices(shape, fixed, "zero", zeros),
-        _choices(shape, fixed, "sequence", sequences),
-        _choices(shape, fixed, "loss_parallel", losses),
-    ):
-        variant = replace(shape, ep=ep, zero=zero, sequence=sequence, loss_parallel=loss)
-        schedules = _choices(shape, fixed, "schedule", SCHEDULES if pp > 1 else (shape.schedule,))
-        counts = _choices(shape, fixed, "microbatches", _piece_counts(batch_size // dp, pp, saving))
-        for schedule, pieces in itertools.product(schedules, counts):
-            pieces = 0 if pp == pieces == 1 else pieces
-            variant_plan = replace(variant, schedule=schedule, microbatches=pieces)
-            if saving or _can_be_best(variant_plan, fixed):
-                yield variant_plan if "split" in fixed else _split(variant_plan, profile, batch_size)
+    tried = {
+        "ep": [ep for ep in experts if dp % ep == 0],
+        "zero": zeros,
+        "sequence": sequences,
+        "loss_parallel": losses,
+        "schedule": SCHEDULES if pp > 1 else (shape.schedule,),
+        "microbatches": _piece_counts(batch_size // dp, pp, saving),
+    }
+    for values in itertools.product(*(_choices(shape, fixed, key, tried[key]) for key in tried)):
+        plan = replace(shape, **dict(zip(tried, values, strict=True)))
+        if pp == plan.microbatches == 1:
+            plan = replace(plan, microbatches=0)
+        if saving or _can_be_best(plan, fixed):
+            yield plan if "split" in fixed else _split(plan, profile, batch_size)
 
 
 def _choices(base: ParallelPlan, fixed: Mapping[str, Any], key: str, values: Sequence[Any]) -> Sequence[Any]:
@@ -261,7 +260,7 @@ def _fitting(
 ) -> tuple[ParallelPlan, Memory] | Refused:
     """`plan` with as little recomputation as memory allows."""
     limit = profile.machine.memory_bytes
-    tried = [memory.peak(plan, profile, batch_size)]
+    tried: list[Memory] = []
     policies = () if fixed or not profile.layers else POLICIES[1:]
     for policy in (plan.activation_checkpoint, *policies):
         plan = replace(plan, activation_checkpoint=policy)

@@ -34,7 +34,6 @@ from models.pretrain.data import sources
 from models.pretrain.data.batches import BatchRandom, Indices, Rows, Source
 from models.pretrain.plan import ParallelPlan
 from models.pretrain.training import Options
-from models.zoo.spec import ModelSpec
 
 TUNED = ("lr", "warmup", "batch_size")
 
@@ -98,8 +97,15 @@ def tune(path: Path, report: process.Report) -> None:
     with world.join(ParallelPlan()) as here:
 
         def loss(options: Options, steps: int) -> float:
+            """Mean loss on the rows held back, or the training loss if that is no longer finite."""
             nonlocal done
-            result = train_and_evaluate(spec, train, held_back, options, steps, here, job.seed)
+            training = trainer.build(spec, train, options, here, job.seed)
+            for _ in range(min(steps, training.steps)):
+                training.train_step()
+            result = training.losses()[-1]
+            module = params.gather(training.parallel.parts, spec, here)
+            if module is not None and math.isfinite(result):
+                result = evaluation.evaluate(module, spec, held_back, here.device)["test_loss"]
             done += 1
             report(stage="tune", step=done, steps=trainings, loss=result if math.isfinite(result) else None)
             return result
@@ -163,27 +169,6 @@ def winner(table: Sequence[Tried]) -> Tried:
 
 def _loss(tried: Tried) -> float:
     return tried.loss if math.isfinite(tried.loss) else math.inf
-
-
-def train_and_evaluate(
-    spec: ModelSpec,
-    train: Source,
-    held_back: Source,
-    options: Options,
-    steps: int,
-    here: world.World,
-    seed: int,
-) -> float:
-    """Mean loss on `held_back` after `steps` steps, or the training loss if that is no longer finite."""
-    training = trainer.build(spec, train, options, here, seed)
-    for _ in range(min(steps, training.steps)):
-        training.train_step()
-    last = training.losses()[-1]
-    if not math.isfinite(last):
-        return last
-    module = params.gather(training.parallel.parts, spec, here)
-    assert module is not None
-    return evaluation.evaluate(module.to(here.device), spec, held_back, here.device)["test_loss"]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from models.pretrain import (
 from models.pretrain import plan as plans
 from models.pretrain.data.batches import Batch
 from models.pretrain.objective import summed_cross_entropy
-from models.pretrain.parallel.model.pipeline_schedule import Kind, Pass
+from models.pretrain.parallel.model.pipeline_schedule import Kind, Pass, Run
 from models.pretrain.parallelize import Parallel, Stage
 from models.pretrain.planner.live_memory import LiveBytes
 from models.zoo import gpt
@@ -40,6 +40,11 @@ class Log:
 
     passes: list[Pass] = field(default_factory=list)
     most_bytes: int = 0
+
+
+def bubble(run: Run) -> float:
+    """Share of the ranks' time that is idle."""
+    return 1 - sum(run.busy) / (len(run.busy) * run.seconds)
 
 
 def logs(texts: Sequence[str]) -> list[Log]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from torch.distributed.pipelining import (
@@ -64,11 +65,6 @@ class Run:
     seconds: float
     busy: tuple[float, ...]
 
-    @property
-    def bubble(self) -> float:
-        """Share of the ranks' time that is idle."""
-        return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
-
 
 def orders(plan: ParallelPlan) -> Sequence[Order]:
     """The passes of a step on every rank along pp, in order. `plan` must have passed `plan_rules.check`."""
@@ -83,8 +79,7 @@ def _orders(schedule: str, pp: int, pieces: int, stages: int) -> Sequence[Order]
     plan = ParallelPlan(schedule=schedule, pp=pp, microbatches=pieces, stages=stages)  # type: ignore[arg-type]
     if schedule in MULTI_STAGE:
         return _torch_orders(plan)
-    order_of = {"naive": _naive, "gpipe": _gpipe, "1f1b": _one_forward_one_backward}[schedule]
-    return [order_of(plan, place) for place in range(pp)]
+    return [_order(plan, place) for place in range(pp)]
 
 
 def simulate(
@@ -187,41 +182,23 @@ def _ready(
     return when + transfer(min(stage, needed.stage))
 
 
-def _naive(plan: ParallelPlan, place: int) -> Order:
-    kinds: tuple[Kind, ...] = ("F", "B")
-    return [Pass(kind, place, microbatch) for microbatch in range(plan.num_microbatches) for kind in kinds]
-
-
-def _gpipe(plan: ParallelPlan, place: int) -> Order:
-    kinds: tuple[Kind, ...] = ("F", "B")
-    return [Pass(kind, place, microbatch) for kind in kinds for microbatch in range(plan.num_microbatches)]
-
-
-def _one_forward_one_backward(plan: ParallelPlan, place: int) -> Order:
-    ahead = min(plan.num_microbatches, plan.pp - place)
+def _order(plan: ParallelPlan, place: int) -> Order:
+    """The order of a schedule with one stage a rank: some passes forward ahead, then backward and forward in turns."""
+    count = plan.num_microbatches
+    ahead = {"naive": 1, "gpipe": count, "1f1b": min(count, plan.pp - place)}[plan.schedule]
     order = [Pass("F", place, microbatch) for microbatch in range(ahead)]
-    for microbatch in range(plan.num_microbatches):
+    for microbatch in range(count):
         order.append(Pass("B", place, microbatch))
-        if ahead + microbatch < plan.num_microbatches:
+        if ahead + microbatch < count:
             order.append(Pass("F", place, ahead + microbatch))
     return order
 
 
-@dataclass
-class _Stage:
-    """The attributes of a stage that torch's schedules read to compute their order, without any processes."""
-
-    stage_index: int
-    num_stages: int
-    group_size: int
-    group_rank: int = 0
-    submod: None = None
-    is_first: bool = False
-    is_last: bool = False
-
-
 def _torch_orders(plan: ParallelPlan) -> list[Order]:
-    stages = [_Stage(number, plan.virtual_stages, plan.pp) for number in plan.stage_numbers(0)]
+    # all that torch reads of a stage to compute an order
+    place = {"num_stages": plan.virtual_stages, "group_size": plan.pp, "group_rank": 0}
+    inside = {"submod": None, "is_first": False, "is_last": False}
+    stages = [SimpleNamespace(stage_index=number, **place, **inside) for number in plan.stage_numbers(0)]
     schedule = MULTI_STAGE[plan.schedule](stages, n_microbatches=plan.num_microbatches).pipeline_order
     return [
         [
