@@ -71,30 +71,27 @@ class Replica:
         self._validate(contribution)
         future: Future[Reply | None] = Future()
         with self._lock:
-            if self._lead():
+            self.leads = True  # from a worker's first call on
+            if not self.deposed:
                 if contribution.version > self.shard.version:
                     raise RuntimeError(
                         f"worker {contribution.worker} knows of update {contribution.version}, this replica of "
                         f"{self.shard.version}: it was given up before and has missed updates"
                     )
-                self._waiting[contribution.worker] = future
                 self.rule.offer(contribution)
-                while not self.deposed and (ready := self.rule.next()):
-                    self._update(ready)
-                self._reply()
-            else:
-                future.set_result(None)
+            self._waiting[contribution.worker] = future
+            while not self.deposed and (ready := self.rule.next()):
+                self._update(ready)
+            self._reply()
         return future
 
     def final(self) -> Future[Reply | None]:
         """Replies when all updates are made; with None where another replica leads."""
         future: Future[Reply | None] = Future()
         with self._lock:
-            if self._lead():
-                self._waiting_for_end.append(future)
-                self._reply()
-            else:
-                future.set_result(None)
+            self.leads = True
+            self._waiting_for_end.append(future)
+            self._reply()
         return future
 
     def follow(self, update: Update) -> bool:
@@ -147,11 +144,6 @@ class Replica:
         if not 0 <= worker < self.workers:
             raise ValueError(f"there is no worker {worker!r}, expected 0 to {self.workers - 1}")
 
-    def _lead(self) -> bool:
-        """Takes the lead at a worker's first call; False once deposed."""
-        self.leads = True
-        return not self.deposed
-
     def _update(self, contributions: list[Contribution]) -> None:
         gradients = mean([contribution.gradients for contribution in contributions])
         bare = [replace(contribution, gradients=()) for contribution in contributions]
@@ -179,20 +171,16 @@ class Replica:
         return True
 
     def _reply(self) -> None:
-        """Replies to every worker that need not wait any more."""
-        reply: Tensors | None = None
-        for worker, future in list(self._waiting.items()):
+        """Replies to every worker that need not wait any more; with None to all once deposed."""
+        values: Tensors | None = None
+        for worker in list(self._waiting):
             clock = self.rule.next_clock(worker)
-            if clock is None and not self.deposed:
-                continue
-            del self._waiting[worker]
             if self.deposed:
-                future.set_result(None)
-                continue
-            assert clock is not None
-            self.leads_by[self.rule.lead(worker)] += 1
-            reply = reply or self.shard.values()
-            future.set_result(Reply(clock, self.shard.version, reply))
+                self._waiting.pop(worker).set_result(None)
+            elif clock is not None:
+                self.leads_by[self.rule.lead(worker)] += 1
+                values = values or self.shard.values()
+                self._waiting.pop(worker).set_result(Reply(clock, self.shard.version, values))
         if self.deposed or self.rule.finished(self.shard.steps):
             for future in self._waiting_for_end:
                 done = Reply(self.shard.steps, self.shard.version, self.shard.values())
