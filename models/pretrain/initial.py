@@ -8,8 +8,9 @@ other classes or another task (Devlin 2019, section 3.2).
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import safetensors.numpy
 import torch
@@ -17,15 +18,21 @@ from safetensors import SafetensorError
 from torch import nn
 
 from edge_client.files import read_regular
-from models import options
 from models.job import Job, JobError
-from models.pretrain.params import Params, copy_into, float_tensors
+from models.pretrain.params import copy_into, float_tensors, mismatches
 from models.zoo.spec import ModelSpec
 
-HEADS = ("same", "new")
 LIMIT_BYTES = 64 * 1024**3
 """Largest file of params accepted."""
 _LISTED = 8
+
+
+@dataclass(frozen=True)
+class Initial:
+    """A job's `init`: a file of `params`, relative to the job file, and which `head` the model begins with."""
+
+    params: str
+    head: Literal["same", "new"] = "same"
 
 
 def with_init(job: Job, spec: ModelSpec) -> ModelSpec:
@@ -34,17 +41,10 @@ def with_init(job: Job, spec: ModelSpec) -> ModelSpec:
     Raises:
         JobError: the file cannot be read, or its tensors do not fit; lists those that do not.
     """
-    if "init" not in job.settings:
+    init = job.table("init", Initial)
+    if init is None:
         return spec
-    where = f"{job.path}: init"
-    try:
-        table = options.only(job.settings["init"], ("params", "head"), where)
-    except options.OptionError as error:
-        raise JobError(str(error)) from None
-    head = table.get("head", "same")
-    if head not in HEADS:
-        raise JobError(f"{where}.head is {head!r}, expected one of {', '.join(HEADS)}")
-    return with_params(spec, job.file("init.params", job.value("init", "params")), new_head=head == "new")
+    return with_params(spec, job.file("init.params", init.params), new_head=init.head == "new")
 
 
 def with_params(spec: ModelSpec, path: Path, *, new_head: bool) -> ModelSpec:
@@ -59,8 +59,12 @@ def with_params(spec: ModelSpec, path: Path, *, new_head: bool) -> ModelSpec:
         raise JobError(f"{path}: {error.strerror}") from error
     except SafetensorError as error:
         raise JobError(f"{path} is not a readable .safetensors file: {error}") from error
-    problems = mismatches(tensors, spec, new_head=new_head)
-    if problems:
+    with torch.device("meta"):
+        built = spec.module()
+    head = _head(built, spec) if new_head else ""
+    tensors = {name: tensor for name, tensor in tensors.items() if not _within(name, head)}
+    expected = {name: tensor for name, tensor in float_tensors(built).items() if not _within(name, head)}
+    if problems := mismatches(tensors, expected):
         more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
         advice = "" if new_head else '; `head = "new"` leaves the last module out'
         raise JobError(
@@ -69,30 +73,10 @@ def with_params(spec: ModelSpec, path: Path, *, new_head: bool) -> ModelSpec:
 
     def module() -> nn.Module:
         built = spec.module()
-        head = _head(built, spec) if new_head else ""
-        copy_into(built, {name: tensor for name, tensor in tensors.items() if not _within(name, head)})
+        copy_into(built, tensors)
         return built
 
-    return dataclasses.replace(spec, module=module)
-
-
-def mismatches(tensors: Params, spec: ModelSpec, *, new_head: bool) -> list[str]:
-    """One phrase for every tensor of `tensors` or of the model without a counterpart of the same shape."""
-    with torch.device("meta"):
-        built = spec.module()
-    head = _head(built, spec) if new_head else ""
-    expected = float_tensors(built)
-    problems = []
-    for name in sorted(set(tensors) | set(expected)):
-        if _within(name, head):
-            continue
-        if name not in tensors:
-            problems.append(f"{name} is missing")
-        elif name not in expected:
-            problems.append(f"{name} is not one of the model's")
-        elif tensors[name].shape != tuple(expected[name].shape):
-            problems.append(f"{name} is {tensors[name].shape}, the model has {tuple(expected[name].shape)}")
-    return problems
+    return replace(spec, module=module)
 
 
 def _head(module: nn.Module, spec: ModelSpec) -> str:

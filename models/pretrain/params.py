@@ -81,19 +81,23 @@ def fill(module: nn.Module, params: Params, where: str) -> None:
     Raises:
         JobError: the tensors differ from the module's; the message starts with `where`.
     """
-    expected = float_tensors(module)
-    for name in sorted(set(params) | set(expected)):
-        if name not in params or name not in expected:
-            fault = "missing" if name not in params else "not one of the model's"
-            raise JobError(
-                f"{where}: tensor {name!r} is {fault}; the params belong to another model or other options"
-            )
-        if params[name].shape != tuple(expected[name].shape):
-            raise JobError(
-                f"{where}: tensor {name!r} is {params[name].shape}, the model has {tuple(expected[name].shape)}; "
-                "the params belong to another model or other options"
-            )
+    if problems := mismatches(params, float_tensors(module)):
+        reason = "the params belong to another model or other options"
+        raise JobError(f"{where}: tensor {problems[0]}; {reason}")
     copy_into(module, params)
+
+
+def mismatches(params: Params, expected: Mapping[str, torch.Tensor]) -> list[str]:
+    """One phrase for every tensor of `params` or `expected` without a counterpart of the same shape."""
+    problems = []
+    for name in sorted({*params, *expected}):
+        if name not in params:
+            problems.append(f"{name!r} is missing")
+        elif name not in expected:
+            problems.append(f"{name!r} is not one of the model's")
+        elif params[name].shape != tuple(expected[name].shape):
+            problems.append(f"{name!r} is {params[name].shape}, the model has {tuple(expected[name].shape)}")
+    return problems
 
 
 def copy_into(module: nn.Module, params: Params) -> None:

@@ -92,16 +92,16 @@ def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
     params.save(finder().build(0), tmp_path / "model.safetensors")
     with pytest.raises(
         JobError,
-        match=r"does not fit model 'bert': head\.\S+ is .*head\.pool.bias is missing.*head = \"new\"",
+        match=r"does not fit model 'bert': head\.\S+ is .*head\.pool.bias' is missing.*head = \"new\"",
     ):
         with_init(tmp_path, classifier())
     with pytest.raises(
-        JobError, match=r"embedding.rows.token.weight is \(31, 16\), the model has \(41, 16\)$"
+        JobError, match=r"'embedding.rows.token.weight' is \(31, 16\), the model has \(41, 16\)$"
     ):
         with_init(tmp_path, classifier(vocab=40), head="new")
     with pytest.raises(JobError, match=r"and \d+ more$"):
         with_init(tmp_path, classifier(width=32), head="new")
-    with pytest.raises(JobError, match=r"init.head is 'old', expected one of same, new"):
+    with pytest.raises(JobError, match=r"init.head is 'old', expected one of 'same', 'new'"):
         with_init(tmp_path, classifier(), head="old")
     with pytest.raises(JobError, match=r"init has the unknown key 'heads', did you mean 'head'"):
         with_init(tmp_path, classifier(), heads="new")

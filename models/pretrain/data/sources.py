@@ -10,12 +10,11 @@ Arrays `x_train`, `y_train`, `x_test`, `y_test`, mapped into memory; or files of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from models import options
 from models.job import Job, JobError
 from models.pretrain.data import images, tokens
 from models.pretrain.data.batches import Arrays, Source
@@ -38,6 +37,14 @@ class Data:
     about: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class TokenFiles:
+    """A job's `tokens`: files of a training set and a test set, relative to the job file."""
+
+    train: str
+    test: str
+
+
 def from_job(job: Job, spec: ModelSpec, shift: int = 0) -> Data:
     """The data of `job`, checked against the model; `shift` is the option of that name, which requires images.
 
@@ -50,9 +57,15 @@ def from_job(job: Job, spec: ModelSpec, shift: int = 0) -> Data:
             raise JobError(f"{job.path}: has both tokens and images, expected one of them")
         if shift:
             raise JobError(f"{job.path}: options.shift is {shift}, but tokens are no images; use 0")
-        return _mask(_tokens(job, spec, masked), spec, masked)
-    data = _arrays(job, spec, masked, shift)
-    return _mask(_images(job, data) if "images" in job.settings else data, spec, masked)
+        data = _tokens(job, spec, masked)
+    else:
+        data = _arrays(job, spec, masked, shift)
+    if "images" in job.settings:
+        data = _images(job, data)
+    if masked:
+        train, test = (tokens.Masked(source, spec.classes) for source in (data.train, data.test))
+        return replace(data, train=train, test=test)
+    return data
 
 
 def objective(job: Job, spec: ModelSpec) -> str:
@@ -73,26 +86,15 @@ def objective(job: Job, spec: ModelSpec) -> str:
     return str(value)
 
 
-def _mask(data: Data, spec: ModelSpec, masked: bool) -> Data:
-    if not masked:
-        return data
-    return Data(
-        tokens.Masked(data.train, spec.classes), tokens.Masked(data.test, spec.classes), about=data.about
-    )
-
-
 def _tokens(job: Job, spec: ModelSpec, masked: bool) -> Data:
-    where = f"{job.path}: tokens"
-    try:
-        options.only(job.settings["tokens"], ("train", "test"), where)
-    except options.OptionError as error:
-        raise JobError(str(error)) from None
+    files = job.table("tokens", TokenFiles)
+    assert files is not None
     if spec.task != "next_token":
-        raise JobError(f"{where} is given, but model {spec.name!r} does not predict tokens")
+        raise JobError(f"{job.path}: tokens is given, but model {spec.name!r} does not predict tokens")
     ordinary = spec.classes if masked else min(spec.tokens, spec.classes)
     train, test = (
-        tokens.load(job.file(f"tokens.{part}", job.value("tokens", part)), spec.input_shape[0], ordinary)
-        for part in ("train", "test")
+        tokens.load(job.file("tokens", name), spec.input_shape[0], ordinary)
+        for name in (files.train, files.test)
     )
     return Data(train, test)
 
