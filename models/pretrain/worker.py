@@ -19,9 +19,11 @@ import os
 import time
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from edge_client.processes import process
 from models import job as jobs
@@ -67,8 +69,8 @@ def pretrain(path: Path, report: process.Report) -> None:
         stop = preemption.should_stop if preemption else lambda: False
         every = max(1, training.steps // REPORTS)
         profiler = None if profile is None else _profiler(profile, job, training, spec)
-        report_hang = hang.exit_with_report(report)
-        watchdog = hang.Watchdog(job.out, here.rank, here.processes, hang_seconds, report_hang)
+        end = partial(hang.exit_hung, report)
+        watchdog = hang.Watchdog(job.out, here.rank, plan.processes, hang_seconds, end)
 
         def around(step: int) -> AbstractContextManager[None]:
             watchdog.heartbeat(step)
@@ -84,14 +86,15 @@ def pretrain(path: Path, report: process.Report) -> None:
             raise SystemExit(PREEMPTED)
         module = params.gather(training.parallel.parts, spec, here)
         if module is not None:
-            figures = evaluation.evaluate(module.to(here.device), spec, data.test, here.device)
+            figures = evaluation.evaluate(module, spec, data.test, here.device)
             saved = params.save(module, job.out / "model.safetensors")
             result = {
                 **figures,
                 **saved,
-                "world_size": here.processes,
+                **data.about,
+                "world_size": plan.processes,
                 "device": here.device.type,
-                "backend": here.backend,
+                "backend": str(dist.get_backend()),
                 "plan": str(plan),
                 "restarts": _restarts(),
                 "seconds": time.perf_counter() - started,

@@ -83,7 +83,9 @@ def run(path: Path, report: process.Report) -> None:
         rates = [options.rate(step, training.steps) for step in range(len(losses))]
         curve.add(1, losses, rates, server=str(servers))
         saved = params.save(module, job.out / "model.safetensors")
-        about: dict[str, Any] = {
+        result = {
+            **saved,
+            **data.about,
             "world_size": servers.processes,
             "device": "cpu",
             "backend": "tensorpipe",
@@ -95,9 +97,9 @@ def run(path: Path, report: process.Report) -> None:
             "shards": [
                 {key: value for key, value in record.items() if key != "losses"} for record in records
             ],
+            **evaluation.evaluate(module, spec, data.test, torch.device("cpu")),
         }
-        figures = evaluation.evaluate(module, spec, data.test, torch.device("cpu"))
-        jobs.write_result(job.out, {**figures, **saved, **about})
+        jobs.write_result(job.out, result)
 
 
 class Training:
