@@ -19,11 +19,11 @@ ROWS = 256
 
 
 def evaluate(module: nn.Module, spec: ModelSpec, source: Source, device: torch.device) -> dict[str, float]:
-    """`test_loss` and `test_accuracy` over all labels that count; leaves the module in evaluation mode.
+    """`test_loss` and `test_accuracy` over all labels that count; leaves the module on `device`, in evaluation mode.
 
     Holds the logits of `ROWS` rows. Randomness of the source is the same in every evaluation.
     """
-    module.eval()
+    module.to(device).eval()
     objective = objective_of(spec)
     loss, hits, counted = 0.0, 0, 0
     with torch.inference_mode():

@@ -100,9 +100,15 @@ def freeze(module: nn.Module, layout: Layout | None, options: Options, plan: Par
     Raises:
         PlanError: no such module, nothing left to train, or a plan with stages.
     """
-    names = _known_names(module, options)
+    names = _names(options)
     if not names:
         return module
+    known = dict(module.named_modules())
+    if unknown := [name for name in names if name not in known]:
+        near = ", ".join(path for path in known if path and path.count(".") <= 1)
+        raise PlanError(
+            f"options.freeze names {unknown[0]!r}, which is no module of this model; it has {near}"
+        )
     if plan.pp > 1:
         raise PlanError(f"plan {plan}: pp and freeze: a frozen stage has no gradients to send back")
     for name in names:
@@ -140,16 +146,6 @@ def track_rows(parts: Sequence[nn.Module], run: Pass) -> Pass:
         return run(batch)
 
     return tracked
-
-
-def _known_names(module: nn.Module, options: Options) -> list[str]:
-    known = dict(module.named_modules())
-    names = _names(options)
-    for name in names:
-        if name not in known:
-            near = ", ".join(path for path in known if path and path.count(".") <= 1)
-            raise PlanError(f"options.freeze names {name!r}, which is no module of this model; it has {near}")
-    return names
 
 
 def _names(options: Options) -> list[str]:

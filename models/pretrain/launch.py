@@ -29,8 +29,10 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not arguments.rendezvous or arguments.rendezvous.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if not arguments.serve:
-        _start_forkserver()
+    if not arguments.serve:  # the forkserver imports torch in parallel with this process
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["models.pretrain.recovery.forkserver_imports"])
+        forkserver.ensure_running()
     from models.pretrain.recovery import elastic
 
     if arguments.serve:
@@ -40,14 +42,6 @@ def main() -> None:
     options = (arguments.rendezvous, arguments.run, arguments.restarts)
     fleet = elastic.Fleet(arguments.ranks, hosts[0], hosts[-1], *options)
     sys.exit(elastic.run(arguments.job, fleet, report))
-
-
-def _start_forkserver() -> None:
-    """Starts the forkserver, which imports torch in parallel with this process."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["models.pretrain.recovery.forkserver_imports"]
-    )
-    forkserver.ensure_running()
 
 
 def _arguments() -> argparse.Namespace:

@@ -8,7 +8,6 @@ offload           keeps optimizer state and param shards in files
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,11 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from models.pretrain.dtensor import local_tensor
 from models.pretrain.parallel.data import grad_compression, offload, zero1
 from models.pretrain.parallel.data.onebit import OneBitAdam
+from models.pretrain.recovery.state import RankState
 from models.pretrain.training import Options
 from models.pretrain.world import World
-
-if TYPE_CHECKING:
-    from models.pretrain.recovery.state import RankState
 
 
 def build(

@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -96,8 +97,7 @@ class Profiler:
         began = time.perf_counter()
         with record_function(STEP):
             yield
-            if self.world.device.type == "cuda":
-                torch.cuda.synchronize()
+            torch.get_device_module(self.world.device).synchronize()
         self._seconds.append(time.perf_counter() - began)
         if number == self.options.steps - 1:
             self._end()
@@ -134,7 +134,7 @@ class Profiler:
     def _report(self) -> dict[str, Any]:
         ranks = [
             json.loads((self.folder / f"rank{rank}.json").read_text("utf-8"))
-            for rank in range(self.world.processes)
+            for rank in range(self.world.plan.processes)
         ]
         seconds = statistics.median(
             max(times) for times in zip(*(r["step_seconds"] for r in ranks), strict=True)
@@ -147,7 +147,7 @@ class Profiler:
         return {
             "plan": str(self.world.plan),
             "device": self.world.device.type,
-            "backend": self.world.backend,
+            "backend": str(dist.get_backend()),
             "first_step": (self._first or 0) + self.options.start + 1,
             "steps": self.options.steps,
             "step_seconds": seconds,
@@ -171,35 +171,27 @@ class Profiler:
 
 def splits(events: Sequence[Any], device: str) -> list[Split]:
     """The time of every profiled step by category. `events`: of torch's profiler (Kineto); `device`: cpu or cuda."""
-    steps: list[Span] = []
-    loader: list[Span] = []
-    computing: list[Span] = []
-    dispatching: list[Span] = []
-    collectives: list[Span] = []
-    messages: list[Span] = []
+    spans: dict[str, list[Span]] = defaultdict(list)
     on_gpu = device == "cuda"
     for event in events:
         name, span = event.name(), (event.start_ns() / 1e9, event.end_ns() / 1e9)
         kernel = event.device_type() == DeviceType.CUDA
-        if name == STEP and not kernel:
-            steps.append(span)
-        elif name == LOADER and not kernel:
-            loader.append(span)
+        if name in (STEP, LOADER) and not kernel:
+            spans[name].append(span)
         elif name.startswith(_COMMUNICATION):
             if kernel == on_gpu or name.startswith("gloo:"):
                 point_to_point = any(kind in name.lower() for kind in _MESSAGES)
-                (messages if point_to_point else collectives).append(span)
+                spans["messages" if point_to_point else "collectives"].append(span)
         elif on_gpu:
             if kernel and not name.startswith("pretrain:") and name != "[memory]":
-                computing.append(span)
+                spans["computing"].append(span)
         elif name.startswith(_DISPATCH):
-            dispatching.append(span)
+            spans["dispatching"].append(span)
         elif name.startswith(_COMPUTE):
-            computing.append(span)
-    return [
-        _split(step, loader, subtract(computing, dispatching), collectives, messages)
-        for step in sorted(steps)
-    ]
+            spans["computing"].append(span)
+    computing = subtract(spans["computing"], spans["dispatching"])
+    claims = spans[LOADER], computing, spans["collectives"], spans["messages"]
+    return [_split(step, *claims) for step in sorted(spans[STEP])]
 
 
 def _split(step: Span, *claims: Iterable[Span]) -> Split:
@@ -279,8 +271,7 @@ def measured_peak(world: World) -> float:
     for _ in range(turns):
         began = time.perf_counter()
         left @ left
-        if cuda:
-            torch.cuda.synchronize()
+        torch.get_device_module(world.device).synchronize()
         seconds.append(time.perf_counter() - began)
     return 2 * size**3 / min(seconds)
 
@@ -303,20 +294,17 @@ def _memory(events: Sequence[Any], device: str, before: int) -> dict[str, Any]:
     for at, change in changes:
         level += change
         timeline.append(((at - changes[0][0]) / 1e9, level))
-    thinned = list(_peaks(timeline))
+    stretch = max(1, -(-len(timeline) // POINTS))
+    thinned = [  # the point with the most bytes of every stretch
+        max(timeline[start : start + stretch], key=lambda point: point[1])
+        for start in range(0, len(timeline), stretch)
+    ]
     return {
         "from": "allocator" if device == "cuda" else "allocations since the first step",
         "seconds": [at for at, _ in thinned],
         "bytes": [level for _, level in thinned],
         "peak_bytes": max((level for _, level in timeline), default=before),
     }
-
-
-def _peaks(timeline: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
-    """The point with the most bytes of every stretch."""
-    stretch = max(1, -(-len(timeline) // POINTS))
-    for start in range(0, len(timeline), stretch):
-        yield max(timeline[start : start + stretch], key=lambda point: point[1])
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

@@ -142,7 +142,7 @@ def build(
     Raises:
         PlanError: the model or the batch cannot follow the plan.
     """
-    plan_rules.check(world.plan, sizes_of(spec), options, world.processes)
+    plan_rules.check(world.plan, sizes_of(spec), options, dist.get_world_size())
     full = spec.build(seed)
     identity = manifest.Identity(
         spec.name, options.optimizer, seed, options.batch_size, len(source), shapes_of(full)

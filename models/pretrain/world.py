@@ -46,14 +46,6 @@ class World:
     def rank(self) -> int:
         return dist.get_rank()
 
-    @property
-    def processes(self) -> int:
-        return dist.get_world_size()
-
-    @property
-    def backend(self) -> str:
-        return str(dist.get_backend())
-
     def axis(self, name: str) -> DeviceMesh:
         """The part of the mesh along one axis, flattened ones included."""
         return self.flattened[name] if name in self.flattened else self.mesh[name]

@@ -157,20 +157,14 @@ class Checkpointer:
         if rank_state is not None:
             rank_state.restore(own, self.saved)
         if not fits and (kind or (own_kind and kind is None)):
-            self.notices.append(self._lost_rank_state(plan, kind))
+            what = (
+                f"the rank-local state of plan {plan} ({kind}) does not fit plan {self.plan}"
+                if kind
+                else f"it has no rank-local state for plan {self.plan}"
+            )
+            after = "losses will differ a little from those of an uninterrupted training"
+            self.notices.append(f"checkpoint of step {self.saved}: {what}: {after}")
         return self.saved
-
-    def _lost_rank_state(self, plan: str, kind: str | None) -> str:
-        """A notice that the training continues differently than without the interruption."""
-        what = (
-            f"the rank-local state of plan {plan} ({kind}) does not fit plan {self.plan}"
-            if kind
-            else f"it has no rank-local state for plan {self.plan}"
-        )
-        return (
-            f"checkpoint of step {self.saved}: {what}: losses will differ a little from those of an uninterrupted "
-            "training"
-        )
 
     def _newest(self, same_run: bool) -> tuple[int, str, str | None] | str | None:
         """Step, plan and kind of rank-local state of the newest intact checkpoint; None without any; an error message

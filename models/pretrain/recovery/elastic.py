@@ -84,15 +84,14 @@ class Agent(LocalElasticAgent):
         return list(context.processes) if context else []
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        for attempts_left in range(RENDEZVOUS_ATTEMPTS - 1, -1, -1):
+        for attempt in range(1, RENDEZVOUS_ATTEMPTS + 1):
             try:
                 super()._rendezvous(worker_group)
+                return
             except DistStoreError:
                 # the host that should announce the meeting point is gone again
-                if not attempts_left:
+                if attempt == RENDEZVOUS_ATTEMPTS:
                     raise
-            else:
-                return
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         statuses = self.statuses

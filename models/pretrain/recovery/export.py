@@ -32,10 +32,10 @@ def export(checkpoint: Path, spec: ModelSpec, path: Path) -> dict[str, Any]:
     """
     folder = checkpoint
     if not checkpoint.name.startswith("step-"):
-        newest = manifest.latest(checkpoint)
-        if newest is None:
+        steps = manifest.steps_in(checkpoint)
+        if not steps:
             raise CheckpointError(f"{checkpoint} holds no checkpoint")
-        folder = newest
+        folder = manifest.path_of(checkpoint, steps[-1])
     description = manifest.read_manifest(folder)
     module = spec.build(0)
     description["identity"].check_tensors(params.shapes_of(module), folder)

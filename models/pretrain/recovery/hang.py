@@ -18,6 +18,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -54,9 +55,7 @@ class Watchdog:
     ) -> None:
         self.folder, self.rank, self.processes = folder, rank, processes
         self.seconds, self._end = seconds, end
-        self._step = -1
-        self._changed = threading.Condition()
-        self._stopped = False
+        self._steps: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         for path in (_dump(folder, rank, "txt"), _dump(folder, rank, "json")):
             path.unlink(missing_ok=True)
         self._thread = threading.Thread(target=self._run, name="hang", daemon=True)
@@ -64,43 +63,33 @@ class Watchdog:
 
     def heartbeat(self, step: int) -> None:
         """Notes that `step` steps are done."""
-        with self._changed:
-            self._step = step
-            self._changed.notify_all()
+        self._steps.put(step)
 
     def close(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
+        self._steps.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._step >= 0)
-            while not self._stopped:
-                before = self._step
-                if not self._changed.wait_for(lambda: self._stopped or self._step != before, self.seconds):  # noqa: B023
-                    break
-            else:
-                return
-        record(self.folder, self.rank, self._step)
-        self._end(self._diagnose())
-
-    def _diagnose(self) -> str:
+        done = step = self._steps.get()
+        while step is not None:
+            done = step
+            try:
+                step = self._steps.get(timeout=self.seconds)
+            except queue.Empty:
+                break
+        else:
+            return
+        record(self.folder, self.rank, done)
         until = time.monotonic() + min(self.seconds, _GRACE_SECONDS)
         while len(records := read(self.folder, self.processes)) < self.processes and time.monotonic() < until:
             time.sleep(0.05)
-        return diagnosis(records, self.processes, self.seconds)
+        self._end(diagnosis(records, self.processes, self.seconds))
 
 
-def exit_with_report(report: Report) -> Callable[[str], None]:
-    """A function that reports a message and exits at once: the main thread cannot be interrupted."""
-
-    def end(message: str) -> None:
-        report(error=message)
-        os._exit(HUNG)
-
-    return end
+def exit_hung(report: Report, message: str) -> None:
+    """Reports `message` and ends the process at once: the main thread cannot be interrupted."""
+    report(error=message)
+    os._exit(HUNG)
 
 
 def record(folder: Path, rank: int, step: int) -> None:
@@ -120,12 +109,8 @@ def record(folder: Path, rank: int, step: int) -> None:
 
 def read(folder: Path, processes: int) -> dict[int, dict[str, Any]]:
     """The records written so far, by rank."""
-    records = {}
-    for rank in range(processes):
-        path = _dump(folder, rank, "json")
-        if path.exists():
-            records[rank] = json.loads(path.read_text("utf-8"))
-    return records
+    paths = {rank: _dump(folder, rank, "json") for rank in range(processes)}
+    return {rank: json.loads(path.read_text("utf-8")) for rank, path in paths.items() if path.exists()}
 
 
 def diagnosis(records: Mapping[int, Mapping[str, Any]], processes: int, seconds: float) -> str:
@@ -157,9 +142,9 @@ def _collectives() -> list[dict[str, Any]]:
     """The recorded collectives, oldest first, on any backend."""
     from torch._C import _distributed_c10d
 
-    for name, arguments in (("_dump_fr_trace_json", (True, False)), ("_dump_nccl_trace_json", (True, False))):
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(_distributed_c10d, name, None)
-        entries = json.loads(dump(*arguments)).get("entries", []) if dump is not None else []
+        entries = json.loads(dump(True, False)).get("entries", []) if dump is not None else []
         if entries:
             return list(entries)
     return []

@@ -98,12 +98,6 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"{PREFIX}{step:08}"
 
 
-def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in `folder`, if any."""
-    steps = steps_in(folder)
-    return path_of(folder, steps[-1]) if steps else None
-
-
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest: `format`, `step`, `run`, `plan`, `memory` (kind of the rank-local state), `identity`, `files`.
 

@@ -12,9 +12,6 @@ The last two exchange float32 during warm-up, `exchange_warmup` per cent of the 
 
 # no postponed annotations: DistributedDataParallel reads those of a hook and expects types
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
@@ -39,21 +36,18 @@ def register(
 ) -> PowerSGD | CompressedMean | None:
     """Registers the communication hook of `plan` on `module`; returns its rank-local state, if it has any."""
     group = module.process_group
-    hooks: dict[str, tuple[object, Callable[[Any, Any], Gradients]]] = {
-        "fp16": (group, default_hooks.fp16_compress_hook),
-        "bf16": (group, bf16_hook),
-        "onebit": (optimizer, onebit_hook),
-    }
-    rank_state: PowerSGD | CompressedMean | None = None
+    if isinstance(optimizer, OneBitAdam):
+        module.register_comm_hook(optimizer, onebit_hook)
+        return optimizer.mean
     if plan.grad_compression == "powersgd":
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         rank_state = PowerSGD(trained, group, plan.exchange_rank, warmup_steps(plan, steps))
-        hooks["powersgd"] = (rank_state, PowerSGD.average)
-    elif isinstance(optimizer, OneBitAdam):
-        rank_state = optimizer.mean
-    if plan.grad_compression in hooks:
-        module.register_comm_hook(*hooks[plan.grad_compression])
-    return rank_state
+        module.register_comm_hook(rank_state, PowerSGD.average)
+        return rank_state
+    if plan.grad_compression in ("fp16", "bf16"):
+        hook = default_hooks.fp16_compress_hook if plan.grad_compression == "fp16" else bf16_hook
+        module.register_comm_hook(group, hook)
+    return None
 
 
 def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> Gradients:

@@ -18,7 +18,7 @@ are linear and do not change that; Adam divides by the root of each process's ow
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -43,27 +43,23 @@ def from_plan(inner: Sequence[torch.optim.Optimizer], options: Options, world: W
     return LocalUpdates(inner, world.group("dp"), plan.sync_every, lr, momentum, kind)
 
 
+@dataclass
 class LocalUpdates:
     """Synchronizes the params that `inner` optimizers step, every `every` steps.
 
-    Args:
+    Attributes:
         lr, momentum: of the outer optimizer.
         kind: as in `models.pretrain.recovery.state.RankState`.
     """
 
-    def __init__(
-        self,
-        inner: Sequence[torch.optim.Optimizer],
-        group: dist.ProcessGroup,
-        every: int,
-        lr: float = 1.0,
-        momentum: float = 0.0,
-        kind: str = "",
-    ) -> None:
-        self.inner, self.group, self.every, self.lr, self.momentum = inner, group, every, lr, momentum
-        self.kind = kind
-        self._local_steps = 0
-        self._anchors: list[torch.Tensor] = []
+    inner: Sequence[torch.optim.Optimizer]
+    group: dist.ProcessGroup
+    every: int
+    lr: float
+    momentum: float
+    kind: str = ""
+    _local_steps: int = 0
+    _anchors: list[torch.Tensor] = field(default_factory=list)
 
     def before_step(self) -> None:
         """Call it before the inner optimizers step: remembers the common params."""

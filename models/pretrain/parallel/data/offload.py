@@ -69,18 +69,13 @@ def release_after_steps(optimizer: torch.optim.Optimizer) -> None:
             for parameter in group["params"]:
                 parameter.grad = None
                 release(parameter.detach())
-                _release_state(optimizer.state[parameter])
+                state = optimizer.state[parameter]
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.ndim:
+                        state[key] = value if is_mapped(value) else _with_local(value, mapped)
+                        release(state[key])
 
     optimizer.register_step_post_hook(release_all)
-
-
-def _release_state(state: dict[str, Any]) -> None:
-    for key, value in state.items():
-        if not isinstance(value, torch.Tensor) or not value.ndim:
-            continue
-        if not is_mapped(value):
-            state[key] = value = _with_local(value, mapped)
-        release(value)
 
 
 def _with_local(tensor: torch.Tensor, change: Any) -> torch.Tensor:

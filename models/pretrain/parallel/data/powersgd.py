@@ -57,11 +57,7 @@ class PowerSGD:
         """Continues after `step` with what `tensors` returned; without any, with no errors."""
         self.step = step
         self._errors, self._rights = (
-            {
-                int(name.removeprefix(kind)): tensor
-                for name, tensor in tensors.items()
-                if name.startswith(kind)
-            }
+            {int(name.partition(".")[2]): tensor for name, tensor in tensors.items() if name.startswith(kind)}
             for kind in ("error.", "right.")
         )
 

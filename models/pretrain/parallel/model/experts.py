@@ -42,13 +42,9 @@ class ShardedExperts(nn.Module):
         # received by process, then by expert; experts expect them by expert
         expert = torch.arange(incoming.shape[1], device=x.device).repeat(len(incoming))
         by_expert = expert.repeat_interleave(incoming.flatten()).argsort(stable=True)
-        outputs = self._compute(mine[by_expert], incoming.sum(0))
-        return _exchange(outputs[by_expert.argsort()], sent, received, self.group)
-
-    def _compute(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         local = {name: p.to_local() for name, p in self.named_parameters() if isinstance(p, DTensor)}
-        output: torch.Tensor = torch.func.functional_call(self._inner[0], local, (x, counts))
-        return output
+        outputs = torch.func.functional_call(self._inner[0], local, (mine[by_expert], incoming.sum(0)))
+        return _exchange(outputs[by_expert.argsort()], sent, received, self.group)
 
 
 def split(module: nn.Module, layout: Layout, world: World) -> None:
