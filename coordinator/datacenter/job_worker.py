@@ -44,7 +44,7 @@ _MODULES: Mapping[Stage, str] = {
     "check": "models.pretrain.check",
     "plan": "models.pretrain.planner",
     "tune": "models.pretrain.planner.tune",
-    "pretrain": "models.pretrain.worker",
+    "pretrain": "models.pretrain.training_process",
     "serve": "models.pretrain.parameter_server",
     "compress": "models.compress.worker",
     "search": "models.compress.search",

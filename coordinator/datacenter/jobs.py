@@ -65,7 +65,7 @@ class Job:
             `input_dtype`, `task`.
         arrays: `x_train`, `y_train`, `x_test`, `y_test`; a compression may have `x_extra`, unlabelled. Or the
             folder that holds them.
-        options: of the stage, such as `models.pretrain.training.Options`.
+        options: of the stage, such as `models.pretrain.training.TrainingOptions`.
         params: file to start from.
         processes: of a pretraining.
         plan: of a pretraining, keys of `models.pretrain.plan.ParallelPlan`; empty means data parallel only.

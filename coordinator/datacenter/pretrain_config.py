@@ -32,7 +32,7 @@ from models.pretrain import plan as plans
 from models.pretrain.parameter_server.settings import Servers
 from models.pretrain.plan import ParallelPlan, PlanError
 from models.pretrain.planner import scaling
-from models.pretrain.training import Options, Profile
+from models.pretrain.training import ProfileOptions, TrainingOptions
 
 TEXT = "text"
 """The name of the data set that reads the user's own text file."""
@@ -71,9 +71,9 @@ class Pretraining(Section):
     def parallel_plan(self) -> ParallelPlan:
         return plans.from_table(self.plan)
 
-    def options(self, train_rows: int) -> Options:
+    def options(self, train_rows: int) -> TrainingOptions:
         """The training options for so many rows: `[train]` after `[scaling]`."""
-        training = options.read(Options, self.train, "train")
+        training = options.read(TrainingOptions, self.train, "train")
         if self.scaling is None:
             return training
         rule = self.scaling.rule or scaling.rule_for(training.optimizer)
@@ -221,16 +221,16 @@ def _problems(config: Pretraining, plan: str) -> Iterator[str]:
     yield from find_model_problems(_model_name(config), config.model.options)
     if config.model.head is not None and config.model.init is None:
         yield "model.head selects what to use of model.init, which is missing"
-    yield from options.problems(Options, config.train, "train")
+    yield from options.problems(TrainingOptions, config.train, "train")
     if config.profile is not None:
-        yield from options.problems(Profile, config.profile, "profile")
+        yield from options.problems(ProfileOptions, config.profile, "profile")
     if config.server is not None:
         if config.profile is not None:
             yield "server and profile are both given; a profile needs a plan, and a parameter server has none"
         wrong_server = options.problems(Servers, config.server, "server")
         yield from wrong_server
-        if not wrong_server and not options.problems(Options, config.train, "train"):
-            train = options.read(Options, config.train, "train")
+        if not wrong_server and not options.problems(TrainingOptions, config.train, "train"):
+            train = options.read(TrainingOptions, config.train, "train")
             servers = options.read(Servers, config.server, "server")
             yield from (
                 f"server: {problem}" for problem in servers.problems(train.batch_size, train.clip_norm)
@@ -253,7 +253,7 @@ def _complete(config: Pretraining, plan: ParallelPlan) -> Pretraining:
     defaults = _TRAIN.get(data.dataset, _OTHER_TRAIN)
     if "epochs" in config.train:
         defaults = {key: value for key, value in defaults.items() if key != "steps"}
-    train = dataclasses.asdict(options.read(Options, {**defaults, **config.train}, "train"))
+    train = dataclasses.asdict(options.read(TrainingOptions, {**defaults, **config.train}, "train"))
     return config.model_copy(
         update={
             "name": config.name or data_name(data.dataset, data.path),

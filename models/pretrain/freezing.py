@@ -22,7 +22,7 @@ from models.pretrain.data.batches import Batch
 from models.pretrain.parallelize import Stage
 from models.pretrain.params import unwrapped_name
 from models.pretrain.plan import ParallelPlan, PlanError
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.zoo.layout import Layout
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ def _by_row(outputs: Outputs) -> list[Outputs]:
     return list(zip(*(tensor.cpu() for tensor in outputs), strict=True))
 
 
-def freeze(module: nn.Module, layout: Layout | None, options: Options, plan: ParallelPlan) -> nn.Module:
+def freeze(
+    module: nn.Module, layout: Layout | None, options: TrainingOptions, plan: ParallelPlan
+) -> nn.Module:
     """Freezes the modules of `module` that `options` name; returns a `Frozen` model where that saves forward passes.
 
     Raises:
@@ -125,7 +127,7 @@ def freeze(module: nn.Module, layout: Layout | None, options: Options, plan: Par
     return Frozen(module, order, prefix_length, options.freeze_cache_mib * 2**20)
 
 
-def set_eval_mode(parts: Sequence[nn.Module], options: Options) -> None:
+def set_eval_mode(parts: Sequence[nn.Module], options: TrainingOptions) -> None:
     """Puts the frozen modules in evaluation mode; call it after anything that puts `parts` in training mode."""
     names = _names(options)
     for part in parts:
@@ -148,5 +150,5 @@ def track_rows(parts: Sequence[nn.Module], run: Pass) -> Pass:
     return tracked
 
 
-def _names(options: Options) -> list[str]:
+def _names(options: TrainingOptions) -> list[str]:
     return [name for name in (part.strip() for part in options.freeze.split(",")) if name]

@@ -19,12 +19,12 @@ from models.pretrain.dtensor import local_tensor
 from models.pretrain.parallel.data import grad_compression, offload, zero1
 from models.pretrain.parallel.data.onebit import OneBitAdam
 from models.pretrain.recovery.state import RankState
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.pretrain.world import World
 
 
 def build(
-    parts: Sequence[nn.Module], options: Options, world: World, steps: int
+    parts: Sequence[nn.Module], options: TrainingOptions, world: World, steps: int
 ) -> tuple[list[torch.optim.Optimizer], RankState | None]:
     """The optimizers of `parts`, one each, for a training of `steps` steps, and the state of gradient compression.
 
@@ -44,7 +44,7 @@ def build(
     return built, rank_state
 
 
-def _of(part: nn.Module, options: Options, world: World, steps: int) -> torch.optim.Optimizer:
+def _of(part: nn.Module, options: TrainingOptions, world: World, steps: int) -> torch.optim.Optimizer:
     plan, parameters = world.plan, [p for p in part.parameters() if p.requires_grad]
     if world.size("data") > 1 and plan.grad_compression == "onebit":
         return OneBitAdam(
@@ -101,7 +101,7 @@ def _sharding_groups(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(gradient.device_mesh.get_group(axis) for axis in axes)
 
 
-def over(parameters: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+def over(parameters: list[nn.Parameter], options: TrainingOptions) -> torch.optim.Optimizer:
     """The optimizer that `options` name, over these params; there may be none."""
     groups = [{"params": parameters}]
     mixed = len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1

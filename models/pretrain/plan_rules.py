@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from models.pretrain.plan import ParallelPlan, PlanError, Sizes
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 
 Rule = tuple[bool, str]
 """Whether the plan obeys it, and the reason to reject it otherwise."""
 
 
-def check(plan: ParallelPlan, sizes: Sizes, options: Options, processes: int | None = None) -> None:
+def check(plan: ParallelPlan, sizes: Sizes, options: TrainingOptions, processes: int | None = None) -> None:
     """Checks that the model, the processes and a training with `options` can follow `plan`.
 
     Raises:

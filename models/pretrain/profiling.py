@@ -36,7 +36,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from edge_client.files import write_durably
-from models.pretrain.training import Profile as Options
+from models.pretrain.training import ProfileOptions
 from models.pretrain.world import World
 from models.zoo.spec import ModelSpec
 
@@ -75,7 +75,9 @@ class Profiler:
         rows: rows of a global batch.
     """
 
-    def __init__(self, options: Options, folder: Path, spec: ModelSpec, world: World, rows: int) -> None:
+    def __init__(
+        self, options: ProfileOptions, folder: Path, spec: ModelSpec, world: World, rows: int
+    ) -> None:
         self.options, self.folder = options, folder / options.folder
         self.spec, self.world, self.rows = spec, world, rows
         self._profile: profile | None = None

@@ -33,7 +33,7 @@ from models.pretrain.params import shapes_of
 from models.pretrain.profiling import LOADER
 from models.pretrain.recovery import manifest
 from models.pretrain.recovery import state as states
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.pretrain.world import World
 from models.zoo.spec import ModelSpec
 
@@ -62,7 +62,7 @@ class Trainer:
     """
 
     world: World
-    options: Options
+    options: TrainingOptions
     batches: Batches
     steps: int
     parallel: Parallel
@@ -132,7 +132,7 @@ class Trainer:
 def build(
     spec: ModelSpec,
     source: Source,
-    options: Options,
+    options: TrainingOptions,
     world: World,
     seed: int,
     clock: shares.Clock = time.perf_counter,

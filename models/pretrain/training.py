@@ -13,7 +13,7 @@ from models.options import bounded
 
 
 @dataclass(frozen=True)
-class Options:
+class TrainingOptions:
     """How to train.
 
     Attributes:
@@ -65,7 +65,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Profile:
+class ProfileOptions:
     """What `models.pretrain.profiling` records of a training.
 
     Attributes:

@@ -30,7 +30,7 @@ from models.pretrain import plan as plans
 from models.pretrain import profiling, trainer, world
 from models.pretrain.data import prefetch
 from models.pretrain.data.batches import Arrays, Batches
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.zoo import ModelSpec, gpt
 
 PEAK_FLOPS = 989e12
@@ -126,7 +126,7 @@ Step = Callable[[], torch.Tensor | None]
 
 def ours(spec: ModelSpec, tokens: Arrays, sizes: Sizes, here: world.World) -> Step:
     """A step of the trainer; what `losses` would do at a report is left to the end, as in a training."""
-    options = Options(steps=sizes.steps, batch_size=sizes.batch_size, lr=3e-4, eps=1e-6)
+    options = TrainingOptions(steps=sizes.steps, batch_size=sizes.batch_size, lr=3e-4, eps=1e-6)
     training = trainer.build(spec, tokens, options, here, seed=1)
     training.batches = prefetch.Loader(training.batches, 2, pinned=here.device.type == "cuda")
 

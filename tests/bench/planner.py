@@ -19,7 +19,7 @@ from models.pretrain import plan as plans
 from models.pretrain import world
 from models.pretrain.planner import __main__ as planner
 from models.pretrain.planner.bench_rank import Worlds, measure_plans
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.zoo import ModelSpec, gpt
 from tests.models.pretrain.planned_memory import peak
 from tests.support import ranks
@@ -64,7 +64,7 @@ def timed(texts: Sequence[str]) -> dict[str, list[float]]:
     """Seconds of every step of one turn, by plan. Runs in the ranks."""
     with world.join(plans.parse(texts[0])) as here:
         steps = measure_plans(
-            texts, _spec(), Options(steps=10, batch_size=BATCH), Worlds(here.device), turns=1
+            texts, _spec(), TrainingOptions(steps=10, batch_size=BATCH), Worlds(here.device), turns=1
         )
     return {text: [took for took, _ in of] for text, of in steps.items()}
 

@@ -28,14 +28,14 @@ from models.pretrain import evaluation, initial, params, trainer, world
 from models.pretrain.data.batches import Arrays
 from models.pretrain.data.tokens import Masked
 from models.pretrain.plan import ParallelPlan
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.zoo import ModelSpec
 from tests.support import ranks
 
 LENGTH, VOCAB, CLASSES, SEED = 48, 2048, 3, 7
 SIZES = {"vocab": VOCAB, "width": 64, "layers": 2, "heads": 4}
-PRETRAINING = Options(steps=300, batch_size=64, lr=1e-3, warmup=30, decay="linear", clip_norm=1.0)
-FINE_TUNING = Options(epochs=4, batch_size=32, lr=1e-3, warmup=30, decay="linear", clip_norm=1.0)
+PRETRAINING = TrainingOptions(steps=300, batch_size=64, lr=1e-3, warmup=30, decay="linear", clip_norm=1.0)
+FINE_TUNING = TrainingOptions(epochs=4, batch_size=32, lr=1e-3, warmup=30, decay="linear", clip_norm=1.0)
 WORKERS = 4
 
 

@@ -38,7 +38,7 @@ TOLERANCE = 1e-5
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of one process that nothing happened to."""
     job = write_job(tmp_path_factory.mktemp("undisturbed"), STEPS)
-    subprocess.run([sys.executable, "-P", "-m", "models.pretrain.worker", str(job)], check=True)
+    subprocess.run([sys.executable, "-P", "-m", "models.pretrain.training_process", str(job)], check=True)
     losses: list[float] = json.loads((job.parent / "result.json").read_text())["losses"]
     assert len(losses) == STEPS
     return losses
@@ -95,7 +95,7 @@ def test_hosts_die_and_join(tmp_path: Path) -> None:
     assert sizes[-1] == "dp=4"
     alone = write_job(tmp_path / "alone", len(points))
     change(alone, options={"steps": len(points), "batch_size": 11, "optimizer": "sgd", "lr": 0.02})
-    subprocess.run([sys.executable, "-P", "-m", "models.pretrain.worker", str(alone)], check=True)
+    subprocess.run([sys.executable, "-P", "-m", "models.pretrain.training_process", str(alone)], check=True)
     np.testing.assert_allclose(
         [point["loss"] for point in points],
         [point["loss"] for point in curve_of(alone)],

@@ -18,7 +18,7 @@ from models.pretrain import initial, params, trainer, world
 from models.pretrain.data.batches import Arrays, Source
 from models.pretrain.data.tokens import Masked
 from models.pretrain.plan import ParallelPlan
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.zoo import ModelSpec
 
 VOCAB, LENGTH = 30, 10
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
     params.save(finder().build(0), tmp_path / "model.safetensors")
     with pytest.raises(
         JobError,
-        match=r"does not fit model 'bert': head\.\S+ is .*head\.pool.bias' is missing.*head = \"new\"",
+        match=r"does not fit model 'bert': 'head\.\S+ is .*head\.pool.bias' is missing.*head = \"new\"",
     ):
         with_init(tmp_path, classifier())
     with pytest.raises(
@@ -122,7 +122,9 @@ def losses(spec: ModelSpec, source: Source, steps: int, save: Path | None = None
     """Of every step of a training by one process; what it trained goes to `save`."""
     found: list[float] = []
     with world.join(ParallelPlan()) as here:
-        training = trainer.build(spec, source, Options(steps=steps, batch_size=32, lr=3e-3), here, seed=4)
+        training = trainer.build(
+            spec, source, TrainingOptions(steps=steps, batch_size=32, lr=3e-3), here, seed=4
+        )
         trainer.train(training, lambda progress: found.extend(progress.losses), every=50)
         if save is not None:
             params.save(training.parallel.parts[0], save)

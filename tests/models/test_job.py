@@ -38,11 +38,13 @@ def job_of(folder: Path, **settings: Any) -> jobs.Job:
 )
 def test_wrong_options_are_named(tmp_path: Path, options: Any, message: str) -> None:
     with pytest.raises(JobError, match=message):
-        job_of(tmp_path, options=options).options(training.Options)
+        job_of(tmp_path, options=options).options(training.TrainingOptions)
 
 
 def test_options_not_given_have_their_defaults(tmp_path: Path) -> None:
-    assert job_of(tmp_path, options={"lr": 1}).options(training.Options) == training.Options(lr=1)
+    assert job_of(tmp_path, options={"lr": 1}).options(training.TrainingOptions) == training.TrainingOptions(
+        lr=1
+    )
     assert job_of(tmp_path).options(quantize.QuantizeOptions) == quantize.QuantizeOptions()
 
 

@@ -18,7 +18,7 @@ from models.job import JobError, read_params
 from models.labels import PADDING
 from models.pretrain import evaluation, params
 from models.pretrain.data.batches import Arrays, Batches, Share, global_batches, shifted
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from tests.support.training import trained
 
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def test_training_lowers_the_loss_and_repeats_bit_for_bit(
     optimizer: str, blobs: tuple[np.ndarray, np.ndarray]
 ) -> None:
     spec = zoo.get("mlp", input_shape=(4,), classes=3, hidden=[8])
-    options = Options(epochs=20, batch_size=16, lr=0.02, optimizer=optimizer)  # type: ignore[arg-type]
+    options = TrainingOptions(epochs=20, batch_size=16, lr=0.02, optimizer=optimizer)  # type: ignore[arg-type]
     module, losses = trained(spec, *blobs, options, seed=3)
     same, again = trained(spec, *blobs, options, seed=3)
     assert losses == again

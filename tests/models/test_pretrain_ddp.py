@@ -84,10 +84,10 @@ def test_two_processes_that_do_not_exchange_gradients_differ(
     script = tmp_path / "unsynchronised.py"
     script.write_text(
         "from edge_client.processes import process\n"
-        "from models.pretrain import worker\n"
+        "from models.pretrain import training_process\n"
         "from models.pretrain.parallel.data import sharding\n"
         "sharding.DistributedDataParallel = lambda module, **options: module\n"
-        "process.serve(worker.pretrain)\n"
+        "process.serve(training_process.pretrain)\n"
     )
     python = [sys.executable, "-P"]
     torchrun = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]

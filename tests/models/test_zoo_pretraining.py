@@ -11,7 +11,7 @@ from models.catalog import MODELS
 from models.pretrain.parallelize import sizes_of
 from models.pretrain.plan import PlanError, parse
 from models.pretrain.plan_rules import check
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.zoo import ModelNotFound, ModelSpec, get
 
 SPECS = {
@@ -185,7 +185,7 @@ def test_resnet_18_has_its_layers() -> None:
 )
 def test_a_plan_that_a_model_cannot_follow_is_refused(name: str, plan: str, reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
-        check(parse(plan), sizes_of(SPECS[name]), Options(batch_size=16))
+        check(parse(plan), sizes_of(SPECS[name]), TrainingOptions(batch_size=16))
 
 
 @pytest.mark.parametrize(

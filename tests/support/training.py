@@ -11,12 +11,12 @@ from torch import nn
 from models.pretrain import trainer, world
 from models.pretrain.data.batches import Arrays
 from models.pretrain.plan import ParallelPlan
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.zoo import ModelSpec
 
 
 def trained(
-    spec: ModelSpec, x: npt.NDArray[Any], y: npt.NDArray[np.int32], options: Options, seed: int = 0
+    spec: ModelSpec, x: npt.NDArray[Any], y: npt.NDArray[np.int32], options: TrainingOptions, seed: int = 0
 ) -> tuple[nn.Module, list[float]]:
     """The module in evaluation mode, and the loss of every step."""
     with world.join(ParallelPlan()) as here:

@@ -4,7 +4,7 @@
     server: enough gradients? -> mean -> one optimizer step -> replicate -> answer the workers that may continue
 
 `python -P -m models.pretrain.parameter_server JOB.json` starts all processes of a job on this machine. The job file has
-a table `server` (see `settings`), and otherwise what `models.pretrain.worker` reads. `rules` decide which gradients make
+a table `server` (see `settings`), and otherwise what `models.pretrain.training_process` reads. `rules` decide which gradients make
 an update and who waits, `shard` keeps params, `replica` answers workers and passes updates on to its backups, `client`
 is the worker's side, which fails over to a backup when a server dies.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from models.job import Job, JobError
 from models.pretrain.parameter_server.settings import Servers
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 
 
 def from_job(job: Job) -> Servers:
@@ -14,7 +14,7 @@ def from_job(job: Job) -> Servers:
         JobError: with every reason why they cannot train it.
     """
     servers = job.table("server", Servers) or Servers()
-    options = job.options(Options)
+    options = job.options(TrainingOptions)
     problems = servers.problems(options.batch_size, options.clip_norm)
     if job.settings.get("plan"):
         problems.append("plan is for trainings without a server; leave it out")

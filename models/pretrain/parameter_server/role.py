@@ -33,7 +33,7 @@ from models.pretrain.parameter_server.settings import Servers
 from models.pretrain.parameter_server.shard import Shard, split
 from models.pretrain.recovery.curve import NAME as CURVE
 from models.pretrain.recovery.curve import Curve
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.zoo.spec import ModelSpec
 
 RENDEZVOUS = "FEDLOOP_RENDEZVOUS"
@@ -48,7 +48,7 @@ def run(path: Path, report: process.Report) -> None:
     started = time.perf_counter()
     torch.set_num_threads(1)
     job = jobs.read(path)
-    servers, options = check.from_job(job), job.options(Options)
+    servers, options = check.from_job(job), job.options(TrainingOptions)
     spec = job.spec()
     data = sources.from_job(job, spec, options.shift)
     spec = initial.with_init(job, spec)
@@ -106,7 +106,7 @@ class Training:
     """The settings all processes of a job share. Every process builds the model from the seed; nobody sends it."""
 
     def __init__(
-        self, spec: ModelSpec, source: Source, options: Options, servers: Servers, seed: int
+        self, spec: ModelSpec, source: Source, options: TrainingOptions, servers: Servers, seed: int
     ) -> None:
         self.spec, self.source, self.options, self.servers, self.seed = spec, source, options, servers, seed
         self.steps = options.steps_of(self.batches(0).steps_per_epoch)

@@ -9,7 +9,7 @@ from torch import nn
 
 from models.pretrain import optimizers
 from models.pretrain.parallel.data import zero1
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 
 Tensors = list[torch.Tensor]
 
@@ -30,7 +30,7 @@ class Shard:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], options: Options, steps: int, updates_per_step: int
+        self, parameters: Sequence[nn.Parameter], options: TrainingOptions, steps: int, updates_per_step: int
     ) -> None:
         self.parameters, self.options, self.steps = list(parameters), options, steps
         self.updates_per_step = updates_per_step

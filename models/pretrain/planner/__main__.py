@@ -1,6 +1,6 @@
 """`python -P -m models.pretrain.planner JOB.json`: ranks the plans that can train a job's model.
 
-Besides what `models.pretrain.worker` reads, the job may have `planner`, a table of `Settings`; its `plan` fixes the
+Besides what `models.pretrain.training_process` reads, the job may have `planner`, a table of `PlannerOptions`; its `plan` fixes the
 keys it names. Writes `profile.json`, `plan.json` (the ranking), and `result.json` with everything:
 
     {"profile": {…}, "processes": 2, "ranking": [{"plan", "processes", "seconds", "predicted", "measured", "memory_bytes", "parts", "memory"}, …],
@@ -29,14 +29,14 @@ from models.pretrain.planner.profile import Profile
 from models.pretrain.planner.scaling import Rule
 from models.pretrain.planner.search import SearchResult, search, with_fewer
 from models.pretrain.planner.verify import verify
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 
 REFUSED = 200
 """Largest number of refused plans in the result; many are alike."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class PlannerOptions:
     """What to plan for.
 
     Attributes:
@@ -70,8 +70,8 @@ class Settings:
 def plan(path: Path, report: process.Report) -> None:
     """Plans a job."""
     job = jobs.read(path)
-    training = job.options(Options)
-    settings = job.table("planner", Settings) or Settings()
+    training = job.options(TrainingOptions)
+    settings = job.table("planner", PlannerOptions) or PlannerOptions()
     fixed = job.settings.get("plan", {})
     if not isinstance(fixed, dict):
         raise jobs.JobError(f"{path}: plan is {fixed!r}, expected an object")
@@ -105,7 +105,7 @@ def plan(path: Path, report: process.Report) -> None:
     jobs.write_result(job.out, {**result(found, measured, settings), "scaling": scaled})
 
 
-def result(found: SearchResult, measured: Profile, settings: Settings) -> dict[str, Any]:
+def result(found: SearchResult, measured: Profile, settings: PlannerOptions) -> dict[str, Any]:
     """The result of a search, as JSON."""
     return {
         "profile": dataclasses.asdict(measured),
@@ -118,7 +118,7 @@ def result(found: SearchResult, measured: Profile, settings: Settings) -> dict[s
     }
 
 
-def _unmeasured(found: SearchResult, settings: Settings) -> list[str]:
+def _unmeasured(found: SearchResult, settings: PlannerOptions) -> list[str]:
     """Why nothing was measured, where it should have been."""
     if not settings.measure or not found.ranking or found.ranking[0].measured is not None:
         return []
@@ -130,7 +130,11 @@ def _unmeasured(found: SearchResult, settings: Settings) -> list[str]:
 
 
 def _profile(
-    job: jobs.Job, settings: Settings, training: Options, workers: BenchWorkers | None, report: process.Report
+    job: jobs.Job,
+    settings: PlannerOptions,
+    training: TrainingOptions,
+    workers: BenchWorkers | None,
+    report: process.Report,
 ) -> Profile:
     per_host = settings.host
     if settings.profile:
@@ -150,7 +154,7 @@ def _profile(
     return replace(found, machine=machine)
 
 
-def _scaling(settings: Settings, training: Options, steps_per_epoch: int) -> dict[str, Any]:
+def _scaling(settings: PlannerOptions, training: TrainingOptions, steps_per_epoch: int) -> dict[str, Any]:
     """How the options should follow the batch, and whether they are to."""
     base = settings.base_batch_size or training.batch_size
     rule = settings.scaling if settings.scaling != "none" else scaling.rule_for(training.optimizer)
@@ -165,7 +169,7 @@ def _scaling(settings: Settings, training: Options, steps_per_epoch: int) -> dic
     }
 
 
-def _steps_per_epoch(job: jobs.Job, training: Options) -> int:
+def _steps_per_epoch(job: jobs.Job, training: TrainingOptions) -> int:
     """Of the training set, or 0 where the job names none."""
     if not {"arrays", "tokens"} & set(job.settings):
         return 0

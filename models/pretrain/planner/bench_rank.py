@@ -33,7 +33,7 @@ from models.pretrain.data.batches import Arrays
 from models.pretrain.objective import objective_of
 from models.pretrain.plan import ParallelPlan, parse
 from models.pretrain.planner import collective_cost
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.pretrain.world import World
 from models.zoo.spec import ModelSpec
 
@@ -50,7 +50,7 @@ def main(path: Path) -> None:
     answers = process.own_stdout()
     torch.set_num_threads(1)
     job = jobs.read(path)
-    spec, options = job.spec(), job.options(Options)
+    spec, options = job.spec(), job.options(TrainingOptions)
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     device = world.select_device(ParallelPlan())
@@ -100,7 +100,7 @@ def process_group(store: Store, name: str, rank: int, count: int, device: torch.
 def measure_plans(
     texts: Sequence[str],
     spec: ModelSpec,
-    options: Options,
+    options: TrainingOptions,
     worlds: Worlds,
     turns: int = TURNS,
     race: bool = False,
@@ -193,7 +193,7 @@ def _link(device: torch.device) -> list[tuple[float, float, float]]:
     return samples
 
 
-def _alone(spec: ModelSpec, options: Options, device: torch.device) -> list[tuple[float, float]]:
+def _alone(spec: ModelSpec, options: TrainingOptions, device: torch.device) -> list[tuple[float, float]]:
     """(seconds, processor seconds) of steps of process 0, without torch.distributed."""
     module = spec.build(0).to(device).train()
     x, y = spec.example_batch(options.batch_size)

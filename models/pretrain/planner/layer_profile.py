@@ -22,7 +22,7 @@ from models.pretrain.parallelize import Stage
 from models.pretrain.plan import ActivationCheckpoint
 from models.pretrain.planner.live_memory import LiveBytes
 from models.pretrain.planner.profile import Cost, Optimizer, Piece
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.zoo.layout import Layout, matching
 from models.zoo.spec import ModelSpec
 
@@ -89,7 +89,7 @@ def narrowed(module: nn.Module, layout: Layout) -> nn.Module:
     return module
 
 
-def optimizer(spec: ModelSpec, options: Options, device: torch.device) -> Optimizer:
+def optimizer(spec: ModelSpec, options: TrainingOptions, device: torch.device) -> Optimizer:
     """Time of a step by number of tensors and of values."""
     module = spec.build(0).to(device)
     values = sum(parameter.numel() for parameter in module.parameters())

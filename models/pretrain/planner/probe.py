@@ -25,7 +25,7 @@ from models.pretrain.plan import ParallelPlan, parse
 from models.pretrain.planner import collective_cost, layer_profile, predict
 from models.pretrain.planner.bench_workers import BenchWorkers
 from models.pretrain.planner.profile import FREE, Machine, Profile
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 
 PROBES = (
     "dp=2",
@@ -56,7 +56,7 @@ Steps = Sequence[Sequence[float]]
 
 
 def measure(
-    job: Job, options: Options, per_host: int, workers: BenchWorkers | None, report: process.Report
+    job: Job, options: TrainingOptions, per_host: int, workers: BenchWorkers | None, report: process.Report
 ) -> Profile:
     """The profile of a job's model on this machine, with `per_host` processes on a host, some of them `workers`.
 

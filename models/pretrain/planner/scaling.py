@@ -12,14 +12,16 @@ import math
 from dataclasses import replace
 from typing import Literal
 
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 
 Rule = Literal["none", "linear", "sqrt"]
 WARMUP_EPOCHS = 5
 """Goyal 2017, section 2.2."""
 
 
-def scaled(options: Options, base_batch_size: int, rule: Rule, steps_per_epoch: int = 0) -> Options:
+def scaled(
+    options: TrainingOptions, base_batch_size: int, rule: Rule, steps_per_epoch: int = 0
+) -> TrainingOptions:
     """`options`, tuned for batches of `base_batch_size` rows, adapted to batches of `options.batch_size`.
 
     The number of examples seen is unchanged, so `steps` shrinks as the batch grows. Linear scaling warms up over five

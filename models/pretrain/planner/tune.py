@@ -7,7 +7,7 @@ total of rows, shared by ever fewer candidates. Rows rather than steps, so that 
 than small ones. Every training starts anew from the job's seed, and follows its schedule as if it ran to the last step.
 Candidates are evaluated on rows of the training set that none of them trains on; the test set is not used.
 
-Besides what `models.pretrain.worker` reads, the job may have `tune`, a table of `Settings`. Writes `result.json`:
+Besides what `models.pretrain.training_process` reads, the job may have `tune`, a table of `TuneOptions`. Writes `result.json`:
 
     {"table": [{"round", "candidate", "lr", "warmup", "batch_size", "steps", "loss"}, …],
      "best": {"candidate", "lr", "warmup", "batch_size", "steps", "loss"}}
@@ -33,13 +33,13 @@ from models.pretrain import evaluation, initial, params, trainer, world
 from models.pretrain.data import sources
 from models.pretrain.data.batches import BatchRandom, Indices, Rows, Source
 from models.pretrain.plan import ParallelPlan
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 
 TUNED = ("lr", "warmup", "batch_size")
 
 
 @dataclass(frozen=True)
-class Settings:
+class TuneOptions:
     """The search space and budget. Values are drawn log-uniformly between their bounds.
 
     Attributes:
@@ -77,7 +77,7 @@ class Tried:
 
     round: int
     candidate: int
-    options: Options
+    options: TrainingOptions
     steps: int
     loss: float
 
@@ -86,8 +86,8 @@ def tune(path: Path, report: process.Report) -> None:
     """Tunes a job."""
     torch.set_num_threads(1)
     job = jobs.read(path)
-    spec, base = job.spec(), job.options(Options)
-    settings = job.table("tune", Settings) or Settings()
+    spec, base = job.spec(), job.options(TrainingOptions)
+    settings = job.table("tune", TuneOptions) or TuneOptions()
     train, held_back = split(sources.from_job(job, spec, base.shift).train, settings.held_back, job)
     spec = initial.with_init(job, spec)
     drawn = draw(settings, base, len(train), np.random.default_rng([job.seed, 1]))
@@ -96,7 +96,7 @@ def tune(path: Path, report: process.Report) -> None:
 
     with world.join(ParallelPlan()) as here:
 
-        def loss(options: Options, steps: int) -> float:
+        def loss(options: TrainingOptions, steps: int) -> float:
             """Mean loss on the rows held back, or the training loss if that is no longer finite."""
             nonlocal done
             training = trainer.build(spec, train, options, here, job.seed)
@@ -125,7 +125,9 @@ def rounds(candidates: int, rows: int, eta: int) -> list[Round]:
     return schedule
 
 
-def draw(settings: Settings, base: Options, rows: int, rng: np.random.Generator) -> list[Options]:
+def draw(
+    settings: TuneOptions, base: TrainingOptions, rows: int, rng: np.random.Generator
+) -> list[TrainingOptions]:
     """Candidates for a training set of so many rows; the first is `base`."""
     lr = settings.lr_least or base.lr / 30, settings.lr_most or base.lr * 30
     sizes = settings.batch_least or base.batch_size, settings.batch_most or base.batch_size
@@ -145,7 +147,9 @@ def draw(settings: Settings, base: Options, rows: int, rng: np.random.Generator)
 
 
 def halve(
-    candidates: Sequence[Options], plan: Sequence[Round], loss: Callable[[Options, int], float]
+    candidates: Sequence[TrainingOptions],
+    plan: Sequence[Round],
+    loss: Callable[[TrainingOptions, int], float],
 ) -> list[Tried]:
     """Results of every training of every round; `loss` trains for so many steps and returns the loss."""
     table: list[Tried] = []

@@ -183,7 +183,7 @@ def _work(job: str) -> None:
     """One process of a pretraining, forked from the server that `launch` started."""
     # the server exits with the agent, and this process with the server
     os.environ[PARENT_VARIABLE] = str(os.getppid())
-    from models.pretrain import worker
+    from models.pretrain import training_process
 
-    sys.argv = [worker.__file__, job]
-    serve_job(worker.work)
+    sys.argv = [training_process.__file__, job]
+    serve_job(training_process.work)

@@ -5,9 +5,9 @@ instead. Only the forkserver may import this module.
 """
 
 from edge_client.processes.process import die_with_parent
-from models.pretrain import worker
+from models.pretrain import training_process
 from models.pretrain.recovery import elastic
 
-__all__ = ["elastic", "worker"]
+__all__ = ["elastic", "training_process"]
 
 die_with_parent()

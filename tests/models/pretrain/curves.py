@@ -14,7 +14,7 @@ from models import zoo
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
 from models.pretrain.data.batches import Arrays
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.zoo import ModelSpec, gpt
 
 STEPS = 6
@@ -85,9 +85,9 @@ def _broken(name: str) -> AbstractContextManager[None]:
     return taken_away
 
 
-def settings(**options: Any) -> Options:
+def settings(**options: Any) -> TrainingOptions:
     """Adam with an epsilon that does not blow up rounding differences in near-zero gradients."""
-    return Options(**{"steps": STEPS, "batch_size": BATCH, "lr": 1e-2, "eps": 1e-6, **options})
+    return TrainingOptions(**{"steps": STEPS, "batch_size": BATCH, "lr": 1e-2, "eps": 1e-6, **options})
 
 
 def spec_of(name: str = "gpt", vocab: int = VOCAB, **options: Any) -> ModelSpec:

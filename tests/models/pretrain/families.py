@@ -12,7 +12,7 @@ from models.pretrain import trainer, world
 from models.pretrain.data.batches import Arrays, Source
 from models.pretrain.data.images import Augmentation, augment
 from models.pretrain.data.tokens import Masked
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 
 STEPS, BATCH, LENGTH, VOCAB, CLASSES = 5, 8, 12, 30, 3
 
@@ -34,7 +34,7 @@ def curve(family: str, plan: str) -> list[float]:
         classes=CLASSES if family in ("bert", "resnet", "resnet varied") else VOCAB,
         **OPTIONS[family],
     )
-    options = Options(steps=STEPS, batch_size=BATCH, lr=1e-2, eps=1e-6)
+    options = TrainingOptions(steps=STEPS, batch_size=BATCH, lr=1e-2, eps=1e-6)
     with world.join(plans.parse(plan)) as here:
         training = trainer.build(spec, source(family), options, here, seed=5)
         losses: list[float] = []

@@ -17,7 +17,7 @@ import numpy as np
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
 from models.pretrain.data.batches import Arrays
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.zoo import gpt
 from tests.support import traffic
 
@@ -52,7 +52,7 @@ def trained(plans_: Sequence[str], steps: int = 200, width: int = 64, **options:
     the machine slows all of them."""
     with world.join(plans.parse(plans_[0])) as first:
         spec = gpt.spec((LENGTH,), VOCAB, width=width, layers=2, heads=4)
-        given = Options(**{"steps": steps, "batch_size": 32, "lr": 3e-3, "warmup": 10, **options})
+        given = TrainingOptions(**{"steps": steps, "batch_size": 32, "lr": 3e-3, "warmup": 10, **options})
         trainings = [
             trainer.build(spec, sentences(), given, world.build(plans.parse(plan), first.device), seed=1)
             for plan in plans_

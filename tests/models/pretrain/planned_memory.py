@@ -11,7 +11,7 @@ from models.pretrain import trainer, world
 from models.pretrain.planner.bench_rank import Worlds, examples
 from models.pretrain.planner.live_memory import LiveBytes
 from models.pretrain.trainer import Trainer
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.pretrain.world import World
 from models.zoo import ModelSpec, gpt
 
@@ -32,7 +32,7 @@ def peaks(texts: list[str], vocab: int, width: int, length: int) -> list[tuple[i
 
 def peak(here: World, made: ModelSpec, batch_size: int) -> tuple[int, int]:
     """The same in one world, of processes that have joined."""
-    options = Options(steps=3, batch_size=batch_size)
+    options = TrainingOptions(steps=3, batch_size=batch_size)
     training = trainer.build(made, examples(made, 2 * batch_size), options, here, seed=1)
     training.train_step()
     with LiveBytes(_held(training)) as live:

@@ -18,7 +18,7 @@ from models.pretrain.data.tokens import Masked
 from models.pretrain.parallelize import sizes_of
 from models.pretrain.plan import ParallelPlan, PlanError
 from models.pretrain.planner.bench_rank import Worlds
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.zoo import ModelSpec
 
 LENGTH, VOCAB, CLASSES, STEPS = 12, 24, 3, 6
@@ -81,7 +81,7 @@ def draw(seed: int, processes: int) -> Iterator[Trial]:
         plan = _plan(rng, processes)
         try:
             sizes = sizes_of(spec_of(model))
-            plan_rules.check(plan, sizes, Options(**options), processes)
+            plan_rules.check(plan, sizes, TrainingOptions(**options), processes)
         except PlanError:
             continue
         yield Trial(model, str(plan), options)
@@ -97,7 +97,7 @@ def losses(trials: Sequence[Trial]) -> list[list[float] | str]:
     with world.join(plans.parse(trials[0].plan)) as here:
         worlds = Worlds(here.device)
         for trial in trials:
-            options = Options(**{"steps": STEPS, "lr": 1e-2, "eps": 1e-4, **trial.options})
+            options = TrainingOptions(**{"steps": STEPS, "lr": 1e-2, "eps": 1e-4, **trial.options})
             try:
                 training = trainer.build(
                     spec_of(trial.model), source(trial.model), options, worlds.of(plans.parse(trial.plan)), 5

@@ -80,12 +80,12 @@ def test_training_mode_is_as_before() -> None:
 def build(between: str) -> None:
     from models.pretrain import trainer, world
     from models.pretrain.data.batches import Arrays
-    from models.pretrain.training import Options
+    from models.pretrain.training import TrainingOptions
 
     spec = spec_of(between)
     x, y = spec.example_batch(8)
     with world.join(parse("pp=2")) as here:
-        trainer.build(spec, Arrays(x.numpy(), y.numpy()), Options(batch_size=4), here, seed=0)
+        trainer.build(spec, Arrays(x.numpy(), y.numpy()), TrainingOptions(batch_size=4), here, seed=0)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from models.pretrain import plan as plans
 from models.pretrain.parallel.data import sharding
 from models.pretrain.parallel.model import experts
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.zoo import moe
 from tests.models.pretrain.curves import settings, spec_of, tokens
 from tests.support import ranks
@@ -122,7 +122,7 @@ def test_experts_that_processes_cannot_share_are_refused() -> None:
     from models.pretrain.parallelize import sizes_of
 
     with pytest.raises(plans.PlanError, match="ep=3 must divide the 4 experts"):
-        plan_rules.check(plans.parse("dp=3,ep=3"), sizes_of(spec_of(**MODEL)), Options(batch_size=12))
+        plan_rules.check(plans.parse("dp=3,ep=3"), sizes_of(spec_of(**MODEL)), TrainingOptions(batch_size=12))
 
 
 def _experts() -> moe.Experts:

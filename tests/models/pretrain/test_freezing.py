@@ -15,7 +15,7 @@ from models.pretrain.freezing import Frozen
 from models.pretrain.params import unwrapped_name
 from models.pretrain.plan import PlanError
 from models.pretrain.recovery import checkpoint
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from tests.models.pretrain import curves
 from tests.support import ranks
 
@@ -41,7 +41,7 @@ def trained(plans_: Sequence[str], **options: object) -> list[Outcome]:
 
 
 def _trained(here: world.World, options: dict[str, object]) -> Outcome:
-    given: Options = curves.settings(**{"steps": STEPS, **options})
+    given: TrainingOptions = curves.settings(**{"steps": STEPS, **options})
     spec = curves.spec_of(dropout=0.0)
     training = trainer.build(spec, curves.tokens(ROWS), given, here, seed=5)
     whole = dict(spec.build(5).named_parameters())

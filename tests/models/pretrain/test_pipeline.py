@@ -16,7 +16,7 @@ from models.pretrain.parallel.model import pipeline_schedule
 from models.pretrain.parallel.model.pipeline_schedule import Pass
 from models.pretrain.plan import ParallelPlan, PlanError, Sizes, parse
 from models.pretrain.plan_rules import check
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from tests.models.pretrain.curves import Case
 from tests.models.pretrain.logged_pipeline import bubble
 from tests.support import ranks
@@ -199,7 +199,7 @@ def test_a_plan_is_refused_exactly_when_torch_refuses_it(schedule: str) -> None:
 )
 def test_what_goes_wrong_in_a_pipeline_is_refused_with_its_reason(plan: str, reason: str) -> None:
     with pytest.raises(PlanError, match=reason.replace("+", r"\+")):
-        check(parse(plan), SIZES, Options(batch_size=120))
+        check(parse(plan), SIZES, TrainingOptions(batch_size=120))
 
 
 def _seconds(each: Pass) -> float:
@@ -208,7 +208,7 @@ def _seconds(each: Pass) -> float:
 
 def _refused(plan: ParallelPlan) -> bool:
     try:
-        check(plan, SIZES, Options(batch_size=plan.num_microbatches))
+        check(plan, SIZES, TrainingOptions(batch_size=plan.num_microbatches))
     except PlanError:
         return True
     return False

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from models.pretrain import plan as plans
 from models.pretrain.plan import ParallelPlan, PlanError, Sizes, parse
 from models.pretrain.plan_rules import check
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 
 SIZES = Sizes(layers=8, heads=4, width=32, hidden=128, vocab=50, length=16, attention=True, tensor=True)
 
@@ -130,25 +130,25 @@ REFUSED = [
 @pytest.mark.parametrize(("text", "reason"), REFUSED)
 def test_an_impossible_plan_is_refused_with_its_reason(text: str, reason: str) -> None:
     with pytest.raises(PlanError) as raised:
-        check(parse(text), SIZES, Options(batch_size=48))
+        check(parse(text), SIZES, TrainingOptions(batch_size=48))
     assert reason in str(raised.value)
     assert str(raised.value).startswith(f"plan {parse(text)}: ")
 
 
 def test_all_reasons_are_given_at_once() -> None:
     with pytest.raises(PlanError) as raised:
-        check(parse("tp=3,split=8,loss_parallel=true"), SIZES, Options(batch_size=48), processes=2)
+        check(parse("tp=3,split=8,loss_parallel=true"), SIZES, TrainingOptions(batch_size=48), processes=2)
     for reason in ("need 3 processes, there are 2", "must divide the 4 heads", "split needs pp"):
         assert reason in str(raised.value)
 
 
 def test_a_model_that_cannot_be_taken_apart_is_only_replicated() -> None:
-    check(parse("dp=4"), Sizes(), Options(batch_size=8))
+    check(parse("dp=4"), Sizes(), TrainingOptions(batch_size=8))
     with pytest.raises(PlanError, match="where its attention is"):
-        check(parse("cp=2"), dataclasses.replace(SIZES, attention=False), Options(batch_size=8))
+        check(parse("cp=2"), dataclasses.replace(SIZES, attention=False), TrainingOptions(batch_size=8))
     for text, reason in [("tp=2", "`layout`"), ("pp=2", "the model has 0"), ("cp=2", "attention")]:
         with pytest.raises(PlanError, match=reason):
-            check(parse(text), Sizes(), Options(batch_size=8))
+            check(parse(text), Sizes(), TrainingOptions(batch_size=8))
 
 
 @pytest.mark.parametrize(
@@ -180,13 +180,13 @@ def test_micro_batches_default_to_two_a_stage() -> None:
 @given(any_plan, st.sampled_from([SIZES, Sizes()]), st.integers(1, 64))
 def test_checking_ends_in_nothing_or_a_reason(plan: ParallelPlan, sizes: Sizes, batch_size: int) -> None:
     try:
-        check(plan, sizes, Options(batch_size=batch_size))
+        check(plan, sizes, TrainingOptions(batch_size=batch_size))
     except PlanError as error:
         assert str(error) != f"plan {plan}: "
 
 
 def test_options_that_a_plan_cannot_follow_are_refused_with_every_reason() -> None:
-    check(parse("dp=2,grad_compression=onebit"), SIZES, Options(optimizer="adamw"))
-    check(parse("dp=2"), SIZES, Options(optimizer="sgd", clip_norm=1.0))
+    check(parse("dp=2,grad_compression=onebit"), SIZES, TrainingOptions(optimizer="adamw"))
+    check(parse("dp=2"), SIZES, TrainingOptions(optimizer="sgd", clip_norm=1.0))
     with pytest.raises(PlanError, match=r"optimizer is 'sgd'.*clip_norm is 1\.0, expected 0"):
-        check(parse("dp=2,grad_compression=onebit"), SIZES, Options(optimizer="sgd", clip_norm=1.0))
+        check(parse("dp=2,grad_compression=onebit"), SIZES, TrainingOptions(optimizer="sgd", clip_norm=1.0))

@@ -9,7 +9,7 @@ from models.pretrain import plan as plans
 from models.pretrain.parallelize import sizes_of
 from models.pretrain.planner import layer_profile, memory
 from models.pretrain.planner.profile import Machine, Profile
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from tests.models.pretrain.planned_memory import BATCH, spec
 from tests.support import ranks
 
@@ -62,7 +62,7 @@ def test_predicted_memory_is_measured_memory(model: dict[str, int], of_two: list
     profile = Profile(
         sizes_of(made),
         *layer_profile.measure(made, BATCH, cpu),
-        layer_profile.optimizer(made, Options(), cpu),
+        layer_profile.optimizer(made, TrainingOptions(), cpu),
         Machine(),
     )
     off = {}

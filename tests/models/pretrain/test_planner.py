@@ -27,7 +27,7 @@ from models.pretrain.planner.probe import calibrate, computing_seconds
 from models.pretrain.planner.profile import Machine
 from models.pretrain.planner.search import balanced, search, with_fewer
 from models.pretrain.planner.verify import corrections, degrees, select_diverse, verify
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from tests.models.pretrain.made_profile import LINK
 from tests.models.pretrain.made_profile import profile as made
 
@@ -351,12 +351,12 @@ def test_options_for_a_larger_batch_can_be_applied_as_they_are(tmp_path: Path) -
     entry.plan(tmp_path / "job.json", lambda **fields: None)
     found = json.loads((tmp_path / "result.json").read_text())["scaling"]
     assert found["options"] == {"lr": 0.2, "warmup": 5 * 10}
-    applied = options.read(Options, {**given, **found["options"]}, "options")
+    applied = options.read(TrainingOptions, {**given, **found["options"]}, "options")
     assert applied.rate(50, 900) == 0.2 > applied.rate(0, 900)
 
 
 def test_learning_rate_grows_with_the_batch_by_rule() -> None:
-    given = Options(batch_size=64, lr=0.1, steps=100, warmup=10)
+    given = TrainingOptions(batch_size=64, lr=0.1, steps=100, warmup=10)
     linear = scaling.scaled(dataclasses.replace(given, optimizer="sgd"), 16, "linear")
     assert (linear.lr, linear.steps, linear.warmup) == (pytest.approx(0.4), 25, 2)
     root = scaling.scaled(given, 16, "sqrt")
@@ -366,5 +366,5 @@ def test_learning_rate_grows_with_the_batch_by_rule() -> None:
 
 
 def test_linear_scaling_warms_up_where_nothing_did() -> None:
-    given = Options(batch_size=64, lr=0.1, optimizer="sgd", epochs=100)
+    given = TrainingOptions(batch_size=64, lr=0.1, optimizer="sgd", epochs=100)
     assert scaling.scaled(given, 16, "linear", steps_per_epoch=7).warmup == 35

@@ -19,7 +19,7 @@ from coordinator.datacenter import profile_report
 from models.pretrain import plan as plans
 from models.pretrain import profiling, trainer, world
 from models.pretrain.profiling import Span, Split, flops_of_row, length, merge, subtract
-from models.pretrain.training import Profile
+from models.pretrain.training import ProfileOptions
 from models.zoo import gpt
 from tests.models.pretrain import curves
 from tests.support import ranks
@@ -85,7 +85,7 @@ def profiled(plan: str, folder: str, slow_rank: int = -1) -> tuple[float, list[f
 
             training.run = late
         profiler = profiling.Profiler(
-            Profile(start=2, steps=STEPS), Path(folder), spec, here, training.options.batch_size
+            ProfileOptions(start=2, steps=STEPS), Path(folder), spec, here, training.options.batch_size
         )
         losses: list[float] = []
         trainer.train(training, lambda progress: losses.extend(progress.losses), 1, around=profiler.around)

@@ -17,7 +17,7 @@ from models.pretrain import params, plan_rules, trainer, world
 from models.pretrain import plan as plans
 from models.pretrain.parallel.data import sharding
 from models.pretrain.parallelize import sizes_of
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from tests.models.pretrain.curves import BATCH, LENGTH, settings, spec_of, tokens
 from tests.support import ranks
 
@@ -85,7 +85,9 @@ def test_torch_exchanges_what_annotated_operators_want_elsewhere() -> None:
 def test_model_without_a_head_is_refused_split_logits() -> None:
     with pytest.raises(plans.PlanError, match="loss_parallel needs a model that says what its head is"):
         plan_rules.check(
-            plans.parse("tp=2,loss_parallel=true"), sizes_of(spec_of(**ANNOTATED)), Options(batch_size=8)
+            plans.parse("tp=2,loss_parallel=true"),
+            sizes_of(spec_of(**ANNOTATED)),
+            TrainingOptions(batch_size=8),
         )
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from edge_client.processes import process
 from models.pretrain.planner import tune
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 
 
 @given(st.integers(2, 200), st.integers(1, 1000), st.integers(2, 7))
@@ -28,9 +28,11 @@ def test_no_round_takes_more_rows_than_the_first(n: int, rows: int, eta: int) ->
 
 
 def test_best_of_a_law_wins_and_others_leave_early() -> None:
-    candidates = [Options(lr=rate, steps=100) for rate in (1.0, 0.1, 0.3, 3.0, 0.01, 0.03, 10.0, 1e-3, 1e-4)]
+    candidates = [
+        TrainingOptions(lr=rate, steps=100) for rate in (1.0, 0.1, 0.3, 3.0, 0.01, 0.03, 10.0, 1e-3, 1e-4)
+    ]
 
-    def loss(options: Options, steps: int) -> float:
+    def loss(options: TrainingOptions, steps: int) -> float:
         return math.nan if options.lr > 5 else math.log10(options.lr / 0.03) ** 2 + 1 / steps
 
     table = tune.halve(candidates, tune.rounds(9, 30 * 10, 3), loss)
@@ -41,8 +43,8 @@ def test_best_of_a_law_wins_and_others_leave_early() -> None:
 
 
 def test_what_is_drawn_is_within_its_bounds_and_the_same_for_a_seed() -> None:
-    settings = tune.Settings(candidates=300, batch_least=4, batch_most=64)
-    given = Options(lr=1e-2, batch_size=16, steps=1000)
+    settings = tune.TuneOptions(candidates=300, batch_least=4, batch_most=64)
+    given = TrainingOptions(lr=1e-2, batch_size=16, steps=1000)
     drawn = tune.draw(settings, given, 500, np.random.default_rng(1))
     assert drawn == tune.draw(settings, given, 500, np.random.default_rng(1))
     assert drawn != tune.draw(settings, given, 500, np.random.default_rng(2))

@@ -25,14 +25,16 @@ import torch.distributed as dist
 from torch import nn
 
 from models.pretrain.dtensor import local_tensor
-from models.pretrain.training import Options
+from models.pretrain.training import TrainingOptions
 from models.pretrain.world import World
 
 MOMENTUM = "outer_momentum"
 """Key of the outer momentum in the state of the inner optimizer, under which checkpoints keep it."""
 
 
-def from_plan(inner: Sequence[torch.optim.Optimizer], options: Options, world: World) -> LocalUpdates | None:
+def from_plan(
+    inner: Sequence[torch.optim.Optimizer], options: TrainingOptions, world: World
+) -> LocalUpdates | None:
     """The synchronization of the plan of `world`; None where gradients are exchanged in every step."""
     plan = world.plan
     if not plan.sync_every or world.size("dp") == 1:

@@ -1,7 +1,7 @@
-"""One process of a pretraining: `python -P -m models.pretrain.worker JOB.json`, alone or under `launch`.
+"""One process of a pretraining: `python -P -m models.pretrain.training_process JOB.json`, alone or under `launch`.
 
 The job file (see `models.job`) has `plan`, a table of `models.pretrain.plan.ParallelPlan`, whose dp defaults to the
-remaining processes; options are `models.pretrain.training.Options`, data as in `models.pretrain.data.sources`, initial
+remaining processes; options are `models.pretrain.training.TrainingOptions`, data as in `models.pretrain.data.sources`, initial
 params as in `models.pretrain.initial`. Process 0 reports progress and writes `curve.jsonl`, `model.safetensors` and
 `result.json`.
 
@@ -9,7 +9,7 @@ With `checkpoint`, a table of `models.pretrain.recovery.checkpoint.Policy`, the 
 checkpoint in its folder, under any plan; with `resume = false`, only from checkpoints of the same launch. On SIGTERM it
 finishes a step, saves it and exits with status 75.
 
-With `profile`, a table of `models.pretrain.training.Profile`, it reports where the time of some steps went. When no step
+With `profile`, a table of `models.pretrain.training.ProfileOptions`, it reports where the time of some steps went. When no step
 ends for `hang_seconds`, 300 by default, the processes write where they are and exit (`models.pretrain.recovery.hang`).
 """
 
@@ -34,7 +34,7 @@ from models.pretrain.recovery.checkpoint import Checkpointer, Policy
 from models.pretrain.recovery.curve import NAME as CURVE
 from models.pretrain.recovery.curve import Curve
 from models.pretrain.recovery.preemption import PREEMPTED, REFUSED, Preemption
-from models.pretrain.training import Options, Profile
+from models.pretrain.training import ProfileOptions, TrainingOptions
 from models.zoo.spec import ModelSpec
 
 REPORTS = 200
@@ -49,9 +49,9 @@ def pretrain(path: Path, report: process.Report) -> None:
     started = time.perf_counter()
     torch.set_num_threads(1)
     job = jobs.read(path)
-    spec, options = job.spec(), job.options(Options)
+    spec, options = job.spec(), job.options(TrainingOptions)
     policy, resume = job.table("checkpoint", Policy), job.flag("resume", True)
-    profile = job.table("profile", Profile)
+    profile = job.table("profile", ProfileOptions)
     hang_seconds = job.number("hang_seconds", HANG_SECONDS, 0.1, 86_400)
     plan = check.plan_of(job, int(os.environ.get("WORLD_SIZE", 1)))
     data = sources.from_job(job, spec, options.shift)
@@ -160,7 +160,7 @@ def _restarts() -> int:
 
 
 def _profiler(
-    options: Profile, job: jobs.Job, training: trainer.Trainer, spec: ModelSpec
+    options: ProfileOptions, job: jobs.Job, training: trainer.Trainer, spec: ModelSpec
 ) -> profiling.Profiler:
     needed = options.start + options.steps
     if training.steps < needed:
