@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.workers.pool import Frame, Job, WorkerPool
+from coordinator.workers.pool import Job, WorkerPool
+from edge_client.processes.channel import Frame
 from edge_client.train.evaluation import EVALUATION_ROWS, Evaluation, merge
 from edge_client.wire import arrays
 from strategies.params import Tensors

@@ -5,14 +5,11 @@ parent and leaves nothing behind: no shared memory and, except for the log, no f
 running and one queued, so that it never idles. Several workers are forked from one process that has imported what they
 need (`edge_client.processes.process.fork_each`).
 
-Jobs and replies are frames: a JSON object and any number of byte strings. Layout: 4 bytes big-endian length of the JSON,
-the JSON (its key `blobs` lists lengths), then the blobs. An open file is passed with the first bytes; the receiver needs
-no permission to open it. Both ends are our own processes; nothing is unpickled.
+Jobs and replies are frames (`edge_client.processes.channel`).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import socket
@@ -26,9 +23,8 @@ from types import TracebackType
 from typing import Any
 
 from coordinator.errors import StorageFailed, UserError
+from edge_client.processes.channel import Closed, Frame, receive_frame, send_frame
 from edge_client.processes.process import Launch
-
-_LENGTH_BYTES = 4
 
 JOBS_PER_WORKER = 2
 """Jobs that one worker has at a time."""
@@ -36,78 +32,6 @@ TORCH = ("models.zoo", "edge_client.train.torch_trainer")
 """Modules that workers for torch models import."""
 _WORKER = "coordinator.workers.worker"
 _TAIL_BYTES = 65_536
-
-
-class Closed(Exception):
-    """The other end has closed the channel."""
-
-
-@dataclass(frozen=True)
-class Frame:
-    """`file`: descriptor of an open file; the receiver closes it."""
-
-    values: dict[str, Any]
-    blobs: tuple[bytes, ...] = ()
-    file: int | None = None
-
-
-def send_frame(
-    channel: socket.socket, values: dict[str, Any], blobs: Sequence[bytes] = (), file: int | None = None
-) -> None:
-    """Writes one frame.
-
-    Raises:
-        Closed: the other end has closed the channel.
-    """
-    head = json.dumps({**values, "blobs": [len(blob) for blob in blobs]}).encode()
-    try:
-        _send_first(channel, len(head).to_bytes(_LENGTH_BYTES, "big"), file)
-        channel.sendall(head)
-        for blob in blobs:
-            channel.sendall(blob)
-    except OSError as error:
-        raise Closed(str(error)) from None
-
-
-def receive_frame(channel: socket.socket) -> Frame:
-    """Reads one frame.
-
-    Raises:
-        Closed: the other end has closed the channel, possibly in the middle of a frame.
-    """
-    first, file = _receive_first(channel)
-    head = json.loads(_receive_exactly(channel, int.from_bytes(first, "big")))
-    lengths = head.pop("blobs")
-    return Frame(head, tuple(_receive_exactly(channel, length) for length in lengths), file)
-
-
-def _send_first(channel: socket.socket, length: bytes, file: int | None) -> None:
-    sent = socket.send_fds(channel, [length], [file]) if file is not None else 0
-    channel.sendall(length[sent:])
-
-
-def _receive_first(channel: socket.socket) -> tuple[bytes, int | None]:
-    try:
-        received, files, _, _ = socket.recv_fds(channel, _LENGTH_BYTES, 1)
-    except OSError as error:
-        raise Closed(str(error)) from None
-    if not received:
-        raise Closed("end of stream")
-    return received + _receive_exactly(channel, _LENGTH_BYTES - len(received)), files[0] if files else None
-
-
-def _receive_exactly(channel: socket.socket, length: int) -> bytes:
-    buffer = bytearray(length)
-    view = memoryview(buffer)
-    while view:
-        try:
-            received = channel.recv_into(view)
-        except OSError as error:
-            raise Closed(str(error)) from None
-        if not received:
-            raise Closed("end of stream")
-        view = view[received:]
-    return bytes(buffer)
 
 
 class WorkerDied(Exception):

@@ -11,11 +11,9 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
-import queue
 import signal
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,8 +28,8 @@ from coordinator.workers import (
     faults,
     workspace,
 )
-from coordinator.workers.pool import Closed, Frame, receive_frame, send_frame
 from edge_client.data.examples import Examples
+from edge_client.processes.channel import Closed, Frame, read_ahead, send_frame
 from edge_client.processes.process import die_with_parent, fork_each
 from edge_client.train.trainer import Runtime, Trainer, TrainTask
 from edge_client.wire import arrays
@@ -219,9 +217,8 @@ def _initial_reply(
 
 
 def serve(channel: socket.socket) -> None:
-    """Runs jobs until the channel closes. A thread reads ahead, so that closing the channel also ends a long job."""
-    waiting: queue.Queue[Frame] = queue.Queue()
-    threading.Thread(target=_read, args=(channel, waiting), daemon=True).start()
+    """Runs jobs until the channel closes."""
+    waiting = read_ahead(channel)
     worker = Worker()
     failure: dict[str, Any] | None = None
     while True:
@@ -237,14 +234,6 @@ def serve(channel: socket.socket) -> None:
         if failure is not None:
             values, blobs = failure, []
         send_frame(channel, values, blobs)
-
-
-def _read(channel: socket.socket, waiting: queue.Queue[Frame]) -> None:
-    while True:
-        try:
-            waiting.put(receive_frame(channel))
-        except Closed:
-            os._exit(0)
 
 
 def _disk_errno(error: Exception) -> dict[str, Any]:

@@ -3,8 +3,8 @@
     with TrainingProcess(log, limits) as training:
         done = training.run(job, stop_reason)
 
-The child (`edge_client.train.worker`) receives one job at a time over a socket pair as a line of JSON; params, data
-and results are files named by the job. It stays for the next job of the same runtime, because importing a framework
+The child (`edge_client.train.worker`) receives one job at a time over a socket pair (`edge_client.processes.channel`) as
+JSON; params, data and results are files named by the job. It stays for the next job of the same runtime, because importing a framework
 takes longer than a round, and exits when no job arrives for a while.
 
 **Limits.** The child has the kernel limit its memory and CPU time (see the worker), so that a sudden allocation
@@ -35,6 +35,7 @@ from typing import Any, Literal
 import psutil
 
 from edge_client.data import DataConfig
+from edge_client.processes.channel import Closed, receive_frame, send_frame
 from edge_client.processes.process import worker_environment
 from edge_client.wire.device import Decline, ModelRef, RuntimeName
 
@@ -46,7 +47,7 @@ STOP_SECONDS = 2.0
 
 _START_SECONDS = 60.0
 _LOG_BYTES = 1_000_000
-_ANSWER_BYTES = 65_536
+_LOG_TAIL_BYTES = 65_536
 
 Code = Literal[
     "ineligible", "no_data", "wrong_runtime", "no_model", "bad_artifact", "opted_out", "limits", "failed"
@@ -214,7 +215,6 @@ class _Child:
         self._limits = limits
         self._log = log
         self._thread = threading.get_ident()
-        self._received = b""
         ours, theirs = socket.socketpair()
         with theirs, _log_file(log) as output:
             self._log_start = output.tell()
@@ -241,9 +241,9 @@ class _Child:
         """Sends the job; False if the child has exited, which an idle one may do at any moment."""
         try:
             self._socket.settimeout(_START_SECONDS)
-            self._socket.sendall(json.dumps(_as_json(job, self._limits), default=str).encode() + b"\n")
-            return self._line(_START_SECONDS) == {"taken": True}
-        except OSError:
+            send_frame(self._socket, {}, [json.dumps(_as_json(job, self._limits), default=str).encode()])
+            return self._receive(_START_SECONDS) == {"taken": True}
+        except (Closed, TimeoutError):
             return False
 
     def answer(self, seconds: float) -> dict[str, Any] | None:
@@ -253,12 +253,11 @@ class _Child:
             TrainingFailed: the child ended without an answer.
         """
         try:
-            line = self._line(seconds)
+            return self._receive(seconds)
         except TimeoutError:
             return None
-        if line is None:
-            raise self._crash_error()
-        return line
+        except Closed:
+            raise self._crash_error() from None
 
     def end(self) -> None:
         self._socket.close()
@@ -279,21 +278,13 @@ class _Child:
         lines = self._log_text().strip().splitlines()
         return lines[-1] if lines else f"exit status {self.process.returncode}"
 
-    def _line(self, seconds: float) -> dict[str, Any] | None:
-        """The next message; None if the socket was closed. Raises TimeoutError."""
-        end = time.monotonic() + seconds
-        while b"\n" not in self._received:
-            self._socket.settimeout(max(0.001, end - time.monotonic()))
-            try:
-                part = self._socket.recv(_ANSWER_BYTES)
-            except ConnectionError:
-                return None
-            if not part:
-                return None
-            self._received += part
-        line, _, self._received = self._received.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        """The next message. Raises: Closed; TimeoutError: none began within this time."""
+        self._socket.settimeout(seconds)
+        with suppress(ConnectionError):  # `receive_frame` reports it
+            self._socket.recv(1, socket.MSG_PEEK)
+        self._socket.settimeout(None)
+        return receive_frame(self._socket).values
 
     def _crash_error(self) -> TrainingFailed:
         status = self.process.wait()
@@ -310,7 +301,7 @@ class _Child:
 
     def _log_text(self) -> str:
         with suppress(OSError), self._log.open("rb") as log:
-            log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - _ANSWER_BYTES))
+            log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES))
             return log.read().decode("utf-8", "replace")
         return ""
 

@@ -4,7 +4,7 @@
 
 It runs with the least resources that training needs: one thread, low priority, killed first when the machine is out
 of memory, no core dumps. It needs no network and only reads local data. When the socket closes it exits at once,
-whatever it is doing: a separate thread watches the socket.
+whatever it is doing (`edge_client.processes.channel`).
 
 **Memory** is limited by the kernel (`process.limit_memory`) with some room above the owner's limit; the parent
 watches the resident memory.
@@ -20,7 +20,6 @@ import resource
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edge_client.processes.channel import Closed, read_ahead, send_frame
 from edge_client.processes.process import (
     die_with_parent,
     limit_memory,
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from edge_client.train.process import Job
     from edge_client.train.trainer import Runtime, Trainer
 
-_READ_BYTES = 65_536
-
 _UNREADABLE = "its data cannot be read as the device's configuration describes it; on the device: fedloop-edge data preview"
 
 Answer = dict[str, Any]
@@ -56,24 +54,26 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     lower_priority()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
-        serve(channel)
+        try:
+            serve(channel)
+        except Closed:
+            os._exit(0)
 
 
 def serve(channel: socket.socket) -> None:
     """Runs jobs until the socket closes, or none arrives within the last one's idle limit."""
-    waiting: queue.Queue[bytes] = queue.Queue()
-    threading.Thread(target=_read, args=(channel, waiting), daemon=True).start()
+    waiting = read_ahead(channel)
     worker = Worker()
     idle_seconds: float | None = None
     while True:
         try:
-            document = json.loads(waiting.get(timeout=idle_seconds))
+            document = json.loads(waiting.get(timeout=idle_seconds).blobs[0])
         except queue.Empty:
             os._exit(0)
-        _send(channel, {"taken": True})
+        send_frame(channel, {"taken": True})
         idle_seconds = document["limits"]["idle_seconds"]
         _limit(document["limits"])
-        _send(channel, worker.answer(document))
+        send_frame(channel, worker.answer(document))
 
 
 class Worker:
@@ -223,28 +223,6 @@ def _limit(limits: Mapping[str, Any]) -> None:
     cpu = limits["cpu_seconds"]
     # The kernel counts whole seconds; round up.
     set_soft_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + cpu) + 1 if cpu else 0)
-
-
-def _read(channel: socket.socket, waiting: queue.Queue[bytes]) -> None:
-    """Reads ahead, so that a closed socket also ends a long job."""
-    received = b""
-    while True:
-        try:
-            part = channel.recv(_READ_BYTES)
-        except OSError:
-            part = b""
-        if not part:
-            os._exit(0)
-        *lines, received = (received + part).split(b"\n")
-        for line in lines:
-            waiting.put(line)
-
-
-def _send(channel: socket.socket, message: Answer) -> None:
-    try:
-        channel.sendall(json.dumps(message).encode() + b"\n")
-    except OSError:
-        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from coordinator.rounds.fleet import (
     encode_model,
 )
 from coordinator.rounds.plan import LocalWork, Task
-from coordinator.workers.pool import Frame, Job, WorkerPool
+from coordinator.workers.pool import Job, WorkerPool
+from edge_client.processes.channel import Frame
 from edge_client.wire import arrays
 from edge_client.wire.arrays import encode_result
 from edge_client.wire.device import TaskMessage
