@@ -26,16 +26,32 @@ _BASE64 = re.compile(rb"[A-Za-z0-9+/]{64,}={0,2}")
 def rows_in(folder: Path, rows: npt.NDArray[Any], texts: Sequence[str] = ()) -> list[str]:
     """What of `rows` [N, …] and of `texts` the files below the folder hold, a line each: where, and in which form."""
     binary, numbers = _binary(rows), _numbers(rows)
-    words = [text.encode() for text in texts]
+    words = Needles([text.encode() for text in texts])
     found = []
     for place, content in _contents(folder):
-        found += [f"{place}: {dtype}" for dtype, wanted in binary.items() if _any_in(wanted, content)]
+        found += [f"{place}: {dtype}" for dtype, wanted in binary.items() if wanted.any_in(content)]
         told = [float(number) for number in _NUMBER.findall(content)]
         if any(_rounded(told[at : at + WINDOW]) in numbers for at in range(len(told) - WINDOW + 1)):
             found.append(f"{place}: numbers in text")
-        if _any_in(words, content):
+        if words.any_in(content):
             found.append(f"{place}: text")
     return found
+
+
+class Needles:
+    """Byte strings of two or more bytes, thousands of which are searched for at once."""
+
+    def __init__(self, wanted: Sequence[bytes]) -> None:
+        self._wanted, self._lengths = set(wanted), {len(each) for each in wanted}
+        self._begins = np.zeros(2**16, bool)
+        for each in wanted:
+            self._begins[int.from_bytes(each[:2], "little")] = True
+
+    def any_in(self, content: bytes) -> bool:
+        """Whether one occurs: looks only where the first two bytes of one are."""
+        ahead = np.frombuffer(content, np.uint8).astype(np.uint16)
+        places = np.flatnonzero(self._begins[ahead[:-1] | ahead[1:] << 8]).tolist()
+        return any(content[at : at + length] in self._wanted for at in places for length in self._lengths)
 
 
 def _contents(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -71,7 +87,7 @@ def _windows(rows: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
     return found
 
 
-def _binary(rows: npt.NDArray[Any]) -> dict[str, list[bytes]]:
+def _binary(rows: npt.NDArray[Any]) -> dict[str, Needles]:
     windows, found = _windows(rows), {}
     for name in _DTYPES:
         dtype = np.dtype(name)
@@ -84,7 +100,7 @@ def _binary(rows: npt.NDArray[Any]) -> dict[str, list[bytes]]:
             ]
         else:
             fits = windows
-        found[name] = [window.astype(dtype).tobytes() for window in fits]
+        found[name] = Needles([window.astype(dtype).tobytes() for window in fits])
     return found
 
 
@@ -94,7 +110,3 @@ def _numbers(rows: npt.NDArray[Any]) -> set[tuple[str, ...]]:
 
 def _rounded(values: Sequence[float]) -> tuple[str, ...]:
     return tuple(f"{value:.4g}" for value in values)
-
-
-def _any_in(wanted: Sequence[bytes], content: bytes) -> bool:
-    return any(each in content for each in wanted)
