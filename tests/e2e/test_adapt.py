@@ -56,7 +56,7 @@ def test_few_params_trained_federatedly_improve_the_model_for_a_twentieth_of_the
 
 def test_daemons_train_a_head_and_the_model_they_end_with_can_be_compressed(tmp_path: Path) -> None:
     (models := tmp_path / "models").mkdir()
-    document = experiment(shipped_in(models, RESNET), RESNET, rounds=6, adapt="head")
+    document = experiment(shipped_in(models, MLP, 15), MLP, rounds=4, adapt="head")
     document["federation"] |= {"clients": 3, "clients_per_round": 3}
     parts = client_data(experiments.resolve(document, "test"))
     with local_fleet(tmp_path / "fleet", ["--allow-path", str(models)]) as fleet:

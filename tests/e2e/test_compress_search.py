@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
+from edge_client.files import file_sha256
+from models import zoo
 from models.compress.micro_interpreter import MicroModel
+from models.pretrain.params import params_of
 from tests.support.cli import assert_refused, report_of, run_cli, run_here
 
 pytestmark = pytest.mark.slow
@@ -87,8 +92,20 @@ def test_a_budget_that_makes_no_sense_is_refused(
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    here = tmp_path_factory.mktemp("source")
-    quick = ("--set", "model.name=logreg", "--set", "train.epochs=1")
-    done = run_cli("pretrain", *quick, "--out", "teacher", cwd=here)
-    assert done.returncode == 0, done.stderr
-    return here / "teacher"
+    """A folder with a model and its rows, as a pretraining leaves them; the model is not trained."""
+    folder = tmp_path_factory.mktemp("source")
+    (folder / "data" / "arrays").mkdir(parents=True)
+    for part in ("train", "test"):
+        np.save(folder / "data" / "arrays" / f"x_{part}.npy", np.zeros((100, 8, 8), np.float32))
+        np.save(folder / "data" / "arrays" / f"y_{part}.npy", np.arange(100, dtype=np.int32) % 10)
+    shape = {"input_shape": [8, 8], "classes": 10}
+    (folder / "model.json").write_text(
+        json.dumps(
+            {"name": "logreg", "options": {}, "input_dtype": "float32", "task": "classification", **shape}
+        )
+    )
+    module = zoo.get("logreg", input_shape=(8, 8), classes=10).build(0)
+    safetensors.numpy.save_file(params_of(module), folder / "model.safetensors")
+    lineage = {"model_sha256": file_sha256(folder / "model.safetensors"), "seed": 7}
+    (folder / "lineage.json").write_text(json.dumps(lineage))
+    return folder

@@ -10,6 +10,7 @@ import pytest
 
 from edge_client.infer import runtime
 from tests.support.cli import assert_refused, options, report_of, run_cli, run_here
+from tests.support.long import extended
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +118,11 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("kind", BROKEN)
+_SOME = ("does not import", "fails in forward", "answers with probabilities")
+"""Of each step one: the import, the trial, what is particular to logits. The others: tests/models/test_user_code.py."""
+
+
+@pytest.mark.parametrize("kind", [*_SOME, *extended(*(kind for kind in BROKEN if kind not in _SOME))])
 def test_a_broken_model_is_told_in_one_message(folder: Path, kind: str) -> None:
     text, words = BROKEN[kind]
     (folder / "models.py").write_text(text)

@@ -198,7 +198,8 @@ def test_the_next_run_goes_well(attack: Attack) -> None:
 
 
 @pytest.mark.slow
-def test_a_result_sent_a_thousand_times_counts_once(tmp_path: Path, served_on: Mapping[str, str]) -> None:
+@pytest.mark.long
+def test_a_result_sent_again_and_again_counts_once(tmp_path: Path, served_on: Mapping[str, str]) -> None:
     with arena(tmp_path, environment=served_on) as made:
         first, second = made.enrol(2)
         run = made.start_run(2)
@@ -207,9 +208,10 @@ def test_a_result_sent_a_thousand_times_counts_once(tmp_path: Path, served_on: M
         offers = {device.id: device.task(made.said()) for device in (first, second)}
         target = _target(made, first, offers, second)
         payload = target.sound.payload
-        for _ in range(500):
+        often = 500 if LONG else 50
+        for _ in range(often):
             assert first.upload(target.task, payload).document == {"offset": len(payload), "accepted": True}
-        for content in sent(target, payload) * 250:
+        for content in sent(target, payload) * (often // 2):
             assert first.send(content).status == 200
         assert first.announce(target.task, payload[:-4] + bytes(4)).code == "duplicate"
         assert len(made.rows("updates")) == 1
