@@ -307,6 +307,7 @@ def test_the_first_root_may_come_by_another_way(ota: World, tmp_path: Path) -> N
         ),
     ],
 )
+@pytest.mark.slow
 def test_what_does_not_run_here_is_refused_and_never_tried_again(
     served: World, changes: dict[str, Any], code: str
 ) -> None:
@@ -343,6 +344,7 @@ def test_a_manifest_of_another_version_is_refused(ota: World) -> None:
         _require_consistent(inference.from_json(json.dumps(manifest)), ReleaseOffer("r", MODEL, 4), target)
 
 
+@pytest.mark.slow
 def test_both_models_are_evaluated_where_the_device_has_held_out_rows(served: World) -> None:
     x, y = released.digits()
     path = served.home / "digits.csv"

@@ -54,6 +54,7 @@ def test_centroids_lie_where_the_values_are() -> None:
     assert np.square(shared - values).mean() < 0.5 * np.square(uniform - values).mean()
 
 
+@pytest.mark.slow
 def test_weights_that_were_pruned_stay_pruned_through_fine_tuning_and_frozen_ones_stay_as_they_are() -> None:
     module = copy.deepcopy(cnn().module)
     with torch.no_grad():

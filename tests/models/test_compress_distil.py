@@ -78,6 +78,7 @@ def test_padding_inside_a_sequence_does_not_count_and_an_unlabelled_sequence_doe
     assert abs(float(base - other)) > 0.01
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_what_the_teacher_says_about_unlabelled_rows(world: dict[str, Any]) -> None:
     nothing = np.full(len(world["x"]), PADDING, np.int32)
     options = DistilOptions(epochs=30, batch_size=16, lr=0.01)
@@ -126,6 +127,7 @@ def test_an_ensemble_speaks_with_the_mean_of_its_probabilities(
     np.testing.assert_allclose(softmax(agreed / temperature), expected, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_hint_brings_the_students_layer_nearer_to_the_teachers(world: dict[str, Any]) -> None:
     """Of what the teacher's layer does over unseen rows, a linear map of the student's explains more with hints."""
 

@@ -131,6 +131,7 @@ def losses(spec: ModelSpec, source: Source, steps: int, save: Path | None = None
     return found
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_from_what_another_learnt(tmp_path: Path) -> None:
     hiding = losses(finder(), Masked(text(400, 0), VOCAB), 150, tmp_path / "model.safetensors")
     assert np.mean(hiding[-10:]) < 0.6 * np.mean(hiding[:10])

@@ -77,6 +77,7 @@ def test_pieces_are_the_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, pieces)) <= 50
 
 
+@pytest.mark.slow
 def test_shakespeare_in_each_encoding(tmp_path: Path) -> None:
     path = corpus.find("shakespeare", require.data_dir("tinyshakespeare.txt"))
     characters = corpus.prepare(path, tmp_path / "characters", "characters")
