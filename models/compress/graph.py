@@ -57,7 +57,10 @@ def fold(model: StepModel, data: Data, options: FoldOptions, context: Context) -
     module = copy.deepcopy(model.module).eval()
     folded = []
     for norm, layer in foldable(before, module):
-        module.set_submodule(layer, _fuse(module.get_submodule(layer), module.get_submodule(norm)))
+        before_norm = module.get_submodule(layer)
+        linear = isinstance(before_norm, nn.Linear)
+        fuse: Any = fusion.fuse_linear_bn_eval if linear else fusion.fuse_conv_bn_eval
+        module.set_submodule(layer, fuse(before_norm, module.get_submodule(norm)))
         module.set_submodule(norm, nn.Identity())
         folded.append({"norm": norm, "into": layer})
     dropouts = [name for name, part in module.named_modules() if isinstance(part, _DROPOUTS)]
@@ -132,15 +135,6 @@ def foldable(program: torch.export.ExportedProgram, module: nn.Module) -> Iterat
             and isinstance(module.get_submodule(layer), nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
         ):
             yield norm, layer
-
-
-def _fuse(layer: nn.Module, norm: nn.Module) -> nn.Module:
-    fused: nn.Module = (
-        fusion.fuse_linear_bn_eval(layer, norm)  # type: ignore[arg-type]
-        if isinstance(layer, nn.Linear)
-        else fusion.fuse_conv_bn_eval(layer, norm)  # type: ignore[arg-type, type-var]
-    )
-    return fused
 
 
 def unused_layers(program: torch.export.ExportedProgram) -> list[str]:

@@ -13,6 +13,7 @@ whose steps are stored as in any pipeline, `pareto.png`, and `result.json` with 
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 import time
@@ -241,9 +242,9 @@ class Search:
     def _copy_common_steps(self, candidate_folder: Path, steps: tuple[Table, ...]) -> None:
         """Copies the leading steps shared with another candidate; the pipeline reuses those with a matching key."""
         for folder, others in self._ran:
-            common = 0
-            while common < min(len(steps), len(others)) and steps[common] == others[common]:
-                common += 1
+            common = len(
+                list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(steps, others, strict=False)))
+            )
             for number in range(common + 1):
                 for step in folder.glob(f"step-{number:02}-*"):
                     if not (candidate_folder / step.name).exists():

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +50,6 @@ from edge_client.wire.manifest import (
     Lineage,
     Manifest,
     SignatureSpec,
-    TensorSpec,
     Tolerance,
 )
 from edge_client.wire.strict import InvalidDocument
@@ -62,6 +61,9 @@ from models.conversion.request_cache import ARTIFACTS
 from models.conversion.trace import NotConvertible, NotTraceable, Traced, not_convertible, trace
 from models.user_code import UserCodeError
 from models.zoo.spec import ModelSpec, VocabularyUnknown
+
+if TYPE_CHECKING:
+    from models.conversion.keras import KerasProgram
 
 TOLERANCE = Tolerance(absolute=1e-5, relative=1e-4)
 """Tolerance of golden answers in float32, for sums of a few thousand products in another order."""
@@ -81,27 +83,13 @@ _USER_ERRORS = (
 )
 
 
-class Program(Protocol):
-    """A model's two signatures before the conversion, from any framework."""
-
-    framework: str
-    makers: tuple[str, ...]
-    tensors: tuple[TensorSpec, ...]
-    values: Mapping[str, npt.NDArray[np.float32]]
-
-    @property
-    def content(self) -> Iterable[bytes]:
-        """Everything that determines the graphs."""
-
-    def tflite(self) -> bytes:
-        """The file. Raises `NotConvertible`."""
-
-    def reference(self) -> Runtime:
-        """The original model with its framework's own gradients, independent of the traced graphs."""
-
-
 class TorchProgram:
-    """The program of a torch module."""
+    """Both signatures of a torch model before the conversion; `models.conversion.keras.KerasProgram` is the same for Keras.
+
+    Attributes:
+        framework, makers: what made it, for messages and for the key of the file.
+        tensors, values: all float tensors, and what they hold untrained.
+    """
 
     framework = "PyTorch"
     makers: tuple[str, ...] = cache.MAKERS
@@ -116,14 +104,17 @@ class TorchProgram:
 
     @property
     def content(self) -> Iterable[bytes]:
+        """Everything that determines the graphs."""
         return cache.content(self._traced)
 
     def tflite(self) -> bytes:
+        """The file. Raises `NotConvertible`."""
         file = _convert_graphs(self._traced)
         # A frozen backbone is stored as the integers that it was made from.
         return int8_constants.store_as_int8(file) if self._spec.name == adaptation.MODEL else file
 
     def reference(self) -> Runtime:
+        """The original model with its framework's own gradients, independent of the traced graphs."""
         return TorchRuntime(self._spec.build(seed=0), self._spec.loss)
 
 
@@ -192,7 +183,7 @@ def _spec(request: ExportRequest) -> ModelSpec | zoo.KerasSpec:
     )
 
 
-def _program(spec: ModelSpec | zoo.KerasSpec, batch_size: int) -> Program:
+def _program(spec: ModelSpec | zoo.KerasSpec, batch_size: int) -> TorchProgram | KerasProgram:
     if isinstance(spec, ModelSpec):
         return TorchProgram(spec, batch_size)
     from models.conversion.keras import KerasProgram
@@ -200,7 +191,9 @@ def _program(spec: ModelSpec | zoo.KerasSpec, batch_size: int) -> Program:
     return KerasProgram(spec, batch_size)
 
 
-def _draft(request: ExportRequest, spec: ModelSpec | zoo.KerasSpec, program: Program) -> Manifest:
+def _draft(
+    request: ExportRequest, spec: ModelSpec | zoo.KerasSpec, program: TorchProgram | KerasProgram
+) -> Manifest:
     names = [tensor.signature_name for tensor in program.tensors]
     changed = [tensor.signature_name for tensor in program.tensors if tensor.trainable]
     fills = {name: _fill(value) for name, value in program.values.items()}
@@ -305,7 +298,7 @@ def _convert_graphs(graphs: Traced) -> bytes:
     return bytes(converted.model_content())
 
 
-def _verify(draft: Manifest, program: Program, tflite: bytes) -> Manifest:
+def _verify(draft: Manifest, program: TorchProgram | KerasProgram, tflite: bytes) -> Manifest:
     """The complete manifest, after the file was found to agree with the model's framework."""
     manifest = replace(
         draft,
@@ -324,7 +317,7 @@ def _verify(draft: Manifest, program: Program, tflite: bytes) -> Manifest:
     return manifest
 
 
-def _golden_answers(manifest: Manifest, program: Program) -> Golden:
+def _golden_answers(manifest: Manifest, program: TorchProgram | KerasProgram) -> Golden:
     answers = golden.run(program.reference(), manifest)
     numbers = [answers.loss, answers.logits.norm, *(change.norm for change in answers.changes.values())]
     if not all(map(math.isfinite, numbers)):

@@ -30,7 +30,7 @@ MAKERS = ("tensorflow", "tensorflow-cpu", "keras", "ai-edge-litert")
 
 
 class KerasProgram:
-    """Both signatures of a Keras model for batches of exactly `batch_size` rows; a `models.conversion.convert.Program`.
+    """Both signatures of a Keras model for batches of exactly `batch_size` rows, as `models.conversion.convert.TorchProgram`.
 
     Raises:
         NotTraceable: it has a layer that some runtime cannot train, or one without a gradient in builtin operations.

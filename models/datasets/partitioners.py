@@ -44,7 +44,7 @@ class Partition:
 
 
 def partition(
-    spec: str | Partition, dataset: Dataset, *, clients: int | None, seed: int, exclude: Rows | None = None
+    spec: str, dataset: Dataset, *, clients: int | None, seed: int, exclude: Rows | None = None
 ) -> list[Rows]:
     """Row indices of each client, ascending, in the order of the clients.
 
@@ -56,7 +56,7 @@ def partition(
         DataError: unknown or out of range, too few rows for the clients, no sites for `natural`, or labels
             that are sequences where one label a row is needed.
     """
-    chosen = parse_partition(spec) if isinstance(spec, str) else spec
+    chosen = parse_partition(spec)
     free = ~dataset.test
     if exclude is not None:
         free[exclude] = False
@@ -99,10 +99,9 @@ def parse_partition(text: str) -> Partition:
     raise DataError(f"partition {text!r} is unknown{nearest(call.name, KINDS)}; known: {FORMS}")
 
 
-def client_names(spec: str | Partition, dataset: Dataset, clients: int) -> list[str]:
+def client_names(spec: str, dataset: Dataset, clients: int) -> list[str]:
     """What the clients are called, in order: their sites, or `client-000`, `client-001`, …"""
-    chosen = parse_partition(spec) if isinstance(spec, str) else spec
-    if chosen.kind == "natural":
+    if parse_partition(spec).kind == "natural":
         return list(dataset.site_names)
     width = max(3, len(str(clients - 1)))
     return [f"client-{index:0{width}d}" for index in range(clients)]

@@ -33,7 +33,8 @@ def load(path: Path, report: process.Report) -> None:
     if "encoding" in arguments:
         jobs.write_result(job.out, _text(job, arguments, test_rows))
         return
-    dataset = datasets.load(arguments.pop("dataset"), seed=job.seed, **_paths(arguments))
+    arguments |= {key: Path(arguments[key]) for key in ("data_dir", "path") if key in arguments}
+    dataset = datasets.load(arguments.pop("dataset"), seed=job.seed, **arguments)
     train, test = np.flatnonzero(~dataset.test), np.flatnonzero(dataset.test)
     if not len(train) or not len(test):
         raise datasets.DataError(
@@ -102,10 +103,6 @@ def encoding_of(text: str) -> tuple[encodings.Kind, int]:
         raise datasets.DataError(f"encoding {text!r}: expected characters, bytes or bpe(n) such as bpe(512)")
     kind: encodings.Kind = match[1]  # type: ignore[assignment]
     return kind, int(match[2] or 0)
-
-
-def _paths(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {key: Path(value) if key in ("data_dir", "path") else value for key, value in arguments.items()}
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def test_natural_clients_are_the_sites_in_order() -> None:
 def test_other_clients_are_numbered() -> None:
     dataset = labelled([0, 1])
     assert client_names("iid", dataset, 2) == ["client-000", "client-001"]
-    assert client_names(Partition("iid"), dataset, 1001)[-1] == "client-1000"
+    assert client_names("iid", dataset, 1001)[-1] == "client-1000"
 
 
 @pytest.mark.parametrize(

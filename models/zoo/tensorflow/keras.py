@@ -84,7 +84,7 @@ class KerasSpec(Spec):
             KerasUnfit: a layer is not in `LAYERS` or is random, or the model cannot be built.
         """
         model = self.build(0)
-        for layer in model.layers():
+        for layer in _layers(model.model):
             self._refuse(f": layer {layer.name!r} {fault}" for fault in _faults(layer))
         if model.model.losses:
             self._refuse(
@@ -104,7 +104,9 @@ class KerasSpec(Spec):
         """Rows of the smallest embedding of token ids; None without one."""
         if self.input_dtype != "int32":
             return None
-        sizes = [layer.input_dim for layer in self.build(0).layers() if type(layer).__name__ == "Embedding"]
+        sizes = [
+            layer.input_dim for layer in _layers(self.build(0).model) if type(layer).__name__ == "Embedding"
+        ]
         return min(sizes, default=None)
 
     def _misfits(self, model: Any) -> Iterator[str]:
@@ -208,10 +210,6 @@ class FunctionalModel:
         answer, _ = self.model.stateless_call(learned, fixed, x, training=False)
         return answer
 
-    def layers(self) -> Iterator[Any]:
-        """All its layers, including those of nested models."""
-        return _layers(self.model)
-
     def to_tensorflow(self, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """`array` itself: params are already in TensorFlow's layout."""
         return array
@@ -250,6 +248,7 @@ def from_file(
 
 
 def _layers(model: Any) -> Iterator[Any]:
+    """All its layers, including those of nested models."""
     for layer in model.layers:
         yield layer
         if _is_model(layer):

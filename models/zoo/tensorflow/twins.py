@@ -38,20 +38,6 @@ class Layout:
     axes: tuple[int, ...]
     image: tuple[int, int, int] | None = None
 
-    def to_tensorflow(self, array: Array) -> Array:
-        if self.image is None:
-            return np.ascontiguousarray(array.transpose(self.axes))
-        turned = array.reshape(-1, *self.image).transpose(self.axes)
-        return np.ascontiguousarray(turned.reshape(-1, len(array)))
-
-    def from_tensorflow(self, array: Array) -> Array:
-        inverse = np.argsort(self.axes)
-        if self.image is None:
-            return np.ascontiguousarray(array.transpose(inverse))
-        depth, height, width = self.image
-        turned = array.reshape(height, width, depth, -1).transpose(inverse)
-        return np.ascontiguousarray(turned.reshape(len(turned), -1))
-
 
 BIAS = Layout((0,))
 DENSE = Layout((1, 0))
@@ -76,11 +62,21 @@ class Twin:
 
     def to_tensorflow(self, name: str, array: Array) -> Array:
         """A canonical tensor in TensorFlow's layout, C order."""
-        return self.layouts[name].to_tensorflow(array)
+        layout = self.layouts[name]
+        if layout.image is None:
+            return np.ascontiguousarray(array.transpose(layout.axes))
+        turned = array.reshape(-1, *layout.image).transpose(layout.axes)
+        return np.ascontiguousarray(turned.reshape(-1, len(array)))
 
     def from_tensorflow(self, name: str, array: Array) -> Array:
         """The exact inverse of `to_tensorflow`."""
-        return self.layouts[name].from_tensorflow(array)
+        layout = self.layouts[name]
+        inverse = np.argsort(layout.axes)
+        if layout.image is None:
+            return np.ascontiguousarray(array.transpose(inverse))
+        depth, height, width = layout.image
+        turned = array.reshape(height, width, depth, -1).transpose(inverse)
+        return np.ascontiguousarray(turned.reshape(len(turned), -1))
 
 
 def dense_stack(layers: Sequence[str]) -> Twin:
