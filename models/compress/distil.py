@@ -255,10 +255,8 @@ def _hint_loss(
 ) -> Iterator[tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module]]:
     """A function of x: the error between the layers' outputs, the student's from its last forward pass; and the regressor."""
     frozen = copy.deepcopy(teacher).eval()
-    teacher_layer, student_layer = (
-        _layer(frozen, options.hint_teacher, "teacher"),
-        _layer(student, options.hint_student, "student"),
-    )
+    teacher_layer = _layer(frozen, options.hint_teacher, "teacher")
+    student_layer = _layer(student, options.hint_student, "student")
     with _captured_output(teacher_layer) as target, _captured_output(student_layer) as output:
         rows = torch.from_numpy(x[:2])
         with torch.no_grad():

@@ -13,6 +13,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from operator import le
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,8 @@ class Runner:
 
         self._interpreter = Interpreter(model_content=content, num_threads=1)
         self._interpreter.allocate_tensors()
-        (self.input,), (self.output,) = (
-            self._interpreter.get_input_details(),
-            self._interpreter.get_output_details(),
-        )
+        (self.input,) = self._interpreter.get_input_details()
+        (self.output,) = self._interpreter.get_output_details()
 
     def __call__(self, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         self.feed(x)
@@ -140,14 +139,13 @@ def latency(files: Mapping[str, bytes], x: npt.NDArray[Any], turns: int = 20) ->
     return {name: statistics.median(values) for name, values in microseconds.items()}
 
 
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the Pareto-optimal points (cost, accuracy), by rising cost."""
-    best, chosen = -np.inf, []
-    for index in sorted(range(len(points)), key=lambda index: (points[index][0], -points[index][1])):
-        if points[index][1] > best:
-            best = points[index][1]
-            chosen.append(index)
-    return chosen
+def pareto_front(points: Sequence[tuple[float, ...]]) -> list[int]:
+    """Indices of the Pareto-optimal points, whose numbers are costs: no other one is at most as high in all and lower in one."""
+    return [
+        index
+        for index, one in enumerate(points)
+        if not any(other != one and all(map(le, other, one)) for other in points)
+    ]
 
 
 def plot(rows: Iterable[Mapping[str, Any]], path: Path, test_rows: int) -> None:
@@ -180,7 +178,7 @@ def plot(rows: Iterable[Mapping[str, Any]], path: Path, test_rows: int) -> None:
             if point not in points[: [each for each, _ in shown].index(number)]:
                 same = [str(each) for (each, _), other in zip(shown, points, strict=True) if other == point]
                 axes.annotate(",".join(same), point, textcoords="offset points", xytext=(4, 4), fontsize=8)
-        best = [points[index] for index in pareto_front(points)]
+        best = sorted(points[index] for index in pareto_front([(cost, -worth) for cost, worth in points]))
         axes.plot(
             [cost for cost, _ in best],
             [worth for _, worth in best],

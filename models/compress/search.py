@@ -317,18 +317,6 @@ def lower_bound(share: float, rows: int) -> float:
     return share - math.sqrt(adjusted * (1 - adjusted) / adjusted_rows)
 
 
-def undominated(outcomes: Sequence[Outcome]) -> list[str]:
-    """Names of the Pareto-optimal outcomes: no other one is at least as good in everything and better in something."""
-    return [
-        one.name
-        for one in outcomes
-        if not any(
-            other.costs != one.costs and all(a <= b for a, b in zip(other.costs, one.costs, strict=True))
-            for other in outcomes
-        )
-    ]
-
-
 def steps_of(outcome: Outcome, budget: Budget) -> list[Table]:
     """The outcome's pipeline; if it must fit an arena, with a step that runs it there on every row."""
     steps = list(outcome.steps)
@@ -340,16 +328,16 @@ def steps_of(outcome: Outcome, budget: Budget) -> list[Table]:
 
 
 def _rows(result: SearchResult, budget: Budget) -> list[dict[str, Any]]:
-    front = undominated(result.outcomes)
+    front = report.pareto_front([outcome.costs for outcome in result.outcomes])
     rows: list[dict[str, Any]] = []
-    for outcome in result.outcomes:
+    for index, outcome in enumerate(result.outcomes):
         fields = {key: value for key, value in vars(outcome).items() if key not in ("tflite", "size_bytes")}
         rows.append(
             {
                 **fields,
                 "bytes": outcome.size_bytes,
                 "steps": [dict(step) for step in outcome.steps],
-                "front": outcome.name in front,
+                "front": index in front,
                 "missed": budget.missed(outcome),
             }
         )

@@ -21,7 +21,8 @@ import tensorflow as tf
 
 from edge_client.train.tensorflow_trainer import TensorFlowRuntime
 from edge_client.wire.manifest import TensorSpec, signature_name
-from models.conversion.keras_gradients import OVERRIDES, NoGradient
+from models.conversion.convolution import NoGradient
+from models.conversion.keras_gradients import OVERRIDES
 from models.conversion.trace import NotConvertible, NotTraceable, not_convertible
 from models.zoo.tensorflow.keras import KerasSpec, KerasUnfit
 

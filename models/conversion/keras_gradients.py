@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from models.conversion.convolution import NoGradient
+
 LOWEST = float(np.finfo(np.float32).min)
-
-
-class NoGradient(ValueError):
-    """An operation whose gradient is not implemented; the message names an alternative."""
 
 
 @dataclass(frozen=True)

@@ -158,10 +158,7 @@ def _with_test_arrays(
             raise DataError(
                 f"returned {key} beside x_test and y_test; return all rows in x and y and mark those held out in test"
             )
-    x_test, y_test = (
-        _inputs("x_test", returned["x_test"]),
-        _labels("y_test", returned["y_test"]),
-    )
+    x_test, y_test = _inputs("x_test", returned["x_test"]), _labels("y_test", returned["y_test"])
     _same_rows("y", y, "x", x)
     _same_rows("y_test", y_test, "x_test", x_test)
     for key, first, second in (("x_test", x, x_test), ("y_test", y, y_test)):

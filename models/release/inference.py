@@ -188,11 +188,17 @@ def _describe(manifest: InferenceManifest, answers: GoldenAnswers) -> dict[str, 
 
 def _read_source(job: jobs.Job, spec: ModelSpec | KerasSpec) -> Source:
     settings = job.settings
-    module, digest = None, ""
+    module: nn.Module | None = None
+    digest = ""
     if "params" in settings:
         path = job.file("params", settings["params"])
-        module = _module(job, spec, path)
         digest = file_sha256(path)
+        if isinstance(spec, KerasSpec):
+            from models.release.keras_inference import FloatModel, read_model
+
+            module = FloatModel(*read_model(job, spec))
+        else:
+            module = rebuild(spec, jobs.read_params(path))
     precision = settings.get("precision", "float32")
     if precision not in get_args(Precision):
         raise JobError(
@@ -216,14 +222,6 @@ def _read_source(job: jobs.Job, spec: ModelSpec | KerasSpec) -> Source:
             lineage.get("parent"), "export", lineage.get("data_fingerprint"), f"fedloop {version('fedloop')}"
         ),
     )
-
-
-def _module(job: jobs.Job, spec: ModelSpec | KerasSpec, path: Path) -> nn.Module:
-    if isinstance(spec, KerasSpec):
-        from models.release.keras_inference import FloatModel, read_model
-
-        return FloatModel(*read_model(job, spec))
-    return rebuild(spec, jobs.read_params(path))
 
 
 def _draft(source: Source, options: ReleaseOptions) -> InferenceManifest:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from models import zoo
-from models.compress import pipeline
+from models.compress import pipeline, report
 from models.compress.ladder import Candidate, ladder
 from models.compress.micro_interpreter import MicroModel
 from models.compress.pipeline import PlannedStep
 from models.compress.quantization import quantize
-from models.compress.search import Budget, Outcome, Search, choose, lower_bound, steps_of, undominated
+from models.compress.search import Budget, Outcome, Search, choose, lower_bound, steps_of
 from models.compress.step import StepModel
 from tests.support.compressing import cnn, digits
 
@@ -87,8 +87,9 @@ def test_what_is_missed_is_told_as_a_share_of_the_bound() -> None:
 
 def test_the_front_is_what_no_other_one_beats_in_everything() -> None:
     tried = [outcome("a", 0.9, 100), outcome("b", 0.9, 90), outcome("c", 0.95, 200), outcome("d", 0.8, 200)]
-    assert undominated(tried) == ["b", "c"]
-    assert undominated([outcome("a", 0.9, 100), outcome("same", 0.9, 100)]) == ["a", "same"]
+    assert report.pareto_front([each.costs for each in tried]) == [1, 2]
+    same = [outcome("a", 0.9, 100), outcome("same", 0.9, 100)]
+    assert report.pareto_front([each.costs for each in same]) == [0, 1]
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ class CodebookOptions(Tuning):
 
 @dataclass(frozen=True)
 class Codebook:
-    """A tensor as codebook and indices. `centroids`: float32 [k], ascending; `indices`: uint8, of the tensor's shape; `bits` of each."""
+    """A tensor as codebook and indices. `centroids`: float32 [k]; `indices`: uint8, of the tensor's shape; `bits` of each."""
 
     centroids: npt.NDArray[np.float32]
     indices: npt.NDArray[np.uint8]
@@ -194,15 +194,10 @@ class _SharedWeights(nn.Module):
 
     def codebooks(self) -> dict[str, Codebook]:
         """The current codebooks."""
-        books = {}
-        for (name, book), centroids in zip(self.books.items(), self.centroids.values(), strict=True):
-            values = centroids.detach().numpy() * (book.centroids != 0)
-            order = np.argsort(values, kind="stable")
-            ranks = np.empty_like(order)
-            ranks[order] = np.arange(len(order))
-            indices = ranks[book.indices].astype(np.uint8)
-            books[name] = Codebook(values[order].astype(np.float32), indices, book.bits)
-        return books
+        return {
+            name: replace(book, centroids=centroids.detach().numpy() * (book.centroids != 0))
+            for (name, book), centroids in zip(self.books.items(), self.centroids.values(), strict=True)
+        }
 
     def module(self) -> nn.Module:
         """The original module with the trained values."""
