@@ -19,7 +19,7 @@ from pathlib import Path
 
 from edge_client.files import write_durably
 from edge_client.ota import slots
-from edge_client.ota.pointer import Pointer
+from edge_client.ota.transitions import Pointer
 from edge_client.wire.strict import InvalidDocument, loads, parse
 
 MOST_STARTS = 3

@@ -26,12 +26,12 @@ import psutil
 
 from edge_client.failpoints import reach
 from edge_client.files import NO_ROOM, make_folder, sync_file, sync_folder
-from edge_client.infer.installed import installed_kind
 from edge_client.ota import download, slots, transitions
 from edge_client.ota.errors import TRANSIENT_CODES, NotSigned, NotWithdrawn, Postponed, Rejected
-from edge_client.ota.pointer import Pointer, Slot
 from edge_client.ota.repository import FOLDER, Repository
 from edge_client.ota.self_test import SelfTestJob, SelfTestResult
+from edge_client.ota.transitions import Pointer, Slot
+from edge_client.train.interpreter import installed_kind
 from edge_client.transport.link import Link
 from edge_client.wire import inference, rollouts
 from edge_client.wire.device import ReleaseOffer

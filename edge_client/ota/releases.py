@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from edge_client.failpoints import reach
 from edge_client.ota import crash_counter, self_test, slots, transitions
 from edge_client.ota.errors import TRANSIENT_CODES, NotSigned, NotWithdrawn, Postponed, Rejected
-from edge_client.ota.pointer import Pointer
+from edge_client.ota.transitions import Pointer
 from edge_client.steps import PendingRelease
 from edge_client.transport.failures import Backoff, CertificateExpired, ServerRefused, Unreachable
 from edge_client.transport.link import Link
@@ -143,12 +143,9 @@ class Releases:
         except Postponed as postponed:
             seconds = self._schedule_retry(offer.model)
             return f"{what} is not installed now: {postponed.message} ({postponed.code}); tries again in {seconds:.0f} s"
-        except NotWithdrawn as order:
+        except (NotWithdrawn, NotSigned) as order:
             self._schedule_retry(offer.model)
-            return str(order)
-        except NotSigned as unsigned:
-            self._schedule_retry(offer.model)
-            return f"{unsigned}; ignored"
+            return str(order) if isinstance(order, NotWithdrawn) else f"{order}; ignored"
         self._done(offer)
         after = slots.read(self._state_dir, offer.model)
         if (after.active, after.trial_starts) != (before.active, before.trial_starts):

@@ -1,7 +1,7 @@
 """Two slots a model on disk, and the pointer that names the active one. A power cut at any moment leaves a working model.
 
     releases/<model>/a/  b/          manifest.json and model.tflite each
-    releases/<model>/pointer.json    `edge_client.ota.pointer.Pointer`, with its own SHA-256
+    releases/<model>/pointer.json    `edge_client.ota.transitions.Pointer`, with its own SHA-256
     releases/<model>/pointer.copy.json    a copy, in case the first file rots
 
 A new version is written into the slot that is not active, and tested there; then one durable rename of `pointer.json`
@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from edge_client.files import file_sha256, make_folder, write_durably
-from edge_client.ota.pointer import FORMAT, Pointer, Slot, SlotName
+from edge_client.ota.transitions import FORMAT, Pointer, Slot, SlotName
 from edge_client.wire import inference
 from edge_client.wire.manifest import ManifestError
 from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME, is_release

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from edge_client.errors import UserError
 from edge_client.infer.runtime import InvalidRows, LoadedRelease
 from edge_client.ota import slots
-from edge_client.ota.pointer import Pointer
+from edge_client.ota.transitions import Pointer
 from edge_client.wire.strict import printable
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_client.ota import slots, transitions
-from edge_client.ota.pointer import Pointer, Slot
+from edge_client.ota.transitions import Pointer, Slot
 from edge_client.wire import blocks, rollouts
 from edge_client.wire.device import ReleaseEvaluation, ReleaseOffer
 from edge_client.wire.rollouts import NO_MODEL

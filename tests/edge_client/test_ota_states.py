@@ -36,7 +36,7 @@ from edge_client.ota import (
     slots,
 )
 from edge_client.ota.errors import Rejected
-from edge_client.ota.pointer import Pointer, SlotName
+from edge_client.ota.transitions import Pointer, SlotName
 from edge_client.transport.failures import ServerRefused, Unreachable
 from edge_client.wire import inference
 from edge_client.wire.device import ReleaseOffer

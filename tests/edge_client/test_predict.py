@@ -21,7 +21,7 @@ import pytest
 
 from edge_client.infer.runtime import InvalidRows, load
 from edge_client.ota import crash_counter, slots, transitions
-from edge_client.ota.pointer import Slot, SlotName
+from edge_client.ota.transitions import Slot, SlotName
 from edge_client.serving.lines import LINE_BYTES
 from edge_client.wire import inference
 from edge_client.wire.manifest import ManifestError

@@ -14,9 +14,9 @@ import pytest
 
 from edge_client import config
 from edge_client.ota import crash_counter, slots, transitions
-from edge_client.ota.pointer import Pointer, Slot
 from edge_client.ota.releases import Releases
 from edge_client.ota.self_test import SelfTestResult
+from edge_client.ota.transitions import Pointer, Slot
 from edge_client.serving import lines
 from edge_client.serving import service as module
 from edge_client.serving.active import RETRY_SECONDS

@@ -19,7 +19,7 @@ from edge_client.ota import (
     slots,
     transitions,
 )
-from edge_client.ota.pointer import Pointer
+from edge_client.ota.transitions import Pointer
 from edge_client.transport import identity
 from edge_client.transport.link import Link, pinned_context
 from edge_client.wire.device import ReleaseOffer
