@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from edge_client.data.connector import Connector, DataConfig, DataProblem
-from edge_client.data.options import TableOptions, read_only_problem, read_options, require_path
+from edge_client.data.options import TableOptions, read_only_problem, read_options
 from edge_client.data.quoting import column_name, one_byte, quoted
-from edge_client.data.rows import Rows, RowsConnector, all_rows
+from edge_client.data.rows import Rows, files_connector
 from edge_client.data.table import Record, Table
 from edge_client.data.table_reader import read_rows
 from edge_client.files import READ_LIMIT_BYTES, open_regular
@@ -41,7 +41,7 @@ class CsvOptions(TableOptions):
 
 def open_connector(config: DataConfig) -> Connector:
     """A Connector to a CSV file."""
-    options, path = read_options(CsvOptions, config), require_path(config)
+    options, path = read_options(CsvOptions, config)
     if options.delimiter is not None and len(options.delimiter) != 1:
         raise DataProblem(f"csv data: option delimiter is {options.delimiter!r}, expected one character")
 
@@ -49,7 +49,7 @@ def open_connector(config: DataConfig) -> Connector:
         with open_table(each, options.delimiter, limit_bytes=sys.maxsize) as table:
             return read_rows(table, options)
 
-    return RowsConnector(options, lambda: all_rows(path, options.test_path, rows))
+    return files_connector(options, path, rows)
 
 
 @contextmanager

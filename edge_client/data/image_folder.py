@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from edge_client.data.connector import Connector, DataConfig, DataProblem
 from edge_client.data.labels import Labels
-from edge_client.data.options import Options, read_only_problem, read_options, require_path
-from edge_client.data.rows import Rows, RowsConnector, all_rows
+from edge_client.data.options import Options, read_only_problem, read_options
+from edge_client.data.rows import Rows, files_connector
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -31,7 +31,7 @@ def open_connector(config: DataConfig) -> Connector:
     Raises:
         DataProblem: Pillow is not installed here, or an option does not fit.
     """
-    options, path = read_options(Options, config), require_path(config)
+    options, path = read_options(Options, config)
     try:
         import PIL  # noqa: F401 - imported early, so that a preview reports it
     except ModuleNotFoundError:
@@ -42,9 +42,7 @@ def open_connector(config: DataConfig) -> Connector:
         )
     if options.dtype == "int32":
         raise DataProblem("images: option dtype is int32, pixels are float32")
-    return RowsConnector(
-        options, lambda: all_rows(path, options.test_path, lambda each: _rows(each, options))
-    )
+    return files_connector(options, path, lambda each: _rows(each, options))
 
 
 def _rows(path: Path, options: Options) -> Rows:
@@ -64,14 +62,10 @@ def _rows(path: Path, options: Options) -> Rows:
 
 def _classes(path: Path, options: Options) -> Iterator[tuple[Path, int]]:
     """Class folders and their indices, in the order of their names."""
-    classes = Labels(options.classes)
-    for folder in sorted(path.iterdir()):
-        if folder.is_dir() and not folder.name.startswith("."):
-            try:
-                index = classes.index(folder.name)
-            except DataProblem as problem:
-                raise DataProblem(f"{folder}: {problem}") from None
-            yield folder, index
+    folders = [each for each in sorted(path.iterdir()) if each.is_dir() and not each.name.startswith(".")]
+    names = [folder.name for folder in folders]
+    indices = Labels(options.classes).indices(names, lambda row: str(folders[row]))
+    return zip(folders, indices.tolist(), strict=True)
 
 
 def _images(folder: Path) -> list[Path]:

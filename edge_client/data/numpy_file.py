@@ -20,7 +20,7 @@ import numpy.typing as npt
 from edge_client.data.connector import Connector, DataConfig, DataProblem
 from edge_client.data.examples import PADDING
 from edge_client.data.labels import Labels
-from edge_client.data.options import Options, beside, read_only_problem, read_options, require_path
+from edge_client.data.options import Options, beside, read_only_problem, read_options
 from edge_client.data.rows import Rows, RowsConnector, combined, scaled, shaped
 
 Array = npt.NDArray[Any]
@@ -36,7 +36,7 @@ class NumpyOptions(Options):
 
 def open_connector(config: DataConfig) -> Connector:
     """A Connector to NumPy files."""
-    options, path = read_options(NumpyOptions, config), require_path(config)
+    options, path = read_options(NumpyOptions, config)
     if path.suffix == ".npy" and options.labels is None:
         raise DataProblem(
             f"{path}: a .npy holds one array; name the one with the labels by the option labels"

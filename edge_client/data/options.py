@@ -41,11 +41,11 @@ HELD_OUT = 0.2
 O = TypeVar("O", bound=Options)  # noqa: E741 - the options' own kind
 
 
-def read_options(kind: type[O], config: DataConfig) -> O:
-    """The options of `config` as a `kind`.
+def read_options(kind: type[O], config: DataConfig) -> tuple[O, Path]:
+    """The options of `config` as a `kind`, and its path.
 
     Raises:
-        DataProblem: one is unknown or of another type, or two contradict each other.
+        DataProblem: an option is unknown or of another type, two contradict each other, or there is no path.
     """
     kinds = get_type_hints(kind)
     values: dict[str, Any] = {}
@@ -59,14 +59,9 @@ def read_options(kind: type[O], config: DataConfig) -> O:
             raise DataProblem(f"{config.kind} data: {error}") from None
     options = kind(**values)
     _require_consistent(options, config)
-    return options
-
-
-def require_path(config: DataConfig) -> Path:
-    """The configured path. Raises DataProblem where there is none."""
     if config.path is None:
         raise DataProblem(f"{config.kind} data needs `path`, the file or folder to read")
-    return config.path
+    return options, config.path
 
 
 def beside(path: Path, other: str) -> Path:

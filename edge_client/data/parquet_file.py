@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from edge_client.data.connector import Connector, DataConfig, DataProblem
-from edge_client.data.options import TableOptions, read_only_problem, read_options, require_path
-from edge_client.data.rows import Rows, RowsConnector, all_rows
+from edge_client.data.options import TableOptions, read_only_problem, read_options
+from edge_client.data.rows import Rows, files_connector
 from edge_client.data.table import BLOCK_ROWS, Table
 from edge_client.data.table_reader import read_rows
 
@@ -19,15 +19,13 @@ def open_connector(config: DataConfig) -> Connector:
     Raises:
         DataProblem: pyarrow is not installed here, or an option does not fit.
     """
-    options, path = read_options(TableOptions, config), require_path(config)
+    options, path = read_options(TableOptions, config)
     try:
         import pyarrow  # noqa: F401 - imported early, so that a preview reports it
     except ModuleNotFoundError:
         raise DataProblem("parquet data needs pyarrow on this device: pip install 'fedloop[data]'") from None
 
-    return RowsConnector(
-        options, lambda: all_rows(path, options.test_path, lambda each: _rows(each, options))
-    )
+    return files_connector(options, path, lambda each: _rows(each, options))
 
 
 def _rows(path: Path, options: TableOptions) -> Rows:

@@ -124,13 +124,16 @@ def scaled(x: npt.NDArray[Any], factor: float | None) -> npt.NDArray[Any]:
     return x if factor is None else (x * np.float32(factor)).astype(np.float32, copy=False)
 
 
-def all_rows(path: Path, test_path: str | None, read: Callable[[Path], Rows]) -> Rows:
-    """The rows that `read` returns for `path`, and for evaluation those of the option `test_path`, where there is one."""
-    rows = read(path)
-    if test_path is None:
-        return rows
-    other = beside(path, test_path)
-    return combined(rows, read(other), str(other))
+def files_connector(options: Options, path: Path, read: Callable[[Path], Rows]) -> RowsConnector:
+    """A Connector to the rows that `read` returns for `path`, and for evaluation those of the option `test_path`."""
+
+    def rows() -> Rows:
+        if options.test_path is None:
+            return read(path)
+        other = beside(path, options.test_path)
+        return combined(read(path), read(other), str(other))
+
+    return RowsConnector(options, rows)
 
 
 def combined(train: Rows, test: Rows, place: str) -> Rows:

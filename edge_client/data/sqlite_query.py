@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from edge_client.data.connector import Connector, DataConfig, DataProblem
-from edge_client.data.options import TableOptions, read_options, require_path
+from edge_client.data.options import TableOptions, read_options
 from edge_client.data.rows import Rows, RowsConnector
 from edge_client.data.table import Table
 from edge_client.data.table_reader import read_rows
@@ -36,7 +36,7 @@ def open_connector(config: DataConfig) -> Connector:
     Raises:
         DataProblem: the query is missing, or an option does not fit.
     """
-    options, path = read_options(SqliteOptions, config), require_path(config)
+    options, path = read_options(SqliteOptions, config)
     if not options.query.strip():
         raise DataProblem('sqlite data needs the option query, such as "SELECT a, b, label FROM readings"')
     if options.test_path is not None:

@@ -1,4 +1,4 @@
-"""A table as a stream of rows, whatever it is read from."""
+"""A table as a stream of rows, whatever it is read from, and the columns of a block of rows as arrays."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from edge_client.data.cells import LARGEST, is_missing, numbers, one_hot
 from edge_client.data.connector import DataProblem
-from edge_client.data.quoting import column_name, column_names, nearest_column
+from edge_client.data.options import TableOptions
+from edge_client.data.quoting import column_name, column_names, listed, nearest, nearest_column, quoted
 
 BLOCK_ROWS = 4096
 
@@ -55,3 +60,107 @@ class Table:
     def place(self, number: int, column: str) -> str:
         """The place of a cell, to begin an error message with."""
         return f"{self.name}, {self.counted} {number}, {column_name(column, self.columns)}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """Cells from top to bottom, and the number of the line or row of each."""
+
+    table: Table
+    name: str
+    cells: Sequence[Any]
+    rows: Sequence[int]
+
+    def place(self, row: int) -> str:
+        """The place of one of the cells, to begin an error message with."""
+        return self.table.place(self.rows[row], self.name)
+
+    def problem(self, row: int, problem: str) -> DataProblem:
+        """The error for one of the cells."""
+        return DataProblem(f"{self.place(row)}: {problem}")
+
+
+def feature(column: Column, options: TableOptions) -> npt.NDArray[np.float64]:
+    """[N, values]: one value a row, but for categories, and lists of numbers in Parquet; NaN for a gap."""
+    categories = options.categories.get(column.name)
+    return _numbers(column, options) if categories is None else _one_hot(column, categories)
+
+
+def held_out(column: Column) -> npt.NDArray[np.bool_]:
+    """[N], True where the column says test."""
+    parts = [str(cell).strip().casefold() for cell in column.cells]
+    for row, part in enumerate(parts):
+        if part not in ("train", "test"):
+            raise column.problem(
+                row,
+                f"{quoted(part)} is neither train nor test{nearest(part, ('train', 'test'))}; if the "
+                'column is no split, name another one or set split = ""',
+            )
+    return np.array([part == "test" for part in parts], np.bool_)
+
+
+def _one_hot(column: Column, categories: Sequence[str]) -> npt.NDArray[np.float64]:
+    codes = {name: code for code, name in enumerate(categories)} | {"": -1}
+    texts = ["" if cell is None else str(cell).strip() for cell in column.cells]
+    for row, text in enumerate(texts):
+        if text not in codes:
+            raise column.problem(
+                row, f"{quoted(text)} is none of the option categories: {listed(categories)}"
+            )
+    return one_hot([codes[text] for text in texts], len(categories))
+
+
+def _numbers(column: Column, options: TableOptions) -> npt.NDArray[np.float64]:
+    values = numbers(column.cells, column.table.decimal_comma)[:, None]
+    gaps = np.flatnonzero(np.isnan(values)).tolist()
+    if any(isinstance(column.cells[row], list | tuple) for row in gaps):
+        values = _lists(column)
+    else:
+        for row in gaps:
+            if not is_missing(column.cells[row]):
+                raise _no_number(column, row)
+    _require_in_range(values, column, options)
+    return values
+
+
+def _lists(column: Column) -> npt.NDArray[np.float64]:
+    """The values of cells that are lists of numbers, all of one length."""
+    rows: list[list[float]] = []
+    for row, cell in enumerate(column.cells):
+        try:
+            rows.append([float(part) for part in (cell if isinstance(cell, list | tuple) else [cell])])
+        except (TypeError, ValueError, OverflowError):
+            raise _no_number(column, row) from None
+        if len(rows[-1]) != len(rows[0]):
+            raise column.problem(row, f"holds {len(rows[-1])} values, the rows before it {len(rows[0])}")
+    return np.array(rows, np.float64)
+
+
+def _no_number(column: Column, row: int) -> DataProblem:
+    return column.problem(
+        row,
+        f"{quoted(str(column.cells[row]))} is not a number; correct it, list the texts of the column in the option "
+        "categories, or leave the column out by the option features",
+    )
+
+
+def _require_in_range(values: npt.NDArray[np.float64], column: Column, options: TableOptions) -> None:
+    """No gap where none is allowed, and nothing that the dtype cannot hold."""
+    whole = options.dtype == "int32"
+    wrong = np.abs(values) > (2**31 - 1 if whole else LARGEST)
+    if options.standardise == "none":
+        wrong |= np.isnan(values)
+    if whole:
+        wrong |= values != np.floor(values)
+    if not wrong.any():
+        return
+    row, value = (int(index) for index in np.argwhere(wrong)[0])
+    if np.isnan(values[row, value]):
+        raise column.problem(
+            row,
+            'no value there; fill it in, remove the row, or set standardise = "local", which fills gaps',
+        )
+    cell = column.cells[row]
+    shown = quoted(str(cell[value] if isinstance(cell, list | tuple) else cell))
+    limit = "is not a whole number of 32 bits" if whole else f"is too large; expected at most {LARGEST:g}"
+    raise column.problem(row, f"{shown} {limit}")

@@ -11,13 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.cells import kind_of
-from edge_client.data.column import Column, feature, held_out
 from edge_client.data.connector import DataProblem
 from edge_client.data.labels import Labels
 from edge_client.data.options import TableOptions
 from edge_client.data.quoting import column_names
 from edge_client.data.rows import Rows, scaled, shaped
-from edge_client.data.table import BLOCK_ROWS, Record, Table
+from edge_client.data.table import BLOCK_ROWS, Column, Record, Table, feature, held_out
 
 
 def read_rows(table: Table, options: TableOptions) -> Rows:
