@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Literal, Protocol
 
 import numpy as np
@@ -136,13 +137,7 @@ class MeanFold:
 
 def _sum(updates: list[Update], weighting: Weighting) -> _Sum | None:
     """Sum of one block's updates, in position order; None for an empty block."""
-    if not updates:
-        return None
-    first, *rest = updates
-    total = _weighted(first, weighting)
-    for update in rest:
-        total = _plus(total, _weighted(update, weighting))
-    return total
+    return reduce(_plus, (_weighted(update, weighting) for update in updates)) if updates else None
 
 
 def _weighted(update: Update, weighting: Weighting) -> _Sum:
@@ -211,15 +206,13 @@ class SGD:
     def step(self, params: Tensors, delta: Tensors, state: State) -> tuple[Tensors, State]:
         if not self.momentum:
             return overlay(params, elementwise(self._moved, delta, params)), state
-        velocity = elementwise(self._velocity, delta, subtree(state.arrays, "momentum"))
+        previous = subtree(state.arrays, "momentum")
+        velocity = elementwise(lambda d, v: self.momentum * v.astype(np.float64) + d, delta, previous)
         moved = elementwise(self._moved, velocity, params)
         return overlay(params, moved), State(arrays=flatten({"momentum": elementwise(_float32, velocity)}))
 
     def _moved(self, velocity: FloatArray, x: FloatArray) -> FloatArray:
         return _float32(x.astype(np.float64) + self.server_lr * velocity)
-
-    def _velocity(self, delta: FloatArray, previous: FloatArray) -> FloatArray:
-        return self.momentum * previous.astype(np.float64) + delta
 
 
 AdaptiveKind = Literal["adagrad", "adam", "yogi"]
