@@ -91,11 +91,13 @@ def ineligible(conditions: Conditions, readings: Readings) -> tuple[str, ...]:
 
 def read_now(conditions: Conditions, state_dir: Path, now: datetime | None = None) -> Readings:
     """Readings for the conditions that are set. `now`: local time; default: the clock's."""
-    battery = psutil.sensors_battery() if _needs_battery(conditions) else None
+    needs_battery = conditions.on_ac_power or conditions.min_battery_percent is not None
+    battery = psutil.sensors_battery() if needs_battery else None
+    cores = max(1, len(os.sched_getaffinity(0)))
     return Readings(
         on_ac_power=battery.power_plugged if battery is not None else True,
         battery_percent=float(battery.percent) if battery is not None else None,
-        load=os.getloadavg()[0] / _cores() if conditions.max_load is not None else None,
+        load=os.getloadavg()[0] / cores if conditions.max_load is not None else None,
         temperature_celsius=_hottest() if conditions.max_temperature_celsius is not None else None,
         free_disk_bytes=_free(state_dir) if conditions.min_free_disk_bytes is not None else None,
         metered=is_metered(state_dir) if conditions.unmetered_network else None,
@@ -157,14 +159,6 @@ def _hours(text: str) -> tuple[time, time]:
             if start != end:
                 return start, end
     raise UserError(f"conditions.quiet_hours has {text!r}, expected local times such as '22:00-06:30'")
-
-
-def _needs_battery(conditions: Conditions) -> bool:
-    return conditions.on_ac_power or conditions.min_battery_percent is not None
-
-
-def _cores() -> int:
-    return max(1, len(os.sched_getaffinity(0)))
 
 
 def _hottest() -> float | None:

@@ -88,7 +88,8 @@ class Link:
         Raises:
             ServerRefused, Unreachable, CertificateExpired.
         """
-        return self._json("POST", path, _body(message), SILENCE_SECONDS + wait_seconds)
+        body = json.dumps(message if isinstance(message, dict) else to_json(message)).encode()
+        return self._json("POST", path, body, SILENCE_SECONDS + wait_seconds)
 
     def put(self, path: str, piece: Piece) -> Answer:
         """The answer to raw bytes, which are read while they are sent.
@@ -245,10 +246,6 @@ def _proxy_for(url: str) -> str:
         return ""
     proxy = urllib.request.getproxies().get("https", "")
     return proxy if not proxy or "://" in proxy else f"http://{proxy}"
-
-
-def _body(message: Any) -> bytes:
-    return json.dumps(message if isinstance(message, dict) else to_json(message)).encode()
 
 
 def _read_limited(response: urllib3.BaseHTTPResponse) -> bytes:
