@@ -10,10 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from edge_client.config import EdgeConfig
-from edge_client.infer.installed import installed_kind
 from edge_client.ota import slots, transitions
 from edge_client.state import State
 from edge_client.steps import Desired
+from edge_client.train.interpreter import installed_kind
 from edge_client.wire.device import WIRE, CheckIn, ReleaseReport
 
 

@@ -24,17 +24,6 @@ class DataConfig:
     path: Path | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON for a child process, whatever its working directory."""
-        path = None if self.path is None else str(self.path.absolute())
-        return {"kind": self.kind, "path": path, "options": dict(self.options)}
-
-    @staticmethod
-    def from_json(document: Mapping[str, Any]) -> DataConfig:
-        """The inverse of `to_json`."""
-        path = None if document["path"] is None else Path(document["path"])
-        return DataConfig(document["kind"], path, document["options"])
-
 
 @dataclass(frozen=True)
 class Preview:

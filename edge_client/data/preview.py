@@ -18,6 +18,7 @@ from typing import Any
 
 from edge_client.data import DataConfig, DataProblem, open_data
 from edge_client.processes import process
+from edge_client.wire.strict import parse
 
 _SECONDS = 600.0
 RECOUNT_SECONDS = 3600.0
@@ -77,7 +78,7 @@ class RowCounts:
 
 def look(tables: Mapping[str, DataConfig], memory_bytes: int) -> dict[str, int | str]:
     """Name -> training rows, or what is wrong with it. `memory_bytes`: limit for reading; 0: none."""
-    answer = _run("rows", {name: table.to_json() for name, table in tables.items()}, memory_bytes)
+    answer = _run("rows", {name: asdict(table) for name, table in tables.items()}, memory_bytes)
     if "problem" in answer and not isinstance(answer["problem"], dict):
         return {name: str(answer["problem"]) for name in tables}
     return {name: each["rows"] if "rows" in each else str(each["problem"]) for name, each in answer.items()}
@@ -85,7 +86,7 @@ def look(tables: Mapping[str, DataConfig], memory_bytes: int) -> dict[str, int |
 
 def preview(table: DataConfig, memory_bytes: int) -> dict[str, Any]:
     """Schema and first rows of a data set; `{"problem": …}` where it cannot be read."""
-    return _run("preview", table.to_json(), memory_bytes)
+    return _run("preview", asdict(table), memory_bytes)
 
 
 def _run(task: str, document: Mapping[str, Any], memory_bytes: int) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def _rows(document: Mapping[str, Any]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name, table in document.items():
         try:
-            rows[name] = {"rows": len(open_data(DataConfig.from_json(table)).train())}
+            rows[name] = {"rows": len(open_data(parse(DataConfig, table, "data")).train())}
         except DataProblem as problem:
             rows[name] = {"problem": str(problem)}
         except MemoryError:
@@ -120,7 +121,7 @@ def _rows(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _preview(document: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        summary = open_data(DataConfig.from_json(document)).preview()
+        summary = open_data(parse(DataConfig, document, "data")).preview()
     except DataProblem as problem:
         return {"problem": str(problem)}
     assert is_dataclass(summary)

@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 
 from edge_client.infer import golden_check
-from edge_client.infer.runtime import RUNTIME, interpreter, load
+from edge_client.infer.runtime import RUNTIME, load
 from edge_client.processes.process import peak_bytes, resident_bytes
 from edge_client.train.golden import SelfTestFailed
+from edge_client.train.interpreter import interpreter
 from edge_client.wire.manifest import ManifestError
 
 

@@ -9,7 +9,6 @@ Loading checks that the file is the manifest's and has its shapes. `edge_client.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.infer.installed import installed_kind
+from edge_client.train.interpreter import installed_kind, interpreter
 from edge_client.wire import inference
 from edge_client.wire.inference import InferenceManifest, RuntimeKind
 from edge_client.wire.manifest import ManifestError, require_file
@@ -29,10 +28,6 @@ RUNTIME: RuntimeKind = installed_kind() or "tflite-runtime"
 _SAME = 1e-4
 """How much the logits of a batch may differ from single rows, relative to the largest logit; quantized ones by 2 %."""
 _SAME_QUANTIZED = 0.02
-
-
-class NoRuntime(ManifestError):
-    """No runtime is installed on this machine."""
 
 
 class InvalidRows(ValueError):
@@ -94,7 +89,8 @@ class Model:
             self._interpreter.allocate_tensors()
         # RuntimeError: it can read the file but lacks an operation, or a version of one.
         except (ValueError, RuntimeError) as error:
-            raise ManifestError(f"{place}: {RUNTIME} cannot open it: {_one_line(error)}") from None
+            reason = " ".join(str(error).split())[:300]
+            raise ManifestError(f"{place}: {RUNTIME} cannot open it: {reason}") from None
         inputs, outputs = self._interpreter.get_input_details(), self._interpreter.get_output_details()
         if len(inputs) != 1 or len(outputs) != 1:
             raise ManifestError(
@@ -165,21 +161,6 @@ class Model:
             raise ManifestError(f"{place}: {what} is {np.dtype(details['dtype']).name} without a scale")
 
 
-def interpreter() -> Any:
-    """The interpreter class of this machine's runtime. Raises NoRuntime if none is installed."""
-    try:
-        if RUNTIME == "litert":
-            from ai_edge_litert.interpreter import Interpreter
-        else:
-            from tflite_runtime.interpreter import Interpreter
-    except ModuleNotFoundError as missing:
-        raise NoRuntime(
-            f"no runtime for models is installed here ({missing}); install ai-edge-litert, for instance: "
-            f"{sys.executable} -m pip install ai-edge-litert"
-        ) from None
-    return Interpreter
-
-
 def logits_shape(manifest: InferenceManifest) -> tuple[int, ...]:
     """Shape of one row's logits."""
     places = manifest.input.shape if manifest.task == "next_token" else ()
@@ -232,7 +213,3 @@ def dequantize(values: npt.NDArray[Any], tensor: dict[str, Any]) -> npt.NDArray[
     """Dequantizes an output tensor."""
     scale, zero_point = tensor["quantization"]
     return ((values.astype(np.float32) - zero_point) * scale if scale else values).astype(np.float32)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -144,8 +144,7 @@ def _child(job: SelfTestJob, answers: IO[bytes], log: IO[bytes]) -> Iterator[sub
     handle, name = tempfile.mkstemp(prefix=".self-test-", suffix=".json", dir=job.folder.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            document = {**vars(job), "data": job.data.to_json() if job.data is not None else None}
-            json.dump(document, file, default=str)
+            json.dump(asdict(job), file, default=str)
         process = _start(name, answers, log)
         try:
             yield process

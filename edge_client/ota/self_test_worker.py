@@ -19,11 +19,13 @@ from edge_client.data import DataConfig, open_data
 from edge_client.data.examples import PADDING
 from edge_client.infer import golden_check, runtime
 from edge_client.infer.runtime import LoadedRelease, check_rows
-from edge_client.ota.self_test import SECONDS
+from edge_client.ota.self_test import SECONDS, SelfTestJob
 from edge_client.processes.process import Report, limit_memory, lower_priority, serve, set_soft_limit
 from edge_client.train.evaluation import merge, score
 from edge_client.train.golden import SelfTestFailed
+from edge_client.train.interpreter import NoRuntime
 from edge_client.wire.manifest import ManifestError
+from edge_client.wire.strict import parse
 
 BASE_BYTES = 512 * 1024 * 1024
 """Memory for Python, numpy, the runtime and the rows, in addition to the model's as its manifest states it."""
@@ -33,17 +35,17 @@ _BATCH = 64
 _LARGEST_LOSS = 1e30
 
 
-def _work(job: Path, report: Report) -> None:
-    document = json.loads(job.read_bytes())
+def _work(file: Path, report: Report) -> None:
+    job = parse(SelfTestJob, json.loads(file.read_bytes()), "job")
     lower_priority()
-    limit_memory(document["memory_bytes"] + BASE_BYTES)
+    limit_memory(job.memory_bytes + BASE_BYTES)
     set_soft_limit(resource.RLIMIT_CPU, int(SECONDS))
-    candidate = _load_and_test(Path(document["folder"]), report)
-    if candidate is None or document["data"] is None:
+    candidate = _load_and_test(job.folder, report)
+    if candidate is None or job.data is None:
         return
     report(at="data")
     try:
-        examples = _examples(document["data"], candidate)
+        examples = _examples(job.data, candidate)
     except ValueError as error:
         report(note=f"not evaluated: {error}")
         return
@@ -55,7 +57,7 @@ def _work(job: Path, report: Report) -> None:
         report(note="not evaluated: no label of its rows is one of the model's classes", at="done")
         return
     report(evaluation=own, at="champion")
-    champion = _champion(document["champion"], report)
+    champion = _champion(job.champion, report)
     if champion is not None and champion.manifest.input == candidate.manifest.input:
         theirs = _evaluate(champion, *examples)
         report(
@@ -69,50 +71,41 @@ def _work(job: Path, report: Report) -> None:
 
 def _load_and_test(folder: Path, report: Report) -> LoadedRelease | None:
     """The loaded release, once its answers are right; None after reporting a failure."""
+    loaded = None
     try:
         loaded = runtime.load(folder)
-    except runtime.NoRuntime as missing:
-        report(later=str(missing))  # a problem of this machine; what ran here before will run again
-        return None
-    except ManifestError as error:
-        report(code="bad_artifact", message=str(error))
-        return None
-    try:
-        accuracy = golden_check.require(loaded)
+        report(passed={"golden_accuracy": golden_check.require(loaded)})
+        return loaded
+    except (NoRuntime, golden_check.NotEnoughMemory) as error:
+        # A problem of this machine, or of its free memory now; what ran here before will run again.
+        report(later=str(error))
     except SelfTestFailed as error:
         report(code="self_test", message=str(error))
-        return None
-    except golden_check.NotEnoughMemory as error:
-        report(later=str(error))  # within the limit, but not free now
-        return None
     except ManifestError as error:
-        report(code="wrong_runtime", message=str(error))
-        return None
+        report(code="bad_artifact" if loaded is None else "wrong_runtime", message=str(error))
     except (RuntimeError, ValueError) as error:
         # The interpreter opens the file and cannot run it.
         report(code="bad_artifact", message=f"this runtime cannot run it: {error}")
-        return None
-    report(passed={"golden_accuracy": accuracy})
-    return loaded
+    return None
 
 
-def _examples(data: dict[str, Any], candidate: LoadedRelease) -> tuple[Any, Any] | None:
+def _examples(data: DataConfig, candidate: LoadedRelease) -> tuple[Any, Any] | None:
     """Held-out rows and labels as the model takes them; None if there are none.
 
     Raises:
         ValueError: the data does not match its description or the model.
     """
-    held_out = open_data(DataConfig.from_json(data)).held_out()
+    held_out = open_data(data).held_out()
     if not len(held_out):
         return None
     return check_rows(held_out.x[:EVALUATED_ROWS], candidate.manifest), held_out.y[:EVALUATED_ROWS]
 
 
-def _champion(folder: str | None, report: Report) -> LoadedRelease | None:
+def _champion(folder: Path | None, report: Report) -> LoadedRelease | None:
     if folder is None:
         return None
     try:
-        return runtime.load(Path(folder))
+        return runtime.load(folder)
     except ManifestError as error:
         report(note=f"the active model cannot be loaded: {error}")
         return None

@@ -214,7 +214,7 @@ def run_once(
     """The answer of a program: the last line of its standard output, a JSON object.
 
     Args:
-        document: sent as JSON to its standard input.
+        document: sent as JSON to its standard input; paths as text.
         folder: its working directory, by default ours.
         environment: all its variables, by default `worker_environment()`.
 
@@ -224,7 +224,7 @@ def run_once(
     try:
         done = subprocess.run(
             command,
-            input=json.dumps(document),
+            input=json.dumps(document, default=str),
             capture_output=True,
             text=True,
             errors="replace",

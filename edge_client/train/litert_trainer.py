@@ -24,18 +24,11 @@ import numpy.typing as npt
 
 from edge_client.data.examples import PADDING, Examples
 from edge_client.train import golden
+from edge_client.train.interpreter import interpreter
 from edge_client.train.trainer import BatchTooLarge
 from edge_client.wire.manifest import Manifest, ManifestError, require_file
 from strategies.client_rules import Correction
 from strategies.params import Params, Tensors
-
-try:
-    from ai_edge_litert.interpreter import Interpreter
-except ModuleNotFoundError as missing:
-    # The constrained tier: machines without a wheel of ai-edge-litert run its predecessor, with numpy < 2.
-    if missing.name != "ai_edge_litert":
-        raise
-    from tflite_runtime.interpreter import Interpreter
 
 Feeds = dict[str, npt.NDArray[Any]]
 
@@ -55,8 +48,9 @@ class LiteRTRuntime:
         self._manifest = manifest
         self._bound = {tensor.name: tensor.signature_name for tensor in manifest.tensors}
         self.trainable: tuple[str, ...] = manifest.trainable
+        interpreter_class = interpreter()
         try:
-            self._interpreter = Interpreter(model_content=content, num_threads=1)
+            self._interpreter = interpreter_class(model_content=content, num_threads=1)
         except ValueError as error:
             raise ManifestError(f"LiteRT cannot load the artifact: {error}") from None
         self._train = self._runner("train")

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -37,7 +37,7 @@ import psutil
 from edge_client.data import DataConfig
 from edge_client.processes.channel import Closed, receive_frame, send_frame
 from edge_client.processes.process import worker_environment
-from edge_client.wire.device import Decline, ModelRef, RuntimeName
+from edge_client.wire.device import Decline, DeclineCode, ModelRef, RuntimeName
 
 POLL_SECONDS = 0.5
 """How often a running job is checked."""
@@ -48,10 +48,6 @@ STOP_SECONDS = 2.0
 _START_SECONDS = 60.0
 _LOG_BYTES = 1_000_000
 _LOG_TAIL_BYTES = 65_536
-
-Code = Literal[
-    "ineligible", "no_data", "wrong_runtime", "no_model", "bad_artifact", "opted_out", "limits", "failed"
-]
 
 
 class Interrupted(Exception):
@@ -68,9 +64,9 @@ class TrainingFailed(Exception):
     They differ if the message may quote data or paths, which must not leave the device: `public_message` replaces it.
     """
 
-    def __init__(self, code: Code, message: str, public_message: str | None = None) -> None:
+    def __init__(self, code: DeclineCode, message: str, public_message: str | None = None) -> None:
         super().__init__(message)
-        self.code: Code = code
+        self.code: DeclineCode = code
         self.message = message
         self._public_message = public_message
 
@@ -241,7 +237,8 @@ class _Child:
         """Sends the job; False if the child has exited, which an idle one may do at any moment."""
         try:
             self._socket.settimeout(_START_SECONDS)
-            send_frame(self._socket, {}, [json.dumps(_as_json(job, self._limits), default=str).encode()])
+            document = {"job": asdict(job), "limits": asdict(self._limits)}
+            send_frame(self._socket, {}, [json.dumps(document, default=str).encode()])
             return self._receive(_START_SECONDS) == {"taken": True}
         except (Closed, TimeoutError):
             return False
@@ -316,20 +313,6 @@ def _require_memory(child: _Child, limits: Limits) -> None:
     resident = child.resident_bytes()
     if resident > limits.memory_bytes:
         raise TrainingFailed("limits", f"{describe_memory_limit(limits)}: {resident} bytes were resident")
-
-
-def _as_json(job: Job, limits: Limits) -> dict[str, Any]:
-    """Both as JSON values; paths are absolute, whatever the child's working directory."""
-    document = {
-        name: str(value.absolute()) if isinstance(value, Path) else value for name, value in vars(job).items()
-    }
-    return {
-        **document,
-        "model": {**vars(job.model), "options": dict(job.model.options)},
-        "message": dict(job.message),
-        "data": job.data.to_json(),
-        "limits": vars(limits),
-    }
 
 
 def _log_file(log: Path) -> Any:

@@ -14,13 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_client.wire.device import ModelRef
+from edge_client.wire.device import DeclineCode, ModelRef
 
 if TYPE_CHECKING:
     # The daemon looks up what is installed without importing numpy.
     from edge_client.data.examples import Examples
     from edge_client.train.litert_trainer import LiteRTRuntime
-    from edge_client.train.process import Code
     from edge_client.train.trainer import Runtime
 
 MODELS_GROUP = "fedloop.models"
@@ -36,7 +35,7 @@ _PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
 class CannotRun(Exception):
     """This device cannot do the job; `code` is that of a `Decline`."""
 
-    def __init__(self, code: Code, message: str) -> None:
+    def __init__(self, code: DeclineCode, message: str) -> None:
         super().__init__(message)
         self.code, self.message = code, message
 

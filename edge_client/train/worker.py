@@ -24,7 +24,6 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge_client.processes.channel import Closed, read_ahead, send_frame
@@ -95,12 +94,14 @@ class Worker:
         import numpy as np
 
         from edge_client.data import open_data
+        from edge_client.train.process import Job
         from edge_client.train.resolve import require_compatible
         from edge_client.train.trainer import Trainer
+        from edge_client.wire.strict import parse
 
         np.seterr(all="ignore")  # the coordinator rejects a diverging client and says why
         started = time.monotonic()
-        job = _job(document)
+        job = parse(Job, document["job"], "job")
         source = open_data(job.data)
         data = source.train() if job.kind == "train" else source.held_out()
         require_compatible(data, job.model)
@@ -160,20 +161,6 @@ def _evaluate(job: Job, trainer: Trainer, data: Any) -> None:
         "loss_sum": evaluation.loss_sum,
     }
     write_durably(job.result, json.dumps(sums).encode(), mode=0o600)
-
-
-def _job(document: Mapping[str, Any]) -> Job:
-    from edge_client.data import DataConfig
-    from edge_client.train.process import Job
-    from edge_client.wire.device import ModelRef
-    from edge_client.wire.strict import parse
-
-    fields = {name: value for name, value in document.items() if name != "limits"}
-    for name in ("params", "streams", "tflite", "manifest", "state_in", "state_out", "result"):
-        fields[name] = Path(fields[name]) if fields[name] is not None else None
-    fields["data"] = DataConfig.from_json(document["data"])
-    fields["model"] = parse(ModelRef, document["model"], "model")
-    return Job(**fields)
 
 
 def _explain(error: Exception, document: Mapping[str, Any]) -> Answer:

@@ -335,13 +335,16 @@ class EvaluationResult:
     site: str = field(default="", metadata=_FOR_PEOPLE)
 
 
+DeclineCode = Literal[
+    "ineligible", "no_data", "wrong_runtime", "no_model", "bad_artifact", "opted_out", "limits", "failed"
+]
+
+
 @dataclass(frozen=True)
 class Decline:
     """POST /tasks/{task}/decline: the device gives the task back. `code` is stable, `words` are for people."""
 
-    code: Literal[
-        "ineligible", "no_data", "wrong_runtime", "no_model", "bad_artifact", "opted_out", "limits", "failed"
-    ]
+    code: DeclineCode
     words: str = field(metadata=_FOR_PEOPLE)
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -51,10 +52,12 @@ def parse_message(kind: type[T], document: object, place: str) -> T:
 
 
 def read(kind: Any, value: object, place: str, *, newer: bool = False) -> Any:
-    """One value: a dataclass, tuple[X, …], Mapping[str, X], Literal, X | None, str, int, float, bool or Any."""
+    """One value: a dataclass, tuple[X, …], Mapping[str, X], Literal, X | None, str, int, float, bool, Path or Any."""
     origin = get_origin(kind)
     if kind is Any:
         return value
+    if kind is Path and isinstance(value, str):
+        return Path(value)
     if is_dataclass(kind) and isinstance(kind, type):
         return _dataclass(kind, value, place, newer)
     if origin in (UnionType, Union):
@@ -234,4 +237,10 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return document
 
 
-_TYPE_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+_TYPE_NAMES = {
+    str: "a string",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    Path: "a path",
+}

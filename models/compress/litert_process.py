@@ -12,8 +12,8 @@ import json
 import sys
 from pathlib import Path
 
-from edge_client.infer.runtime import interpreter
 from edge_client.processes.process import peak_bytes, resident_bytes
+from edge_client.train.interpreter import interpreter
 
 
 def main() -> None:

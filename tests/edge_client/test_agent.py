@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edge_client.errors import Stopped, UserError
-from edge_client.infer.installed import installed_kind
+from edge_client.train.interpreter import installed_kind
 from edge_client.train.process import TrainingFailed
 from edge_client.transport import identity
 from edge_client.wire import arrays

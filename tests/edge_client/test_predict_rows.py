@@ -14,6 +14,7 @@ from edge_client.data.connector import DataProblem
 from edge_client.infer import runtime
 from edge_client.serving.predict import predict
 from edge_client.serving.rows import read_rows
+from edge_client.train.interpreter import NoRuntime
 from tests.support import released
 
 NAMES = ",".join(f"p{number}" for number in range(64))
@@ -73,5 +74,5 @@ def test_a_machine_without_a_runtime_says_what_to_install(
     folder = released.release_folder(tmp_path, 1)
     package = "ai_edge_litert" if runtime.RUNTIME == "litert" else "tflite_runtime"
     monkeypatch.setitem(sys.modules, f"{package}.interpreter", None)
-    with pytest.raises(runtime.NoRuntime, match="pip install ai-edge-litert"):
+    with pytest.raises(NoRuntime, match="pip install ai-edge-litert"):
         runtime.load(folder)
