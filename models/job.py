@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from edge_client.files import write_durably
 from models import options
 from models.labels import PADDING
+from models.options import JobError as JobError
 
 if TYPE_CHECKING:
     from models.zoo import KerasSpec, ModelSpec
@@ -33,10 +34,6 @@ T = TypeVar("T")
 
 _CHUNK = 4096
 """Rows checked at a time."""
-
-
-class JobError(ValueError):
-    """The job file, or a file it names, is wrong; the message says where and what was expected."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class Job:
     def _resolve(self, find: Callable[..., T], keys: tuple[str, ...]) -> T:
         where = keys or ("model",)
         name = f"{self.path}: {'.'.join(where)}"
-        described = _as_job_error(lambda: options.only(self.value(*where), tuple(_MODEL_KEYS), name))
+        described = options.only(self.value(*where), tuple(_MODEL_KEYS), name)
         known: dict[str, Any] = {}
         for key, (default, is_valid, expected) in _MODEL_KEYS.items():
             known[key] = described.get(key, default)
@@ -101,15 +98,13 @@ class Job:
 
     def options(self, kind: type[Options]) -> Options:
         """`options` as the dataclass `kind`, with its defaults for missing keys."""
-        return _as_job_error(
-            lambda: options.read(kind, self.settings.get("options", {}), f"{self.path}: options")
-        )
+        return self.table("options", kind) or kind()
 
     def table(self, key: str, kind: type[Options]) -> Options | None:
         """The table `key` as the dataclass `kind`, or None if it is missing."""
         if key not in self.settings:
             return None
-        return _as_job_error(lambda: options.read(kind, self.settings[key], f"{self.path}: {key}"))
+        return options.read(kind, self.settings[key], f"{self.path}: {key}")
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.settings.get(key, default)
@@ -231,11 +226,3 @@ def read_params(path: Path) -> dict[str, npt.NDArray[Any]]:
 def write_result(folder: Path, result: Mapping[str, Any]) -> None:
     """Writes `result.json` into `folder`, atomically."""
     write_durably(folder / "result.json", (json.dumps(result, indent=2) + "\n").encode())
-
-
-def _as_job_error(read: Callable[[], T]) -> T:
-    """The result of `read`, whose `OptionError` becomes a `JobError`."""
-    try:
-        return read()
-    except options.OptionError as error:
-        raise JobError(str(error)) from None

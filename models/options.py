@@ -15,7 +15,11 @@ from typing import Any, Literal, TypeVar
 Options = TypeVar("Options")
 
 
-class OptionError(ValueError):
+class JobError(ValueError):
+    """The job file, or a file it names, is wrong; the message says where and what was expected."""
+
+
+class OptionError(JobError):
     """An option is unknown or has an invalid value; the message says which and what was expected."""
 
 

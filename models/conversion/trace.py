@@ -76,7 +76,8 @@ def trace(spec: ModelSpec, batch_size: int) -> Traced:
         NotTraceable: the model has tensors that LiteRT does not support, is random during training, or fails.
     """
     module = spec.build(seed=0)
-    values = float_tensors(module)
+    state = module.state_dict(keep_vars=True)
+    values = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
     tensors = tuple(_describe_tensors(module, values))
     x, y = spec.example_batch(batch_size)
     initial = tuple(value.detach().clone() for value in values.values())
@@ -105,12 +106,6 @@ def trace(spec: ModelSpec, batch_size: int) -> Traced:
     infer_graph = _graph(infer, (x, *initial))
     _require_shape(infer_graph(x, *initial)[0], spec, batch_size)
     return Traced(train_graph, infer_graph, tensors, initial, x, y)
-
-
-def float_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and float buffers, in the order of the state dict."""
-    state = module.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
 
 
 def _describe_tensors(module: nn.Module, values: dict[str, torch.Tensor]) -> list[TensorSpec]:

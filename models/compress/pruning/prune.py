@@ -93,7 +93,8 @@ def prune(model: StepModel, data: Data, options: PruneOptions, context: Context)
         goals, held_out_facts = search(module, names, inputs, model.spec, rows, held_out, probe, bound, rng)
         search_facts = {"held_out": held_out_facts}
     else:
-        goals = sparsity.goals(module, names, options.sparsity, together=options.per_layer == "global")
+        groups = [names] if options.per_layer == "global" else [(name,) for name in names]
+        goals = tuple(sparsity.goal(module, group, options.sparsity) for group in groups)
     ramp = sparsity.Ramp(options.ramp, options.cuts)
     sparsity.cut(
         module, goals, inputs, model.spec, rows, options, ramp, rng, context.report_epochs(stage="prune")

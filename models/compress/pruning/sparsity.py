@@ -74,12 +74,6 @@ def prunable(module: nn.Module, spec: ModelSpec, excluded: Sequence[str] = ()) -
     )
 
 
-def goals(module: nn.Module, names: Sequence[str], sparsity: float, together: bool) -> tuple[Goal, ...]:
-    """The same sparsity for all layers, ranked together or each alone."""
-    groups = [tuple(names)] if together else [(name,) for name in names]
-    return tuple(goal(module, group, sparsity) for group in groups)
-
-
 def goal(module: nn.Module, names: tuple[str, ...], sparsity: float) -> Goal:
     """The goal for one group of layers. Existing zeros remain, even if `sparsity` is lower."""
     weights = [module.get_parameter(f"{name}.weight") for name in names]
