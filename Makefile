@@ -10,6 +10,8 @@ export OMP_NUM_THREADS ?= 1
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Compiled once: the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
+# One more than two cores: many tests wait for real processes rather than compute.
+WORKERS ?= 3
 SOURCES := coordinator edge_client strategies models tests docs fedloop.py _fedloop_command.py
 
 .PHONY: help setup constrained demo demo-fleet demo-loop test test-long twins coverage check bench docs clean
@@ -54,13 +56,13 @@ test: setup constrained ## everything; what CI runs
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 25
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
 test-long: setup constrained ## what `make test` leaves out: further cases, long editions, both databases for all
 	FEDLOOP_TEST_LONG=1 $(BIN)/pytest -n 2 --dist load --durations 5 -m "long or extended" --timeout 7200
 
 twins: setup ## every fault test of the coordinator on PostgreSQL
-	FEDLOOP_TEST_LONG=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/faults -k postgresql
+	FEDLOOP_TEST_LONG=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/faults -k postgresql
 
 coverage: setup constrained ## the tests again, with a table of the lines they run
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
