@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from coordinator.errors import UserError
+from coordinator.errors import RunInterrupted, UserError
 from edge_client.files import write_durably
 
 
@@ -52,3 +52,16 @@ def locked(path: Path, taken: Exception) -> Iterator[None]:
         except BlockingIOError:
             raise taken from None
         yield
+
+
+@contextmanager
+def resumable(how: str, *interruptions: type[Exception]) -> Iterator[None]:
+    """Adds how to resume a run to what interrupts it from outside: Ctrl-C, the disk, or these errors."""
+    errors: tuple[type[Exception], ...] = (OSError, *interruptions)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise RunInterrupted(f"interrupted; {how}") from None
+    except errors as error:
+        between = "\n" if "\n" in str(error) else "; "
+        raise RunInterrupted(f"{error}{between}{how}") from None

@@ -60,12 +60,10 @@ def enrol(
     device = _new_device(connection, settings, token, request, key, now)
     enrolment_tokens.use_token(connection, token, device)
     devices.add(connection, device)
+    event = "device_pending" if device.state == "pending" else "device_enrolled"
+    record(connection, now, event, device=device.id, name=device.name, group=device.device_group)
     if device.state == "pending":
-        record(
-            connection, now, "device_pending", device=device.id, name=device.name, group=device.device_group
-        )
         return _pending(device.id)
-    record(connection, now, "device_enrolled", device=device.id, name=device.name, group=device.device_group)
     return _add_certificate(connection, device.id, authority.issue_device(csr, device.id, now))
 
 
@@ -192,11 +190,9 @@ def _new_device(
     now: datetime,
 ) -> DeviceRow:
     pending = token.needs_approval or settings.needs_approval
-    serial = (
-        None
-        if request.serial_number is None
-        else enrolment_tokens.plain_text(request.serial_number, "serial_number")
-    )
+    serial = request.serial_number
+    if serial is not None:
+        serial = enrolment_tokens.plain_text(serial, "serial_number")
     return DeviceRow(
         id=str(uuid.uuid4()),
         name=enrolment_tokens.plain_text(request.name, "name"),
@@ -207,10 +203,6 @@ def _new_device(
         key_sha256=key,
         csr=request.csr if pending else None,
         enrolled_at=now,
-        certificate_until=None,
-        last_seen_at=None,
-        expected_at=None,
-        report={},
     )
 
 

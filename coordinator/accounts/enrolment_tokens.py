@@ -8,7 +8,9 @@ import secrets
 import uuid
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from typing import Annotated
 
+from pydantic import Field
 from sqlalchemy import Connection
 
 from coordinator.accounts.certificate_authority import Authority
@@ -19,6 +21,7 @@ from coordinator.db.tokens import TokenRow
 from coordinator.errors import Refusal
 
 TOKEN_PREFIX = "fl1"
+MAX_USES = 1_000_000
 TEXT_LIMIT = 200
 """Characters of a name, a group or a serial number."""
 
@@ -28,13 +31,19 @@ _TOKENS_KEPT = timedelta(days=90)
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """What a token admits: `uses` devices into one group, for the time `ttl`."""
+    """What a new token admits, as an operator requests it."""
 
-    uses: int
-    ttl: timedelta
-    group: str
-    needs_approval: bool = False
-    listed_serials_only: bool = False
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - for requests to the API
+
+    uses: Annotated[
+        int | None, Field(ge=1, le=MAX_USES, description="Default: 1; for listed machines, any.")
+    ] = None
+    ttl_seconds: Annotated[float, Field(gt=0, le=366 * 86_400)] = 900.0
+    group: Annotated[str, Field(min_length=1, max_length=TEXT_LIMIT)] = "default"
+    needs_approval: Annotated[bool, Field(description="An operator must approve each device.")] = False
+    listed_serials_only: Annotated[
+        bool, Field(description="Only listed machines, once each, into the list's group.")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -52,15 +61,15 @@ def create_token(connection: Connection, authority: Authority, terms: TokenTerms
         id=str(uuid.uuid4()),
         secret_sha256=_sha256(secret),
         device_group=plain_text(terms.group, "group"),
-        uses_left=terms.uses,
+        uses_left=terms.uses or (MAX_USES if terms.listed_serials_only else 1),
         needs_approval=terms.needs_approval,
         listed_serials_only=terms.listed_serials_only,
         created_at=now,
-        expires_at=now + terms.ttl,
+        expires_at=now + timedelta(seconds=terms.ttl_seconds),
     )
     tokens.drop(connection, now - _TOKENS_KEPT)
     tokens.add(connection, row)
-    record(connection, now, "token_made", token=row.id, group=row.device_group, uses=terms.uses)
+    record(connection, now, "token_made", token=row.id, group=row.device_group, uses=row.uses_left)
     return NewToken(row, f"{TOKEN_PREFIX}.{authority.ca_sha256}.{secret}")
 
 

@@ -63,20 +63,13 @@ class Versions(BaseModel):
     next: int | None = Field(description="`before` for the next page; null on the last one.")
 
 
-class VersionFileRequest(BaseModel):
-    model_config = {"extra": "forbid"}
-
-    sha256: str = Field(max_length=64)
-    size_bytes: int = Field(ge=1, lt=2**63)
-
-
 class VersionRequest(BaseModel):
     """The files of a new version, by path; or a finished run, whose files the coordinator has."""
 
     model_config = {"extra": "forbid"}
 
     kind: Kind = "params"
-    files: dict[_Text, VersionFileRequest] = Field({}, max_length=1000)
+    files: dict[_Text, DeclaredFile] = Field({}, max_length=1000)
     parents: list[_Text] = Field(
         [], max_length=16, description="Versions it was made from, if none of its documents names them."
     )
@@ -170,9 +163,8 @@ def register_version(
     if request.run is not None:
         row, is_new = registration.register_run(services, name, request.run)
     else:
-        files = {path: DeclaredFile(file.sha256, file.size_bytes) for path, file in request.files.items()}
         row, is_new = registration.register(
-            services, name, request.kind, files, request.parents, renumber=request.renumber
+            services, name, request.kind, request.files, request.parents, renumber=request.renumber
         )
     response.status_code = 201 if is_new else 200
     return _render(row)

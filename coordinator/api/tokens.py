@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -14,26 +14,7 @@ from coordinator.context.services import ServicesDep
 from coordinator.db import tokens
 from coordinator.db.tokens import TokenRow
 
-MAX_USES = 1_000_000
-_YEAR_SECONDS = 366 * 86400
-
 router = APIRouter(tags=["enrolment"])
-
-
-class TokenRequest(BaseModel):
-    """What a new token admits."""
-
-    model_config = {"extra": "forbid"}
-
-    uses: int | None = Field(
-        None, ge=1, le=MAX_USES, description="Devices it admits; default 1, or all listed machines."
-    )
-    ttl_seconds: float = Field(900, gt=0, le=_YEAR_SECONDS)
-    group: str = Field("default", min_length=1, max_length=enrolment_tokens.TEXT_LIMIT)
-    needs_approval: bool = Field(False, description="An operator must approve each device.")
-    listed_serials_only: bool = Field(
-        False, description="Only machines whose serial number is listed, once each, into the list's group."
-    )
 
 
 class MadeToken(BaseModel):
@@ -74,15 +55,8 @@ class SerialsAdded(BaseModel):
 
 
 @router.post("/tokens", status_code=201)
-def make_token(request: TokenRequest, services: ServicesDep) -> MadeToken:
+def make_token(terms: TokenTerms, services: ServicesDep) -> MadeToken:
     """Creates an enrolment token."""
-    terms = TokenTerms(
-        request.uses or (MAX_USES if request.listed_serials_only else 1),
-        timedelta(seconds=request.ttl_seconds),
-        request.group,
-        request.needs_approval,
-        request.listed_serials_only,
-    )
     token = services.commit(
         lambda at: enrolment_tokens.create_token(at, services.authority, terms, services.clock())
     )

@@ -1,15 +1,17 @@
-"""The report of a pretraining: its figures, the loss curve, the model's description and its lineage."""
+"""The report of a pretraining: its figures, the loss curve, the model's description, its lineage, and its profile as a page."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import html
 import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from coordinator.datacenter import jobs, profile_report
+from coordinator.datacenter import jobs
 from coordinator.datacenter.documents import LINEAGE, MODEL, PUBLIC, REPORT, write_document
 from coordinator.datacenter.pretrain_config import Pretraining
 from coordinator.experiments.schema import MODEL_KEYS
@@ -17,6 +19,15 @@ from coordinator.reports.curves import as_png, make_figure
 from edge_client.files import file_sha256, write_durably
 
 _ABOUT = ("device", "backend", "seconds", "restarts", "stall_seconds")
+
+PAGE = "profile.html"
+KINDS = {
+    "compute": "#1f6feb",
+    "communication": "#d1242f",
+    "bubble": "#bf8700",
+    "loader": "#8250df",
+    "other": "#c8c8c8",
+}
 
 Point = tuple[int, float, float | None]
 """Step, counted from 1; loss; learning rate, if known."""
@@ -61,7 +72,7 @@ def _profile(folder: Path) -> dict[str, Any] | None:
     if not (folder / "profile.json").exists():
         return None
     profile = json.loads((folder / "profile.json").read_text("utf-8"))
-    return {"page": str(profile_report.write_page(folder)), **profile_report.figures(profile)}
+    return {"page": str(write_page(folder)), **figures(profile)}
 
 
 def _lineage(config: Pretraining, data: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,3 +114,83 @@ def draw_curve(path: Path, title: str, points: Sequence[Point]) -> None:
         axes.set_xlabel("step")
     figure.suptitle(title)
     write_durably(path, as_png(figure))
+
+
+def write_page(folder: Path) -> Path:
+    """Writes the page beside the `profile.json` in `folder` and returns its path.
+
+    Raises:
+        OSError: the profile is missing, or the page cannot be written.
+    """
+    profile = json.loads((folder / "profile.json").read_text("utf-8"))
+    path = folder / PAGE
+    write_durably(path, render_page(profile).encode())
+    return path
+
+
+def render_page(profile: Mapping[str, Any]) -> str:
+    """The HTML of a profile."""
+    plot = base64.b64encode(draw_plot(profile)).decode()
+    rows = "".join(
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
+        for name, value in figures(profile).items()
+    )
+    traces = ", ".join(
+        f'<a href="trace-rank{rank["rank"]}.json">rank {rank["rank"]}</a>' for rank in profile["ranks"]
+    )
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Profile: {html.escape(profile["plan"])}</title>
+<style>body {{ font: 15px system-ui; margin: 2em auto; max-width: 70em; }} th {{ text-align: left; padding-right: 2em; }}
+img {{ max-width: 100%; }}</style>
+<h1>Where the time goes: {html.escape(profile["plan"])}</h1>
+<table>{rows}</table>
+<img alt="Seconds of a step by process, and bytes allocated over time" src="data:image/png;base64,{plot}">
+<p>Each moment of a step counts for the first of these that applies: waiting for a batch; computing; communication while
+nothing is computed; messages between stages (bubble); other: Python, and processor stalls.
+Open a trace in chrome://tracing or ui.perfetto.dev: {traces}.</p>
+</html>
+"""
+
+
+def figures(profile: Mapping[str, Any]) -> dict[str, str]:
+    """The figures on the page and the command line, by name."""
+    last = profile["first_step"] + profile["steps"] - 1
+    tokens = profile["tokens_per_second"]
+    return {
+        "steps": f"{profile['first_step']} to {last}, of {len(profile['ranks'])} processes on {profile['device']}, {profile['backend']}",
+        "step": f"{profile['step_seconds']:.4g} s (median)",
+        "speed": f"{profile['rows_per_second']:,.0f} rows/s"
+        + (f", {tokens:,.0f} tokens/s" if tokens else ""),
+        "computing": f"{profile['mean_seconds']['compute'] / sum(profile['mean_seconds'].values()):.1%} of a step",
+        "exposed communication": f"{profile['exposed_share']:.1%}",
+        "pipeline bubble": f"{profile['bubble_share']:.1%}",
+        "waiting for batches": f"{profile['loader_share']:.1%}",
+        "MFU": f"{profile['mfu']:.1%} of {profile['peak_flops'] / 1e12:.3g} TFLOP/s ({profile['peak_from']}); "
+        f"{profile['flops_per_step']:.3g} operations a step ({profile['flops_from']})",
+        "peak memory": f"{max(rank['memory']['peak_bytes'] for rank in profile['ranks']) / 2**20:,.1f} MiB a process "
+        f"({profile['ranks'][0]['memory']['from']})",
+    }
+
+
+def draw_plot(profile: Mapping[str, Any]) -> bytes:
+    """A PNG: the time of a step by process and activity, and memory over the profiled steps."""
+    figure, left, right = make_figure()
+    ranks = profile["ranks"]
+    names = [str(rank["rank"]) for rank in ranks]
+    before = [0.0] * len(ranks)
+    for kind, colour in KINDS.items():
+        seconds = [1e3 * rank["mean_seconds"][kind] for rank in ranks]
+        left.barh(names, seconds, left=before, color=colour, label=kind)
+        before = [each + more for each, more in zip(before, seconds, strict=True)]
+    left.invert_yaxis()
+    left.set_xlabel("milliseconds of a step")
+    left.set_ylabel("rank")
+    left.legend(fontsize=8, ncols=len(KINDS), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    for rank in ranks:
+        memory = rank["memory"]
+        mebibytes = [bytes_ / 2**20 for bytes_ in memory["bytes"]]
+        right.plot(memory["seconds"], mebibytes, lw=0.8, drawstyle="steps-post", label=f"rank {rank['rank']}")
+    right.set_xlabel("seconds")
+    right.set_ylabel(f"MiB, {ranks[0]['memory']['from']}")
+    right.legend(fontsize=8)
+    return as_png(figure)

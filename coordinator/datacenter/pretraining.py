@@ -12,8 +12,8 @@ Everything that imports a framework or runs a user's code happens in worker proc
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from coordinator.datacenter.jobs import Environment, Job
 from coordinator.datacenter.pretrain_config import Pretraining
 from coordinator.datacenter.pretrain_report import write_report
 from coordinator.datacenter.training_data import as_user_errors
-from coordinator.errors import RunInterrupted, UserError
+from coordinator.errors import UserError
 from coordinator.experiments.experiment import read_toml
-from coordinator.output_folders import begin, clear, require_new
+from coordinator.output_folders import begin, clear, require_new, resumable
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import write_durably
 from models import options
@@ -158,7 +158,7 @@ def _load_data(config: Pretraining, folder: Path, environment: Environment) -> d
 
 def _run(config: Pretraining, out: Path, environment: Environment) -> dict[str, Any]:
     progress = environment.progress
-    with _resumable(out):
+    with resumable(f"resume with: fedloop pretrain --resume {out}", JobFailed):
         try:
             progress.stage(f"loading {config.data.dataset}")
             data = _load_data(config, out / "data", environment)
@@ -249,15 +249,3 @@ def _job(stage: Stage, config: Pretraining, data: Mapping[str, Any], arrays: Pat
         plan=config.plan,
         more=more,
     )
-
-
-@contextmanager
-def _resumable(out: Path) -> Iterator[None]:
-    """Adds the command that resumes the training to errors that interrupt it."""
-    how = f"resume with: fedloop pretrain --resume {out}"
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise RunInterrupted(f"interrupted; {how}") from None
-    except (JobFailed, OSError) as error:
-        raise RunInterrupted(f"{error}; {how}") from None

@@ -58,16 +58,8 @@ def accept(connection: Connection, task: TaskRow, accepted: AcceptedUpdate, now:
         )
     )
     end_task(connection, task.id, "accepted", now)
-    events.record(
-        connection,
-        now,
-        "update_accepted",
-        run=task.run,
-        device=task.device,
-        round=task.round,
-        seconds=round(seconds, 3),
-        bytes=accepted.payload_bytes,
-    )
+    more = {"seconds": round(seconds, 3), "bytes": accepted.payload_bytes}
+    _record(connection, task, "update_accepted", now, **more)
     if opened.closing.is_complete(count_updates(connection, task.run, task.round)):
         close_round(connection, task.run, task.round)
 
@@ -125,15 +117,13 @@ def revoke_update(
 def reject(connection: Connection, task: TaskRow, reason: str, message: str, now: datetime) -> None:
     """Rejects the result of a task for good."""
     end_task(connection, task.id, "rejected", now, reason, message)
-    details = {"round": task.round, "reason": reason, "words": message}
-    events.record(connection, now, "update_rejected", run=task.run, device=task.device, **details)
+    _record(connection, task, "update_rejected", now, reason=reason, words=message)
 
 
 def decline(connection: Connection, task: TaskRow, reason: str, message: str, now: datetime) -> None:
     """Ends a live task that its device declined."""
     end_task(connection, task.id, "declined", now, reason, message)
-    details = {"round": task.round, "kind": task.kind, "reason": reason, "words": message}
-    events.record(connection, now, "task_declined", run=task.run, device=task.device, **details)
+    _record(connection, task, "task_declined", now, kind=task.kind, reason=reason, words=message)
 
 
 def record_evaluation(
@@ -146,8 +136,7 @@ def record_evaluation(
         )
     )
     end_task(connection, task.id, "accepted", now)
-    details = {"round": task.round, "rows": result["rows"]}
-    events.record(connection, now, "evaluation_received", run=task.run, device=task.device, **details)
+    _record(connection, task, "evaluation_received", now, rows=result["rows"])
 
 
 def evaluations_of(connection: Connection, run: str, number: int) -> dict[str, EvaluationResult]:
@@ -159,3 +148,7 @@ def evaluations_of(connection: Connection, run: str, number: int) -> dict[str, E
         row.device: parse_message(EvaluationResult, row.result, "evaluation")
         for row in connection.execute(query.order_by(evaluations.c.device))
     }
+
+
+def _record(connection: Connection, task: TaskRow, event: str, now: datetime, **values: Any) -> None:
+    events.record(connection, now, event, run=task.run, device=task.device, round=task.round, **values)

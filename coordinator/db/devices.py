@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from typing import Any, Literal
 
@@ -29,10 +29,10 @@ class DeviceRow:
     key_sha256: str
     csr: str | None
     enrolled_at: datetime
-    certificate_until: datetime | None
-    last_seen_at: datetime | None
-    expected_at: datetime | None
-    report: Mapping[str, Any]
+    certificate_until: datetime | None = None
+    last_seen_at: datetime | None = None
+    expected_at: datetime | None = None
+    report: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find(connection: Connection, device: str) -> DeviceRow | None:
@@ -122,7 +122,7 @@ def latest_certificate(connection: Connection, key_sha256: str) -> tuple[str, x5
     return None if row is None else (row.device, x509.load_pem_x509_certificate(row.pem.encode()))
 
 
-_COLUMNS: Sequence[ColumnElement[Any]] = [devices.c[field.name] for field in fields(DeviceRow)]
+_COLUMNS: Sequence[ColumnElement[Any]] = [devices.c[each.name] for each in fields(DeviceRow)]
 
 
 def _one(connection: Connection, which: ColumnElement[bool]) -> DeviceRow | None:

@@ -20,9 +20,9 @@ from sqlalchemy import Connection
 from coordinator.context.services import Services, ServicesDep
 from coordinator.db import answers, participants, rounds
 from coordinator.db.rounds import TaskRow
-from coordinator.device_api.bodies import read_message
 from coordinator.device_api.identity import CallerDep
 from coordinator.errors import Refusal
+from coordinator.limits.request_bodies import read_message
 from coordinator.rollouts import engine, plan, reports
 from coordinator.rollouts.reports import ReleaseOffers
 from coordinator.scheduling import matching, offers

@@ -10,9 +10,9 @@ from fastapi.responses import Response
 
 from coordinator.accounts import enrolment
 from coordinator.context.services import ServicesDep
-from coordinator.device_api.bodies import read_anonymous_message
 from coordinator.device_api.identity import CallerDep
 from coordinator.errors import Refusal
+from coordinator.limits.request_bodies import read_anonymous_message
 from edge_client.wire.device import EnrolRequest, RenewRequest, to_json
 
 router = APIRouter()

@@ -15,9 +15,9 @@ from sqlalchemy import Connection
 from coordinator.context.services import Services, ServicesDep
 from coordinator.db import answers, rounds
 from coordinator.db.rounds import TaskRow
-from coordinator.device_api.bodies import read_message
 from coordinator.device_api.identity import CallerDep
 from coordinator.errors import Refusal
+from coordinator.limits.request_bodies import read_message
 from edge_client.wire.arrays import LARGEST_COUNT
 from edge_client.wire.device import Decline, EvaluationResult, TaskKind, to_json
 

@@ -29,10 +29,10 @@ from coordinator.context.services import Services, ServicesDep
 from coordinator.db import answers, rounds
 from coordinator.db.answers import AcceptedUpdate
 from coordinator.db.rounds import TaskRow
-from coordinator.device_api.bodies import read_message
 from coordinator.device_api.identity import CallerDep
 from coordinator.device_api.tasks import own_task, require_open
 from coordinator.errors import Refusal
+from coordinator.limits.request_bodies import read_message
 from coordinator.limits.uploads_in_flight import BLOCK_BYTES
 from coordinator.model_references import is_sha256
 from coordinator.rounds import intake

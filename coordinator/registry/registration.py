@@ -19,8 +19,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from sqlalchemy import Connection, Row
 
 from coordinator import failpoints, model_references
@@ -49,8 +50,10 @@ from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 class DeclaredFile:
     """A file as declared by the client."""
 
-    sha256: str
-    size_bytes: int
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - for requests to the API
+
+    sha256: Annotated[str, Field(max_length=64)]
+    size_bytes: Annotated[int, Field(ge=1, lt=2**63)]
 
 
 _MAIN_FILES = (PARAMS, MODEL_NAME)

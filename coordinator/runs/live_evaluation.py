@@ -34,30 +34,18 @@ class EvaluatingFleet(Fleet, Protocol):
 
 @dataclass(frozen=True)
 class FederatedScore:
-    """A model's score over devices, each weighted by its labels up to `label_cap`. Accuracies by device and by site.
+    """A model's score over devices, each weighted by its labels up to a cap.
 
     Attributes:
-        rows: held-out rows of all devices, as they report.
-        label_cap: the most labels that one device counts for, also in the score of its site.
-        per_site: site -> test_rows, test_accuracy, test_loss, devices; a device without a site is its own site.
+        figures: test_loss, test_accuracy, test_rows, devices, as the devices report them, and label_cap: the most labels
+            that one device counts for, also in the score of its site.
+        clients: accuracy by device.
+        per_site: site -> its figures; a device without a site is its own site.
     """
 
-    loss: float
-    accuracy: float
-    rows: int
-    devices: int
-    label_cap: int
+    figures: Mapping[str, Any]
     clients: Mapping[str, float]
     per_site: Mapping[str, Mapping[str, Any]]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "test_loss": self.loss,
-            "test_accuracy": self.accuracy,
-            "test_rows": self.rows,
-            "devices": self.devices,
-            "label_cap": self.label_cap,
-        }
 
 
 def pool_results(results: Mapping[str, EvaluationResult]) -> FederatedScore | None:
@@ -65,36 +53,28 @@ def pool_results(results: Mapping[str, EvaluationResult]) -> FederatedScore | No
     if not results:
         return None
     cap = label_cap(result.labels for result in results.values())
-    loss, accuracy, rows = _score(list(results.values()), cap)
     sites: dict[str, list[EvaluationResult]] = {}
     for device in sorted(results):
         sites.setdefault(results[device].site or device, []).append(results[device])
     return FederatedScore(
-        loss=loss,
-        accuracy=accuracy,
-        rows=rows,
-        devices=len(results),
-        label_cap=cap,
+        figures={**_score(list(results.values()), cap), "label_cap": cap},
         clients={device: result.correct / result.labels for device, result in sorted(results.items())},
-        per_site={site: _site(of_site, cap) for site, of_site in sorted(sites.items())},
+        per_site={site: _score(of_site, cap) for site, of_site in sorted(sites.items())},
     )
 
 
-def _site(results: list[EvaluationResult], cap: int) -> dict[str, Any]:
-    loss, accuracy, rows = _score(results, cap)
-    return {"test_rows": rows, "test_accuracy": accuracy, "test_loss": loss, "devices": len(results)}
-
-
-def _score(results: list[EvaluationResult], cap: int) -> tuple[float, float, int]:
-    """Loss and accuracy per label, and number of rows. No device counts for more than `cap` labels."""
+def _score(results: list[EvaluationResult], cap: int) -> dict[str, Any]:
+    """Loss and accuracy per label, and numbers of rows and devices. No device counts for more than `cap` labels."""
     shares = [min(1.0, cap / result.labels) for result in results]
     labels = sum(share * result.labels for share, result in zip(shares, results, strict=True))
     losses = (bounded_loss(result.loss_sum, result.labels) for result in results)
-    return (
-        sum(share * loss for share, loss in zip(shares, losses, strict=True)) / labels,
-        sum(share * result.correct for share, result in zip(shares, results, strict=True)) / labels,
-        sum(result.rows for result in results),
-    )
+    correct = sum(share * result.correct for share, result in zip(shares, results, strict=True))
+    return {
+        "test_loss": sum(share * loss for share, loss in zip(shares, losses, strict=True)) / labels,
+        "test_accuracy": correct / labels,
+        "test_rows": sum(result.rows for result in results),
+        "devices": len(results),
+    }
 
 
 class LiveEvaluation:
@@ -118,14 +98,15 @@ class LiveEvaluation:
             self._per_site = self._per_site or self._held_out.per_site(scored)
             return Score(scored.loss, scored.accuracy, clients)
         if self._on_devices is not None:
-            return Score(self._on_devices.loss, self._on_devices.accuracy, clients)
+            figures = self._on_devices.figures
+            return Score(figures["test_loss"], figures["test_accuracy"], clients)
         return Score(None, None, {})
 
     def more_figures(self) -> dict[str, Any]:
         """Values of the last score for the round's record, besides the engine's."""
         more: dict[str, Any] = {"per_site": dict(self._per_site)} if self._per_site else {}
         if self._on_devices is not None:
-            more["on_devices"] = self._on_devices.to_json()
+            more["on_devices"] = self._on_devices.figures
         return more
 
     def _evaluate_on_devices(self, number: int, params: Tensors) -> FederatedScore | None:

@@ -7,7 +7,7 @@ coordinator continues with the same model, and detects changed data.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,9 @@ class Prepared:
     data: Mapping[str, Any] | None
     start: Mapping[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def read(document: Mapping[str, Any]) -> Prepared:
-    """The inverse of `Prepared.to_json`."""
+    """A run's model from its stored form, which is `dataclasses.asdict` of it."""
     return strict.parse(Prepared, document, "prepared")
 
 

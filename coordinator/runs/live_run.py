@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ class LiveRun:
                 lambda connection: rows.begin(
                     connection,
                     self._run,
-                    prepared.to_json(),
+                    asdict(prepared),
                     *digests,
                     [*self._row.notices, *notices],
                     services.clock(),

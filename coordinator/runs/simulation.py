@@ -16,8 +16,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,14 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.errors import RunInterrupted, UserError
+from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.experiment import read_toml, resolve
 from coordinator.experiments.schema import Experiment, Runtime
 from coordinator.extras import problems_with
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, virtual_time
-from coordinator.output_folders import begin, clear, locked, require_new
+from coordinator.output_folders import begin, clear, locked, require_new, resumable
 from coordinator.reports import report
 from coordinator.reports.progress import Progress, Quiet
 from coordinator.rounds import engine
@@ -102,8 +101,9 @@ def is_finished(out: Path) -> bool:
 def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[str, Any]:
     work = out / "work"
     progress = environment.progress
+    how = f"nothing committed is lost; go on with: fedloop simulate --resume {out}"
     taken = UserError(f"{out}: another process is running this experiment")
-    with _resumable(out), locked(out / ".lock", taken), _start_workers(experiment, work) as pool:
+    with resumable(how, WorkerDied), locked(out / ".lock", taken), _start_workers(experiment, work) as pool:
         for leftover in [*out.glob(".*.tmp"), *out.glob("checkpoint/**/.*.tmp")]:  # of a killed process
             leftover.unlink(missing_ok=True)
         store = SimulationStore(out, progress, environment.clock)
@@ -233,20 +233,6 @@ def _start_workers(experiment: Experiment, work: Path) -> WorkerPool:
     work.mkdir(exist_ok=True)
     size = experiment.simulation.workers or len(os.sched_getaffinity(0))
     return WorkerPool(size, work / "workers.log", TORCH)
-
-
-@contextmanager
-def _resumable(out: Path) -> Iterator[None]:
-    """Turns external interruptions of a run into a message that says how to resume."""
-    how = f"nothing committed is lost; go on with: fedloop simulate --resume {out}"
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise RunInterrupted(f"interrupted; {how}") from None
-    except WorkerDied as error:
-        raise RunInterrupted(f"{error}\n{how}") from None
-    except OSError as error:
-        raise RunInterrupted(f"{error}; {how}") from None
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Door:
 
     def token(self, **terms: Any) -> str:
         """The text of a new token; a single use, 15 minutes, group `default` unless told."""
-        chosen = replace(TokenTerms(1, timedelta(minutes=15), "default"), **terms)
+        chosen = TokenTerms(**{"uses": 1, **terms})
         return (
             self.services.database.write(
                 lambda at: enrolment_tokens.create_token(at, self.services.authority, chosen, self.clock())

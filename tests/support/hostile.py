@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
-from coordinator.device_api.bodies import ANONYMOUS_LIMIT_BYTES
+from coordinator.limits.request_bodies import ANONYMOUS_LIMIT_BYTES
 from edge_client.wire import device as wire
 from tests.support.device_client import Answer, RawDevice, checkin, csr, message, new_key, renewal, request
 from tests.support.hostile_results import BadResult, Sound, bad_results

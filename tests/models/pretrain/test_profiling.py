@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.datacenter import profile_report
+from coordinator.datacenter import pretrain_report
 from models.pretrain import plan as plans
 from models.pretrain import profiling, trainer, world
 from models.pretrain.profiling import Span, Split, flops_of_row, length, merge, subtract
@@ -119,7 +119,7 @@ def test_seconds_add_up_to_the_step_and_waiting_for_a_slow_process_is_exposed(tm
     memory = profile["ranks"][0]["memory"]
     assert max(memory["bytes"]) == memory["peak_bytes"] > 0
 
-    page = profile_report.write_page(tmp_path / "profile").read_text()
+    page = pretrain_report.write_page(tmp_path / "profile").read_text()
     assert "data:image/png;base64," in page
     assert f"{profile['exposed_share']:.1%}" in page
 
