@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
 from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from coordinator.certificates import key_sha256, pem_of
+from coordinator.certificates import key_sha256, pem_of, read_file
 from coordinator.errors import Refusal, UserError
 from coordinator.settings import Settings
 from edge_client.files import write_durably
@@ -272,11 +272,11 @@ def _create_ca(certificate: Path, key: Path, now: datetime) -> None:
 
 def _read_ca(certificate: Path, key: Path, now: datetime) -> tuple[x509.Certificate, _PrivateKey]:
     try:
-        read = x509.load_pem_x509_certificate(_read_bytes(certificate))
+        read = x509.load_pem_x509_certificate(read_file(certificate))
     except ValueError:
         raise UserError(f"{certificate}: not a certificate in PEM") from None
     try:
-        private = serialization.load_pem_private_key(_read_bytes(key), None)
+        private = serialization.load_pem_private_key(read_file(key), None)
     except TypeError:
         raise UserError(
             f"{key}: the key is encrypted; give it decrypted, readable by its owner only"
@@ -301,13 +301,6 @@ def _check_ca(certificate: x509.Certificate, path: Path, now: datetime) -> None:
             f"{path}: valid from {_format_time(certificate.not_valid_before_utc)} to {_format_time(certificate.not_valid_after_utc)}, "
             f"and it is {_format_time(now)}; check the clock"
         )
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
 
 
 def _builder(

@@ -46,16 +46,10 @@ class TokenTerms:
     ] = False
 
 
-@dataclass(frozen=True)
-class NewToken:
-    """A token with its text, which is shown once and not stored."""
-
-    row: TokenRow
-    text: str
-
-
-def create_token(connection: Connection, authority: Authority, terms: TokenTerms, now: datetime) -> NewToken:
-    """Creates a token that lets devices enrol; its text also pins the CA that they trust."""
+def create_token(
+    connection: Connection, authority: Authority, terms: TokenTerms, now: datetime
+) -> tuple[TokenRow, str]:
+    """Creates a token that lets devices enrol, and its text, which pins the CA that they trust. The text is not stored."""
     secret = secrets.token_urlsafe(32)
     row = TokenRow(
         id=str(uuid.uuid4()),
@@ -70,7 +64,7 @@ def create_token(connection: Connection, authority: Authority, terms: TokenTerms
     tokens.drop(connection, now - _TOKENS_KEPT)
     tokens.add(connection, row)
     record(connection, now, "token_made", token=row.id, group=row.device_group, uses=row.uses_left)
-    return NewToken(row, f"{TOKEN_PREFIX}.{authority.ca_sha256}.{secret}")
+    return row, f"{TOKEN_PREFIX}.{authority.ca_sha256}.{secret}"
 
 
 def withdraw_token(connection: Connection, token: str, now: datetime) -> TokenRow:
@@ -136,15 +130,15 @@ def group_of(connection: Connection, token: TokenRow, serial: str | None) -> str
     """The group of a device admitted by this token. Raises: Refusal: 403 `serial_unknown`."""
     if not token.listed_serials_only:
         return token.device_group
-    listed = None if serial is None else tokens.find_serial(connection, serial)
-    if listed is None:
+    group = None if serial is None else tokens.group_of_serial(connection, serial)
+    if group is None:
         raise Refusal(
             403,
             "serial_unknown",
             f"this token is for listed machines, and {serial or 'a machine without a serial number'} is not listed: "
             "fedloop device import",
         )
-    return listed.device_group
+    return group
 
 
 def use_token(connection: Connection, token: TokenRow, device: DeviceRow) -> None:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Row
 
 from coordinator.context.services import Services, ServicesDep
 from coordinator.db import participants, rounds
 from coordinator.db import runs as run_rows
 from coordinator.db.rounds import TaskRow
-from coordinator.db.runs import LastRound, RunRow
+from coordinator.db.runs import LastRound
 from coordinator.db.tables import LIVE_RUNS
 from coordinator.errors import Refusal
 from coordinator.scheduling import matching
@@ -89,7 +89,7 @@ def _explain(connection: Connection, services: Services, device: str, run: str |
 
 
 def _explain_run(
-    connection: Connection, device: Candidate, run: RunRow, deployment: Deployment | None, now: datetime
+    connection: Connection, device: Candidate, run: Row[Any], deployment: Deployment | None, now: datetime
 ) -> WhyRun:
     blocking = matching.blocking_reasons(device, deployment, now) if deployment is not None else ()
     latest = run_rows.last_round(connection, run.id)
@@ -106,7 +106,7 @@ def _explain_run(
 
 
 def _history(
-    run: RunRow, latest: LastRound | None, task: TaskRow | None, *, is_blocked: bool
+    run: Row[Any], latest: LastRound | None, task: TaskRow | None, *, is_blocked: bool
 ) -> Iterator[tuple[str, str]]:
     live = run.state in LIVE_RUNS
     if latest is None:

@@ -57,13 +57,12 @@ class SerialsAdded(BaseModel):
 @router.post("/tokens", status_code=201)
 def make_token(terms: TokenTerms, services: ServicesDep) -> MadeToken:
     """Creates an enrolment token."""
-    token = services.commit(
+    row, text = services.commit(
         lambda at: enrolment_tokens.create_token(at, services.authority, terms, services.clock())
     )
-    row = token.row
     return MadeToken(
         id=row.id,
-        token=token.text,
+        token=text,
         url=services.settings.device_url,
         group=row.device_group,
         uses=row.uses_left,

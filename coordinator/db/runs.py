@@ -247,23 +247,11 @@ def last_round(connection: Connection, run: str) -> LastRound | None:
     return LastRound(row.number, row.state, int(connection.execute(cohort).scalar_one()), row.population)
 
 
-@dataclass(frozen=True)
-class RunRow:
-    """A run's name and state; `error` says why it failed."""
-
-    id: str
-    name: str
-    state: str
-    error: str | None
-
-
-def recent_runs(connection: Connection, ended_runs: int, only: str | None = None) -> list[RunRow]:
+def recent_runs(connection: Connection, ended_runs: int, only: str | None = None) -> list[Row[Any]]:
     """Live runs, then the last `ended_runs` ended ones, each newest first; or only the run with this id."""
-    newest = select(t.runs.c.id, t.runs.c.name, t.runs.c.state, t.runs.c.error).order_by(
-        t.runs.c.created_at.desc()
-    )
+    newest = select(t.runs).order_by(t.runs.c.created_at.desc())
     if only is not None:
-        return [RunRow(**row._mapping) for row in connection.execute(newest.where(t.runs.c.id == only))]
+        return list(connection.execute(newest.where(t.runs.c.id == only)))
     live = connection.execute(newest.where(t.runs.c.state.in_(LIVE)))
     ended = connection.execute(newest.where(t.runs.c.state.not_in(LIVE)).limit(ended_runs))
-    return [RunRow(**row._mapping) for row in (*live, *ended)]
+    return [*live, *ended]

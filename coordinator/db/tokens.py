@@ -26,15 +26,6 @@ class TokenRow:
     expires_at: datetime
 
 
-@dataclass(frozen=True)
-class SerialRow:
-    """A listed machine; `device` is the one that enrolled with it."""
-
-    serial_number: str
-    device_group: str
-    device: str | None
-
-
 def add(connection: Connection, token: TokenRow) -> None:
     connection.execute(insert(tokens).values(asdict(token)))
 
@@ -78,16 +69,16 @@ def add_serials(connection: Connection, numbers: Sequence[str], group: str, now:
     """Lists machines and returns the number of new ones; those listed already stay unchanged."""
     added = 0
     for number in dict.fromkeys(numbers):
-        if find_serial(connection, number) is None:
+        if group_of_serial(connection, number) is None:
             connection.execute(insert(serials).values(serial_number=number, device_group=group, added_at=now))
             added += 1
     return added
 
 
-def find_serial(connection: Connection, number: str) -> SerialRow | None:
-    columns = [serials.c[field.name] for field in fields(SerialRow)]
-    row = connection.execute(select(*columns).where(serials.c.serial_number == number)).one_or_none()
-    return None if row is None else SerialRow(*row)
+def group_of_serial(connection: Connection, number: str) -> str | None:
+    """The group that a machine is listed in; None if it is not."""
+    query = select(serials.c.device_group).where(serials.c.serial_number == number)
+    return connection.execute(query).scalar_one_or_none()
 
 
 def use_serial(connection: Connection, number: str, device: str) -> bool:

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from securesystemslib.signer import CryptoSigner, Key, SSlibKey
 
+from coordinator.certificates import read_file
 from coordinator.errors import UserError
 from coordinator.releases.checks import content_of
 from coordinator.releases.roles import OFFLINE_KEYS
@@ -96,13 +97,13 @@ def key_files(folder: Path) -> list[Path]:
 
 def is_encrypted(path: Path) -> bool:
     """Whether a private key needs a passphrase."""
-    return b"ENCRYPTED" in read_bytes(path)
+    return b"ENCRYPTED" in read_file(path)
 
 
 def load(path: Path, passphrase: bytes | None) -> CryptoSigner:
     """A private key. Raises: UserError: the file is not one, or the passphrase is wrong."""
     try:
-        private = serialization.load_pem_private_key(read_bytes(path), passphrase)
+        private = serialization.load_pem_private_key(read_file(path), passphrase)
     except TypeError:
         raise UserError(
             f"{path}: a passphrase was given for an unencrypted key, or none for an encrypted one"
@@ -126,13 +127,6 @@ def read_public(document: Any, source: object) -> Key:
 def read_json(path: Path) -> Any:
     """The JSON in a file. Raises: UserError: it is not JSON."""
     try:
-        return json.loads(read_bytes(path))
+        return json.loads(read_file(path))
     except (ValueError, RecursionError):
         raise UserError(f"{path}: not JSON") from None
-
-
-def read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None

@@ -23,9 +23,10 @@ from typing import TypeVar
 from securesystemslib.signer import CryptoSigner, Key
 from tuf.api.metadata import Metadata, Root, Targets
 
+from coordinator.certificates import read_file
 from coordinator.errors import Refusal, UserError
 from coordinator.operator import signed_documents
-from coordinator.operator.offline_keys import NAME_FIELD, read_bytes
+from coordinator.operator.offline_keys import NAME_FIELD
 from coordinator.releases import checks, roles
 from coordinator.releases.roles import LIFETIMES, ReleaseName
 from edge_client.files import write_durably
@@ -360,7 +361,7 @@ def _read(path: Path, parse: Callable[[bytes], Metadata[Document]]) -> Metadata[
     if not path.exists():
         return None
     try:
-        return parse(read_bytes(path))
+        return parse(read_file(path))
     except Refusal as error:
         again = "fetch it" if path.parent.name == "published" else "stage the change"
         raise UserError(f"{path}: {error}; remove it, and {again} again") from None

@@ -63,13 +63,10 @@ class Door:
     def token(self, **terms: Any) -> str:
         """The text of a new token; a single use, 15 minutes, group `default` unless told."""
         chosen = TokenTerms(**{"uses": 1, **terms})
-        return (
-            self.services.database.write(
-                lambda at: enrolment_tokens.create_token(at, self.services.authority, chosen, self.clock())
-            )
-            .result()
-            .text
-        )
+        _, text = self.services.database.write(
+            lambda at: enrolment_tokens.create_token(at, self.services.authority, chosen, self.clock())
+        ).result()
+        return text
 
     def call(
         self, method: str, path: str, body: Any = None, *, device: Device | None = None, **headers: str
