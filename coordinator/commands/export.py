@@ -114,7 +114,7 @@ def export(
     The manifest claims the runtimes that answered correctly. The report holds the reason for each that did not.
     The float params of a federated run are quantized first.
     """
-    from coordinator.datacenter import data_options, release_export
+    from coordinator.datacenter import release_export, training_data
     from coordinator.datacenter.jobs import Environment
 
     if not is_release(name, version):
@@ -122,7 +122,7 @@ def export(
             f"--name {name!r} --version {version}: expected 1 to 63 small letters, digits and dashes, no dash at the "
             "beginning, and a version below 1,000,000,000"
         )
-    request = release_export.Request(
+    request = release_export.ReleaseRequest(
         name,
         version,
         tflite,
@@ -130,7 +130,7 @@ def export(
         tuple(device_class or ()),
         {"dataset": dataset, "real_rows": real_rows},
         tflite_runtime,
-        data_options.parse_data_options(data, _tables(sets or []), "export"),
+        training_data.parse_data_options(data, _tables(sets or []), "export"),
         max_accuracy_drop,
     )
     with RichProgress() as progress:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.datacenter import compression
-from coordinator.datacenter.compression import Request
+from coordinator.datacenter.compression import CompressionRequest
 from coordinator.datacenter.compression_sources import Source, SourceReader
 from coordinator.datacenter.documents import LINEAGE, MODEL, PARAMS, PIPELINE, REPORT, TFLITE
 from coordinator.datacenter.jobs import Environment, Job
@@ -85,7 +85,7 @@ def parse_budget(memory: str | None, size: str | None, latency: str | None, accu
 
 def search(
     folder: Path,
-    request: Request,
+    request: CompressionRequest,
     budget: Budget,
     out: Path,
     environment: Environment,
@@ -136,7 +136,12 @@ def _with_test_rows(source: Source, rows: npt.NDArray[np.intp]) -> Source:
 
 
 def _run_search(
-    source: Source, request: Request, budget: Budget, out: Path, environment: Environment, first: bool
+    source: Source,
+    request: CompressionRequest,
+    budget: Budget,
+    out: Path,
+    environment: Environment,
+    first: bool,
 ) -> dict[str, Any]:
     student = compression.student_of(request.student, source.model)
     job = Job(

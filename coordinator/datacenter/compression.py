@@ -19,7 +19,6 @@ import tomlkit
 
 from coordinator.datacenter import jobs
 from coordinator.datacenter.compression_sources import Pipeline, Source, SourceReader, read_model
-from coordinator.datacenter.data_options import DataOptions, Model, parse_data_options
 from coordinator.datacenter.documents import (
     LINEAGE,
     MODEL,
@@ -32,6 +31,7 @@ from coordinator.datacenter.documents import (
 )
 from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import Environment, Job
+from coordinator.datacenter.training_data import DataOptions, StartModel, parse_data_options
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.experiment import apply_settings
@@ -48,7 +48,7 @@ _STUDENTS = {"token sequences": "charlm", "tokens": "textcls", "images": "cnn", 
 
 
 @dataclass(frozen=True)
-class Request:
+class CompressionRequest:
     """A requested compression.
 
     Attributes:
@@ -61,14 +61,14 @@ class Request:
 
     pipeline: Pipeline
     origin: str
-    student: Model = field(default_factory=Model)
+    student: StartModel = field(default_factory=StartModel)
     sets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     data_options: DataOptions = field(default_factory=DataOptions)
 
 
 def parse_request(
     file: Path | None, student: str | None, sets: Sequence[str], data: str | None = None
-) -> Request:
+) -> CompressionRequest:
     """The compression that a command's options request. Raises: UserError: listing every problem at once."""
     origin = "compress" if file is None else str(file)
     document = {} if file is None else experiment.read_toml(file)
@@ -98,14 +98,19 @@ def parse_request(
         if key not in options
     ]
     pipeline = read_table(Pipeline, document | overrides, problems)
-    model = read_table(Model, student_settings, problems, "student.")
+    model = read_table(StartModel, student_settings, problems, "student.")
     if pipeline is None or model is None or problems:
         raise to_user_error(origin, problems)
-    return Request(pipeline, origin, model, options, data_options)
+    return CompressionRequest(pipeline, origin, model, options, data_options)
 
 
 def compress(
-    folder: Path, request: Request, out: Path, environment: Environment, *, keep_on_failure: bool = True
+    folder: Path,
+    request: CompressionRequest,
+    out: Path,
+    environment: Environment,
+    *,
+    keep_on_failure: bool = True,
 ) -> dict[str, Any]:
     """Compresses the model in `folder` into `out` and returns the report.
 
@@ -275,7 +280,7 @@ def notices(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return warnings
 
 
-def _complete(request: Request, source: Source) -> Pipeline:
+def _complete(request: CompressionRequest, source: Source) -> Pipeline:
     """The requested pipeline, or the default one, with every step and its options."""
     steps = [dict(step) for step in request.pipeline.step] or _default(request, source.model)
     kinds = [step.get("kind") for step in steps]
@@ -290,7 +295,7 @@ def _complete(request: Request, source: Source) -> Pipeline:
     return request.pipeline.model_copy(update={"step": steps, "seed": source.seed})
 
 
-def _default(request: Request, model: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _default(request: CompressionRequest, model: Mapping[str, Any]) -> list[dict[str, Any]]:
     student = student_of(request.student, model)
     quantize = {"kind": "quantize", "precision": "auto"}
     if student is None:
@@ -312,7 +317,7 @@ def _teachers(pipeline: Pipeline, origin: str) -> dict[str, Source]:
     return teachers
 
 
-def student_of(student: Model, model: Mapping[str, Any]) -> str | None:
+def student_of(student: StartModel, model: Mapping[str, Any]) -> str | None:
     """The model to distil into, as an option of that step; None if devices can run the source itself."""
     name, options = student.name, student.options
     entry = catalog.MODELS.get(model["name"])

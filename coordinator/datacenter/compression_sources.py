@@ -22,7 +22,6 @@ from pydantic import Field
 from safetensors import SafetensorError
 
 from coordinator.datacenter import training_data
-from coordinator.datacenter.data_options import Data, DataOptions
 from coordinator.datacenter.documents import (
     EXPERIMENT,
     LINEAGE,
@@ -33,7 +32,7 @@ from coordinator.datacenter.documents import (
     read_document,
 )
 from coordinator.datacenter.jobs import Environment
-from coordinator.datacenter.training_data import Arrays, sample_rows
+from coordinator.datacenter.training_data import Arrays, DataOptions, TrainingData, sample_rows
 from coordinator.errors import UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import MODEL_KEYS, Experiment, Section
@@ -245,7 +244,7 @@ def is_imported(folder: Path) -> bool:
 
 
 def load_rows(
-    data: Data, seed: int, scratch: Path, environment: Environment
+    data: TrainingData, seed: int, scratch: Path, environment: Environment
 ) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
     """The data set's arrays, in `scratch` and mapped into memory, and the result of loading them.
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import tomlkit
 from pydantic import Field
 
-from coordinator.datacenter.data_options import Data, Model
+from coordinator.datacenter.training_data import StartModel, TrainingData
 from coordinator.errors import UserError
 from coordinator.experiments.defaults import absolute, complete_options, data_name, missing
 from coordinator.experiments.experiment import apply_settings, read_toml
@@ -57,8 +57,8 @@ class Scaling(Section):
 class Pretraining(Section):
     name: str = ""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 7
-    data: Data = Data()
-    model: Model = Model()
+    data: TrainingData = TrainingData()
+    model: StartModel = StartModel()
     train: dict[str, Any] = Field(default_factory=dict)
     scaling: Scaling | None = None
     plan: dict[str, Any] = Field(default_factory=dict)
@@ -249,7 +249,7 @@ def _complete(config: Pretraining, plan: ParallelPlan) -> Pretraining:
     data = data.model_copy(update=text)
     model_options = complete_options(name, config.model.options, data.vocab)
     init = {"init": absolute(config.model.init)} if config.model.init else {}
-    model = Model.model_validate({"name": name, **init, "head": config.model.head, **model_options})
+    model = StartModel.model_validate({"name": name, **init, "head": config.model.head, **model_options})
     defaults = _TRAIN.get(data.dataset, _OTHER_TRAIN)
     if "epochs" in config.train:
         defaults = {key: value for key, value in defaults.items() if key != "steps"}

@@ -31,7 +31,6 @@ from coordinator.datacenter.compression_sources import (
     require_data_options,
     run_in,
 )
-from coordinator.datacenter.data_options import DataOptions
 from coordinator.datacenter.documents import (
     EXPERIMENT,
     LINEAGE,
@@ -45,6 +44,7 @@ from coordinator.datacenter.documents import (
 )
 from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import Environment, Job
+from coordinator.datacenter.training_data import DataOptions
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.output_folders import require_new
@@ -62,7 +62,7 @@ _ROWS = ("arrays", "data/arrays")
 
 
 @dataclass(frozen=True)
-class Request:
+class ReleaseRequest:
     """A requested release.
 
     Attributes:
@@ -92,7 +92,7 @@ class Request:
         return {} if self.max_accuracy_drop is None else {"max_accuracy_drop": self.max_accuracy_drop}
 
 
-def export(folder: Path, request: Request, out: Path, environment: Environment) -> dict[str, Any]:
+def export(folder: Path, request: ReleaseRequest, out: Path, environment: Environment) -> dict[str, Any]:
     """Makes the release of the model in `folder` in the new folder `out`, and returns the report.
 
     `out` may also be empty, or left by an export that was killed.
@@ -124,7 +124,7 @@ def _is_unfinished(out: Path) -> bool:
     return not names or (REPORT in names and names <= {REPORT, TFLITE})
 
 
-def _require_public(folder: Path, request: Request) -> None:
+def _require_public(folder: Path, request: ReleaseRequest) -> None:
     """Refuses real rows in a manifest unless the data is marked as public."""
     count = (request.options or {}).get("real_rows", 0)
     if not count:
@@ -151,7 +151,7 @@ def _is_run(folder: Path) -> bool:
     return (folder / EXPERIMENT).is_file() and not (folder / MODEL).is_file()
 
 
-def _needs_quantization(folder: Path, request: Request) -> bool:
+def _needs_quantization(folder: Path, request: ReleaseRequest) -> bool:
     return (
         _is_run(folder)
         or folder.suffix == user_code.KERAS_FILE
@@ -163,7 +163,7 @@ def _rows_folder(folder: Path) -> Path | None:
     return next((folder / each for each in _ROWS if (folder / each / "x_test.npy").is_file()), None)
 
 
-def _quantize(path: Path, request: Request, out: Path, environment: Environment) -> None:
+def _quantize(path: Path, request: ReleaseRequest, out: Path, environment: Environment) -> None:
     """Quantizes the model of a run, of a `.keras` file or of an imported folder into the new folder `out`.
 
     Devices train float params; the integers that they run are made from these params again.
@@ -182,7 +182,7 @@ def _quantize(path: Path, request: Request, out: Path, environment: Environment)
         return
     precision = request.precision or ("float32" if imported else "static-int8")
     step = {"kind": "quantize", "precision": precision, **request.accuracy_limit}
-    compression_request = compression.Request(
+    compression_request = compression.CompressionRequest(
         Pipeline.model_validate({"step": [step]}), "export", data_options=request.data_options
     )
     report = compression.compress(path, compression_request, out, environment, keep_on_failure=False)
@@ -199,7 +199,7 @@ def _run_result(run: Path) -> dict[str, Any] | None:
     return result if None not in result.values() else None
 
 
-def _export(folder: Path, request: Request, private: Path, environment: Environment) -> dict[str, Any]:
+def _export(folder: Path, request: ReleaseRequest, private: Path, environment: Environment) -> dict[str, Any]:
     known = _known_model(folder, request, private)
     params, tflite = folder / PARAMS, request.tflite or folder / TFLITE
     precision = _precision(folder, request, (known or {}).get("precision"))
@@ -236,7 +236,7 @@ def _export(folder: Path, request: Request, private: Path, environment: Environm
     return report
 
 
-def _known_model(folder: Path, request: Request, scratch: Path) -> dict[str, Any] | None:
+def _known_model(folder: Path, request: ReleaseRequest, scratch: Path) -> dict[str, Any] | None:
     """The contents of `model.json`; None if it is missing and the command's options replace it."""
     if (folder / MODEL).is_file() or not folder.is_dir():
         return read_document(folder / MODEL)
@@ -246,7 +246,7 @@ def _known_model(folder: Path, request: Request, scratch: Path) -> dict[str, Any
     return None
 
 
-def _precision(folder: Path, request: Request, known: str | None) -> str:
+def _precision(folder: Path, request: ReleaseRequest, known: str | None) -> str:
     """The precision of the released file; `known`: that of the folder's own file."""
     tflite = request.tflite or folder / TFLITE
     if request.precision not in (None, *PRECISIONS):
@@ -268,7 +268,11 @@ def _precision(folder: Path, request: Request, known: str | None) -> str:
 
 
 def _model_rows_lineage(
-    folder: Path, known: dict[str, Any] | None, request: Request, scratch: Path, environment: Environment
+    folder: Path,
+    known: dict[str, Any] | None,
+    request: ReleaseRequest,
+    scratch: Path,
+    environment: Environment,
 ) -> tuple[Mapping[str, Any], dict[str, npt.NDArray[Any]], Mapping[str, Any]]:
     """The model, its test rows and the hashes of its origin: the folder's own, or from the command's data set."""
     options = request.data_options

@@ -67,12 +67,15 @@ def test_a_modified_folder_is_refused(
 def test_an_impossible_export_is_refused(compressed: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         release_export.export(
-            compressed, release_export.Request("digits", **options), compressed.parent / "out", Environment()
+            compressed,
+            release_export.ReleaseRequest("digits", **options),
+            compressed.parent / "out",
+            Environment(),
         )
     (compressed / "model.safetensors").unlink()
     with pytest.raises(UserError, match="nothing to release"):
         release_export.export(
-            compressed, release_export.Request("digits"), compressed.parent / "out", Environment()
+            compressed, release_export.ReleaseRequest("digits"), compressed.parent / "out", Environment()
         )
 
 
@@ -82,10 +85,10 @@ def test_a_killed_export_can_be_repeated(tmp_path: Path) -> None:
     for left in ("report.json", "model.tflite"):
         (out / left).touch()
         with pytest.raises(UserError, match=r"nothing: there is no model\.json here"):
-            release_export.export(nothing, release_export.Request("digits"), out, Environment())
+            release_export.export(nothing, release_export.ReleaseRequest("digits"), out, Environment())
     (out / "manifest.json").write_text("{}")
     with pytest.raises(UserError, match="the folder is not empty"):
-        release_export.export(nothing, release_export.Request("digits"), out, Environment())
+        release_export.export(nothing, release_export.ReleaseRequest("digits"), out, Environment())
 
 
 @pytest.mark.parametrize("name", ["textcls", "cnn", "gpt"])
