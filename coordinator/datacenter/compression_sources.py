@@ -124,13 +124,9 @@ class SourceReader:
             )
         seed = lineage["seed"] if self.pipeline.seed is None else self.pipeline.seed
         if self.options.data is not None:
-            arrays, loaded = load_rows(self.options.data, seed, self.scratch, self.environment)
+            arrays, loaded, given = self._given_rows(self.options.data, seed)
             model = model_for(folder, model, self.options, loaded)
-            lineage = {
-                **lineage,
-                "data_fingerprint": loaded["fingerprint"],
-                PUBLIC: self.options.data.is_public,
-            }
+            lineage = {**lineage, **given}
         else:
             # A compression keeps its rows in its own folder, so its result can be compressed again.
             compressed = (folder / PIPELINE).is_file()
@@ -142,15 +138,10 @@ class SourceReader:
         require_data_options(folder, self.options)
         assert self.options.data is not None
         seed = self.pipeline.seed or 0
-        arrays, loaded = load_rows(self.options.data, seed, self.scratch, self.environment)
+        arrays, loaded, given = self._given_rows(self.options.data, seed)
         model = model_for(folder, known, self.options, loaded)
-        lineage = {
-            "imported": str(folder.absolute()),
-            "model_sha256": file_sha256(params),
-            "data_fingerprint": loaded["fingerprint"],
-            PUBLIC: self.options.data.is_public,
-            "seed": seed,
-        }
+        source = {"imported": str(folder.absolute()), "model_sha256": file_sha256(params)}
+        lineage = {**source, **given, "seed": seed}
         return self._sampled(model, params, arrays, seed, lineage)
 
     def _keras_file(self, path: Path) -> Source:
@@ -160,13 +151,9 @@ class SourceReader:
             raise UserError(
                 f"{path}: --data is missing: the data set to calibrate and score it on, such as digits"
             )
-        arrays, loaded = load_rows(self.options.data, 0, self.scratch, self.environment)
+        arrays, loaded, given = self._given_rows(self.options.data, 0)
         model = {"name": str(path), "options": {}, **{key: loaded[key] for key in MODEL_KEYS}}
-        lineage = {
-            "model_sha256": file_sha256(path),
-            "data_fingerprint": loaded["fingerprint"],
-            PUBLIC: self.options.data.is_public,
-        }
+        lineage = {"model_sha256": file_sha256(path), **given}
         rows = sample_rows(arrays, self.pipeline.limits, np.random.default_rng(0))
         return Source(model, path, rows, 0, lineage)
 
@@ -209,6 +196,13 @@ class SourceReader:
         loaded = training_data.load_data(settings, run.seed, self.scratch, self.environment)
         folder = self.scratch / "arrays"
         return {key: np.load(folder / f"{key}_test.npy", mmap_mode="r") for key in "xy"}, loaded
+
+    def _given_rows(
+        self, data: TrainingData, seed: int
+    ) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any], dict[str, Any]]:
+        """The rows of `--data`, the result of loading them, and what a lineage says of them."""
+        arrays, loaded = load_rows(data, seed, self.scratch, self.environment)
+        return arrays, loaded, {"data_fingerprint": loaded["fingerprint"], PUBLIC: data.is_public}
 
     def _sampled(
         self, model: Mapping[str, Any], params: Path, arrays: Arrays, seed: int, lineage: Mapping[str, Any]

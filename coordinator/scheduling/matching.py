@@ -92,36 +92,28 @@ def blocking_reasons(
 
 def absence_reasons(device: Candidate, now: datetime) -> tuple[Reason, ...]:
     """The reasons why the device gets no task of any run."""
-    by_state = _STATE_REASONS.get(device.state)
-    if by_state is not None:
-        return (by_state,)
+    reason = _STATE_REASONS.get(device.state) or _absence(device, now)
+    return (reason,) if reason is not None else ()
+
+
+def _absence(device: Candidate, now: datetime) -> Reason | None:
     if device.certificate_until is not None and device.certificate_until <= now:
         until = f"{device.certificate_until:%Y-%m-%d %H:%M} UTC"
-        return (
-            Reason(
-                "certificate_expired",
-                f"its certificate expired on {until}; it renews by itself when it comes back",
-            ),
-        )
+        message = f"its certificate expired on {until}; it renews by itself when it comes back"
+        return Reason("certificate_expired", message)
     if device.report is None or device.last_seen_at is None:
-        return (Reason("never_seen", "it enrolled but never checked in; is `fedloop-edge run` running?"),)
+        return Reason("never_seen", "it enrolled but never checked in; is `fedloop-edge run` running?")
     if now > (device.expected_at or device.last_seen_at) + OVERDUE_AFTER:
         since = f"{device.last_seen_at:%Y-%m-%d %H:%M:%S} UTC"
-        return (
-            Reason(
-                "not_seen",
-                f"it was last seen on {since}, {_age(now - device.last_seen_at)} ago, and is overdue",
-            ),
-        )
+        age = _age(now - device.last_seen_at)
+        return Reason("not_seen", f"it was last seen on {since}, {age} ago, and is overdue")
     if device.missed_at is not None:
         at = f"{device.missed_at:%Y-%m-%d %H:%M:%S} UTC"
-        return (
-            Reason(
-                "missed_task",
-                f"its task was given up at {at} and it has not checked in since; it may be chosen once it does",
-            ),
+        message = (
+            f"its task was given up at {at} and it has not checked in since; it may be chosen once it does"
         )
-    return ()
+        return Reason("missed_task", message)
+    return None
 
 
 def runtime_for(report: CheckIn, deployment: Deployment) -> RuntimeName | None:
