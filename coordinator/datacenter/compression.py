@@ -15,8 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import tomlkit
-
 from coordinator.datacenter import jobs
 from coordinator.datacenter.compression_sources import Pipeline, Source, SourceReader, read_model
 from coordinator.datacenter.documents import (
@@ -150,8 +148,7 @@ def compress(
 
 def write_pipeline(out: Path, pipeline: Pipeline) -> None:
     """Stores the complete pipeline in `out`."""
-    document = pipeline.model_dump(mode="json", exclude_none=True)
-    write_durably(out / PIPELINE, tomlkit.dumps(document).encode())
+    write_durably(out / PIPELINE, pipeline.to_toml().encode())
 
 
 def run_steps(

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tomlkit
 from pydantic import Field
 
 from coordinator.datacenter.training_data import StartModel, TrainingData
@@ -80,10 +79,6 @@ class Pretraining(Section):
         return scaling.scaled(
             training, self.scaling.base_batch_size, rule, -(-train_rows // training.batch_size)
         )
-
-    def to_toml(self) -> str:
-        """The configuration as a TOML document; without keys that have no value."""
-        return tomlkit.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
 # Defaults by data set.

@@ -23,40 +23,23 @@ from coordinator.datacenter import jobs
 from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import Environment, Job
 from coordinator.errors import UserError
-from coordinator.experiments.schema import ModelSection, Section
+from coordinator.experiments.schema import DataSection, ModelSection
 from coordinator.experiments.validation import find_model_problems, read_table, to_user_error
-from models.datasets.names import is_public
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-_ENCODING = r"^(characters|bytes|bpe\(\d+\))$"
 
 
-class TrainingData(Section):
+class TrainingData(DataSection):
     """The training data.
 
     Attributes:
         encoding: of a text's tokens, `characters`, `bytes` or `bpe(n)`.
         test_rows: at most so many of the held-out rows are scored; 0: all.
         public_samples: train only on so many rows, which an experiment of the same seed and number withholds from its clients; 0: all.
-        public: rows may be published, as those of public data sets.
     """
 
-    dataset: str = "digits"
-    path: str | None = None
-    label: str | None = None
-    split: str | None = None
-    features: list[str] | None = None
-    length: Annotated[int, Field(ge=1, le=65536)] | None = None
-    vocab: Annotated[int, Field(ge=3, le=1_000_000)] | None = None
-    encoding: Annotated[str, Field(pattern=_ENCODING)] | None = None
+    encoding: Annotated[str, Field(pattern=r"^(characters|bytes|bpe\(\d+\))$")] | None = None
     test_rows: Annotated[int, Field(ge=0)] = 1000
-    public_samples: Annotated[int, Field(ge=0)] = 0
-    public: bool = False
-
-    @property
-    def is_public(self) -> bool:
-        """Whether rows of it may be published."""
-        return self.public or is_public(self.dataset, self.path)
 
 
 class StartModel(ModelSection):

@@ -7,7 +7,7 @@ the same transaction: exactly the accepted updates are aggregated.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -15,7 +15,7 @@ from sqlalchemy import Connection, and_, delete, func, insert, select, update
 
 from coordinator.db import events
 from coordinator.db.rounds import TaskRow, close_round, end_task, find_round, of_round
-from coordinator.db.tables import evaluations, tasks, updates, uploads
+from coordinator.db.tables import evaluations, find_row, tasks, updates, uploads
 from edge_client.wire.device import EvaluationResult, UploadStart
 from edge_client.wire.strict import parse_message
 
@@ -30,9 +30,7 @@ class AcceptedUpdate:
 
 
 def find_upload(connection: Connection, task: str) -> UploadStart | None:
-    columns = (uploads.c[each.name] for each in fields(UploadStart))
-    row = connection.execute(select(*columns).where(uploads.c.task == task)).one_or_none()
-    return None if row is None else UploadStart(*row)
+    return find_row(connection, UploadStart, uploads, uploads.c.task == task)
 
 
 def start_upload(connection: Connection, task: str, announced: UploadStart, now: datetime) -> None:
@@ -77,12 +75,8 @@ def is_update(connection: Connection, blob: str) -> bool:
 
 def find_update(connection: Connection, task: TaskRow) -> AcceptedUpdate | None:
     """The accepted update of a train task; None if it was revoked at this moment."""
-    row = connection.execute(
-        select(updates.c.blob, updates.c.sent_sha256, updates.c.payload_bytes).where(
-            updates.c.run == task.run, updates.c.round == task.round, updates.c.device == task.device
-        )
-    ).one_or_none()
-    return None if row is None else AcceptedUpdate(**row._mapping)
+    of_task = (updates.c.run == task.run, updates.c.round == task.round, updates.c.device == task.device)
+    return find_row(connection, AcceptedUpdate, updates, *of_task)
 
 
 def revoke_update(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
 from cryptography import x509
-from sqlalchemy import ColumnElement, Connection, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, delete, func, insert, or_, select, update
 
 from coordinator.certificates import key_sha256, pem_of, serial_of
-from coordinator.db.tables import certificates, devices
+from coordinator.db.tables import certificates, columns_of, devices, find_row
 
 State = Literal["pending", "active", "revoked", "left"]
 
@@ -37,12 +37,12 @@ class DeviceRow:
 
 def find(connection: Connection, device: str) -> DeviceRow | None:
     """The device of this id."""
-    return _one(connection, devices.c.id == device)
+    return find_row(connection, DeviceRow, devices, devices.c.id == device)
 
 
 def by_key(connection: Connection, key_sha256: str) -> DeviceRow | None:
     """The device that enrolled with this key."""
-    return _one(connection, devices.c.key_sha256 == key_sha256)
+    return find_row(connection, DeviceRow, devices, devices.c.key_sha256 == key_sha256)
 
 
 def listed(
@@ -58,7 +58,7 @@ def listed(
 
     `called` is a name, or the beginning of an id.
     """
-    query = select(*_COLUMNS).order_by(devices.c.id).limit(limit)
+    query = select(*columns_of(devices, DeviceRow)).order_by(devices.c.id).limit(limit)
     if after is not None:
         query = query.where(devices.c.id > after)
     if state is not None:
@@ -120,11 +120,3 @@ def latest_certificate(connection: Connection, key_sha256: str) -> tuple[str, x5
         .limit(1)
     ).one_or_none()
     return None if row is None else (row.device, x509.load_pem_x509_certificate(row.pem.encode()))
-
-
-_COLUMNS: Sequence[ColumnElement[Any]] = [devices.c[each.name] for each in fields(DeviceRow)]
-
-
-def _one(connection: Connection, which: ColumnElement[bool]) -> DeviceRow | None:
-    row = connection.execute(select(*_COLUMNS).where(which)).one_or_none()
-    return None if row is None else DeviceRow(*row)

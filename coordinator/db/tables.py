@@ -15,8 +15,9 @@ does not depend on the order of registration, and replacing a file breaks the li
 
 from __future__ import annotations
 
+from dataclasses import fields
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     JSON,
@@ -40,6 +41,8 @@ from sqlalchemy import (
     func,
     select,
 )
+
+RowT = TypeVar("RowT")
 
 
 class UTCDateTime(TypeDecorator[datetime]):
@@ -296,6 +299,19 @@ model_alias_moves = Table(
     Column("moved_at", UTCDateTime, nullable=False),
     Index("ix_model_alias_moves_alias", "model", "alias"),
 )
+
+
+def columns_of(table: Table, kind: type) -> list[ColumnElement[Any]]:
+    """The columns of a table that the fields of a dataclass are named after, in their order."""
+    return [table.c[each.name] for each in fields(kind)]
+
+
+def find_row(
+    connection: Connection, kind: type[RowT], table: Table, *where: ColumnElement[bool]
+) -> RowT | None:
+    """The row of a table for which this holds, as a dataclass of its columns; None if there is none."""
+    row = connection.execute(select(*columns_of(table, kind)).where(*where)).one_or_none()
+    return None if row is None else kind(*row)
 
 
 def count_by(

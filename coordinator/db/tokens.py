@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
-from coordinator.db.tables import serials, tokens
+from coordinator.db.tables import columns_of, find_row, serials, tokens
 
 
 @dataclass(frozen=True)
@@ -31,16 +30,16 @@ def add(connection: Connection, token: TokenRow) -> None:
 
 
 def find(connection: Connection, secret_sha256: str) -> TokenRow | None:
-    return _one(connection, tokens.c.secret_sha256 == secret_sha256)
+    return find_row(connection, TokenRow, tokens, tokens.c.secret_sha256 == secret_sha256)
 
 
 def by_id(connection: Connection, token: str) -> TokenRow | None:
-    return _one(connection, tokens.c.id == token)
+    return find_row(connection, TokenRow, tokens, tokens.c.id == token)
 
 
 def usable(connection: Connection, now: datetime, limit: int) -> list[TokenRow]:
     """Tokens that still admit devices, in order of expiry."""
-    query = select(*_COLUMNS).where(tokens.c.expires_at > now, tokens.c.uses_left > 0)
+    query = select(*columns_of(tokens, TokenRow)).where(tokens.c.expires_at > now, tokens.c.uses_left > 0)
     rows = connection.execute(query.order_by(tokens.c.expires_at, tokens.c.id).limit(limit))
     return [TokenRow(*row) for row in rows]
 
@@ -89,11 +88,3 @@ def use_serial(connection: Connection, number: str, device: str) -> bool:
         .values(device=device)
     )
     return taken.rowcount == 1
-
-
-_COLUMNS: Sequence[ColumnElement[Any]] = [tokens.c[field.name] for field in fields(TokenRow)]
-
-
-def _one(connection: Connection, which: ColumnElement[bool]) -> TokenRow | None:
-    row = connection.execute(select(*_COLUMNS).where(which)).one_or_none()
-    return None if row is None else TokenRow(*row)

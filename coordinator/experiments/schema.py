@@ -37,28 +37,38 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    def to_toml(self) -> str:
+        """The table, or the whole document, in TOML; keys without a value are left out."""
+        return tomlkit.dumps(self.model_dump(mode="json", exclude_none=True))
 
-class Data(Section):
+
+class DataSection(Section):
+    """A data set, and how to read it. `public`: rows may be published, as those of public data sets."""
+
     dataset: str = "digits"
     path: str | None = None
-    label: str = "label"
-    site: str | None = None
+    label: str | None = None
     split: str | None = None
     features: list[str] | None = None
     length: Annotated[int, Field(ge=1, le=65536)] | None = None
     vocab: Annotated[int, Field(ge=3, le=1_000_000)] | None = None
-    partition: str | None = None
     public_samples: Annotated[int, Field(ge=0)] = 0
     public: bool = False
-    input_shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=4)] | None = None
-    classes: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
-    input_dtype: Literal["float32", "int32"] | None = None
-    task: Literal["classification", "next_token"] | None = None
 
     @property
     def is_public(self) -> bool:
         """Whether its rows may be published."""
         return self.public or names.is_public(self.dataset, self.path)
+
+
+class Data(DataSection):
+    label: str = "label"
+    site: str | None = None
+    partition: str | None = None
+    input_shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=4)] | None = None
+    classes: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
+    input_dtype: Literal["float32", "int32"] | None = None
+    task: Literal["classification", "next_token"] | None = None
 
     @property
     def is_described(self) -> bool:
@@ -162,7 +172,3 @@ class Experiment(Section):
     strategy: StrategySection = StrategySection()
     simulation: Simulation = Simulation()
     devices: Devices = Devices()
-
-    def to_toml(self) -> str:
-        """The experiment as a TOML document; keys without a value are left out."""
-        return tomlkit.dumps(self.model_dump(mode="json", exclude_none=True))

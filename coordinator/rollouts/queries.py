@@ -8,13 +8,13 @@ holds the count that the repository last signed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, case, func, insert, select, update
 
-from coordinator.db.tables import devices
+from coordinator.db.tables import columns_of, devices, find_row
 from coordinator.errors import Refusal
 from coordinator.rollouts.gates import Tally
 from coordinator.rollouts.tables import (
@@ -54,8 +54,7 @@ def add(
 
 
 def find(connection: Connection, rollout: str) -> RolloutRow | None:
-    row = connection.execute(select(*ROLLOUT_COLUMNS).where(rollouts.c.id == rollout)).one_or_none()
-    return RolloutRow(*row) if row is not None else None
+    return find_row(connection, RolloutRow, rollouts, rollouts.c.id == rollout)
 
 
 def require(connection: Connection, rollout: str) -> RolloutRow:
@@ -100,8 +99,11 @@ def open_phase(connection: Connection, rollout: str, number: int, now: datetime)
 
 
 def phases_of(connection: Connection, rollout: str) -> list[PhaseRow]:
-    columns = [rollout_phases.c[each.name] for each in fields(PhaseRow)]
-    query = select(*columns).where(rollout_phases.c.rollout == rollout).order_by(rollout_phases.c.number)
+    query = (
+        select(*columns_of(rollout_phases, PhaseRow))
+        .where(rollout_phases.c.rollout == rollout)
+        .order_by(rollout_phases.c.number)
+    )
     return [PhaseRow(*row) for row in connection.execute(query)]
 
 
@@ -131,11 +133,8 @@ def mark_signed(connection: Connection, model: str, revision: int) -> None:
 
 
 def find_member(connection: Connection, rollout: str, device: str) -> MemberRow | None:
-    query = select(*MEMBER_COLUMNS).where(
-        rollout_members.c.rollout == rollout, rollout_members.c.device == device
-    )
-    row = connection.execute(query).one_or_none()
-    return MemberRow(*row) if row is not None else None
+    key = (rollout_members.c.rollout == rollout, rollout_members.c.device == device)
+    return find_row(connection, MemberRow, rollout_members, *key)
 
 
 def members_of(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from sqlalchemy import JSON, Boolean, Column, ColumnElement, Float, ForeignKey, Integer, String, Table, Text
+from sqlalchemy import JSON, Boolean, Column, Float, ForeignKey, Integer, String, Table, Text
 
-from coordinator.db.tables import UTCDateTime, metadata
+from coordinator.db.tables import UTCDateTime, columns_of, metadata
 from coordinator.rollouts.gates import Gates
 
 State = Literal["created", "running", "paused", "halted", "rolled_back", "aborted", "finished"]
@@ -146,5 +146,5 @@ class FailureRow:
     words: str
 
 
-ROLLOUT_COLUMNS: Sequence[ColumnElement[Any]] = [rollouts.c[each.name] for each in fields(RolloutRow)]
-MEMBER_COLUMNS: Sequence[ColumnElement[Any]] = [rollout_members.c[each.name] for each in fields(MemberRow)]
+ROLLOUT_COLUMNS = columns_of(rollouts, RolloutRow)
+MEMBER_COLUMNS = columns_of(rollout_members, MemberRow)
