@@ -26,9 +26,6 @@ from models.conversion.keras_gradients import OVERRIDES
 from models.conversion.trace import NotConvertible, NotTraceable, not_convertible
 from models.zoo.tensorflow.keras import KerasSpec, KerasUnfit
 
-MAKERS = ("tensorflow", "tensorflow-cpu", "keras", "ai-edge-litert")
-"""Distributions that determine a file."""
-
 
 class KerasProgram:
     """Both signatures of a Keras model for batches of exactly `batch_size` rows, as `models.conversion.convert.TorchProgram`.
@@ -38,7 +35,7 @@ class KerasProgram:
     """
 
     framework = "TensorFlow"
-    makers: tuple[str, ...] = MAKERS
+    makers: tuple[str, ...] = ("tensorflow", "tensorflow-cpu", "keras", "ai-edge-litert")
 
     def __init__(self, spec: KerasSpec, batch_size: int) -> None:
         try:

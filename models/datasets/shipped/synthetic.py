@@ -62,11 +62,7 @@ def options(call: Call) -> SyntheticOptions:
     for name, least in (("classes", 2), ("samples", 1)):
         if name in named and not _counts(named[name], least):
             raise DataError(f"synthetic: {name} = {named[name]!r}, expected a whole number from {least}")
-    return SyntheticOptions(
-        tuple(shape),
-        named.get("classes", SyntheticOptions.classes),
-        named.get("samples", SyntheticOptions.samples),
-    )
+    return SyntheticOptions(**{**named, "shape": tuple(shape)})
 
 
 def load(call: Call, clients: int | None, seed: int) -> Dataset:
