@@ -12,6 +12,7 @@ prefix (tp, cp, ep, zero 2 or 3): their cache misses would differ.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -118,9 +119,7 @@ def freeze(
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise PlanError(f"options.freeze is {options.freeze!r}: nothing is left to train")
     order = layout.sequence(module) if layout is not None else []
-    prefix_length = 0
-    while prefix_length < len(order) and order[prefix_length] in names:
-        prefix_length += 1
+    prefix_length = len(list(itertools.takewhile(names.__contains__, order)))
     communicates = plan.tp > 1 or plan.cp > 1 or plan.ep > 1 or plan.zero >= 2
     if not prefix_length or communicates or not options.freeze_cache_mib:
         return module

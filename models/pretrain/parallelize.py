@@ -140,16 +140,9 @@ def require_composition(module: nn.Module, layout: Layout, x: torch.Tensor) -> N
     finally:
         for part, was_training in training.items():
             part.training = was_training
-    if not (
-        isinstance(output, torch.Tensor)
-        and output.shape == expected.shape
-        and torch.allclose(output, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
-    ):
-        by = (
-            f" by up to {float((output - expected).abs().max()):.2g}"
-            if getattr(output, "shape", None) == expected.shape
-            else ""
-        )
+    alike = isinstance(output, torch.Tensor) and output.shape == expected.shape
+    if not alike or not torch.allclose(output, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
+        by = f" by up to {float((output - expected).abs().max()):.2g}" if alike else ""
         raise PlanError(
             f"{message}: one after the other they answer differently{by}; name every step of forward as a module of "
             "order, or train with pp=1 and without freezing"

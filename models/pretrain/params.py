@@ -42,16 +42,16 @@ def gather(parts: Sequence[nn.Module], spec: ModelSpec, world: World) -> nn.Modu
         for name, tensor in part.state_dict(keep_vars=True).items()
         if tensor.is_floating_point()
     }
-    module = spec.build(0) if world.rank == 0 else None
+    module = spec.build(0)
     pipelined = world.size("pp") > 1
-    for name, tensor in float_tensors(spec.build(0)).items():
+    for name, tensor in float_tensors(module).items():
         own = mine.get(name)
         full = None if own is None else full_tensor(own.detach())
         full = _from_stage(full, tensor, world) if pipelined else full
-        if module is not None and full is not None:
+        if world.rank == 0 and full is not None:
             with torch.no_grad():
-                float_tensors(module)[name].copy_(full.cpu())
-    return module
+                tensor.copy_(full.cpu())
+    return module if world.rank == 0 else None
 
 
 def _from_stage(mine: torch.Tensor | None, like: torch.Tensor, world: World) -> torch.Tensor:

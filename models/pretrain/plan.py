@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from models import options
-from models.options import bounded
+from models.options import OptionError, bounded, read
 
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 ActivationCheckpoint = Literal["none", "selective", "full"]
+POLICIES: tuple[ActivationCheckpoint, ...] = get_args(ActivationCheckpoint)
 Precision = Literal["fp32", "bf16"]
 GradCompression = Literal["fp32", "fp16", "bf16", "powersgd", "onebit"]
 Outer = Literal["average", "nesterov"]
@@ -206,8 +206,8 @@ def from_table(table: Mapping[str, Any]) -> ParallelPlan:
     hints = get_type_hints(ParallelPlan)
     values = {key: _from_text(value, hints.get(key)) for key, value in canonical(table).items()}
     try:
-        return options.read(ParallelPlan, values, "plan")
-    except options.OptionError as error:
+        return read(ParallelPlan, values, "plan")
+    except OptionError as error:
         raise PlanError(str(error)) from None
 
 

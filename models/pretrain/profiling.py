@@ -95,7 +95,11 @@ class Profiler:
     @contextmanager
     def _profiled(self, number: int) -> Iterator[None]:
         if self._profile is None:
-            self._begin()
+            cuda = self.world.device.type == "cuda"
+            self._bytes_before = torch.cuda.memory_allocated() if cuda else 0
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+            self._profile = profile(activities=kinds, profile_memory=True)
+            self._profile.start()
         began = time.perf_counter()
         with record_function(STEP):
             yield
@@ -103,13 +107,6 @@ class Profiler:
         self._seconds.append(time.perf_counter() - began)
         if number == self.options.steps - 1:
             self._end()
-
-    def _begin(self) -> None:
-        cuda = self.world.device.type == "cuda"
-        self._bytes_before = torch.cuda.memory_allocated() if cuda else 0
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        self._profile = profile(activities=kinds, profile_memory=True)
-        self._profile.start()
 
     def _end(self) -> None:
         assert self._profile is not None

@@ -111,11 +111,6 @@ class Trainer:
         if self.shares is not None:
             self.shares.after_step(self.batches)
 
-    def synchronize(self) -> None:
-        """Synchronizes params where processes have stepped alone."""
-        if self.local is not None:
-            self.local.synchronize()
-
     def losses(self) -> list[float]:
         """Mean losses of the global batches since the last call, on every process. A collective."""
         if not self._losses:
@@ -227,7 +222,7 @@ def train(
             checkpointer.save(trainer.state, trainer.step)
         if last:
             break
-    if trainer.step == trainer.steps:
-        trainer.synchronize()
+    if trainer.step == trainer.steps and trainer.local is not None:
+        trainer.local.synchronize()
     if checkpointer is not None:
         checkpointer.wait()

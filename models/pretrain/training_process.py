@@ -32,13 +32,10 @@ from models.pretrain.data import prefetch, sources
 from models.pretrain.recovery import hang
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
 from models.pretrain.recovery.curve import NAME as CURVE
-from models.pretrain.recovery.curve import Curve
+from models.pretrain.recovery.curve import REPORTS, Curve
 from models.pretrain.recovery.preemption import PREEMPTED, REFUSED, Preemption
 from models.pretrain.training import ProfileOptions, TrainingOptions
 from models.zoo.spec import ModelSpec
-
-REPORTS = 200
-"""Approximate number of progress reports of a training."""
 
 HANG_SECONDS = 300.0
 """Longest time without a step, checkpoint included; torch itself aborts a collective after ten minutes."""
@@ -79,7 +76,7 @@ def pretrain(path: Path, report: process.Report) -> None:
         with closing(watchdog):
             trainer.train(training, progress or (lambda _: None), every, checkpointer, stop, around)
         if preemption is not None:
-            preemption.close()
+            preemption.complete()
         if training.step < training.steps:
             if progress:
                 report(stage="pretrain", status="preempted", step=training.step, steps=training.steps)

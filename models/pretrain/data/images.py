@@ -44,23 +44,15 @@ class Augmentation:
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Mean and deviation of every channel, [C] each; one channel for images [N, H, W]."""
+class Scaled(Transformed):
+    """Images of another source, every channel minus its mean, divided by its deviation, [C] each."""
 
     mean: npt.NDArray[np.float32]
     deviation: npt.NDArray[np.float32]
 
-
-@dataclass(frozen=True)
-class Scaled(Transformed):
-    """Images of another source, every channel minus its mean, divided by its deviation."""
-
-    scale: Scale
-
     def read(self, rows: Indices, random: BatchRandom) -> Rows:
         x, y = self.source.read(rows, random)
-        by_channel = (-1, 1, 1)
-        return (x - self.scale.mean.reshape(by_channel)) / self.scale.deviation.reshape(by_channel), y
+        return (x - self.mean.reshape(-1, 1, 1)) / self.deviation.reshape(-1, 1, 1), y
 
 
 @dataclass(frozen=True)
@@ -109,8 +101,11 @@ def augment(source: Source, augmentation: Augmentation) -> Source:
     return source
 
 
-def scale_of(x: npt.NDArray[Any]) -> Scale:
-    """Mean and deviation of images [N, (C,) H, W], read in pieces. A constant channel has deviation 1."""
+def scale_of(x: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Mean and deviation, [C] each, of images [N, (C,) H, W], read in pieces; C is 1 for images [N, H, W].
+
+    A constant channel has deviation 1.
+    """
     channels = x.shape[1] if x.ndim == 4 else 1
     count, sums, squares = 0, np.zeros(channels), np.zeros(channels)
     for start in range(0, len(x), _ROWS):
@@ -120,4 +115,4 @@ def scale_of(x: npt.NDArray[Any]) -> Scale:
         squares += np.square(part).sum(axis=(0, 2, 3))
     mean = sums / count
     deviation = np.sqrt(np.maximum(squares / count - mean**2, 0))
-    return Scale(mean.astype(np.float32), np.where(deviation > 0, deviation, 1).astype(np.float32))
+    return mean.astype(np.float32), np.where(deviation > 0, deviation, 1).astype(np.float32)

@@ -15,8 +15,6 @@ import torch
 from models.job import Job
 from models.pretrain.data.batches import Batch, Batches
 
-MAX_DEPTH = 1024
-
 
 class Loader(Batches):
     """Batches in the order of their steps, up to `depth` of them read ahead; with 0 each is read on request.
@@ -76,5 +74,5 @@ def from_job(job: Job, batches: Batches, device: torch.device) -> Loader:
     Raises:
         JobError: not a whole number from 0 to 1024.
     """
-    depth = int(job.number("prefetch", 2, 0, MAX_DEPTH))
+    depth = int(job.number("prefetch", 2, 0, 1024))
     return Loader(batches, depth, pinned=device.type == "cuda")

@@ -116,7 +116,7 @@ def _images(job: Job, data: Data) -> Data:
     assert isinstance(train, Arrays)
     require_images(train.x, "images is given", job.path)
     if augmentation.normalise:
-        scale = images.scale_of(train.x)
-        train, test = images.Scaled(train, scale), images.Scaled(test, scale)
-        about = {"normalised": {"mean": scale.mean.tolist(), "deviation": scale.deviation.tolist()}}
+        mean, deviation = images.scale_of(train.x)
+        train, test = (images.Scaled(source, mean, deviation) for source in (train, test))
+        about = {"normalised": {"mean": mean.tolist(), "deviation": deviation.tolist()}}
     return Data(images.augment(train, augmentation), test, about)

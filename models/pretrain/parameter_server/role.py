@@ -32,15 +32,12 @@ from models.pretrain.parameter_server.replica import Replica
 from models.pretrain.parameter_server.settings import Servers
 from models.pretrain.parameter_server.shard import Shard, split
 from models.pretrain.recovery.curve import NAME as CURVE
-from models.pretrain.recovery.curve import Curve
+from models.pretrain.recovery.curve import REPORTS, Curve
 from models.pretrain.training import TrainingOptions
 from models.zoo.spec import ModelSpec
 
 RENDEZVOUS = "FEDLOOP_RENDEZVOUS"
 """Environment variable."""
-
-REPORTS = 200
-"""Approximate number of progress reports of a training."""
 
 
 def run(path: Path, report: process.Report) -> None:

@@ -45,9 +45,7 @@ def explain(result: SearchResult, profile: Profile, processes: int) -> list[str]
         return [f"No plan fits {processes} processes.", *_refusals(result)]
     best = result.ranking[0]
     lines = [_choice(result), *_fewer(result, processes), _limit(best), _memory(best, profile)]
-    lines += _placement(best, profile)
-    lines += _others(result)
-    return [*lines, *_refusals(result)]
+    return [*lines, *_placement(best, profile), *_others(result), *_refusals(result)]
 
 
 def _choice(result: SearchResult) -> str:
@@ -117,21 +115,17 @@ def _placement(best: Candidate, profile: Profile) -> list[str]:
 
 def _others(result: SearchResult) -> list[str]:
     """The next best plan of each other shape, and why it is slower."""
-    best = result.ranking[0]
+    by_shape: dict[tuple[Any, ...], Candidate] = {}
+    for candidate in result.ranking:
+        by_shape.setdefault(_shape(candidate), candidate)
+    best, *others = by_shape.values()
     lines: list[str] = []
-    shown = {_shape(best)}
-    for candidate in result.ranking[1:]:
-        shape = _shape(candidate)
-        if shape in shown:
-            continue
-        shown.add(shape)
+    for candidate in others[:4]:
         slower = candidate.seconds / best.seconds - 1
         parts, own = candidate.prediction.parts, best.prediction.parts
         more = max(parts, key=lambda name: parts[name] - own.get(name, 0.0))
         why = f", because more time goes to {_LIMITS[more]}" if parts[more] > own.get(more, 0.0) else ""
         lines.append(f"{'Next best' if not lines else 'Then'} {candidate.plan}: {slower:+.1%}{why}.")
-        if len(lines) == 4:
-            break
     return lines
 
 

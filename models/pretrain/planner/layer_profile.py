@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import get_args
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from models.pretrain import optimizers
 from models.pretrain.objective import Objective, objective_of
 from models.pretrain.parallel.model import activation_checkpoint
 from models.pretrain.parallelize import Stage
-from models.pretrain.plan import ActivationCheckpoint
+from models.pretrain.plan import POLICIES, ActivationCheckpoint
 from models.pretrain.planner.live_memory import LiveBytes
 from models.pretrain.planner.profile import Cost, Optimizer, Piece
 from models.pretrain.training import TrainingOptions
@@ -31,7 +30,6 @@ LEAST_REPEATS, ENOUGH_SECONDS = 2, 0.2
 """After this time fewer passes are enough."""
 SLOW_SECONDS = 0.01
 NARROW = 2
-POLICIES: tuple[ActivationCheckpoint, ...] = get_args(ActivationCheckpoint)
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 Figures = dict[str, float]

@@ -29,7 +29,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         for tensor in existing:
-            self._count(tensor)
+            self._storage(local_tensor(tensor).untyped_storage())
 
     def __enter__(self) -> Self:
         resize = torch.UntypedStorage.resize_
@@ -59,11 +59,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = func(*args, **(kwargs or {}))
         for value in tree_flatten((args, kwargs, results))[0]:
             if isinstance(value, torch.Tensor):
-                self._count(value)
+                self._storage(local_tensor(value).untyped_storage())
         return results
-
-    def _count(self, tensor: torch.Tensor) -> None:
-        self._storage(local_tensor(tensor).untyped_storage())
 
     def _storage(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()

@@ -51,13 +51,9 @@ def _of(placement: Placement, place: int, passes: Sequence[tuple[Pass, float]]) 
     sizes = {stage: placement.values(stages[stage]) * VALUE_BYTES for stage in mine}
     total = sum(sizes.values())
     n = placement.param_shards if plan.zero >= 2 and placement.data > 1 else 1
-    lasting = {
-        "params": total / n,
-        "gradients": 0.0,
-        "optimizer": total
-        * placement.profile.optimizer.state
-        / (n if n > 1 else placement.data if plan.zero == 1 else 1),
-    }
+    owners = n if n > 1 else placement.data if plan.zero == 1 else 1
+    state = total * placement.profile.optimizer.state / owners
+    lasting = {"params": total / n, "gradients": 0.0, "optimizer": state}
     buffers = _pipeline_buffers(placement, place)
     replicated = placement.data > 1 and plan.zero < 2 and plan.tp == plan.pp == plan.ep == 1
     if replicated:
@@ -143,11 +139,8 @@ def _kept(placement: Placement, piece: Piece) -> float:
         shared = cost.per_row / 2
         cost = replace(cost, per_row=cost.per_row - shared, split_per_row=cost.split_per_row + shared)
     extra = 0.0
-    if (
-        piece.name == placement.profile.last.name
-        and placement.plan.tp > 1
-        and not placement.plan.loss_parallel
-    ):
+    gathers = placement.plan.tp > 1 and not placement.plan.loss_parallel
+    if piece.name == placement.profile.last.name and gathers:
         extra = piece.output_bytes * placement.rows * (1 - 1 / placement.plan.tp)  # logits are gathered
     if placement.plan.cp > 1:
         extra += EXCHANGED * piece.attentions * piece.output_bytes * placement.rows / placement.plan.tp

@@ -149,8 +149,7 @@ def _exchange(parts: Parts, placement: Placement, piece: Piece, backward: bool) 
 def _pipelined(placement: Placement) -> Parts:
     plan = placement.plan
     stages = placement.stages()
-    used = uses(plan, placement.profile)[_stage_kind(plan)]
-    extra = placement.profile.overhead.get(_stage_kind(plan), 0.0) if used else 0.0
+    extra = placement.profile.overhead.get(_stage_kind(plan), 0.0)
     passes = [
         [_pass(placement, pieces, number == len(stages) - 1, backward) for backward in (False, True)]
         for number, pieces in enumerate(stages)

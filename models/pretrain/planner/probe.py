@@ -90,7 +90,9 @@ def measure(
     profile = replace(profile, machine=machine)
     # overheads do not depend on rows: for a large model they show better, and sooner, in a small batch
     batch_size = min(options.batch_size, FEW_ROWS) if few else options.batch_size
-    fitting = [text for text in PROBES if _fits(text, profile, batch_size, workers.count)]
+    small = [text for text in PROBES if parse(text).processes <= workers.count]
+    sizes = profile.sizes
+    fitting = [text for text in small if not plan_rules.problems(parse(text), sizes, batch_size=batch_size)]
     probes = workers.steps(
         fitting, turns=TURNS, race=False, batch_size=batch_size, enough_seconds=ENOUGH_SECONDS
     )
@@ -137,12 +139,6 @@ def _on_one_host(profile: Profile, processes: int) -> Profile:
     """`profile` with a core for each process, since sharing one adds nothing to processor time."""
     machine = replace(profile.machine, per_host=processes, cores=processes, slowdown=((processes, 1.0),))
     return replace(profile, machine=machine)
-
-
-def _fits(text: str, profile: Profile, batch_size: int, processes: int) -> bool:
-    plan = parse(text)
-    problems = plan_rules.problems(plan, profile.sizes, batch_size=batch_size)
-    return not problems and plan.processes <= processes
 
 
 def _memory_bytes(device: torch.device, per_host: int) -> float:

@@ -21,17 +21,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 from models.pretrain import plan_rules
-from models.pretrain.plan import ActivationCheckpoint, ParallelPlan, canonical, from_table
+from models.pretrain.plan import POLICIES, ParallelPlan, canonical, from_table
 from models.pretrain.planner import memory, predict
 from models.pretrain.planner.memory import Memory
 from models.pretrain.planner.placement import Placement
 from models.pretrain.planner.predict import Prediction
 from models.pretrain.planner.profile import Piece, Profile
 
-POLICIES: tuple[ActivationCheckpoint, ...] = get_args(ActivationCheckpoint)
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv")
 MOST_PIECES = 64
 WORTH_UNEVEN = 0.95
@@ -240,9 +239,8 @@ def _stage_costs(plan: ParallelPlan, profile: Profile, batch_size: int) -> Calla
     stages = plan.virtual_stages
 
     def seconds(piece: Piece, tp: int) -> float:
-        return piece.forward.at(placement.rows, tp) + piece.backward[placement.policy(piece)].at(
-            placement.rows, tp
-        )
+        backward = piece.backward[placement.policy(piece)]
+        return piece.forward.at(placement.rows, tp) + backward.at(placement.rows, tp)
 
     sums = [0.0, *itertools.accumulate(seconds(layer, plan.tp) for layer in profile.layers)]
     before = seconds(profile.first, plan.tp)

@@ -82,15 +82,11 @@ def kind(plan: ParallelPlan) -> Key:
 def rank(ranking: Sequence[Candidate], measured: Mapping[ParallelPlan, float]) -> list[Candidate]:
     """Candidates with their measurements: the measured ones by seconds, then the others by corrected prediction."""
     factors = corrections({c.plan: c.prediction.seconds for c in ranking}, measured)
-    known = [
-        replace(
-            candidate,
-            measured=measured.get(candidate.plan),
-            correction=factors["all"]
-            * float(np.prod([factors[name] for name in mechanisms(candidate.plan)])),
-        )
-        for candidate in ranking
-    ]
+    known = []
+    for candidate in ranking:
+        ways = [factors[name] for name in mechanisms(candidate.plan)]
+        correction = factors["all"] * float(np.prod(ways))
+        known.append(replace(candidate, measured=measured.get(candidate.plan), correction=correction))
     return sorted(known, key=lambda c: (c.measured is None, c.seconds, str(c.plan)))
 
 

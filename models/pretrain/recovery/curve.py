@@ -19,6 +19,9 @@ from edge_client.files import write_durably
 
 NAME = "curve.jsonl"
 
+REPORTS = 200
+"""Approximate number of progress reports of a training."""
+
 
 @dataclass(frozen=True)
 class Curve:

@@ -27,6 +27,7 @@ from typing import Any
 # hang or connect to processes that are gone. Must be set before torch.distributed.elastic reads it.
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -171,8 +172,6 @@ def serve(endpoint: str, report: Report) -> None:
 
     Reports `endpoint`, with the port it chose where 0 was requested.
     """
-    from torch._C._distributed_c10d import TCPStore
-
     host, _, port = endpoint.rpartition(":")
     store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
     report(endpoint=f"{host}:{store.port}")

@@ -30,17 +30,16 @@ def export(checkpoint: Path, spec: ModelSpec, path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: no checkpoint, a damaged one, or one of another model.
     """
-    folder = checkpoint
     if not checkpoint.name.startswith("step-"):
         steps = manifest.steps_in(checkpoint)
         if not steps:
             raise CheckpointError(f"{checkpoint} holds no checkpoint")
-        folder = manifest.path_of(checkpoint, steps[-1])
-    description = manifest.read_manifest(folder)
+        checkpoint = manifest.path_of(checkpoint, steps[-1])
+    description = manifest.read_manifest(checkpoint)
     module = spec.build(0)
-    description["identity"].check_tensors(params.shapes_of(module), folder)
-    manifest.verify_files(folder, description)
-    load(State([module], []), folder)
+    description["identity"].check_tensors(params.shapes_of(module), checkpoint)
+    manifest.verify_files(checkpoint, description)
+    load(State([module], []), checkpoint)
     return {**params.save(module, path), "step": description["step"]}
 
 

@@ -35,17 +35,14 @@ class Preemption:
         """Whether this step is the last, the same in all processes."""
         if self._group is None:
             return self.requested
-        stop = self._received()
+        stop = self.complete()
         if not stop:
             self._flag.fill_(int(self.requested))
             self._exchange = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return stop
 
-    def close(self) -> None:
-        """Completes the all-reduce in flight; call it after the last step."""
-        self._received()
-
-    def _received(self) -> bool:
+    def complete(self) -> bool:
+        """Completes the all-reduce in flight, if any; whether a process asked to stop. Call it after the last step."""
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return False

@@ -63,8 +63,8 @@ def trained(plans_: Sequence[str], steps: int = 200, width: int = 64, **options:
             for number, training in enumerate(trainings):
                 before, began = traffic.sent_bytes(), time.perf_counter()
                 training.train_step()
-                if step == steps - 1:
-                    training.synchronize()
+                if step == steps - 1 and training.local is not None:
+                    training.local.synchronize()
                 seconds[number].append(time.perf_counter() - began)
                 sent[number] += traffic.sent_bytes() - before
         return [

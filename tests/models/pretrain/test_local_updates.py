@@ -102,5 +102,6 @@ def asked_early() -> tuple[float, float]:
         training.train_step()
         training.train_step()
         apart = total(training)
-        training.synchronize()
+        assert training.local is not None
+        training.local.synchronize()
         return apart, total(training)

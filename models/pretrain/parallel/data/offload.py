@@ -72,22 +72,18 @@ def release_after_steps(optimizer: torch.optim.Optimizer) -> None:
                 state = optimizer.state[parameter]
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) and value.ndim:
-                        state[key] = value if is_mapped(value) else _with_local(value, mapped)
+                        state[key] = value if is_mapped(value) else _in_file(value)
                         release(state[key])
 
     optimizer.register_step_post_hook(release_all)
 
 
-def _with_local(tensor: torch.Tensor, change: Any) -> torch.Tensor:
+def _in_file(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose values on this process are in a file."""
     if not isinstance(tensor, DTensor):
-        return change(tensor)  # type: ignore[no-any-return]
-    return DTensor.from_local(
-        change(tensor.to_local()),
-        tensor.device_mesh,
-        tensor.placements,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+        return mapped(tensor)
+    local, mesh, placements = mapped(tensor.to_local()), tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, shape=tensor.shape, stride=tensor.stride())
 
 
 def _map_shards(module: FSDPModule) -> None:

@@ -78,7 +78,8 @@ class OneBitAdam(torch.optim.Optimizer):
                 step = int(state["step"])
                 variance = state["exp_avg_sq"] / (1 - beta2 ** int(state["variance_step"]))
                 if compressing:
-                    variance = _filled(variance)
+                    # a sign's momentum is never 0: where warm-up saw no gradient, epsilon alone would divide it
+                    variance = torch.where(variance == 0, variance.mean(), variance)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.addcdiv_(
                     state["exp_avg"],
@@ -178,11 +179,3 @@ def _replace(momenta: list[torch.Tensor], mean: CompressedMean) -> None:
     sizes = [momentum.numel() for momentum in momenta]
     for momentum, values in zip(momenta, torch.split(averaged, sizes), strict=True):
         momentum.copy_(values.view_as(momentum))
-
-
-def _filled(variance: torch.Tensor) -> torch.Tensor:
-    """`variance` with its tensor's mean where no gradient was seen during warm-up.
-
-    Otherwise a sign's momentum, which is never 0, would be divided by epsilon alone.
-    """
-    return torch.where(variance == 0, variance.mean(), variance)

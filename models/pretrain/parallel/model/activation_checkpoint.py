@@ -33,13 +33,10 @@ def wrap(module: nn.Module, layout: Layout, which: ActivationCheckpoint) -> None
     if which == "none" or not layout.layers:
         return
     container = module.get_submodule(layout.layers)
+    selective = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
+    options = selective if which == "selective" else {}
     for name, layer in list(container.named_children()):
-        contexts = (
-            {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
-            if which == "selective"
-            else {}
-        )
-        wrapped = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT, **contexts)
+        wrapped = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT, **options)
         container.register_module(name, wrapped)
 
 

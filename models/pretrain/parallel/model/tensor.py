@@ -93,13 +93,10 @@ def problems(module: nn.Module, layout: Layout, plan: ParallelPlan) -> list[str]
     holders = [f"{name}." for name, _ in matching(module, _holders(layout.columns))]
     problems = []
     for name, part in module.named_modules():
-        share = (
-            part.p
-            if isinstance(part, _DropoutNd)
-            else part.dropout
-            if isinstance(part, nn.MultiheadAttention)
-            else 0.0
-        )
+        if isinstance(part, nn.MultiheadAttention):
+            share = part.dropout
+        else:
+            share = part.p if isinstance(part, _DropoutNd) else 0.0
         if not share:
             continue
         if name.startswith(tuple(holders)):
