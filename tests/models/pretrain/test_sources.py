@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from edge_client.processes import process
 from models import job as jobs
 from models import zoo
 from models.job import JobError
@@ -132,6 +135,16 @@ def test_normalised_images_have_mean_0_and_deviation_1_by_the_training_set(image
     raw, (seen, _) = np.load(images / "x_test.npy"), all_of(data.test)
     told = data.about["normalised"]
     np.testing.assert_allclose(seen, (raw - told["mean"][0]) / told["deviation"][0], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_result_has_the_scale_of_normalised_images(images: Path) -> None:
+    """Whoever uses the model needs it."""
+    described = job(images, model=CNN, images={"normalise": True}, options={"steps": 1, "batch_size": 4})
+    command = [sys.executable, "-P", "-m", "models.pretrain.training_process", str(described.path)]
+    subprocess.run(command, check=True, env=process.worker_environment(), stdout=subprocess.PIPE)
+    found = json.loads((images / "result.json").read_text())
+    assert found["normalised"] == data_of(described).about["normalised"]
 
 
 def test_every_channel_has_a_scale_of_its_own_and_a_constant_one_stays_finite() -> None:
