@@ -279,7 +279,7 @@ def _build(values: Mapping[str, Any], conditions: Conditions) -> EdgeConfig:
             data={
                 name: DataConfig(
                     kind=table.pop("kind"),
-                    path=_path(table.pop("path", None)),
+                    path=Path(table.pop("path")).expanduser() if "path" in table else None,
                     options=dict(sorted(table.items())),
                 )
                 for name, table in sorted(_data_tables(values).items())
@@ -303,10 +303,6 @@ def _require_reportable(config: EdgeConfig) -> EdgeConfig:
         except InvalidDocument as error:
             raise UserError(f"{error}; a coordinator accepts no more") from None
     return config
-
-
-def _path(text: str | None) -> Any:
-    return Path(text).expanduser() if text is not None else None
 
 
 def _table(values: Mapping[str, Any], table: str) -> dict[str, Any]:

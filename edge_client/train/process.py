@@ -1,6 +1,6 @@
 """Training in a separate process, which can be limited, watched and killed without harming the daemon.
 
-    with TrainingProcess(log, limits) as training:
+    with closing(TrainingProcess(log, limits)) as training:
         done = training.run(job, stop_reason)
 
 The child (`edge_client.train.worker`) receives one job at a time over a socket pair (`edge_client.processes.channel`) as
@@ -29,7 +29,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import psutil
@@ -139,14 +138,6 @@ class TrainingProcess:
         self._log = log
         self._limits = limits
         self._child: _Child | None = None
-
-    def __enter__(self) -> TrainingProcess:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def pid(self) -> int | None:

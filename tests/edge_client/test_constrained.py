@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 # The job as in the daemon: the interpreter of this environment starts the training process of this environment.
 DO_JOBS = """
 import json, sys
+from contextlib import closing
 from pathlib import Path
 from edge_client.data import DataConfig
 from edge_client.train.process import Job, Limits, TrainingProcess
@@ -42,7 +43,7 @@ model = ModelRef("cnn", {}, (8, 8), 10, "float32", "classification")
 def job(kind, result):
     return Job(kind, "litert", folder / "params", None, tflite, manifest, model, message if kind == "train" else {},
                DataConfig("numpy", folder / "data.npz"), None, folder / "state", folder / result)
-with TrainingProcess(folder / "log", Limits(400_000_000, 600, 600)) as training:
+with closing(TrainingProcess(folder / "log", Limits(400_000_000, 600, 600))) as training:
     training.run(job("train", "result"), lambda: None)
     done = training.run(job("evaluate", "sums"), lambda: None)
 print(json.dumps({"peak_memory_bytes": done.peak_memory_bytes}))
