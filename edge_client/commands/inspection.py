@@ -102,9 +102,7 @@ def config_check(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 def data_preview(
-    context: typer.Context,
-    name: Annotated[str | None, typer.Argument()] = None,
-    as_json: AsJson = False,
+    context: typer.Context, name: Annotated[str | None, typer.Argument()] = None, as_json: AsJson = False
 ) -> None:
     """Shows schema and row count of a configured data set, as training reads it. Nothing leaves the device.
 

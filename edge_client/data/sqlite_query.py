@@ -14,12 +14,7 @@ from edge_client.data.rows import Rows, RowsConnector
 from edge_client.data.table import Table
 from edge_client.data.table_reader import read_rows
 
-_ALLOWED = {
-    sqlite3.SQLITE_SELECT,
-    sqlite3.SQLITE_READ,
-    sqlite3.SQLITE_FUNCTION,
-    sqlite3.SQLITE_RECURSIVE,
-}
+_ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 _BUSY_SECONDS = 10.0
 
 

@@ -41,10 +41,7 @@ def scaled(values: Values, means: Values, deviations: Values, only_filled: Flags
 
 
 def standardised(
-    x: npt.NDArray[Any],
-    training: Flags,
-    categories: Collection[int] = (),
-    before: Collection[int] = (),
+    x: npt.NDArray[Any], training: Flags, categories: Collection[int] = (), before: Collection[int] = ()
 ) -> npt.NDArray[np.float32]:
     """The rows of one device, standardised over its training rows.
 

@@ -157,8 +157,7 @@ def _require_in_range(values: npt.NDArray[np.float64], column: Column, options: 
     row, value = (int(index) for index in np.argwhere(wrong)[0])
     if np.isnan(values[row, value]):
         raise column.problem(
-            row,
-            'no value there; fill it in, remove the row, or set standardise = "local", which fills gaps',
+            row, 'no value there; fill it in, remove the row, or set standardise = "local", which fills gaps'
         )
     cell = column.cells[row]
     shown = quoted(str(cell[value] if isinstance(cell, list | tuple) else cell))

@@ -61,11 +61,7 @@ def _work(file: Path, report: Report) -> None:
     if champion is not None and champion.manifest.input == candidate.manifest.input:
         theirs = _evaluate(champion, *examples)
         report(
-            evaluation={
-                **own,
-                "champion_correct": theirs["correct"],
-                "champion_loss_sum": theirs["loss_sum"],
-            }
+            evaluation={**own, "champion_correct": theirs["correct"], "champion_loss_sum": theirs["loss_sum"]}
         )
 
 

@@ -116,8 +116,5 @@ def _checks(manifest: InferenceManifest) -> tuple[Check, ...]:
         ),
         (len(golden.real_x) == len(golden.real_y), "golden.real_x has not one row for each of real_y"),
         (all(len(row) == size for row in golden.real_x), f"golden.real_x: a row has not {size} numbers"),
-        (
-            min(golden.tolerance.absolute, golden.tolerance.relative) >= 0,
-            "golden.tolerance is negative",
-        ),
+        (min(golden.tolerance.absolute, golden.tolerance.relative) >= 0, "golden.tolerance is negative"),
     )
