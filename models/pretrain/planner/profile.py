@@ -162,10 +162,9 @@ def read(path: Path) -> Profile:
         JobError: no such file, no JSON, or not what a profile has; says where and what was expected.
     """
     try:
-        return options.read(Profile, json.loads(path.read_text(encoding="utf-8")), str(path))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise JobError(f"{path}: {error.strerror}") from error
-    except options.OptionError as error:
-        raise JobError(str(error)) from None
     except ValueError as error:
         raise JobError(f"{path} is not JSON: {error}") from error
+    return options.read(Profile, content, str(path))
