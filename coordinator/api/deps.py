@@ -1,4 +1,4 @@
-"""What routes of the operator API share: its caller, and the progress of an upload."""
+"""What routes of the operator API share: its caller, the base of requests, and the progress of an upload."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ from coordinator.errors import Refusal
 bearer = HTTPBearer(
     auto_error=False, description="The admin token, in `admin.token` of the coordinator's home."
 )
+
+
+class RequestBody(BaseModel):
+    """A request in JSON; unknown keys are refused."""
+
+    model_config = {"extra": "forbid"}
 
 
 class FileProgress(BaseModel):

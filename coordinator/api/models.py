@@ -15,7 +15,7 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field, StringConstraints
 from sqlalchemy import Connection
 
-from coordinator.api.deps import FileProgress
+from coordinator.api.deps import FileProgress, RequestBody
 from coordinator.context.services import Services, ServicesDep
 from coordinator.db import registry
 from coordinator.db.registry import AliasMove, FileRow, Input, ModelRow, VersionId, VersionRow
@@ -63,10 +63,8 @@ class Versions(BaseModel):
     next: int | None = Field(description="`before` for the next page; null on the last one.")
 
 
-class VersionRequest(BaseModel):
+class VersionRequest(RequestBody):
     """The files of a new version, by path; or a finished run, whose files the coordinator has."""
-
-    model_config = {"extra": "forbid"}
 
     kind: Kind = "params"
     files: dict[_Text, DeclaredFile] = Field({}, max_length=1000)
@@ -77,18 +75,14 @@ class VersionRequest(BaseModel):
     renumber: bool = Field(False, description="Write the assigned number into the manifest of a release.")
 
 
-class AliasRequest(BaseModel):
+class AliasRequest(RequestBody):
     """`expected`: refuse if the alias now refers to another number; 0: if it refers to any."""
-
-    model_config = {"extra": "forbid"}
 
     version: int = Field(ge=1, lt=2**31)
     expected: int | None = Field(None, ge=0, lt=2**31)
 
 
-class MetricsRequest(BaseModel):
-    model_config = {"extra": "forbid"}
-
+class MetricsRequest(RequestBody):
     figures: dict[_Text, Annotated[float, Field(allow_inf_nan=False)]] = Field(max_length=200)
 
 

@@ -9,7 +9,7 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, Field
 from securesystemslib.signer import SSlibKey
 
-from coordinator.api.deps import FileProgress
+from coordinator.api.deps import FileProgress, RequestBody
 from coordinator.context.services import ServicesDep
 from coordinator.errors import Refusal
 from coordinator.releases import roles
@@ -39,10 +39,8 @@ class ReleasesStatus(BaseModel):
     warnings: list[str]
 
 
-class PublishRequest(BaseModel):
+class PublishRequest(RequestBody):
     """Uploaded files by SHA-256: signed targets, newer roots in order, and each new target by its path."""
-
-    model_config = {"extra": "forbid"}
 
     targets: str = Field(max_length=64)
     roots: list[str] = Field([], max_length=256)

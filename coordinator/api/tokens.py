@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 
 from coordinator.accounts import enrolment_tokens
 from coordinator.accounts.enrolment_tokens import TokenTerms, plain_text
+from coordinator.api.deps import RequestBody
 from coordinator.context.services import ServicesDep
 from coordinator.db import tokens
 from coordinator.db.tokens import TokenRow
@@ -40,10 +41,8 @@ class Token(BaseModel):
     expires_at: datetime
 
 
-class SerialsRequest(BaseModel):
+class SerialsRequest(RequestBody):
     """Machines that may enrol with a token for listed machines."""
-
-    model_config = {"extra": "forbid"}
 
     serial_numbers: list[str] = Field(min_length=1, max_length=100_000)
     group: str = Field("default", min_length=1, max_length=enrolment_tokens.TEXT_LIMIT)
