@@ -92,8 +92,8 @@ def bubbles(plans: Sequence[str]) -> list[float]:
 def _step(here: world.World) -> Any:
     plan = here.plan
     numbers = plan.stage_numbers(here.coordinate("pp"))
-    whole = nn.ModuleDict({str(n): Sleeping(SECONDS / plan.stages_per_rank) for n in numbers})
-    parallel = Parallel([Stage(whole, [str(n)]) for n in numbers], numbers)
+    full = nn.ModuleDict({str(n): Sleeping(SECONDS / plan.stages_per_rank) for n in numbers})
+    parallel = Parallel([Stage(full, [str(n)]) for n in numbers], numbers)
     run = forward_backward.build(parallel, lambda given, wanted: (given - wanted).square().sum(), here)
     x = torch.randn(plan.num_microbatches, WIDTH)
 

@@ -109,10 +109,10 @@ def fine_tune(folder: str, checkpoint: Path) -> dict[str, float] | None:
             inside.append(_union(clock.spans))
             exposed.append(clock.returned - clock.spans[-1][0] if clock.spans else 0.0)
         seconds = time.perf_counter() - began
-        whole = params.gather(training.parallel.parts, spec, here)
-        if whole is None:
+        full = params.gather(training.parallel.parts, spec, here)
+        if full is None:
             return None
-        figures = evaluation.evaluate(whole, spec, test, torch.device("cpu"))
+        figures = evaluation.evaluate(full, spec, test, torch.device("cpu"))
     step = statistics.median(steps)
     return {
         "accuracy": figures["test_accuracy"],

@@ -46,10 +46,10 @@ def admitted(services: Services, **tables: Any) -> Any:
 
 def refused(services: Services, **tables: Any) -> UserError:
     """The refusal of an experiment; no run is made of it."""
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         RunService(services, answering).create(tables)
     assert services.database.read(rows.live) == []
-    return told.value
+    return raised.value
 
 
 CODE = [
@@ -230,9 +230,9 @@ def test_a_version_of_the_registry_is_where_a_model_begins(services: Services, t
     assert found.model.init == "digits:1"
     assert admission.init_params(found, services) == (tmp_path / "run" / "model.safetensors").read_bytes()
     for init in ("digits:2", "digits@other", "none:1"):
-        with pytest.raises(Refusal) as told:
+        with pytest.raises(Refusal) as raised:
             admitted(services, model={"name": "cnn", "init": init})
-        assert told.value.status == 404
+        assert raised.value.status == 404
 
 
 def test_the_api_answers_with_a_code(services: Services) -> None:

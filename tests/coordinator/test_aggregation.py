@@ -84,9 +84,9 @@ def test_an_update_out_of_all_proportion_is_left_out_and_named(strategy: str) ->
     (first, second) = seen.records
     assert (first.accepted, first.rejected, first.rejections) == (3, 1, {"outlier": 1})
     assert is_finite(last) and second.test_loss is not None and second.test_loss < 100
-    (told, _) = seen.of("update_excluded")
-    assert (told["round"], told["client"], told["reason"]) == (1, "c", "outlier")
-    assert told["norm"] == pytest.approx(HUGE * math.sqrt(6)) and told["limit"] < 1000
+    (result, _) = seen.of("update_excluded")
+    assert (result["round"], result["client"], result["reason"]) == (1, "c", "outlier")
+    assert result["norm"] == pytest.approx(HUGE * math.sqrt(6)) and result["limit"] < 1000
 
 
 def test_without_the_outlier_the_round_is_that_of_the_others() -> None:
@@ -108,8 +108,8 @@ def test_a_fleet_that_keeps_client_states_keeps_those_of_the_others_only() -> No
 def test_control_variates_out_of_all_proportion_are_found_beside_a_small_delta() -> None:
     attacked = fleet_of(honest(1.0), honest(1.0), honest(1.0), sending(extras=1e30))
     last, seen = runs.run(guarded("scaffold", rounds=1), attacked)
-    (told,) = seen.of("update_excluded")
-    assert (told["client"], told["what"]) == ("d", "control")
+    (result,) = seen.of("update_excluded")
+    assert (result["client"], result["what"]) == ("d", "control")
     assert all(np.abs(value).max() < 100 for value in last.strategy.arrays.values())
 
 
@@ -136,8 +136,8 @@ def test_a_model_that_is_not_finite_is_never_kept_and_the_run_goes_on(
     assert runs.bits(last) == runs.bits(start) and last.round == 2
     for record in seen.records:
         assert (record.accepted, record.rejected, record.rejections) == (0, 4, {"model_not_finite": 4})
-    (told, _) = seen.of("model_not_finite")
-    assert list(told["largest_norms"]) == list(names)
+    (result, _) = seen.of("model_not_finite")
+    assert list(result["largest_norms"]) == list(names)
     assert list((tmp_path / "blobs").iterdir()) == []
     assert seen.client_states == [{}, {}]
 

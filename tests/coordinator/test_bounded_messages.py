@@ -72,13 +72,13 @@ def test_what_is_too_long_is_refused_by_name_or_cut(kind: type, path: tuple[Any,
     message = read(kind, MESSAGES[kind])
     assert largest(message) == largest(require_bounded(message, kind.__name__))
     try:
-        told = require_bounded(read(kind, enlarged(MESSAGES[kind], path, path)), kind.__name__)
+        result = require_bounded(read(kind, enlarged(MESSAGES[kind], path, path)), kind.__name__)
     except InvalidDocument as error:
         assert len(str(error)) < 500
         assert str(path[0]) in str(error)
     else:
-        assert largest(told) <= 500
-        assert "\u202e" not in repr(told)
+        assert largest(result) <= 500
+        assert "\u202e" not in repr(result)
 
 
 def test_every_message_of_a_device_is_tried() -> None:

@@ -283,10 +283,10 @@ def test_blobs_are_given_by_ranges_to_whom_an_open_task_refers_to_them(world: Wo
     model, tasks = submit(fleet, ("a",))
     offer = device.lease()
     assert offer.params.sha256 == model.base
-    whole = device.fetch(model.base)
-    assert len(whole.content) == offer.params.size_bytes
+    full = device.fetch(model.base)
+    assert len(full.content) == offer.params.size_bytes
     part = device.fetch(model.base, Range="bytes=100-199")
-    assert part.status_code == 206 and part.content == whole.content[100:200]
+    assert part.status_code == 206 and part.content == full.content[100:200]
     assert part.headers["etag"] == f'"{model.base}"'
     with pytest.raises(Refused, match="not_yours"):
         other.fetch(model.base)

@@ -72,10 +72,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def refused(ended: Ended, *words: str) -> None:
+def refused(ended: Ended, *arguments: str) -> None:
     assert (ended.code, ended.out) == (2, "")
     assert "Traceback" not in ended.err
-    assert [word for word in words if word not in ended.err] == []
+    assert [word for word in arguments if word not in ended.err] == []
 
 
 # What a user gets wrong
@@ -160,8 +160,8 @@ def test_an_unknown_option(fedloop: Fedloop) -> None:
     ids=lambda part: " ".join(part) if isinstance(part, list) else "",
 )
 def test_a_misspelled_command_gets_one_suggestion(app: typer.Typer, words: list[str]) -> None:
-    told = CliRunner().invoke(app, words, env={"COLUMNS": "300"}).output
-    assert told.lower().count("did you mean") == 1, told
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "300"}).output
+    assert result.lower().count("did you mean") == 1, result
 
 
 @pytest.mark.parametrize(

@@ -139,16 +139,16 @@ def test_machines_of_a_list_enrol_with_one_token(fedloop: Any, coordinator: Door
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [(None, "No such file"), (b"", "no serial number"), (b"\xff\xfe", "UTF-8"), (b"x" * 300, "at most 200")],
 )
 def test_an_invalid_list_of_serials_is_refused_with_its_file(
-    fedloop: Any, tmp_path: Path, content: bytes | None, words: str
+    fedloop: Any, tmp_path: Path, content: bytes | None, message: str
 ) -> None:
     file = tmp_path / "serials.txt"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(UserError, match=rf"serials\.txt.*{words}"):
+    with pytest.raises(UserError, match=rf"serials\.txt.*{message}"):
         fedloop("import", file)
 
 

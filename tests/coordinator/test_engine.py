@@ -178,9 +178,9 @@ def test_rejections_are_counted_by_reason_and_told_in_words() -> None:
     (record,) = seen.records
     assert record.rejections == {"no_examples": 1, "non_finite": 2, "wrong_shape": 1}
     assert (record.accepted, record.rejected) == (1, 4)
-    told = {event["client"]: (event["reason"], event["words"]) for event in seen.of("update_rejected")}
-    assert told["c"][0] == "wrong_shape"
-    assert "delta/w is (5,), expected (2, 3)" in told["c"][1]
+    result = {event["client"]: (event["reason"], event["words"]) for event in seen.of("update_rejected")}
+    assert result["c"][0] == "wrong_shape"
+    assert "delta/w is (5,), expected (2, 3)" in result["c"][1]
 
 
 @settings(max_examples=30)
@@ -322,7 +322,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
     def plan(rounds: int) -> RunPlan:
         return run_plan(strategy, rounds=rounds, clients_per_round=4, over_select=1.5)
 
-    whole, seen = runs.run(plan(5), everyone(9))
+    full, seen = runs.run(plan(5), everyone(9))
 
     def commit(state: RunState, record: RoundRecord, clients: Mapping[str, Mapping[str, Params]]) -> None:
         row = as_row(record)
@@ -337,16 +337,16 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
     fleet.restore(saved.client_states)
     rest, second = runs.run(plan(5), fleet, RunState(saved.round, saved.params, saved.state), commit=commit)
 
-    assert runs.bits(rest) == runs.bits(whole)
+    assert runs.bits(rest) == runs.bits(full)
     assert [as_row(r) for r in first.records + second.records] == [as_row(r) for r in seen.records]
 
 
 def test_scaffold_needs_the_saved_client_states() -> None:
     """What the test above would miss if client states were all zero."""
     plan = run_plan("scaffold", rounds=4, clients_per_round=4)
-    whole, seen = runs.run(plan, everyone(6))
+    full, seen = runs.run(plan, everyone(6))
     forgetful, _ = runs.run(plan, everyone(6), seen.states[1])
-    assert runs.bits(forgetful) != runs.bits(whole)
+    assert runs.bits(forgetful) != runs.bits(full)
 
 
 def test_only_accepted_clients_renew_their_state() -> None:

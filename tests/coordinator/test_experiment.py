@@ -287,7 +287,7 @@ def test_a_key_below_a_value_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    ("setting", "message"),
     [
         ("locl.lr=1", "locl is not a known key, did you mean 'local'?"),
         ("local.learning_rate=1", "local.learning_rate is not a known key"),
@@ -305,12 +305,12 @@ def test_a_key_below_a_value_is_refused(tmp_path: Path) -> None:
         ("data.partition=dirichle(1)", "data.partition: partition 'dirichle"),
     ],
 )  # fmt: skip
-def test_an_unknown_name_is_told_with_the_nearest_known(setting: str, words: str) -> None:
-    assert words in refused(setting)
+def test_an_unknown_name_is_told_with_the_nearest_known(setting: str, message: str) -> None:
+    assert message in refused(setting)
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    ("setting", "reason"),
     [
         ("seed=-1", "seed = -1: input should be greater than or equal to 0"),
         ("seed=1.5", "seed = 1.5: input should be a valid integer"),
@@ -343,9 +343,9 @@ def test_an_unknown_name_is_told_with_the_nearest_known(setting: str, words: str
         ("simulation.faults=many", "simulation.faults = 'many': expected a table"),
     ],
 )  # fmt: skip
-def test_a_value_out_of_range_is_told_with_what_was_expected(setting: str, words: str) -> None:
+def test_a_value_out_of_range_is_told_with_what_was_expected(setting: str, reason: str) -> None:
     message = refused(setting)
-    assert message.startswith(f"experiment: {words}")
+    assert message.startswith(f"experiment: {reason}")
     assert "problems" not in message
 
 

@@ -62,7 +62,7 @@ def test_a_training_whose_starter_was_killed_ends_as_if_it_had_not_been(
     tmp_path: Path, processes: int
 ) -> None:
     asked = settings(480, processes)
-    whole = jobs.run(jobs.Job("pretrain", arrays=arrays(), **asked), tmp_path / "whole")
+    full = jobs.run(jobs.Job("pretrain", arrays=arrays(), **asked), tmp_path / "whole")
     np.savez(tmp_path / "arrays.npz", **arrays())
     with subprocess.Popen(
         [sys.executable, "-P", "-c", STARTER, tmp_path, json.dumps(asked)], stdout=subprocess.PIPE
@@ -84,13 +84,13 @@ def test_a_training_whose_starter_was_killed_ends_as_if_it_had_not_been(
     resumed = jobs.resume(folder, lambda line: heard.append(line["step"]))
 
     assert 80 <= heard[0] < 480 and heard[0] % 40 == 0  # from a checkpoint, not from the start
-    assert resumed["losses"] == whole["losses"]
-    assert resumed["model_sha256"] == whole["model_sha256"]
+    assert resumed["losses"] == full["losses"]
+    assert resumed["model_sha256"] == full["model_sha256"]
     record = jobs.read(folder)
     assert record is not None and (record.state, record.attempts) == ("finished", 2)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    told = [event["event"] for event in events if event["event"] != "progress"]
-    assert told == ["job_started", "job_resumed", "job_finished"]
+    received = [event["event"] for event in events if event["event"] != "progress"]
+    assert received == ["job_started", "job_resumed", "job_finished"]
 
 
 def test_a_finished_job_gives_its_result_again_without_a_worker(

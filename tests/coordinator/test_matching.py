@@ -47,7 +47,7 @@ def test_a_device_that_has_all_that_a_run_wants_matches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "code", "words"),
+    ("device", "code", "message"),
     [
         (replace(GOOD, state="pending"), "pending", "waits for approval"),
         (replace(GOOD, state="revoked"), "revoked", "revoked"),
@@ -75,10 +75,10 @@ def test_a_device_that_has_all_that_a_run_wants_matches() -> None:
         (reported(runtimes={"torch": "2.6"}, models=()), "no_model", "'cnn' is not installed"),
     ],
 )
-def test_what_keeps_a_device_out_is_told_in_words(device: Candidate, code: str, words: str) -> None:
+def test_what_keeps_a_device_out_is_told_in_words(device: Candidate, code: str, message: str) -> None:
     (reason,) = matching.blocking_reasons(device, RUN, START)
     assert reason.code == code
-    assert words in reason.message
+    assert message in reason.message
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])

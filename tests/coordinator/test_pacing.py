@@ -68,8 +68,8 @@ def test_a_restarted_coordinator_keeps_the_rate_of_the_fleet_it_finds() -> None:
 
 def test_a_device_that_comes_all_the_time_does_not_keep_the_others_away() -> None:
     timetable = Timetable(fleet=1000)
-    told = [timetable.told() for _ in range(100_000)]
-    assert max(told) <= 3 * 1000 / RATE
+    received = [timetable.told() for _ in range(100_000)]
+    assert max(received) <= 3 * 1000 / RATE
 
 
 def test_nobody_comes_within_seconds_or_later_than_in_an_hour() -> None:

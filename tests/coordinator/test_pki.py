@@ -130,7 +130,7 @@ def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_pem", "words"),
+    ("request_pem", "message"),
     [
         ("", "PEM"),
         ("-----BEGIN CERTIFICATE REQUEST-----\nAAAA\n-----END CERTIFICATE REQUEST-----\n", "PEM"),
@@ -139,10 +139,10 @@ def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
         (request_for(rsa.generate_private_key(65537, 2048)), "P-256"),
     ],
 )
-def test_a_request_that_will_not_do_is_refused(request_pem: str, words: str) -> None:
-    with pytest.raises(Refusal, match=words) as told:
+def test_a_request_that_will_not_do_is_refused(request_pem: str, message: str) -> None:
+    with pytest.raises(Refusal, match=message) as raised:
         certificate_authority.read_request(request_pem)
-    assert (told.value.status, told.value.code) == (422, "bad_csr")
+    assert (raised.value.status, raised.value.code) == (422, "bad_csr")
 
 
 def test_a_request_for_a_key_that_its_sender_does_not_hold_is_refused() -> None:
@@ -209,9 +209,9 @@ def test_only_certificates_of_this_authority_for_devices_are_verified(tmp_path: 
     request = certificate_authority.read_request(request_for(ec.generate_private_key(ec.SECP256R1())))
     server = x509.load_pem_x509_certificate((tmp_path / "own" / "pki" / "server.pem").read_bytes())
     for certificate in (foreign.issue_device(request, DEVICE, START), server, own.certificate):
-        with pytest.raises(Refusal) as told:
+        with pytest.raises(Refusal) as raised:
             own.verify(certificate, START)
-        assert told.value.code == "foreign_certificate"
+        assert raised.value.code == "foreign_certificate"
 
 
 def test_dates_are_checked_against_the_given_clock(tmp_path: Path) -> None:
@@ -223,9 +223,9 @@ def test_dates_are_checked_against_the_given_clock(tmp_path: Path) -> None:
     )
     late, early = START + timedelta(days=31), START - timedelta(days=1)
     for moment, code in ((late, "expired"), (early, "not_yet_valid")):
-        with pytest.raises(Refusal) as told:
+        with pytest.raises(Refusal) as raised:
             own.verify(issued, moment)
-        assert (told.value.status, told.value.code) == (401, code)
+        assert (raised.value.status, raised.value.code) == (401, code)
     assert own.verify(issued, late, timedelta(days=2)) == DEVICE
 
 

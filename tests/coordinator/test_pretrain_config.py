@@ -51,7 +51,7 @@ def test_the_command_line_goes_over_the_file(tmp_path: Path) -> None:
 
 
 def test_every_problem_is_told_at_once_with_the_nearest_known_key() -> None:
-    told = problems_of(
+    result = problems_of(
         {
             "data": {"dataset": "digitz", "length": 8},
             "model": {"name": "gptt"},
@@ -59,7 +59,7 @@ def test_every_problem_is_told_at_once_with_the_nearest_known_key() -> None:
         },
         "zerro=2",
     )
-    assert told.startswith("my.toml: 7 problems")
+    assert result.startswith("my.toml: 7 problems")
     for words in (
         "'digitz' is unknown, did you mean 'digits'",
         "data.length = 8 is for shakespeare",
@@ -69,18 +69,18 @@ def test_every_problem_is_told_at_once_with_the_nearest_known_key() -> None:
         "train.decay is 'none', expected one of 'constant'",
         "unknown key 'zerro', did you mean 'zero'",
     ):
-        assert words in told
+        assert words in result
 
 
 def test_problems_of_several_keys_are_told_beside_those_of_one() -> None:
-    told = problems_of({"seed": -1, "data": {"length": 8}, "model": {"head": "new"}})
-    assert told.startswith("my.toml: 3 problems")
+    result = problems_of({"seed": -1, "data": {"length": 8}, "model": {"head": "new"}})
+    assert result.startswith("my.toml: 3 problems")
     for words in ("seed = -1", "data.length = 8 is for", "model.head selects what to use of model.init"):
-        assert words in told
+        assert words in result
 
 
 @pytest.mark.parametrize(
-    ("document", "words"),
+    ("document", "message"),
     [
         ({"modl": {}}, "modl is not a known key, did you mean 'model'"),
         ({"checkpoint": {"evry": 1}}, "checkpoint.evry is not a known key, did you mean 'every'"),
@@ -98,8 +98,8 @@ def test_problems_of_several_keys_are_told_beside_those_of_one() -> None:
         ({"plan": {"dp": 0}}, "dp is 0, expected a whole number from 1"),
     ],
 )
-def test_a_wrong_value_is_named_with_what_was_expected(document: dict[str, Any], words: str) -> None:
-    assert words in problems_of(document)
+def test_a_wrong_value_is_named_with_what_was_expected(document: dict[str, Any], message: str) -> None:
+    assert message in problems_of(document)
 
 
 def test_options_follow_the_batch_where_scaling_says_what_they_are_right_for() -> None:

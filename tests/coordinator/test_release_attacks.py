@@ -259,12 +259,12 @@ def test_only_devices_read(world: World) -> None:
 def test_files_are_served_in_ranges_and_kept_for_ever(world: World) -> None:
     (file,) = (world.folder / "releases/targets/cnn/1").glob("*.model.tflite")
     url, device = f"{world.url}/targets/cnn/1/{file.name}", {"x-device": "d1"}
-    whole = httpx.get(url, headers=device)
-    assert "immutable" in whole.headers["cache-control"]
+    full = httpx.get(url, headers=device)
+    assert "immutable" in full.headers["cache-control"]
     part = httpx.get(url, headers=device | {"range": "bytes=2-"})
     assert (part.status_code, part.content) == (206, b"rst")
     assert httpx.get(url, headers=device | {"range": "bytes=9-"}).json()["error"]["code"] == "bad_range"
-    again = httpx.get(url, headers=device | {"if-none-match": whole.headers["etag"]})
+    again = httpx.get(url, headers=device | {"if-none-match": full.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
     timestamp = httpx.get(f"{world.url}/metadata/timestamp.json", headers=device)
     assert timestamp.headers["cache-control"] == "no-cache"

@@ -103,12 +103,12 @@ def test_signing_needs_no_network(staged: Path) -> None:
         require("namespaces", "unshare --net is not possible here")
     release_folder(staged / "two", version=2)
     environment = {**os.environ, "FEDLOOP_RELEASE_PASSPHRASE": PASSPHRASE}
-    for words in (
+    for arguments in (
         ["add", staged / "two", "--staging", staged / "stick"],
         ["sign", "--keys", staged / "keys", "--staging", staged / "stick"],
     ):
         done = subprocess.run(
-            [*command, FEDLOOP, "release", *words],
+            [*command, FEDLOOP, "release", *arguments],
             env=environment,
             capture_output=True,
             text=True,
@@ -167,8 +167,8 @@ def test_a_change_after_signing_needs_new_signatures(staged: Path) -> None:
 
 
 def test_a_wrong_passphrase_is_refused(staged: Path) -> None:
-    words = "sign", "--keys", staged / "keys", "--staging", staged / "stick"
-    assert "wrong passphrase" in refused(*words, passphrase="guess")
+    arguments = "sign", "--keys", staged / "keys", "--staging", staged / "stick"
+    assert "wrong passphrase" in refused(*arguments, passphrase="guess")
 
 
 def test_a_file_changed_on_the_stick_is_not_signed(staged: Path) -> None:
@@ -184,8 +184,8 @@ def test_keys_sign_for_one_repository(staged: Path) -> None:
         (staged / "keys" / name).rename(staged / f"our-{name}")
     both = "--keys", staged / "keys", "--keys", staged / "theirs"
     release("init", *both, "--online", staged / "online.json", "--staging", staged / "evil")
-    words = "sign", "--keys", staged / "keys", "--staging", staged / "evil"
-    assert "does not follow from" in refused(*words)
+    arguments = "sign", "--keys", staged / "keys", "--staging", staged / "evil"
+    assert "does not follow from" in refused(*arguments)
 
 
 def other_bytes_under_a_name(stick: Path) -> None:
@@ -276,8 +276,8 @@ def signed_with_key_files(folder: Path) -> tuple[SignedReleases, Path]:
 
 
 def test_keys_in_use_change_nothing(staged: Path) -> None:
-    words = "rotate-root", "--keys", staged / "keys", "--staging", staged / "stick"
-    assert "in use there already" in refused(*words)
+    arguments = "rotate-root", "--keys", staged / "keys", "--staging", staged / "stick"
+    assert "in use there already" in refused(*arguments)
 
 
 def test_a_damaged_document_says_what_to_do(staged: Path) -> None:
@@ -287,8 +287,16 @@ def test_a_damaged_document_says_what_to_do(staged: Path) -> None:
 
 def test_one_key_under_two_names_is_one_signature(staged: Path) -> None:
     shutil.copy(staged / "keys/root-1.pub", staged / "keys/root-2.pub")
-    words = "init", "--keys", staged / "keys", "--online", staged / "online.json", "--staging", staged / "new"
-    assert "two names" in refused(*words)
+    arguments = (
+        "init",
+        "--keys",
+        staged / "keys",
+        "--online",
+        staged / "online.json",
+        "--staging",
+        staged / "new",
+    )
+    assert "two names" in refused(*arguments)
 
 
 def test_forged_metadata_of_a_coordinator_is_not_copied(tmp_path: Path) -> None:

@@ -111,13 +111,13 @@ def test_people_are_told_before_their_signatures_expire(releases: SignedReleases
     assert warnings(releases.repository.state(), clock()) == []
     now = clock.pass_days(LIFETIMES["targets"].days - 20)
     releases.repository.renew(now)
-    (told,) = warnings(releases.repository.state(), now)
-    assert "targets" in told
-    assert "sign it again before" in told
+    (result,) = warnings(releases.repository.state(), now)
+    assert "targets" in result
+    assert "sign it again before" in result
     now = clock.pass_days(25)
     releases.repository.renew(now)
-    (told,) = warnings(releases.repository.state(), now)
-    assert "expired" in told
+    (result,) = warnings(releases.repository.state(), now)
+    assert "expired" in result
 
 
 def test_online_metadata_without_a_signature_that_counts_is_signed_anew(

@@ -124,7 +124,7 @@ def test_a_rollout_is_paused_resumed_and_aborted(fedloop: Console) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "message"),
     [
         (["digits"], "expected a model and a version"),
         (["digits:0"], "expected a model and a version"),
@@ -141,8 +141,8 @@ def test_a_rollout_is_paused_resumed_and_aborted(fedloop: Console) -> None:
         (["digits:2", "--gate", "install=2"], "gate install = 2: expected 0 to 1"),
     ],
 )
-def test_an_invalid_rollout_is_refused(fedloop: Console, args: list[str], words: str) -> None:
-    with pytest.raises(UserError, match=words):
+def test_an_invalid_rollout_is_refused(fedloop: Console, args: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         fedloop("start", *args)
 
 

@@ -690,8 +690,8 @@ def _check_law(fleet: Fleet, model: str, steps: list[Step], broken: set[int], in
         opened = fleet.now(made).phase
         assert opened >= phase
         phase = opened
-        told = [member for member in _members(fleet, made) if member.told]
-        assert all(member.phase <= phase for member in told)
+        received = [member for member in _members(fleet, made) if member.told]
+        assert all(member.phase <= phase for member in received)
     for at, device in enumerate(devices):
         tried = [offer for offer in device.offers if offer.action == "install"]
         assert all(offer.force for offer in tried[1:]) or at not in broken

@@ -163,7 +163,7 @@ def test_invalid_addresses(text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "message"),
     [
         (["run", "--coordinator", "http://127.0.0.1:1"], "no coordinator answers"),
         (["run", "--coordinator", "nowhere"], "is not an address"),
@@ -172,10 +172,10 @@ def test_invalid_addresses(text: str) -> None:
         (["run", "--follow", "x", "--set", "a=1"], "--follow takes everything from the run"),
     ],
 )
-def test_run_reports_a_mistake(tmp_path: Path, args: Sequence[str], words: str) -> None:
+def test_run_reports_a_mistake(tmp_path: Path, args: Sequence[str], message: str) -> None:
     done = run_here(*args, cwd=tmp_path, env={"FEDLOOP_ADMIN_TOKEN": "t"})
     assert done.returncode == 2
-    assert words in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 

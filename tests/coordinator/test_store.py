@@ -364,7 +364,7 @@ def test_a_connection_lost_in_the_commit_itself_is_cleared_up(
 
 
 def acknowledged_before_the_kill(url: str, kills: int, rng: random.Random) -> set[str]:
-    told: set[str] = set()
+    received: set[str] = set()
     for life in range(kills):
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.acknowledging_writer", url, "8", str(life * 1_000_000)],
@@ -373,11 +373,11 @@ def acknowledged_before_the_kill(url: str, kills: int, rng: random.Random) -> se
         )
         assert process.stdout is not None
         for _ in range(rng.randrange(1, 200)):
-            told.add(process.stdout.readline().decode().strip())
+            received.add(process.stdout.readline().decode().strip())
         os.kill(process.pid, signal.SIGKILL)
         rest, _ = process.communicate()
-        told.update(line for line in rest.decode().split("\n")[:-1])
-    return told
+        received.update(line for line in rest.decode().split("\n")[:-1])
+    return received
 
 
 @pytest.mark.slow
@@ -385,10 +385,10 @@ def acknowledged_before_the_kill(url: str, kills: int, rng: random.Random) -> se
 def test_what_was_acknowledged_survives_kill_9(kind: str, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/fedloop.db" if kind == "sqlite" else postgres().create()
     migrate(url)
-    told = acknowledged_before_the_kill(url, 5 if kind == "sqlite" else 2, random.Random(7))
+    result = acknowledged_before_the_kill(url, 5 if kind == "sqlite" else 2, random.Random(7))
     database = Database(url)
-    assert "" not in told and len(told) > 20
-    assert told <= names(database)
+    assert "" not in result and len(result) > 20
+    assert result <= names(database)
     database.close()
     if kind == "postgresql":
         postgres().drop(url)

@@ -127,9 +127,9 @@ def test_an_update_that_was_accepted_is_told_to_the_engine_and_counted(opened_on
         device, task, payload = opened.leased(name)
         opened.world.clock.pass_seconds(1)
         assert device.upload(task, payload).accepted
-    told = list(results)
-    assert [each.task.message.client for each in told] == ["b", "a"]
-    for each in told:
+    result = list(results)
+    assert [each.task.message.client for each in result] == ["b", "a"]
+    for each in result:
         assert isinstance(each, Answer) and isinstance(each.verdict, Update)
         assert np.array_equal(each.verdict.delta["w"], decoded_delta(payload))
         assert each.payload_bytes == len(payload)
@@ -250,8 +250,8 @@ def test_a_deflated_result_of_another_size_than_announced_is_refused(
 ) -> None:
     device, task, payload = opened.leased()
     sent = zlib.compress(payload)
-    told = len(payload) + (1 if announced == "too much" else -1)
-    device.start_upload(task, sent, decoded_bytes=told, encoding="deflate")
+    result = len(payload) + (1 if announced == "too much" else -1)
+    device.start_upload(task, sent, decoded_bytes=result, encoding="deflate")
     with pytest.raises(Refused, match="bad_encoding"):
         device.put(task, 0, sent)
     assert opened.part_files() == []
@@ -348,10 +348,10 @@ def test_a_bad_result_is_rejected_for_good_and_nothing_of_it_is_kept(opened_on_e
         device.start_upload(task, b"another try")
     opened.devices["b"].lease()
     opened.devices["b"].decline(opened.devices["b"].lease().task, "limits", "too large for me")
-    told = list(opened.fleet.results())
-    assert [type(each) for each in told] == [Answer, Silence]
-    assert isinstance(told[0], Answer) and isinstance(told[0].verdict, intake.Rejection)
-    assert told[0].verdict.reason == "malformed"
+    result = list(opened.fleet.results())
+    assert [type(each) for each in result] == [Answer, Silence]
+    assert isinstance(result[0], Answer) and isinstance(result[0].verdict, intake.Rejection)
+    assert result[0].verdict.reason == "malformed"
 
 
 def test_a_rejected_result_hears_its_reason_though_its_file_is_swept_at_once(
@@ -408,8 +408,8 @@ def test_a_result_for_a_closed_round_is_refused(tmp_path: Path, database: Databa
         for refused in (at_piece.value, at_start.value):
             assert (refused.status, refused.code) == (409, "round_closed")
         assert late.check_in(working_on=task).stop
-        told = list(opened.fleet.results())
-        assert [each.task.message.client for each in told] == ["b"]
+        result = list(opened.fleet.results())
+        assert [each.task.message.client for each in result] == ["b"]
         opened.fleet.cancel([each for each in opened.tasks if each.message.client == "a"])
         assert opened.part_files() == []
 
@@ -450,9 +450,9 @@ def test_a_round_does_not_wait_for_a_device_that_was_shut_out_or_left(
     opened.leased("b")
     services = opened.world.services
     services.database.write(lambda at: end(at, "b", services.clock())).result()
-    told = list(opened.fleet.results())
-    assert [(type(each), each.task.message.client) for each in told] == [(Answer, "a"), (Silence, "b")]
-    assert told[1].seconds == 0
+    result = list(opened.fleet.results())
+    assert [(type(each), each.task.message.client) for each in result] == [(Answer, "a"), (Silence, "b")]
+    assert result[1].seconds == 0
 
 
 def test_text_that_the_database_has_no_place_for_is_refused(opened_on_each: OpenRound) -> None:
@@ -494,9 +494,9 @@ def test_after_the_deadline_nothing_is_taken_and_the_missing_are_silent(opened_o
     opened.world.clock.pass_seconds(1)
     with pytest.raises(Refused, match="round_closed"):
         late.upload(late_task, late_payload)
-    told = list(opened.fleet.results())
-    assert [(type(each), each.task.message.client) for each in told] == [(Answer, "a"), (Silence, "b")]
-    assert told[1].seconds == 600
+    result = list(opened.fleet.results())
+    assert [(type(each), each.task.message.client) for each in result] == [(Answer, "a"), (Silence, "b")]
+    assert result[1].seconds == 600
 
 
 def test_events_tell_what_became_of_each_result(opened_on_each: OpenRound) -> None:

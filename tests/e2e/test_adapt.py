@@ -47,8 +47,8 @@ def test_few_params_trained_federatedly_improve_the_model_for_a_twentieth_of_the
     found = fedloop.simulate(experiment(init, model, rounds=4, adapt=adapt), out=tmp_path / "run")
 
     assert found.accuracy > found.report["start"]["test_accuracy"] + 0.005
-    whole = sum(value.nbytes for value in arrays.read(init).values())
-    assert all(20 * up(row) <= 2 * 5 * whole for row in found.rounds)
+    full = sum(value.nbytes for value in arrays.read(init).values())
+    assert all(20 * up(row) <= 2 * 5 * full for row in found.rounds)
     begun = adaptation.dequantize_backbone(adaptation.quantize_backbone(arrays.read(init)))
     assert found.params.keys() == begun.keys()
     assert {name for name in begun if not np.array_equal(found.params[name], begun[name])} == trained
@@ -69,8 +69,8 @@ def test_daemons_train_a_head_and_the_model_they_end_with_can_be_compressed(tmp_
 
     assert report["final"]["test_accuracy"] > report["start"]["test_accuracy"]
     assert report["final"]["model_sha256"] == file_sha256(out / "model.safetensors")
-    whole = sum(value.nbytes for value in arrays.read(out / "model.safetensors").values())
-    assert all(20 * up(row) <= 2 * 3 * whole for row in report["rounds"])
+    full = sum(value.nbytes for value in arrays.read(out / "model.safetensors").values())
+    assert all(20 * up(row) <= 2 * 3 * full for row in report["rounds"])
     done = run_cli("compress", out, "--out", tmp_path / "compressed")
     assert done.returncode == 0, done.stderr
 

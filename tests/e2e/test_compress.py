@@ -96,10 +96,10 @@ def test_the_guides_change_of_one_step_keeps_the_others_and_the_result_is_compre
 def test_bad_pipelines_are_refused_with_step_and_key(here: Path) -> None:
     out, source = here / "refused", here / "runs" / "teacher"
 
-    def refused(text: str, *words: str, sets: tuple[str, ...] = ()) -> None:
+    def refused(text: str, *arguments: str, sets: tuple[str, ...] = ()) -> None:
         (here / "bad.toml").write_text(text)
         done = run_here("compress", source, "--pipeline", "bad.toml", "--out", out, *options(sets), cwd=here)
-        assert_refused(done, "bad.toml", *words)
+        assert_refused(done, "bad.toml", *arguments)
         assert not out.exists()
 
     refused("", "has no step", "[[step]]")

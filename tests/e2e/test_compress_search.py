@@ -70,7 +70,7 @@ def test_where_nothing_fits_the_nearest_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ((), "no budget is given; expected at least one of --memory, --size, --latency"),
         (("--accuracy", "0.9"), "no budget is given"),
@@ -84,10 +84,10 @@ def test_where_nothing_fits_the_nearest_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_budget_that_makes_no_sense_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, source: Path, options: tuple[str, ...], words: str
+    tmp_path_factory: pytest.TempPathFactory, source: Path, options: tuple[str, ...], message: str
 ) -> None:
     here = tmp_path_factory.mktemp("refused")
-    assert_refused(run_here("compress-search", str(source), *options, "--out", "out", cwd=here), words)
+    assert_refused(run_here("compress-search", str(source), *options, "--out", "out", cwd=here), message)
 
 
 @pytest.fixture(scope="module")

@@ -124,11 +124,11 @@ _SOME = ("does not import", "fails in forward", "answers with probabilities")
 
 @pytest.mark.parametrize("kind", [*_SOME, *extended(*(kind for kind in BROKEN if kind not in _SOME))])
 def test_a_broken_model_is_told_in_one_message(folder: Path, kind: str) -> None:
-    text, words = BROKEN[kind]
+    text, arguments = BROKEN[kind]
     (folder / "models.py").write_text(text)
     asked = [*SETTINGS, "simulation.workers=1"]
     done = run_here("simulate", "--out", "run", *options(asked), cwd=folder)
-    assert_refused(done, *words)
+    assert_refused(done, *arguments)
 
 
 def test_a_broken_loader_is_told_with_its_line(folder: Path) -> None:

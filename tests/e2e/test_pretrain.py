@@ -117,8 +117,8 @@ def test_a_training_leaves_curves_a_checkpoint_and_its_lineage(trained: dict[str
 
 
 def test_compress_takes_what_a_split_training_has_left(trained: dict[str, Path], tmp_path: Path) -> None:
-    whole, split = (shapes(folder / "model.safetensors") for folder in trained.values())
-    assert whole == split
+    full, split = (shapes(folder / "model.safetensors") for folder in trained.values())
+    assert full == split
     folder = trained["tp=2,pp=2"]
     student = ("student.width=16", "student.layers=1", "student.heads=2")
     out = tmp_path / "small"

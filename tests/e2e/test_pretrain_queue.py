@@ -55,8 +55,8 @@ def test_the_urgent_one_preempts_and_the_other_goes_on_with_the_same_losses(tmp_
         said = " ".join(first.errors().split())
     assert re.search("making room for .*urgent .priority 5.*waiting: 2 of 2.*its turn", said)
     events = [json.loads(line)["event"] for line in (patient / "events.jsonl").read_text().splitlines()]
-    told = [event for event in events if event != "progress"]
-    assert told == ["job_started", "job_preempted", "job_resumed", "job_finished"]
+    received = [event for event in events if event != "progress"]
+    assert received == ["job_started", "job_preempted", "job_resumed", "job_finished"]
     assert report_of(patient)["attempts"] == 2 and report_of(urgent)["attempts"] == 1
     assert [path.name for path in queue.iterdir()] == [".lock"]
 

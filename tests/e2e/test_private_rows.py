@@ -95,8 +95,8 @@ def run_folder(folder: Path, data: str, model: str, shape: dict[str, Any]) -> Pa
 
 
 def exported(folder: Path, name: str, out: Path, env: Mapping[str, str] | None = None) -> Path:
-    words = ["export", folder, "--name", name, "--out", out, "--max-accuracy-drop", "1"]
-    done = run_cli(*words, cwd=out.parent, env=env)
+    arguments = ["export", folder, "--name", name, "--out", out, "--max-accuracy-drop", "1"]
+    done = run_cli(*arguments, cwd=out.parent, env=env)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -140,11 +140,11 @@ def patients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = f"dataset=csv path={folder / 'patients.csv'} label=y"
     sets = [word for each in data.split() for word in ("--set", f"data.{each}")]
     training = ["--set", "model.name=logreg", "--set", "train.steps=40"]
-    for words in (
+    for arguments in (
         ["pretrain", *sets, *training, "--out", "trained"],
         ["compress", "trained", "--out", "small"],
     ):
-        done = run_cli(*words, cwd=folder)
+        done = run_cli(*arguments, cwd=folder)
         assert done.returncode == 0, done.stderr
     return folder
 
@@ -181,9 +181,9 @@ def test_rows_marked_as_public_are_published_loudly(patients: Path, tmp_path: Pa
     lineage = json.loads((small / "lineage.json").read_bytes())
     assert lineage["data_public"] is False
     (small / "lineage.json").write_text(json.dumps({**lineage, "data_public": True}))
-    words = ["export", small, "--name", "patients", "--out", tmp_path / "release", "--real-rows", "8"]
+    arguments = ["export", small, "--name", "patients", "--out", tmp_path / "release", "--real-rows", "8"]
 
-    done = run_cli(*words, "--json")
+    done = run_cli(*arguments, "--json")
 
     assert done.returncode == 0, done.stderr
     assert "PUBLISHED: 8 rows of the data" in done.stderr and "manifest.json" in done.stderr
@@ -217,8 +217,8 @@ def test_no_image_is_published_and_a_killed_export_leaves_none(tmp_path: Path) -
     release, scratch = tmp_path / "release", tmp_path / "tmp"
     scratch.mkdir()
     place = {"TMPDIR": str(scratch)}
-    words = ["export", run, "--name", "scans", "--out", release]
-    with started(*words, cwd=tmp_path, env=place) as export:
+    arguments = ["export", run, "--name", "scans", "--out", release]
+    with started(*arguments, cwd=tmp_path, env=place) as export:
         assert export.reaches(lambda: any(scratch.glob("fedloop-private-*/compressed/arrays/x_test.npy")))
         export.send(signal.SIGKILL)
         export.process.wait()

@@ -24,12 +24,12 @@ def test_the_guide_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     with served(tmp_path / "home"):
         for command in commands:
-            program, first, *words = shlex.split(command)
+            program, first, *arguments = shlex.split(command)
             assert program == "fedloop"
             if first == "model":
-                fedloop(*words)
+                fedloop(*arguments)
             else:
-                done = run_cli(first, *words, env=cache)
+                done = run_cli(first, *arguments, env=cache)
                 assert done.returncode == 0, (command, done.stderr)
         graph = json.loads(fedloop("lineage", "digits:1", "--json").stdout)
     assert [(edge["parent"], edge["child"]) for edge in graph["edges"] if edge["relation"] == "params"] == [

@@ -56,9 +56,9 @@ def test_a_good_release_reaches_all_and_a_bad_one_is_taken_back(tmp_path: Path) 
 
         fedloop(fleet, "rollout", "start", "digits:2", "--phases", "60,100")
         until(lambda: shown(fleet)["state"] == "rolled_back")
-        told = fedloop(fleet, "rollout", "show", "digits")
-        assert "the champion's" in told and "phase 1, 60 %, open: 2 rolled back" in told
-        assert "phase 2, 100 %, to come: 1 waiting" in told
+        result = fedloop(fleet, "rollout", "show", "digits")
+        assert "the champion's" in result and "phase 1, 60 %, open: 2 rolled back" in result
+        assert "phase 2, 100 %, to come: 1 waiting" in result
         assert active(fleet) == [1, 1, 1]
         assert set(fleet.stop().values()) == {0}
 
@@ -77,20 +77,20 @@ def test_a_device_heals_from_bit_rot_and_gives_a_model_up_once_it_is_withdrawn(t
         folder = fleet.device_folder("ada") / "state/releases/digits"
         slot = json.loads((folder / "pointer.json").read_bytes())["active"]
         model = folder / slot / MODEL_NAME
-        whole = model.read_bytes()
+        full = model.read_bytes()
         assert daemon.stop() == 0
         model.chmod(0o600)
-        model.write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
+        model.write_bytes(full[:1000] + bytes([full[1000] ^ 1]) + full[1001:])
         daemon.start()
         until(lambda: "release_installing" in released(fleet))
         until(lambda: shown(fleet)["phases"][0]["active"] == 1 and active(fleet) == [1])
         slot = json.loads((folder / "pointer.json").read_bytes())["active"]
-        assert (folder / slot / MODEL_NAME).read_bytes() == whole
+        assert (folder / slot / MODEL_NAME).read_bytes() == full
 
         fedloop(fleet, "rollout", "abort", "digits")
         until(lambda: bool(shown(fleet)["stays"]))
-        told = fedloop(fleet, "rollout", "show", "digits")
-        assert "still runs it: not_withdrawn: 1 device, such as" in told and "withdraw it first" in told
+        result = fedloop(fleet, "rollout", "show", "digits")
+        assert "still runs it: not_withdrawn: 1 device, such as" in result and "withdraw it first" in result
         assert active(fleet) == [1]
         releases.withdraw("digits", 1)
         until(lambda: not shown(fleet)["outstanding"])

@@ -184,9 +184,9 @@ BAD = {
 
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_ends_in_one_message_and_exit_code_two(tmp_path: Path, kind: str) -> None:
-    arguments, words = BAD[kind]
+    arguments, command = BAD[kind]
     done = run_here("simulate", *arguments, cwd=tmp_path)
-    assert_refused(done, "error:", *words)
+    assert_refused(done, "error:", *command)
     runs = tmp_path / "runs"
     assert not runs.exists() or not any(path.is_file() for path in runs.rglob("*"))
 

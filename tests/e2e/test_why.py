@@ -121,8 +121,8 @@ class Ward:
 
     def daemon(self, name: str, *commands: str, **config: Any) -> None:
         """A daemon that could take part but for this configuration, or for what these commands told it."""
-        whole = {**honest_config(), "labels": {"site": SITE}, **config}
-        daemon = self.fleet.add(name, whole, readings(), group=GROUP)
+        full = {**honest_config(), "labels": {"site": SITE}, **config}
+        daemon = self.fleet.add(name, full, readings(), group=GROUP)
         environment = {**os.environ, **daemon.environment}
         for command in commands:
             subprocess.run([EDGE, *command.split()], env=environment, check=True, timeout=HANGS_SECONDS)
@@ -264,9 +264,9 @@ def until(holds: Callable[[], bool], otherwise: str) -> None:
 @pytest.mark.parametrize("situation", KEPT_OUT)
 def test_what_keeps_a_device_out_is_told(ward: Ward, situation: str) -> None:
     code, words = KEPT_OUT[situation]
-    told = json.loads(ward.why(situation, "--json"))
-    (run,) = told["runs"]
-    assert [each["code"] for each in told["reasons"]] == ([code] if code in FROM_EVERY_RUN else [])
+    result = json.loads(ward.why(situation, "--json"))
+    (run,) = result["runs"]
+    assert [each["code"] for each in result["reasons"]] == ([code] if code in FROM_EVERY_RUN else [])
     assert [each["code"] for each in run["reasons"]] == [code, "never_asked"]
     assert run["matches"] is False
     assert words in run["reasons"][0]["words"]
@@ -276,11 +276,11 @@ def test_what_keeps_a_device_out_is_told(ward: Ward, situation: str) -> None:
 @pytest.mark.parametrize("situation", ASKED)
 def test_what_became_of_a_device_is_told(ward: Ward, situation: str) -> None:
     code, words = ASKED[situation]
-    told = json.loads(ward.why(situation, "--json", "--run", ward.run))
-    (run,) = told["runs"]
+    result = json.loads(ward.why(situation, "--json", "--run", ward.run))
+    (run,) = result["runs"]
     keeps_out = ["missed_task"] if situation == "given up" else []
-    assert (told["state"], run["matches"]) == ("active", not keeps_out)
-    assert [each["code"] for each in told["reasons"]] == keeps_out
+    assert (result["state"], run["matches"]) == ("active", not keeps_out)
+    assert [each["code"] for each in result["reasons"]] == keeps_out
     *_, last = run["reasons"]
     assert [each["code"] for each in run["reasons"]] == [*keeps_out, code]
     assert words in last["words"]

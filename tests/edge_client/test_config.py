@@ -88,12 +88,12 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [("name = ", "is not valid TOML"), (None, "cannot be read")],
 )
-def test_an_unreadable_file_is_told(tmp_path: Path, text: str | None, words: str) -> None:
+def test_an_unreadable_file_is_told(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "edge.toml" if text is None else written(tmp_path, text)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         config.load(path, {})
 
 

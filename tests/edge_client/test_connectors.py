@@ -108,11 +108,11 @@ class TestEveryKindOfTable:
     def test_all_rows_are_read_as_they_are(self, tmp_path: Path, write: Writer) -> None:
         table = a_table()
         config = write(tmp_path, table)
-        whole = open_data(DataConfig(config.kind, config.path, {**config.options, "held_out": 0})).train()
+        full = open_data(DataConfig(config.kind, config.path, {**config.options, "held_out": 0})).train()
 
-        assert whole.x.dtype == np.float32 and whole.y.dtype == np.int32 and whole.x.flags.c_contiguous
-        np.testing.assert_array_equal(whole.x, np.asarray([row[:2] for row in table], np.float32))
-        assert whole.y.tolist() == [("low", "high").index(row[2]) for row in table]
+        assert full.x.dtype == np.float32 and full.y.dtype == np.int32 and full.x.flags.c_contiguous
+        np.testing.assert_array_equal(full.x, np.asarray([row[:2] for row in table], np.float32))
+        assert full.y.tolist() == [("low", "high").index(row[2]) for row in table]
 
     def test_kinds_hold_out_the_same_rows_of_the_same_data(self, tmp_path: Path, write: Writer) -> None:
         expected = open_data(as_csv(tmp_path, a_table())).held_out()
@@ -194,10 +194,10 @@ def csv_of(folder: Path, *lines: str, **options: Any) -> DataConfig:
 def test_a_csv_is_read_by_the_block_whatever_its_length(tmp_path: Path) -> None:
     lines = [f"{i},{i % 7}" for i in range(10_000)]
 
-    whole = open_data(csv_of(tmp_path, "a,y", *lines, held_out=0.0)).train()
+    full = open_data(csv_of(tmp_path, "a,y", *lines, held_out=0.0)).train()
 
-    assert whole.x[:, 0].tolist() == list(range(10_000))
-    assert whole.y.tolist() == [i % 7 for i in range(10_000)]
+    assert full.x[:, 0].tolist() == list(range(10_000))
+    assert full.y.tolist() == [i % 7 for i in range(10_000)]
 
 
 def test_semicolons_quotes_and_marks_are_understood(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_gap_is_filled_only_where_columns_are_standardised(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("lines", "options", "words"),
+    ("lines", "options", "message"),
     [
         (["a,y", "1,0", "x,0"], {}, r"line 3, column 'a': 'x' is not a number; correct it"),
         (["a,y", "inf,0"], {}, r"line 2, column 'a': 'inf' is too large"),
@@ -282,9 +282,9 @@ def test_a_gap_is_filled_only_where_columns_are_standardised(tmp_path: Path) -> 
     ],
 )  # fmt: skip
 def test_a_problem_names_its_place(
-    tmp_path: Path, lines: list[str], options: dict[str, Any], words: str
+    tmp_path: Path, lines: list[str], options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(DataProblem, match=words):
+    with pytest.raises(DataProblem, match=message):
         open_data(csv_of(tmp_path, *lines, **options)).train()
 
 
@@ -365,7 +365,7 @@ class Trap:
 
 
 @pytest.mark.parametrize(
-    ("arrays", "words"),
+    ("arrays", "message"),
     [
         ({"x": np.zeros((3, 2))}, "has no array 'y'; it has x"),
         ({"x": np.zeros((3, 2)), "y": np.zeros(2, int)}, r"x is \[3, 2\] and y \[2\], expected"),
@@ -378,10 +378,12 @@ class Trap:
         ({"x": np.zeros((1, 1)), "y": np.asarray(["cat"])}, r"y\[0\]: label 'cat' is no class index"),
     ],
 )
-def test_arrays_that_make_no_examples_are_refused(tmp_path: Path, arrays: dict[str, Any], words: str) -> None:
+def test_arrays_that_make_no_examples_are_refused(
+    tmp_path: Path, arrays: dict[str, Any], message: str
+) -> None:
     np.savez(tmp_path / "t.npz", **arrays)
 
-    with pytest.raises(DataProblem, match=words):
+    with pytest.raises(DataProblem, match=message):
         open_data(DataConfig("numpy", tmp_path / "t.npz")).train()
 
 
@@ -417,7 +419,7 @@ def test_images_are_brought_to_the_size_and_held_out_like_rows(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"shape": [4, 4]}, "all/cat: label 'cat' is no class index"),
         ({"shape": [4, 4], "classes": ["cat"]}, "all/dog: label 'dog' is none of the option classes: cat"),
@@ -425,9 +427,9 @@ def test_images_are_brought_to_the_size_and_held_out_like_rows(tmp_path: Path) -
     ],
 )
 def test_images_that_are_not_as_described_are_refused(
-    tmp_path: Path, options: dict[str, Any], words: str
+    tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(DataProblem, match=words):
+    with pytest.raises(DataProblem, match=message):
         open_data(DataConfig("images", image_folder(tmp_path / "all"), options)).train()
 
 

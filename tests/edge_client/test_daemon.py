@@ -33,9 +33,9 @@ def coordinator() -> Iterator[FakeCoordinator]:
         yield fake
 
 
-def edge(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+def edge(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        command(folder, *words),
+        command(folder, *arguments),
         cwd=ROOT,
         env={**os.environ, **env},
         capture_output=True,
@@ -46,9 +46,9 @@ def edge(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[s
     return done
 
 
-def command(folder: Path, *words: str) -> list[str]:
+def command(folder: Path, *arguments: str) -> list[str]:
     data = ["--set", "data.digits.kind=csv", "--set", "data.digits.path=/nowhere"]
-    return [sys.executable, "-m", "tests.support.edge_daemon", "--state-dir", str(folder), *data, *words]
+    return [sys.executable, "-m", "tests.support.edge_daemon", "--state-dir", str(folder), *data, *arguments]
 
 
 @contextmanager

@@ -26,7 +26,7 @@ GOOD = Readings(True, 80.0, 0.1, 40.0, 10**10, False, time(12, 0))
 
 
 @pytest.mark.parametrize(
-    ("conditions", "words"),
+    ("conditions", "message"),
     [
         (Conditions(on_ac_power=True), "on battery (12 %), conditions.on_ac_power is set"),
         (Conditions(min_battery_percent=50), "battery at 12 %, conditions.min_battery_percent is 50"),
@@ -40,8 +40,8 @@ GOOD = Readings(True, 80.0, 0.1, 40.0, 10**10, False, time(12, 0))
         (Conditions(quiet_hours=("22:00-06:30",)), "quiet hours 22:00-06:30, it is 23:30"),
     ],
 )
-def test_each_condition_says_why_in_words(conditions: Conditions, words: str) -> None:
-    assert ineligible(conditions, BAD) == (words,)
+def test_each_condition_says_why_in_words(conditions: Conditions, message: str) -> None:
+    assert ineligible(conditions, BAD) == (message,)
     assert ineligible(conditions, GOOD) == ()
 
 

@@ -24,9 +24,9 @@ def test_every_folder_above_that_was_missing_is_made_durable(
 
 
 def refusal(path: Path, **more: int) -> str:
-    with pytest.raises(OSError, match=r".") as told:
+    with pytest.raises(OSError, match=r".") as raised:
         files.read_regular(path, **more)
-    return str(told.value.strerror)
+    return str(raised.value.strerror)
 
 
 def test_only_regular_files_up_to_a_size_are_read(tmp_path: Path) -> None:

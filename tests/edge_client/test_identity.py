@@ -38,7 +38,7 @@ def test_enrolment_leaves_a_private_identity(coordinator: FakeCoordinator, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("token", "words"),
+    ("token", "message"),
     [
         ("", "expected fl1.HASH.SECRET"),
         ("fl1.abc.def", "not a SHA-256"),
@@ -47,26 +47,26 @@ def test_enrolment_leaves_a_private_identity(coordinator: FakeCoordinator, tmp_p
     ],
 )
 def test_a_wrong_token_is_told_and_nothing_is_stored(
-    coordinator: FakeCoordinator, tmp_path: Path, token: str, words: str
+    coordinator: FakeCoordinator, tmp_path: Path, token: str, message: str
 ) -> None:
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         identity.enrol(tmp_path, coordinator.url, token, name="x", wait=lambda seconds: None)
     assert list(tmp_path.iterdir()) == []
     assert coordinator.devices == {}
 
 
 @pytest.mark.parametrize(
-    ("days", "words"),
+    ("days", "message"),
     [
         ((1.0, 365.0), "not valid now: certificate is not yet valid; this machine's clock says 20"),
         ((-9.0, -1.0), "certificate has expired; .* which agrees with the coordinator's: its certificate must be renewed"),
     ],
 )  # fmt: skip
 def test_a_certificate_that_is_not_valid_by_this_clock_is_told_with_the_clock(
-    tmp_path: Path, days: tuple[float, float], words: str
+    tmp_path: Path, days: tuple[float, float], message: str
 ) -> None:
     early = FakeCoordinator(server_days=days)
-    with early.running(), pytest.raises(Unreachable, match=f"{words}.*then enroll again"):
+    with early.running(), pytest.raises(Unreachable, match=f"{message}.*then enroll again"):
         identity.enrol(tmp_path, early.url, early.token, name="x", wait=lambda seconds: None)
     assert identity.load(tmp_path) is None
 
@@ -74,9 +74,9 @@ def test_a_certificate_that_is_not_valid_by_this_clock_is_told_with_the_clock(
 def test_a_clock_that_is_wrong_is_told_by_how_much(coordinator: FakeCoordinator) -> None:
     own = time.time() - 48 * 3600
     error = WrongClock("https://fed: its certificate is not valid now: certificate is not yet valid")
-    told = describe_wrong_clock(error, coordinator.url, own)
-    assert told.startswith(f"{error}; this machine's clock says ")
-    assert told.endswith("UTC; this machine's clock is 48 h behind the coordinator's; set it")
+    result = describe_wrong_clock(error, coordinator.url, own)
+    assert result.startswith(f"{error}; this machine's clock says ")
+    assert result.endswith("UTC; this machine's clock is 48 h behind the coordinator's; set it")
 
 
 def test_a_port_that_does_not_speak_tls_is_told_as_the_operators(tmp_path: Path) -> None:

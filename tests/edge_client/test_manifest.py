@@ -99,13 +99,13 @@ def test_a_number_that_is_not_finite_is_refused(number: str) -> None:
     )
 )
 def test_any_document_is_read_or_refused(document: Any) -> None:
-    for whole in (
+    for full in (
         document,
         {"format": 1, "golden": document},
         json.loads(linear().to_json()) | {"golden": document},
     ):
         with pytest.raises(ManifestError):
-            from_json(json.dumps(whole))
+            from_json(json.dumps(full))
 
 
 def test_a_file_that_is_not_the_manifests_is_refused() -> None:

@@ -65,13 +65,13 @@ def _offer(ota: World, version: int) -> ReleaseOffer:
 
 
 def code_of(ota: World, offer: ReleaseOffer) -> str:
-    with pytest.raises(Postponed) as told:
+    with pytest.raises(Postponed) as raised:
         ota.install(offer)
     assert ota.runs() == 1
     (active, last) = transitions.reports(ota.pointer)
     assert (active.standing, active.version) == ("active", 1)
-    assert (last.standing, last.version, last.code) == ("installing", offer.version, told.value.code)
-    return told.value.code
+    assert (last.standing, last.version, last.code) == ("installing", offer.version, raised.value.code)
+    return raised.value.code
 
 
 def test_a_release_is_installed_tested_and_reported(ota: World) -> None:
@@ -283,9 +283,9 @@ def test_the_first_root_may_come_by_another_way(ota: World, tmp_path: Path) -> N
         ota.install(offer)
     with world(tmp_path / "other") as other:
         given.write_bytes(other.metadata("1.root.json"))
-        with pytest.raises(Postponed) as told:
+        with pytest.raises(Postponed) as raised:
             ota.install(offer)
-    assert told.value.code == "signature"
+    assert raised.value.code == "signature"
     given.write_bytes(ota.metadata("1.root.json"))
     ota.install(offer)
     assert ota.runs() == 1
@@ -313,9 +313,9 @@ def test_what_does_not_run_here_is_refused_and_never_tried_again(
 ) -> None:
     served.publish(2, "second", **changes)
     offer = served.roll_out(2)
-    with pytest.raises(Rejected) as told:
+    with pytest.raises(Rejected) as raised:
         served.install(offer, self_test.run)
-    assert told.value.code == code
+    assert raised.value.code == code
     assert served.runs() == 1
     active, last = transitions.reports(served.pointer)
     assert (active.version, last.version, last.standing, last.code) == (1, 2, "failed", code)
@@ -432,9 +432,9 @@ def test_a_full_disk_leaves_the_old_slot(tmp_path: Path, leave_bytes: int) -> No
         ota.lasts()
         filler = ota.state_dir / "filler"
         fill(filler, leave_bytes=leave_bytes)
-        with pytest.raises(Postponed) as told:
+        with pytest.raises(Postponed) as raised:
             ota.install(offer)
-        assert told.value.code == "disk"
+        assert raised.value.code == "disk"
         assert ota.runs() == 1
         filler.unlink()
         ota.install(offer)
@@ -462,9 +462,9 @@ def test_a_disk_that_fills_up_on_the_way_leaves_the_old_slot(
 
         monkeypatch.setattr(download, "SPARE_BYTES", -1_000_000)
         monkeypatch.setattr(download, "fetch", fetch)
-        with pytest.raises(Postponed) as told:
+        with pytest.raises(Postponed) as raised:
             ota.install(offer)
-        assert told.value.code == "disk"
+        assert raised.value.code == "disk"
         assert ota.runs() == 1
         filler.unlink()
         monkeypatch.setattr(download, "fetch", before)
@@ -477,9 +477,9 @@ def test_a_release_that_is_too_large_leaves_the_other_slot_as_it_is(served: Worl
     served.install(served.roll_out(2))
     served.publish(3)
     served.sets.append("download_bytes=1000")
-    with pytest.raises(Rejected) as told:
+    with pytest.raises(Rejected) as raised:
         served.install(served.roll_out(3))
-    assert told.value.code == "limits"
+    assert raised.value.code == "limits"
     served.install(served.roll_out(1, "back", action="roll_back"))
     assert served.runs() == 1
     assert served.bytes_served() == 6 * 1024, "of version 2: version 1 was here still"
@@ -515,9 +515,9 @@ def test_a_hash_that_is_none_names_no_file() -> None:
             return TargetFile(10, {"sha256": "../../../up"}, path)
 
     signed: Any = Signed()
-    with pytest.raises(Postponed) as told:
+    with pytest.raises(Postponed) as raised:
         install._target(signed, f"{MODEL}/2/model.tflite", 100)
-    assert told.value.code == "malformed"
+    assert raised.value.code == "malformed"
 
 
 def test_offers_of_models_that_nobody_signed_fill_no_disk(

@@ -72,17 +72,17 @@ def test_a_runtime_that_crashes_is_a_failure_of_the_version_not_of_the_daemon(tm
             if "edge_client.ota.self_test_worker" in child.cmdline():
                 os.kill(child.pid, signal.SIGSEGV)
 
-    with pytest.raises(Rejected, match="SIGSEGV") as told:
+    with pytest.raises(Rejected, match="SIGSEGV") as raised:
         self_test.run(SelfTestJob(folder, 2**20), crash)
-    assert told.value.code == "crashed"
+    assert raised.value.code == "crashed"
     assert list(tmp_path.glob(".*")) == []
 
 
 def test_a_self_test_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     folder = released.release_folder(tmp_path / "a", 1)
-    with pytest.raises(Rejected) as told:
+    with pytest.raises(Rejected) as raised:
         self_test.run(SelfTestJob(folder, 2**20), seconds=0.0)
-    assert told.value.code == "too_slow"
+    assert raised.value.code == "too_slow"
     assert not [
         each for each in psutil.Process().children() if "edge_client.ota.self_test_worker" in each.cmdline()
     ]
@@ -93,9 +93,9 @@ def test_a_machine_that_can_start_no_process_says_nothing_about_the_version(
 ) -> None:
     folder = released.release_folder(tmp_path / "a", 1)
     monkeypatch.setattr(self_test.sys, "executable", str(tmp_path / "none"))
-    with pytest.raises(Postponed, match="no process can be started") as told:
+    with pytest.raises(Postponed, match="no process can be started") as raised:
         self_test.run(SelfTestJob(folder, 2**20))
-    assert told.value.code == "self_test_broken"
+    assert raised.value.code == "self_test_broken"
     assert list(tmp_path.glob(".*")) == []
 
 
@@ -106,9 +106,9 @@ def test_a_self_test_that_somebody_kills_says_nothing_about_the_version(tmp_path
         for child in psutil.Process().children():
             child.kill()
 
-    with pytest.raises(Postponed) as told:
+    with pytest.raises(Postponed) as raised:
         self_test.run(SelfTestJob(folder, 2**20), kill)
-    assert told.value.code == "self_test_broken"
+    assert raised.value.code == "self_test_broken"
 
 
 def test_data_that_cannot_be_read_costs_the_evaluation_only(tmp_path: Path) -> None:
@@ -219,9 +219,9 @@ def test_nothing_is_written_over_the_one_version_that_is_left(two: World) -> Non
     flip(folder / "model.tflite")
     two.publish(3)
     offer = two.roll_out(3)
-    with pytest.raises(Postponed) as told:
+    with pytest.raises(Postponed) as raised:
         two.install(offer)
-    assert (told.value.code, two.runs()) == ("damaged", 1)
+    assert (raised.value.code, two.runs()) == ("damaged", 1)
     two.install(offer)
     assert two.runs() == 3
 
@@ -269,19 +269,19 @@ def test_want_of_memory_at_this_hour_says_nothing_about_the_version(
 ) -> None:
     """Fits within what this device allows, and the machine has not so much free just now."""
     folder = released.release_folder(tmp_path / "a", 1, memory_bytes=2**60)
-    with pytest.raises(Postponed) as told:
+    with pytest.raises(Postponed) as raised:
         self_test.run(SelfTestJob(folder, 2**20))
-    assert told.value.code == "self_test_broken"
-    assert "memory" in told.value.message
+    assert raised.value.code == "self_test_broken"
+    assert "memory" in raised.value.message
 
 
 def test_an_evaluation_that_somebody_kills_costs_the_evaluation_only(tmp_path: Path) -> None:
     """The kernel, where the machine has no memory left, or a person."""
-    told = {"passed": {"golden_accuracy": 0.5}, "at": "candidate"}
-    killed = self_test.interpret(told, -signal.SIGKILL, timed_out=False, seconds=1.0, stderr="")
+    result = {"passed": {"golden_accuracy": 0.5}, "at": "candidate"}
+    killed = self_test.interpret(result, -signal.SIGKILL, timed_out=False, seconds=1.0, stderr="")
     assert (killed.golden_accuracy, killed.note) == (0.5, "the evaluation was interrupted")
     with pytest.raises(Rejected, match="SIGSEGV"):
-        self_test.interpret(told, -signal.SIGSEGV, timed_out=False, seconds=1.0, stderr="")
+        self_test.interpret(result, -signal.SIGSEGV, timed_out=False, seconds=1.0, stderr="")
 
 
 def test_nothing_is_installed_while_a_version_is_on_trial(two: World) -> None:

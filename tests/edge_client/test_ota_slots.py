@@ -87,10 +87,10 @@ def test_trouble_on_the_way_says_nothing_about_the_version() -> None:
 
 def test_a_failed_version_is_told_to_the_next_rollout_that_offers_it() -> None:
     pointer = transitions.record_failure(running(1), offer(2), "self_test", "wrong")
-    told = transitions.report_known_failure(pointer, offer(2, "s"))
-    assert told.last is not None
-    assert (told.last.rollout, told.last.standing, told.last.code) == ("s", "failed", "self_test")
-    assert transitions.report_known_failure(told, offer(2, "s")) == told
+    result = transitions.report_known_failure(pointer, offer(2, "s"))
+    assert result.last is not None
+    assert (result.last.rollout, result.last.standing, result.last.code) == ("s", "failed", "self_test")
+    assert transitions.report_known_failure(result, offer(2, "s")) == result
 
 
 def test_the_running_version_is_news_only_for_another_rollout() -> None:

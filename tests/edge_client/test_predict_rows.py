@@ -30,7 +30,7 @@ def saved(x: Any) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "write", "words"),
+    ("name", "write", "message"),
     [
         ("a.npy", saved(np.array([[0.0] * 64, [np.nan] * 64])), "row 1 holds a number that is not finite"),
         ("a.npy", saved(np.full((1, 64), 1e300)), "row 0 holds a number that is not finite, or too large"),
@@ -49,12 +49,12 @@ def saved(x: Any) -> Callable[[Path], None]:
     ],
 )
 def test_rows_that_no_model_could_take_are_one_message(
-    model: runtime.LoadedRelease, tmp_path: Path, name: str, write: Callable[[Path], Any], words: str
+    model: runtime.LoadedRelease, tmp_path: Path, name: str, write: Callable[[Path], Any], message: str
 ) -> None:
     write(tmp_path / name)
-    with pytest.raises(DataProblem, match=words) as told:
+    with pytest.raises(DataProblem, match=message) as raised:
         read_rows(tmp_path / name, model.manifest)
-    assert str(told.value).startswith(f"{tmp_path / name}")
+    assert str(raised.value).startswith(f"{tmp_path / name}")
 
 
 def test_columns_are_left_out_of_tables_only(model: runtime.LoadedRelease, tmp_path: Path) -> None:

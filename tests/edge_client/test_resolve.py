@@ -91,7 +91,7 @@ def test_fitting_data_passes(data: Examples, model: ModelRef) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "model", "words"),
+    ("data", "model", "message"),
     [
         (
             examples((3, 64), (3,), "float32"),
@@ -107,8 +107,8 @@ def test_fitting_data_passes(data: Examples, model: ModelRef) -> None:
         (examples((2, 5), (2,), "int32"), TEXT, r"labels of shape \[\], the model 'charlm' takes \[5\]"),
     ],
 )
-def test_data_that_does_not_fit_is_told_in_words(data: Examples, model: ModelRef, words: str) -> None:
-    with pytest.raises(CannotRun, match=words) as refused:
+def test_data_that_does_not_fit_is_told_in_words(data: Examples, model: ModelRef, message: str) -> None:
+    with pytest.raises(CannotRun, match=message) as refused:
         require_compatible(data, model)
 
     assert refused.value.code == "no_data"

@@ -144,9 +144,9 @@ def test_evaluation_goes_through_all_rows_a_fixed_number_at_a_time() -> None:
     runtime = RecordingRuntime()
     evaluation = Trainer(runtime).evaluate({}, data)
     assert runtime.asked_rows == [EVALUATION_ROWS, EVALUATION_ROWS, 5]
-    whole = score(data.x, data.y)
-    assert evaluation.correct.tolist() == whole.correct.tolist()
-    assert evaluation.loss_sum == pytest.approx(whole.loss_sum, rel=1e-12)
+    full = score(data.x, data.y)
+    assert evaluation.correct.tolist() == full.correct.tolist()
+    assert evaluation.loss_sum == pytest.approx(full.loss_sum, rel=1e-12)
 
 
 def test_nothing_to_evaluate_is_zero_of_zero() -> None:

@@ -75,9 +75,9 @@ def test_a_damaged_update_counts_as_never_received_and_its_device_is_asked_again
     assert offer is not None and offer.round == 1
     assert listening.told == [] and not blob.exists()
     assert device.upload(offer.task, payload).accepted  # it trained once more, to the same bytes
-    told = {each.task.message.client: each for each in listening.until_told()}
+    result = {each.task.message.client: each for each in listening.until_told()}
     for name, sent in {"a": payload, "b": other}.items():
-        each = told[name]
+        each = result[name]
         assert isinstance(each, Answer) and isinstance(each.verdict, Update)
         assert np.array_equal(each.verdict.delta["w"], decoded_delta(sent))
     assert said(opened) == [
@@ -140,8 +140,8 @@ def test_a_device_that_does_not_come_back_is_silent_and_the_round_goes_on(opened
         threading.Event().wait(0.01)
     opened.world.clock.pass_seconds(601)
     opened.world.services.signals.notify("run:r")
-    told = {each.task.message.client: type(each) for each in listening.until_told()}
-    assert told == {"a": Silence, "b": Answer}
+    result = {each.task.message.client: type(each) for each in listening.until_told()}
+    assert result == {"a": Silence, "b": Answer}
     query = select(updates.c.device)
     assert opened.world.services.database.read(lambda at: at.execute(query).scalars().all()) == ["b"]
 
@@ -159,7 +159,7 @@ def test_its_device_may_send_something_else_and_it_counts_once(opened: OpenRound
     another = result_of(offer, value=0.25)
     assert device.upload(offer.task, another).accepted
     assert device.upload(offer.task, another).accepted
-    told = {each.task.message.client: each for each in listening.until_told()}
-    assert isinstance(told["a"], Answer) and isinstance(told["a"].verdict, Update)
-    assert np.array_equal(told["a"].verdict.delta["w"], decoded_delta(another))
+    result = {each.task.message.client: each for each in listening.until_told()}
+    assert isinstance(result["a"], Answer) and isinstance(result["a"].verdict, Update)
+    assert np.array_equal(result["a"].verdict.delta["w"], decoded_delta(another))
     assert opened.count(updates.c.run) == 2

@@ -261,8 +261,8 @@ def test_a_forwarded_certificate_is_not_believed(tmp_path: Path, served_on: Mapp
         header = [("X-Client-Cert", theirs.certificate.replace("\n", "%0A"))]
         body = b'{"wire": "1.2", "software": "forged", "runtimes": {}, "memory_bytes": 1}'
         assert mine.send(request("POST", "/checkin", body, header)).status == 200
-        told = rows(url_of(made.fleet), select(devices.c.id, devices.c.report))
-        software = {row.id: (row.report or {}).get("software") for row in told}
+        result = rows(url_of(made.fleet), select(devices.c.id, devices.c.report))
+        software = {row.id: (row.report or {}).get("software") for row in result}
         assert software[mine.id] == "forged" != software[theirs.id]
 
 

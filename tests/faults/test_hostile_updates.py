@@ -66,8 +66,8 @@ def test_one_of_four_devices_cannot_send_the_model_to_infinity(
 @pytest.mark.slow
 def test_one_of_four_devices_weighs_no_more_than_ten(tmp_path: Path, database: Database) -> None:
     last, seen = attacked(tmp_path, database, claiming, "fedavg", rounds=1)
-    (told,) = seen.of("weight_capped")
-    assert (told["client"], told["examples"], told["counted"]) == ("d", 2**40, 1000)
+    (result,) = seen.of("weight_capped")
+    assert (result["client"], result["examples"], result["counted"]) == ("d", 2**40, 1000)
     w = PARAMS["w"].astype(np.float64)
     steps = 1 - 0.9**25  # of lr 0.1 on a parabola of curvature 1, in one epoch of 100 examples
     honest = sum(100 * steps * (at / 2 - w) for at in range(3))

@@ -123,8 +123,8 @@ def damaged_in_between(fleet: LocalFleet, url: str) -> None:
     report = fleet.client.get(f"/runs/{run}/report")
     assert report["final"]["model_sha256"] == expected["final"]["model_sha256"]
     assert [row["accepted"] for row in report["rounds"]] == [3, 3]
-    told = select(events.c.device).where(events.c.run == run, events.c.event == "update_damaged")
-    assert [row.device for row in rows(url, told)] == [damaged.device]
+    result = select(events.c.device).where(events.c.run == run, events.c.event == "update_damaged")
+    assert [row.device for row in rows(url, result)] == [damaged.device]
     again = {row.device: row.accepted_at for row in rows(url, mine)}
     assert again == {row.device: row.accepted_at for row in sound} | {damaged.device: again[damaged.device]}
     assert again[damaged.device] > damaged.accepted_at
@@ -180,8 +180,8 @@ def disturbed(
     report = fleet.client.get(f"/runs/{run}/report")
     assert [row["accepted"] for row in report["rounds"]] == [3] * asked.federation.rounds
     assert report["final"]["model_sha256"] == expected["final"]["model_sha256"]
-    told = [each for each in events_of(url, run) if each == "round_committed"]
-    assert len(told) == asked.federation.rounds, "a commit was told twice, or never"
+    received = [each for each in events_of(url, run) if each == "round_committed"]
+    assert len(received) == asked.federation.rounds, "a commit was told twice, or never"
     nothing_acknowledged_is_lost(fleet, run, url)
     no_worker_without_a_coordinator(fleet)
 

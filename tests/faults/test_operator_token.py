@@ -85,10 +85,10 @@ def prepared(fleet: LocalFleet, run: str) -> dict[str, Any]:
 
 
 def refused(fleet: LocalFleet, **tables: Any) -> str:
-    with pytest.raises(Refused) as told:
+    with pytest.raises(Refused) as raised:
         started(fleet, **tables)
-    assert told.value.status == 422
-    return told.value.code
+    assert raised.value.status == 422
+    return raised.value.code
 
 
 @pytest.mark.parametrize("at", ["workers.worker", "conversion.convert"])

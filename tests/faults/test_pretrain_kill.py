@@ -84,11 +84,11 @@ def test_hosts_die_and_join(tmp_path: Path) -> None:
     with rendezvous() as endpoint, ExitStack() as stack:
         where = ("--rendezvous", endpoint, "--hosts", "2:4", "--run", "test")
         agents = [stack.enter_context(training(job, 1, *where)) for _ in range(4)]
-        told = _trains_on(job, agents, 4, 20)
+        result = _trains_on(job, agents, 4, 20)
         agents.pop().process.kill()
-        told = _trains_on(job, agents, 3, told)
+        result = _trains_on(job, agents, 3, result)
         agents.append(stack.enter_context(training(job, 1, *where)))
-        _trains_on(job, agents, 4, told)
+        _trains_on(job, agents, 4, result)
     points = curve_of(job)
     sizes = [point["plan"] for point in points]
     assert sizes.index("dp=3") > sizes.index("dp=4")

@@ -95,8 +95,8 @@ def row_of(services: Services, run: str) -> Any:
 
 
 def reasons(services: Services, run: str) -> list[str]:
-    told = services.database.read(lambda at: events.since(at, 0, 1000, run))
-    return [row.values["reason"] for row in told if row.event == "run_stalled"]
+    result = services.database.read(lambda at: events.since(at, 0, 1000, run))
+    return [row.values["reason"] for row in result if row.event == "run_stalled"]
 
 
 @contextmanager

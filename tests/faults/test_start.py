@@ -83,19 +83,19 @@ def test_a_zeroed_page_is_told(home: Path, file: Path) -> None:
 
 
 def test_whichever_page_it_is(home: Path, file: Path) -> None:
-    whole = file.read_bytes()
+    full = file.read_bytes()
     url = f"sqlite:///{file}"
     require_intact(url, home)
-    assert len(whole) // PAGE_BYTES > 50
-    for page in range(len(whole) // PAGE_BYTES):
+    assert len(full) // PAGE_BYTES > 50
+    for page in range(len(full) // PAGE_BYTES):
         zero(file, page)
         with pytest.raises(UserError, match=rf"{file} is (damaged|emptied)"):
             require_intact(url, home)
-        file.write_bytes(whole)
+        file.write_bytes(full)
     require_intact(url, home)
 
 
-@pytest.mark.parametrize("make", [lambda whole: b"rubbish" * 1000, lambda whole: whole[: len(whole) // 2]])
+@pytest.mark.parametrize("make", [lambda full: b"rubbish" * 1000, lambda full: full[: len(full) // 2]])
 def test_another_file_and_half_of_one_are_told(
     home: Path, file: Path, make: Callable[[bytes], bytes]
 ) -> None:

@@ -43,14 +43,14 @@ def test_a_backbone_is_off_by_half_a_step_at_most_and_is_its_own_backbone() -> N
     params["w"][2] = 0
 
     frozen = adaptation.quantize_backbone(params)
-    whole = adaptation.dequantize_backbone(frozen)
+    full = adaptation.dequantize_backbone(frozen)
 
     assert frozen["w"].dtype == np.int8
-    np.testing.assert_array_equal(whole["b"], params["b"])
+    np.testing.assert_array_equal(full["b"], params["b"])
     half = np.abs(params["w"]).max(axis=(1, 2), keepdims=True) / 254
-    assert (np.abs(whole["w"] - params["w"]) <= half * 1.0001).all()
+    assert (np.abs(full["w"] - params["w"]) <= half * 1.0001).all()
     np.testing.assert_array_equal(
-        adaptation.dequantize_backbone(adaptation.quantize_backbone(whole))["w"], whole["w"]
+        adaptation.dequantize_backbone(adaptation.quantize_backbone(full))["w"], full["w"]
     )
 
 
@@ -93,16 +93,16 @@ def test_a_step_is_pytorchs_in_litert_and_the_merged_model_answers_as_the_adapte
         np.testing.assert_allclose(got[name], expected[name], atol=1e-5)
         assert np.abs(got[name]).max() > 1e-4
     after = {name: params[name] + got[name] for name in params}
-    whole = adaptation.merge(frozen, after, adaptation.parse(how))
-    assert {name: value.shape for name, value in whole.items()} == {
+    full = adaptation.merge(frozen, after, adaptation.parse(how))
+    assert {name: value.shape for name, value in full.items()} == {
         name: value.shape for name, value in read(BASE.build(0)).items()
     }
     if how == "head":
         frozen_ones = adaptation.dequantize_backbone(frozen)
-        for name in whole.keys() - trained:
-            np.testing.assert_array_equal(whole[name], frozen_ones[name])
+        for name in full.keys() - trained:
+            np.testing.assert_array_equal(full[name], frozen_ones[name])
     np.testing.assert_allclose(
-        runtime.logits(after, data.x), with_params(whole)(torch.from_numpy(data.x)).detach(), atol=1e-5
+        runtime.logits(after, data.x), with_params(full)(torch.from_numpy(data.x)).detach(), atol=1e-5
     )
 
 

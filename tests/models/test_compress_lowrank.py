@@ -146,6 +146,6 @@ def test_nothing_to_gain_is_refused_with_the_ranks(mlp: StepModel, data: Data) -
         StepRefused, match=r"no layer of 'mlp' smaller at energy = 1.0: hidden.0 \(of 64, break-even 39\)"
     ):
         factorise(mlp, data, LowRankOptions(energy=1.0, epochs=0), context(mlp))
-    whole = factorise(mlp, data, LowRankOptions(energy=1.0, epochs=0, only_where_smaller=False), context(mlp))
+    full = factorise(mlp, data, LowRankOptions(energy=1.0, epochs=0, only_where_smaller=False), context(mlp))
     x = torch.from_numpy(data.x_test[:10])
-    assert torch.allclose(whole.module(x), mlp.module(x), atol=1e-4)
+    assert torch.allclose(full.module(x), mlp.module(x), atol=1e-4)

@@ -145,8 +145,8 @@ def test_points_and_legend_of_the_plot_bear_the_numbers_of_the_table(
     assert figure.axes[0].get_ylabel() == "accuracy on 300 rows"
     for each in drawn:
         each.canvas.draw()
-        whole = each.bbox
+        full = each.bbox
         shown = [*each.legends, *(text for axes in each.axes for text in axes.texts)]
         for artist in shown:
             box = artist.get_window_extent()
-            assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1
+            assert full.x0 <= box.x0 and box.x1 <= full.x1 and full.y0 <= box.y0 and box.y1 <= full.y1

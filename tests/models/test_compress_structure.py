@@ -65,8 +65,8 @@ def test_channels_that_torch_pruning_took_are_missing_here_too(norm: str) -> Non
 def test_a_factorised_linear_is_two() -> None:
     spec = zoo.get("cnn", input_shape=(8, 8), classes=10, hidden=32)
     module = spec.build(1)
-    whole = module.get_submodule("hidden")
-    first, second = nn.Linear(whole.in_features, 4, bias=False), nn.Linear(4, 32)
+    full = module.get_submodule("hidden")
+    first, second = nn.Linear(full.in_features, 4, bias=False), nn.Linear(4, 32)
     module.set_submodule("hidden", nn.Sequential(first, second))
     again = assert_same(module, spec)
     assert [layer.weight.shape for layer in again.get_submodule("hidden")] == [(4, 256), (32, 4)]
@@ -76,8 +76,8 @@ def test_a_factorised_linear_is_two() -> None:
 def test_a_factorised_convolution_keeps_its_stride_and_padding(kind: str) -> None:
     spec = zoo.get("cnn", input_shape=(8, 7), classes=10)
     module = spec.build(1)
-    whole = module.get_submodule("conv2")
-    inputs, outputs = whole.in_channels, whole.out_channels
+    full = module.get_submodule("conv2")
+    inputs, outputs = full.in_channels, full.out_channels
     factors = {
         "channel": [
             nn.Conv2d(inputs, 3, 3, stride=2, padding=1, bias=False),

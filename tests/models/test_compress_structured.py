@@ -55,20 +55,20 @@ ZOO: list[tuple[str, dict[str, Any]]] = [
 def test_less_of_every_model_answers_for_the_same_classes_and_is_told_by_its_params(
     name: str, options: dict[str, Any], ratio: float, data: Data
 ) -> None:
-    whole = untrained(name, **options)
-    less = structured(whole, data, StructuredOptions(ratio=ratio, **ONCE), context(whole))  # type: ignore[arg-type]
+    full = untrained(name, **options)
+    less = structured(full, data, StructuredOptions(ratio=ratio, **ONCE), context(full))  # type: ignore[arg-type]
     x = torch.from_numpy(data.x_test[:5])
     with torch.no_grad():
         answer = less.module(x)
         assert answer.shape == (5, 10) and answer.isfinite().all()
         assert torch.equal(rebuild(less.spec, params_of(less.module))(x), answer)
-    assert report.parameters(less.module) < report.parameters(whole.module)
-    assert report.macs(less.module, less.spec) < report.macs(whole.module, whole.spec)
+    assert report.parameters(less.module) < report.parameters(full.module)
+    assert report.macs(less.module, less.spec) < report.macs(full.module, full.spec)
 
 
 def test_half_the_channels_of_resnet8_are_a_quarter_of_its_bytes(data: Data) -> None:
-    whole = untrained("resnet8", norm="batch")
-    facts = structured(whole, data, StructuredOptions(ratio=0.5, **ONCE), context(whole)).facts  # type: ignore[arg-type]
+    full = untrained("resnet8", norm="batch")
+    facts = structured(full, data, StructuredOptions(ratio=0.5, **ONCE), context(full)).facts  # type: ignore[arg-type]
     assert facts["bytes"]["before"] == pytest.approx(312_000, rel=0.02)
     assert facts["bytes"]["after"] == pytest.approx(79_000, rel=0.02)
     assert facts["channels"]["stages.2.conv2"] == {"before": 64, "after": 32}
@@ -82,15 +82,15 @@ def test_what_is_learnt_survives(resnet8: StepModel, data: Data) -> None:
 
 
 def test_channels_of_little_weight_go_first(data: Data) -> None:
-    whole = untrained("mlp", hidden=[16])
-    module = copy.deepcopy(whole.module)
+    full = untrained("mlp", hidden=[16])
+    module = copy.deepcopy(full.module)
     faint = list(range(0, 16, 2))
     with torch.no_grad():
         for layer in (module.hidden[0],):  # type: ignore[index]
             layer.weight[faint] *= 1e-3
             layer.bias[faint] *= 1e-3
         module.fc.weight[:, faint] *= 1e-3  # type: ignore[index,union-attr,operator]
-    model = StepModel(whole.spec, module)
+    model = StepModel(full.spec, module)
     less = structured(model, data, StructuredOptions(ratio=0.5, **ONCE), context(model))  # type: ignore[arg-type]
     x = torch.from_numpy(data.x_test[:20])
     assert torch.allclose(less.module(x), module(x), atol=1e-3)

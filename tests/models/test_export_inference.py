@@ -307,17 +307,17 @@ def test_the_float_params_of_a_federated_run_become_an_integer_file_again(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (("--name", "Digits"), "--name 'Digits'"),
         (("--name", "digits", "--precision", "int3"), "--precision int3: is unknown"),
         (("--name", "digits", "--tflite", "none.tflite"), "--tflite none.tflite: there is no such file"),
     ],
 )
-def test_a_wrong_argument_is_one_message(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_a_wrong_argument_is_one_message(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     done = run_here("export", _compressed(tmp_path / "c"), "--out", tmp_path / "release", *arguments)
 
-    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_precisions_of_the_command_are_those_of_compression() -> None:

@@ -173,7 +173,7 @@ def reaching(model: ModelProto, location: str, length: int = 4) -> ModelProto:
 
 
 @pytest.mark.parametrize(
-    ("location", "words"),
+    ("location", "message"),
     [
         ("../secret", "expected a file below its own folder"),
         ("a/../../secret", "expected a file below its own folder"),
@@ -186,7 +186,7 @@ def reaching(model: ModelProto, location: str, length: int = 4) -> ModelProto:
     ],
 )
 def test_weights_elsewhere_are_not_read(
-    made: Callable[[str], Made], tmp_path: Path, location: str, words: str
+    made: Callable[[str], Made], tmp_path: Path, location: str, message: str
 ) -> None:
     (tmp_path / "secret").write_bytes(bytes(4))
     folder = tmp_path / "model"
@@ -195,7 +195,7 @@ def test_weights_elsewhere_are_not_read(
     (folder / "linked").symlink_to(tmp_path)
     (folder / "short").write_bytes(b"1")
     _, _, model = made("cnn")
-    with pytest.raises(BadOnnx, match=words):
+    with pytest.raises(BadOnnx, match=message):
         open_file(written(folder, reaching(model, location.format(folder=tmp_path))))
 
 

@@ -41,9 +41,9 @@ FILES = {
 
 
 def message(**arguments: object) -> str:
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as raised:
         load(**arguments)  # type: ignore[arg-type]
-    return str(told.value)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("kind", TABLES)
@@ -73,6 +73,6 @@ def test_on_its_own_machine_a_message_shows_what_is_wrong_and_no_more(tmp_path: 
     path.write_text(TABLES["no number"])
     assert f"{SECRET!r} is not a number" in message(name="csv", path=path)
     path.write_text(",".join(f"column{n}{'x' * 200}" for n in range(1000)) + "\n" + "1," * 999 + "1\n")
-    told = message(name="csv", path=path)
-    assert "column0xx" in told and "column30" not in told
-    assert len(told) < 25 * (LONGEST + 2) + len(str(path)) + 200
+    result = message(name="csv", path=path)
+    assert "column0xx" in result and "column30" not in result
+    assert len(result) < 25 * (LONGEST + 2) + len(str(path)) + 200

@@ -30,7 +30,7 @@ def build(input_shape, classes):
 
 
 @pytest.mark.parametrize(
-    ("code", "kind", "words"),
+    ("code", "kind", "message"),
     [
         ("def build(input_shape, classes):\n    x = (1,\n", UserCodeError, "FILE, line 2: SyntaxError"),
         ("import torch\n\nx = absent\n", UserCodeError, "FILE, line 3: NameError: name 'absent'"),
@@ -54,13 +54,13 @@ def build(input_shape, classes):
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_users_model_has_file_and_line(
-    code: str, kind: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: str, kind: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / f"net_{abs(hash(code))}.py"
     file.write_text(code)
     monkeypatch.chdir(tmp_path)
 
-    with pytest.raises(kind, match=re.escape(words.replace("FILE", str(file)))):
+    with pytest.raises(kind, match=re.escape(message.replace("FILE", str(file)))):
         require_answers(zoo.get(f"{file.stem}:build", input_shape=(64,), classes=10))
 
 

@@ -102,11 +102,11 @@ def test_a_device_with_the_rows_of_a_site_has_what_the_site_has(tmp_path: Path, 
     columns = [*numbers, "outcome", "split"]
     rows = [[row[COLUMNS.index(name)] for name in columns] for row in table()]
     sites = [("north", "south", "east")[index % 3] for index in range(len(rows))]
-    whole = tmp_path / "whole.csv"
-    whole.write_text(
+    full = tmp_path / "whole.csv"
+    full.write_text(
         awkward([[*row, site] for row, site in zip(rows, sites, strict=True)], [*columns, "site"])
     )
-    simulated = load("csv", path=whole, label="outcome")
+    simulated = load("csv", path=full, label="outcome")
 
     for site in set(sites):
         own = tmp_path / f"{site}.csv"

@@ -82,11 +82,11 @@ def test_tensors_not_trainable_stay_as_they_are() -> None:
     task = TrainTask(seed=0, batch_size=4, lr=0.5, steps=2)
     head = ("fc.weight", "fc.bias")
     partial = Trainer(TensorFlowRuntime(SPEC.tensorflow_twin(), trainable=head)).train(params, task, data)
-    whole = Trainer(TensorFlowRuntime(SPEC.tensorflow_twin())).train(
+    full = Trainer(TensorFlowRuntime(SPEC.tensorflow_twin())).train(
         params, TrainTask(seed=0, batch_size=4, lr=0.5, steps=1), data
     )
     assert set(partial.update.delta) == set(head)
-    assert set(whole.update.delta) == set(params)
+    assert set(full.update.delta) == set(params)
     assert all(np.abs(value).max() > 0 for value in partial.update.delta.values())
 
 

@@ -88,12 +88,12 @@ def report_of(out: Path) -> dict[str, Any]:
     return document
 
 
-def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+def assert_refused(done: subprocess.CompletedProcess[str], *arguments: str) -> None:
     """Exit code 2 and one message for a person, which has all of `words`."""
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert "Traceback" not in done.stdout + done.stderr
     assert done.stdout == ""
-    missing = [word for word in words if word not in done.stderr]
+    missing = [word for word in arguments if word not in done.stderr]
     assert not missing, (missing, done.stderr)
 
 
@@ -134,9 +134,9 @@ class Started:
         """Command lines of all living processes of this run, the command's own among them."""
         return self.marked.alive()
 
-    def pids_of(self, words: str) -> list[int]:
+    def pids_of(self, message: str) -> list[int]:
         """Its living processes with `words` in their command lines, the oldest first."""
-        return self.marked.pids_of(words)
+        return self.marked.pids_of(message)
 
     def all_gone(self) -> bool:
         """Waits until no process of this run is left; False where one stays for good."""

@@ -182,8 +182,8 @@ class TestDevice:
     def evaluated(self, task: str, figures: Mapping[str, Any]) -> None:
         self._post(f"/tasks/{task}/evaluation", figures)
 
-    def decline(self, task: str, code: str, words: str) -> None:
-        self._post(f"/tasks/{task}/decline", {"code": code, "words": words})
+    def decline(self, task: str, code: str, message: str) -> None:
+        self._post(f"/tasks/{task}/decline", {"code": code, "words": message})
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         return self._checked(self._http.post(path, json=dict(body)))

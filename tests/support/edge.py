@@ -116,7 +116,7 @@ def daemon(folder: Path, sets: tuple[str, ...] = (), *, datasets: Mapping[str, i
     """A daemon in `folder`, which is enrolled, begun but not going round by itself."""
     loaded = config.load(None, {"HOME": str(folder)}, [f"state_dir={folder}", *DATA, *sets]).config
     state = State(folder)
-    training, clock, told, conditions = FakeTraining(), Clock(), [], []  # type: ignore[var-annotated]
+    training, clock, received, conditions = FakeTraining(), Clock(), [], []  # type: ignore[var-annotated]
     executor = Executor(loaded, state, Outbox(state, loaded.outbox_bytes), Ledger(state), training)
     host = HostEnvironment(
         ineligible=lambda: tuple(conditions),
@@ -126,9 +126,9 @@ def daemon(folder: Path, sets: tuple[str, ...] = (), *, datasets: Mapping[str, i
         now=clock.now,
         wall=clock.wall,
         rng=random.Random(1),
-        notify=told.append,
+        notify=received.append,
     )
     wake = FakeWakeup(clock)
     agent = Agent(executor, host, wake)
     agent.begin()
-    return Daemon(agent, executor, training, clock, wake, told, conditions)
+    return Daemon(agent, executor, training, clock, wake, received, conditions)

@@ -360,10 +360,10 @@ class _Handler(BaseHTTPRequestHandler):
         if path in fake.tampered:
             content = fake.tampered[path](content)
         first, _, last = (self.headers.get("Range") or "bytes=-").removeprefix("bytes=").partition("-")
-        whole = not (first or last) or not fake.knows_ranges
-        content = content if whole else content[int(first) : int(last) + 1 if last else None]
+        full = not (first or last) or not fake.knows_ranges
+        content = content if full else content[int(first) : int(last) + 1 if last else None]
         fake.served.append((path, len(content)))
-        return 200 if whole else 206, content
+        return 200 if full else 206, content
 
     def _task(self, task: str, what: str, query: str, body: bytes) -> bytes:
         fake = self.fake

@@ -93,10 +93,10 @@ class Agent:
             return [line for line in self.lines[after:] if condition(line)]
 
         with self._news:
-            told = self._news.wait_for(
+            result = self._news.wait_for(
                 lambda: found() or not self._reader.is_alive(), timeout=PATIENCE_SECONDS
             )
-            assert told and found(), self.lines[-3:]
+            assert result and found(), self.lines[-3:]
             return found()[0]
 
     def reaches(self, step: int, after: int = 0) -> dict[str, Any]:

@@ -34,9 +34,9 @@ class Marked:
         """Their command lines."""
         return [words for _, words in self._living()]
 
-    def pids_of(self, words: str) -> list[int]:
+    def pids_of(self, message: str) -> list[int]:
         """Those with `words` in their command lines, the oldest first."""
-        return sorted(pid for pid, line in self._living() if words in line)
+        return sorted(pid for pid, line in self._living() if message in line)
 
     def all_gone(self) -> bool:
         """Waits until none is left; False where one stays for good."""

@@ -84,9 +84,9 @@ class RolloutDevice:
         return answer.releases
 
     def reports(self) -> tuple[ReleaseReport, ...]:
-        told = () if self.last is None else (self.last,)
+        result = () if self.last is None else (self.last,)
         if self.active is None:
-            return told
+            return result
         rollout, version = self.active
         figures = ReleaseReport(
             rollout,
@@ -97,7 +97,7 @@ class RolloutDevice:
             golden_accuracy=self._of(version),
             evaluation=self._compared(version),
         )
-        return (figures, *told)
+        return (figures, *result)
 
     def _follow(self, offer: ReleaseOffer) -> None:
         held = [each[1] for each in (self.active, self.spare) if each is not None]

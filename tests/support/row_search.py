@@ -30,8 +30,8 @@ def rows_in(folder: Path, rows: npt.NDArray[Any], texts: Sequence[str] = ()) -> 
     found = []
     for place, content in _contents(folder):
         found += [f"{place}: {dtype}" for dtype, wanted in binary.items() if wanted.any_in(content)]
-        told = [float(number) for number in _NUMBER.findall(content)]
-        if any(_rounded(told[at : at + WINDOW]) in numbers for at in range(len(told) - WINDOW + 1)):
+        received = [float(number) for number in _NUMBER.findall(content)]
+        if any(_rounded(received[at : at + WINDOW]) in numbers for at in range(len(received) - WINDOW + 1)):
             found.append(f"{place}: numbers in text")
         if words.any_in(content):
             found.append(f"{place}: text")

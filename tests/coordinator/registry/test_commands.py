@@ -133,10 +133,10 @@ def trained_cnn(folder: Path) -> bytes:
 def test_a_model_keeps_its_params_through_onnx(coordinator: None, tmp_path: Path) -> None:
     params = trained_cnn(tmp_path / "trained")
     fedloop("add", tmp_path / "trained", "--name", "net")
-    told = json.loads(
+    result = json.loads(
         fedloop("export", "net:1", "--format", "onnx", "--out", tmp_path / "out", "--json").stdout
     )
-    assert told["opset"] == {"ai.onnx": 20} and told["verified"]["largest_difference"] < 1e-4
+    assert result["opset"] == {"ai.onnx": 20} and result["verified"]["largest_difference"] < 1e-4
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.onnx", "onnx.json"}
 
     file = tmp_path / "out" / "model.onnx"

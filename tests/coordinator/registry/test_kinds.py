@@ -26,9 +26,9 @@ def examined(folder: Path) -> NewVersion:
 
 
 def refused(folder: Path) -> str:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         examined(folder)
-    return told.value.code
+    return raised.value.code
 
 
 def change(path: Path, **values: Any) -> None:
@@ -153,18 +153,18 @@ def test_values_that_cannot_be_kept_are_refused(tmp_path: Path, values: dict[str
 def test_files_that_are_no_safetensors_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(content)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         examine(*version_files.gather_foreign(path))
-    assert told.value.code == "bad_file"
+    assert raised.value.code == "bad_file"
 
 
 def test_a_kind_that_does_not_fit_the_files_is_refused(tmp_path: Path) -> None:
     left.pretrained(tmp_path)
     _, contents = version_files.gather(tmp_path)
     for kind in ("inference", "tflite"):
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as raised:
             examine(kind, contents)  # type: ignore[arg-type]
-        assert told.value.code == "missing_file"
+        assert raised.value.code == "missing_file"
 
 
 def test_a_tflite_without_its_mark_is_refused(tmp_path: Path) -> None:
@@ -214,11 +214,11 @@ def test_an_index_that_is_wrong_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_onnx_file_is_the_one_that_its_document_tells_of(tmp_path: Path) -> None:
-    told = {"opset": {"ai.onnx": 20}, "inputs": [], "outputs": []}
-    told["sha256"] = left.write(tmp_path, "model.onnx", left.onnx("w.data"))
-    told["external"] = {"w.data": left.write(tmp_path, "w.data", b"weights")}
-    told["params_sha256"] = left.write(tmp_path, "model.safetensors", left.params(0))
-    left.write(tmp_path, "onnx.json", told)
+    result = {"opset": {"ai.onnx": 20}, "inputs": [], "outputs": []}
+    result["sha256"] = left.write(tmp_path, "model.onnx", left.onnx("w.data"))
+    result["external"] = {"w.data": left.write(tmp_path, "w.data", b"weights")}
+    result["params_sha256"] = left.write(tmp_path, "model.safetensors", left.params(0))
+    left.write(tmp_path, "onnx.json", result)
     names = ("model.onnx", "w.data", "model.safetensors", "onnx.json")
 
     def version() -> Any:
@@ -251,8 +251,8 @@ RUBBISH = {
 
 
 def onnx_version(folder: Path, content: bytes, **external: str) -> NewVersion:
-    told = {"sha256": left.write(folder, "model.onnx", content), "external": external}
-    left.write(folder, "onnx.json", told)
+    result = {"sha256": left.write(folder, "model.onnx", content), "external": external}
+    left.write(folder, "onnx.json", result)
     names = ("model.onnx", "onnx.json", *external)
     return examine("onnx", {name: content_of(folder / name) for name in names})
 
@@ -260,9 +260,9 @@ def onnx_version(folder: Path, content: bytes, **external: str) -> NewVersion:
 @pytest.mark.parametrize("kind", RUBBISH)
 @pytest.mark.slow
 def test_rubbish_is_not_kept_as_onnx(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(UserError, match=r"model\.onnx is not an ONNX file") as told:
+    with pytest.raises(UserError, match=r"model\.onnx is not an ONNX file") as raised:
         onnx_version(tmp_path, RUBBISH[kind])
-    assert told.value.code == "bad_file"
+    assert raised.value.code == "bad_file"
 
 
 def test_an_onnx_file_has_its_weights_where_its_document_says(tmp_path: Path) -> None:
@@ -273,9 +273,9 @@ def test_an_onnx_file_has_its_weights_where_its_document_says(tmp_path: Path) ->
         (left.onnx("w.data"), {}),
         (left.onnx(), {"w.data": digest}),
     ):
-        with pytest.raises(UserError, match="has weights in") as told:
+        with pytest.raises(UserError, match="has weights in") as raised:
             onnx_version(tmp_path, content, **external)
-        assert told.value.code == "bad_file"
+        assert raised.value.code == "bad_file"
 
 
 @pytest.mark.parametrize(
@@ -288,9 +288,9 @@ def test_a_file_that_the_kind_does_not_name_is_refused(tmp_path: Path, name: str
     gathered = [version_files.gather(tmp_path / "params"), version_files.gather(tmp_path / "inference")]
     left.write(tmp_path, name, pickle.dumps({}))
     for kind, contents in (*gathered, version_files.gather_foreign(tmp_path / "weights")):
-        with pytest.raises(UserError, match=re.escape(name)) as told:
+        with pytest.raises(UserError, match=re.escape(name)) as raised:
             examine(kind, {**contents, name: content_of(tmp_path / name)})
-        assert told.value.code == "extra_file"
+        assert raised.value.code == "extra_file"
 
 
 @pytest.mark.parametrize("name", ["curves.png", "rounds.csv", "config.toml", "pipeline.toml"])

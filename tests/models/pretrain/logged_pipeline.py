@@ -119,21 +119,21 @@ def gradient_errors(schedules: Sequence[str]) -> dict[str, float]:
             here = world.build(plans.parse(f"pp=2,schedule={schedule},microbatches=4"), first.device)
             torch.manual_seed(0)
             count = here.plan.virtual_stages
-            whole = nn.ModuleDict({str(n): Masked(n == count - 1) for n in range(count)})
+            full = nn.ModuleDict({str(n): Masked(n == count - 1) for n in range(count)})
             x, y = torch.randn(8, 3, 8), torch.randn(8, 3, 8)
             numbers = here.plan.stage_numbers(here.coordinate("pp"))
-            parallel = Parallel([Stage(whole, [str(number)]) for number in numbers], numbers)
+            parallel = Parallel([Stage(full, [str(number)]) for number in numbers], numbers)
             run = forward_backward.build(
                 parallel, lambda given, wanted: (given - wanted).square().sum(), here
             )
             run(Batch(x, y, 1))
-            mine = {n: p.grad.clone() for n, p in whole.named_parameters() if p.grad is not None}
-            whole.zero_grad()
+            mine = {n: p.grad.clone() for n, p in full.named_parameters() if p.grad is not None}
+            full.zero_grad()
             h: Any = x
-            for module in whole.values():
+            for module in full.values():
                 h = module(h)
             (h - y).square().sum().backward()
-            of_whole = dict(whole.named_parameters())
+            of_whole = dict(full.named_parameters())
             errors = [
                 float((mine[name] - grad).abs().max() / grad.abs().max())
                 for name in mine

@@ -135,8 +135,8 @@ def test_dropout_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
 
 def test_data_order_goes_on_where_it_was(saved: dict[str, Path]) -> None:
     with _one() as here:
-        whole, _ = resumed.begin(here, saved["dp=1"], MODEL)
-        rows = [whole.batches.rows(step).tolist() for step in range(whole.steps)]
+        full, _ = resumed.begin(here, saved["dp=1"], MODEL)
+        rows = [full.batches.rows(step).tolist() for step in range(full.steps)]
     for _, again in ranks.run(2, f"{HELPERS}:resumed", "dp=2", {"": saved["tp=2,dp=2"]}, MODEL)[0].values():
         assert again == rows[resumed.SAVED_AT :]
 
@@ -199,11 +199,11 @@ def test_every_bit_that_flips_is_noticed(tmp_path: Path, saved: dict[str, Path])
         path = files[turn % len(files)]
         content = bytearray(path.read_bytes())
         content[rng.integers(len(content))] ^= 1 << int(rng.integers(8))
-        whole = path.read_bytes()
+        full = path.read_bytes()
         path.write_bytes(content)
         with pytest.raises(CheckpointError):
             manifest.verify_files(newest, manifest.read_manifest(newest))
-        path.write_bytes(whole)
+        path.write_bytes(full)
     manifest.verify_files(newest, manifest.read_manifest(newest))
 
 

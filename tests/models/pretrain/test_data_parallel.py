@@ -60,10 +60,10 @@ def test_clipping_and_sgd_under_zero1() -> None:
 @pytest.mark.parametrize("processes", [2, *extended(4)])
 def test_optimizer_state_exists_once(processes: int) -> None:
     found = ranks.run(processes, f"{HERE}:state_values", f"dp={processes},zero=1")
-    whole = found[0]["whole"]
+    full = found[0]["whole"]
     held = [each["held"] for each in found]
-    assert sum(held) == whole
-    assert max(held) <= whole / processes * 1.05
+    assert sum(held) == full
+    assert max(held) <= full / processes * 1.05
 
 
 def test_params_are_alike_and_foreign_gradients_gone_under_zero1() -> None:

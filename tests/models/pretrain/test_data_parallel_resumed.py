@@ -70,12 +70,12 @@ def test_what_an_exchange_remembers_goes_on(plans: list[str], tmp_path: Path) ->
     for folder in folders:
         drop_after(folder, SAVED_AT)
     resumed = ranks.run(processes, TRAINED, plans, folders)[0]
-    for plan, whole, saved, (losses, total, notices) in zip(
+    for plan, full, saved, (losses, total, notices) in zip(
         plans, straight, checkpointed, resumed, strict=True
     ):
-        assert saved == whole, plan  # saving changes nothing
-        np.testing.assert_allclose(losses, whole[0][SAVED_AT:], atol=1e-6, err_msg=plan)
-        assert total == pytest.approx(whole[1], abs=1e-4)
+        assert saved == full, plan  # saving changes nothing
+        np.testing.assert_allclose(losses, full[0][SAVED_AT:], atol=1e-6, err_msg=plan)
+        assert total == pytest.approx(full[1], abs=1e-4)
         assert not notices
 
 
@@ -96,7 +96,7 @@ def test_another_plan_says_that_it_goes_on_without(tmp_path: Path) -> None:
     for folder in folders:
         drop_after(folder, SAVED_AT)
     resumed = ranks.run(2, TRAINED, after, folders)[0]
-    for words, whole, (losses, _, notices) in zip(said, straight, resumed, strict=True):
+    for words, full, (losses, _, notices) in zip(said, straight, resumed, strict=True):
         assert len(notices) == bool(words)
         assert not words or re.search(words, notices[0])
-        np.testing.assert_allclose(losses, whole[0][SAVED_AT:], rtol=0.05)
+        np.testing.assert_allclose(losses, full[0][SAVED_AT:], rtol=0.05)

@@ -42,8 +42,8 @@ def test_packing_twice_is_packing_once(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [3, *extended(2)])
 def test_what_rounding_leaves_out_comes_later(processes: int) -> None:
-    for told, meant, left, worst in ranks.run(processes, f"{HERE}:fed_back"):
-        np.testing.assert_allclose(np.add(told, left), meant, atol=1e-3)
+    for result, meant, left, worst in ranks.run(processes, f"{HERE}:fed_back"):
+        np.testing.assert_allclose(np.add(result, left), meant, atol=1e-3)
         assert np.abs(left).max() < worst  # errors do not add up over the calls
 
 
@@ -106,14 +106,14 @@ def fed_back() -> tuple[list[float], list[float], list[float], float]:
     size, processes = 3 * BLOCK + 5, int(os.environ["WORLD_SIZE"])
     with world.join(plans.parse(f"dp={processes}")) as here:
         mean = CompressedMean(here.group("dp"), size)
-        told, meant = torch.zeros(size), torch.zeros(size)
+        result, meant = torch.zeros(size), torch.zeros(size)
         worst = 0.0
         for call in range(40):
             every = [
                 torch.randn(size, generator=torch.Generator().manual_seed(100 * call + rank))
                 for rank in range(processes)
             ]
-            told += mean(every[here.rank])
+            result += mean(every[here.rank])
             meant += torch.stack(every).mean(0)
             worst = max(worst, float(meant.abs().max()))
         left = mean.worker_error.clone()
@@ -122,4 +122,4 @@ def fed_back() -> tuple[list[float], list[float], list[float], float]:
         chunks = torch.empty_like(left)
         torch.distributed.all_gather_single(chunks, mean.server_error)
         left += chunks
-        return told.tolist(), meant.tolist(), left[:size].tolist(), worst
+        return result.tolist(), meant.tolist(), left[:size].tolist(), worst

@@ -168,11 +168,11 @@ def gradients(plan: str) -> tuple[list[tuple[int, ...]], dict[str, Any]]:
         sharding.sum_gradients(training.parallel.parts, here)
         named = dict(training.parallel.parts[0].named_parameters())
         shapes = [tuple(p.to_local().shape) for p in named.values() if isinstance(p, DTensor)]
-        whole = {
+        full = {
             name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad)
             for name, p in named.items()
         }
-        return shapes, {name: gradient.numpy() for name, gradient in whole.items() if gradient is not None}
+        return shapes, {name: gradient.numpy() for name, gradient in full.items() if gradient is not None}
 
 
 def gathered(plan: str) -> dict[str, Any] | None:
@@ -180,8 +180,8 @@ def gathered(plan: str) -> dict[str, Any] | None:
     spec = spec_of(**MODEL)
     with world.join(plans.parse(plan)) as here:
         training = trainer.build(spec, tokens(), dataclasses.replace(settings(), steps=1), here, seed=5)
-        whole = params.gather(training.parallel.parts, spec, here)
-        return params.params_of(whole) if whole is not None else None
+        full = params.gather(training.parallel.parts, spec, here)
+        return params.params_of(full) if full is not None else None
 
 
 def saved(plan: str, folder: Path) -> list[float]:

@@ -44,14 +44,14 @@ def _trained(here: world.World, options: dict[str, object]) -> Outcome:
     given: TrainingOptions = curves.settings(**{"steps": STEPS, **options})
     spec = curves.spec_of(dropout=0.0)
     training = trainer.build(spec, curves.tokens(ROWS), given, here, seed=5)
-    whole = dict(spec.build(5).named_parameters())
+    full = dict(spec.build(5).named_parameters())
     losses: list[float] = []
     for _ in range(training.steps):
         training.train_step()
         losses += training.losses()
     (part,) = training.parallel.parts
     now = {unwrapped_name(name): checkpoint_tensor(p) for name, p in part.named_parameters()}
-    changed = [name for name, value in now.items() if not np.array_equal(value, whole[name].detach().numpy())]
+    changed = [name for name, value in now.items() if not np.array_equal(value, full[name].detach().numpy())]
     names = {id(p): unwrapped_name(name) for name, p in part.named_parameters()}
     stepped = [names[id(p)] for o in training.optimizers for g in o.param_groups for p in g["params"]]
     frozen = [module for module in part.modules() if isinstance(module, Frozen)]
@@ -76,7 +76,7 @@ def checkpoint_tensor(parameter: object) -> np.ndarray:
 def test_frozen_beginning_goes_forward_once_an_example_and_training_is_the_same() -> None:
     ((cached,),) = ranks.run(1, TARGET, ["dp=1"], freeze=BEGINNING)
     ((plain,),) = ranks.run(1, TARGET, ["dp=1"], freeze=BEGINNING, freeze_cache_mib=0)
-    ((whole,),) = ranks.run(1, TARGET, ["dp=1"])
+    ((full,),) = ranks.run(1, TARGET, ["dp=1"])
     assert cached.losses == plain.losses
     assert cached.forwards == ROWS
     assert cached.kept_bytes == ROWS * curves.LENGTH * 4 * (1 + 32)  # a token, and 32 features of it
@@ -84,8 +84,8 @@ def test_frozen_beginning_goes_forward_once_an_example_and_training_is_the_same(
     for found in (cached, plain):
         assert not any(name.startswith(frozen) for name in found.changed + found.stepped)
         assert {"layers.2.mlp.up.weight", "head.weight"} <= set(found.changed)
-    assert {"embedding.token.weight", "layers.0.mlp.up.weight"} <= set(whole.changed)
-    assert np.abs(np.subtract(whole.losses, plain.losses)).max() > 1e-3
+    assert {"embedding.token.weight", "layers.0.mlp.up.weight"} <= set(full.changed)
+    assert np.abs(np.subtract(full.losses, plain.losses)).max() > 1e-3
 
 
 @pytest.mark.slow
@@ -163,9 +163,9 @@ def test_training_with_frozen_modules_is_resumed(tmp_path: Path) -> None:
         again.step = checkpoint.Checkpointer(tmp_path, policy, again.identity, here, "").restore(again.state)
         assert again.step == 3
         trainer.train(again, lambda progress: losses.extend(progress.losses), 1)
-        whole = fresh()
+        full = fresh()
         expected: list[float] = []
-        trainer.train(whole, lambda progress: expected.extend(progress.losses), 1)
+        trainer.train(full, lambda progress: expected.extend(progress.losses), 1)
         assert losses == expected
 
 

@@ -202,13 +202,13 @@ def processes_of(case: Case) -> int:
 def differences_from_one(cases: Sequence[Case], alone: str) -> list[npt.NDArray[np.float64]]:
     """Of each case, by process and step: its losses minus those of one process under the plan `alone`."""
     cases = [replace(case, options={"steps": STEPS, **case.options}) for case in cases]
-    whole = [replace(case, plan=alone, broken="") for case in cases]
-    distinct = [case for place, case in enumerate(whole) if case not in whole[:place]]
+    full = [replace(case, plan=alone, broken="") for case in cases]
+    distinct = [case for place, case in enumerate(full) if case not in full[:place]]
     expected = ranks.run(1, CURVES, distinct)[0]
     found = ranks.run(processes_of(cases[0]), CURVES, list(cases))
     return [
         np.array([curves[place] for curves in found]) - expected[distinct.index(case)]
-        for place, case in enumerate(whole)
+        for place, case in enumerate(full)
     ]
 
 

@@ -133,8 +133,8 @@ def test_normalised_images_have_mean_0_and_deviation_1_by_the_training_set(image
     assert x.dtype == np.float32
     np.testing.assert_allclose([x.mean(), x.std()], [0, 1], atol=1e-5)
     raw, (seen, _) = np.load(images / "x_test.npy"), all_of(data.test)
-    told = data.about["normalised"]
-    np.testing.assert_allclose(seen, (raw - told["mean"][0]) / told["deviation"][0], rtol=1e-5)
+    result = data.about["normalised"]
+    np.testing.assert_allclose(seen, (raw - result["mean"][0]) / result["deviation"][0], rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -171,13 +171,13 @@ def test_a_changed_image_does_not_depend_on_who_reads_it(
 ) -> None:
     x = np.random.default_rng(0).random((14, 3, 6, 5), np.float32)
     source = augment(Arrays(x, np.arange(14, dtype=np.int32)), how)
-    whole = Batches(source, 8, seed, Share())
+    full = Batches(source, 8, seed, Share())
     for step in range(3):
         parts = [Batches(source, 8, seed, Share(tuple(shares), place))[step] for place in range(len(shares))]
         real = [part for part in parts if (part.y != PADDING).any()]
-        assert torch.equal(torch.cat([part.x for part in real]), whole[step].x)
-        assert torch.equal(torch.cat([part.y for part in real]), whole[step].y)
-    first, later = whole[0], whole[whole.steps_per_epoch]
+        assert torch.equal(torch.cat([part.x for part in real]), full[step].x)
+        assert torch.equal(torch.cat([part.y for part in real]), full[step].y)
+    first, later = full[0], full[full.steps_per_epoch]
     assert not torch.equal(first.x, later.x)
 
 

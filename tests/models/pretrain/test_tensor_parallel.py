@@ -100,9 +100,9 @@ def trained(texts: list[str], model: Mapping[str, Any]) -> list[dict[str, Any]] 
             training = trainer.build(spec, tokens(), settings(steps=3), here, seed=5)
             for _ in range(training.steps):
                 training.train_step()
-            whole = params.gather(training.parallel.parts, spec, here)
-            if whole is not None:
-                found.append(params.params_of(whole))
+            full = params.gather(training.parallel.parts, spec, here)
+            if full is not None:
+                found.append(params.params_of(full))
     return found
 
 

@@ -155,10 +155,10 @@ def test_hidden_tokens_are_the_share_of_the_paper_and_their_own_labels() -> None
 def test_what_is_hidden_does_not_depend_on_who_reads_it() -> None:
     x = texts(24)
     masked = tokens.Masked(Arrays(x, np.zeros(len(x), np.int32)), VOCAB)
-    whole = Batches(masked, 16, 3, Share())[1]
+    full = Batches(masked, 16, 3, Share())[1]
     parts = [Batches(masked, 16, 3, Share((1, 2, 1), place))[1] for place in range(3)]
-    assert np.concatenate([part.x for part in parts]).tolist() == whole.x.tolist()
-    assert np.concatenate([part.y for part in parts]).tolist() == whole.y.tolist()
-    assert {part.counted for part in parts} == {whole.counted} == {int((whole.y != PADDING).sum())}
+    assert np.concatenate([part.x for part in parts]).tolist() == full.x.tolist()
+    assert np.concatenate([part.y for part in parts]).tolist() == full.y.tolist()
+    assert {part.counted for part in parts} == {full.counted} == {int((full.y != PADDING).sum())}
     other = Batches(masked, 16, 4, Share())[1]
-    assert other.x.tolist() != whole.x.tolist()
+    assert other.x.tolist() != full.x.tolist()
