@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.db.store import Database
 from coordinator.demos.local_fleet import local_fleet
-from coordinator.device_api import bodies
+from coordinator.limits import request_bodies
 from coordinator.server import http_protocol
 from coordinator.server.http_protocol import LimitedProtocol
 from tests.support.device_client import RawDevice, checkin, request
@@ -176,7 +176,7 @@ def test_an_answer_that_is_taken_slowly_comes_whole(server: uvicorn.Server) -> N
 def test_a_message_has_so_long_to_come(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "ANONYMOUS_SECONDS", 0.5)
+    monkeypatch.setattr(request_bodies, "ANONYMOUS_SECONDS", 0.5)
     with serving(tmp_path, database) as world:
         host, _, port = world.url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), 60) as connected:
@@ -189,12 +189,15 @@ def test_a_message_has_so_long_to_come(
 
 
 def test_a_stranger_sends_no_more_than_a_csr_and_a_token_need(tmp_path: Path, database: Database) -> None:
-    chunk = b"%x\r\n%s\r\n" % (bodies.ANONYMOUS_LIMIT_BYTES + 1, b"x" * (bodies.ANONYMOUS_LIMIT_BYTES + 1))
+    chunk = b"%x\r\n%s\r\n" % (
+        request_bodies.ANONYMOUS_LIMIT_BYTES + 1,
+        b"x" * (request_bodies.ANONYMOUS_LIMIT_BYTES + 1),
+    )
     with serving(tmp_path, database) as world:
         at = Port(world.url)
         for path in ("/enrol", "/renew"):
             for content in (
-                request("POST", path, b"{", length=str(bodies.ANONYMOUS_LIMIT_BYTES + 1)),
+                request("POST", path, b"{", length=str(request_bodies.ANONYMOUS_LIMIT_BYTES + 1)),
                 request("POST", path, None, [("Transfer-Encoding", "chunked")]) + chunk,
             ):
                 with at.connected() as line:
