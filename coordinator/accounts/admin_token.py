@@ -7,7 +7,9 @@ token from the next request on. A guessable token is refused.
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from coordinator.errors import Refusal, UserError
 from edge_client.files import write_durably
@@ -15,6 +17,17 @@ from edge_client.files import write_durably
 TOKEN_FILE = "admin.token"
 MIN_TOKEN_CHARACTERS = 32
 """Of a token that a person chose; a generated one has 43, from 256 random bits."""
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Who makes a request to the operator API."""
+
+    kind: Literal["operator"]
+    name: str
+
+
+ADMIN = Principal("operator", "admin")
 
 
 def ensure_admin_token(home: Path) -> None:

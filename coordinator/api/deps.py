@@ -10,7 +10,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import BaseModel
 
-from coordinator.accounts.admin_token import require_admin_token
+from coordinator.accounts.admin_token import ADMIN, Principal, require_admin_token
 from coordinator.context.services import Services, ServicesDep
 from coordinator.errors import Refusal
 
@@ -35,8 +35,8 @@ async def require_operator(
     request: Request,
     services: ServicesDep,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)],
-) -> None:
-    """Requires the operator's token.
+) -> Principal:
+    """The operator whose token the request carries.
 
     Raises:
         Refusal: 401 `no_token` without a bearer token; 401 `bad_token` for a wrong one, 429 `too_many_guesses` after
@@ -47,6 +47,7 @@ async def require_operator(
     if not _is_admin_token(services, credentials.credentials):
         services.admin_guesses.record("admin", request.client.host if request.client else None)
         raise Refusal(401, "bad_token", "this is not the admin token of this coordinator")
+    return ADMIN
 
 
 def has_admin_token(services: Services, request: Request) -> bool:
