@@ -62,7 +62,7 @@ def test_daemons_train_a_head_and_the_model_they_end_with_can_be_compressed(tmp_
     with local_fleet(tmp_path / "fleet", ["--allow-path", str(models)]) as fleet:
         for number, share in enumerate(parts):
             fleet.add(f"device-{number}", CONFIG, share).start()
-        run = run_follower.submit(fleet.client, document)
+        run = fleet.client.post("/runs", {"experiment": document})
         out = tmp_path / "run"
         report = run_follower.follow(fleet.client, run["id"], out, Quiet())
         assert set(fleet.stop().values()) == {0}

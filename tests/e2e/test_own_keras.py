@@ -100,7 +100,7 @@ def test_daemons_train_it_as_any_model(folder: Path, tmp_path: Path, monkeypatch
     with local_fleet(tmp_path, ["--allow-code", "mine:build"]) as fleet:
         for number, share in enumerate(client_data(experiments.resolve(document, "test"))):
             fleet.add(f"device-{number}", config, share).start()
-        run = run_follower.submit(fleet.client, document)
+        run = fleet.client.post("/runs", {"experiment": document})
         report = run_follower.follow(fleet.client, run["id"], tmp_path / "run", Quiet())
         assert set(fleet.stop().values()) == {0}
 
