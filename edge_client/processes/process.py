@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,11 +101,13 @@ def fork_each(descriptors: Sequence[int]) -> int:
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     gc.collect()
     gc.freeze()  # the collector would write to pages that are shared
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # Blocked and taken by `sigwait`: a handler could run between the end of a child and the note that it was reaped.
+    awaited = {signal.SIGTERM, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     children: set[int] = set()
     for descriptor in descriptors:
         if not (child := os.fork()):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
             die_with_parent()
             for other in set(descriptors) - {descriptor}:
                 os.close(other)
@@ -113,19 +115,19 @@ def fork_each(descriptors: Sequence[int]) -> int:
         children.add(child)
     for descriptor in descriptors:
         os.close(descriptor)
-    signal.signal(signal.SIGTERM, lambda number, frame: _end_children(children, 0))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    first, status = os.wait()
-    _end_children(children - {first}, os.waitstatus_to_exitcode(status))
-
-
-def _end_children(children: Iterable[int], status: int) -> NoReturn:
-    """Kills and reaps them, then ends like a process of this exit status, or, if negative, by that signal."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    first = status = 0
+    while not first and signal.sigwait(awaited) == signal.SIGCHLD:
+        first, status = os.waitpid(-1, os.WNOHANG)
+    children.discard(first)
     for child in children:
         os.kill(child, signal.SIGKILL)
     for child in children:
         os.waitpid(child, 0)
+    _end_like(os.waitstatus_to_exitcode(status))
+
+
+def _end_like(status: int) -> NoReturn:
+    """Ends this process with an exit status, or, if that is negative, by its signal."""
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with suppress(OSError):  # of SIGKILL
