@@ -49,7 +49,7 @@ check: setup ## the fast loop: format, lint, types, import rules, unit tests
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q -n 2 -m "not slow" -k "not postgresql" --hypothesis-profile quick
+	$(BIN)/pytest -q -n $(WORKERS) -m "not slow" -k "not postgresql" --hypothesis-profile quick
 
 test: setup constrained ## everything; what CI runs
 	$(BIN)/ruff format --check $(SOURCES)

@@ -294,6 +294,7 @@ def test_a_round_left_early_leaves_nothing_in_the_next(kind: Kind) -> None:
     assert all(isinstance(each.verdict, Update) for each in got)  # of this round, or the check would tell
 
 
+@pytest.mark.slow
 def test_equal_tasks_give_equal_bits(kind: Kind) -> None:
     fleet = kind.make()
     model = kind.model(fleet)
@@ -305,6 +306,7 @@ def test_equal_tasks_give_equal_bits(kind: Kind) -> None:
     assert all(first[a] != first[b] for a in ARRIVALS for b in ARRIVALS if a != b)
 
 
+@pytest.mark.slow
 def test_each_round_starts_from_its_own_model(kind: Kind) -> None:
     fleet = kind.make()
     before = kind.model(fleet)

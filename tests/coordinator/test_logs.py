@@ -90,6 +90,7 @@ documents = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(), documents))
 def test_every_logged_value_is_printable_and_limited(values: dict[str, Any]) -> None:
     cleaned = logs._sanitize(None, "info", dict(values))

@@ -243,6 +243,7 @@ def test_a_finished_rollout_can_be_taken_back_while_it_is_the_newest(small: Flee
         service.change_state(small.world.services, made.id, "aborted")
 
 
+@pytest.mark.slow
 def test_several_rollouts_are_taken_back_one_after_the_other(small: Fleet) -> None:
     """Of one version for devices that came later, and of the version before that too."""
     first, *others = small.devices
@@ -340,6 +341,7 @@ def test_who_was_told_and_never_took_it_does_not_hold_up_a_rollback(small: Fleet
     small.until(made, "rolled_back")
 
 
+@pytest.mark.slow
 def test_a_bad_first_release_leaves_devices_without_a_model_once_it_is_withdrawn(small: Fleet) -> None:
     """There is no version to go back to; until those who release say so, a device keeps what it has, and says why."""
     for device in small.devices:

@@ -195,6 +195,7 @@ def test_a_blob_damaged_by_a_power_cut_is_fetched_anew(
     assert stored.read_bytes() == coordinator.blobs[offer.params.sha256]
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_held_a_device_is_asked_again_within_seconds(
     coordinator: FakeCoordinator, edge: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -343,6 +343,7 @@ MESSAGES: Sequence[Any] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @settings(max_examples=400 if LONG else 100, deadline=None)
 @given(st.sampled_from(MESSAGES), st.data())

@@ -164,6 +164,7 @@ def test_a_whole_answer_that_nobody_takes_is_given_up(server: uvicorn.Server, li
         assert taken(connected) < len(IN_ONE)
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_taken_slowly_comes_whole(server: uvicorn.Server) -> None:
     with asked(server) as connected:
         received = 0
@@ -173,6 +174,7 @@ def test_an_answer_that_is_taken_slowly_comes_whole(server: uvicorn.Server) -> N
         assert received + taken(connected) > len(ANSWER)
 
 
+@pytest.mark.slow
 def test_a_message_has_so_long_to_come(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

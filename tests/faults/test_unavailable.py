@@ -106,6 +106,7 @@ def test_an_emptied_token_is_made_anew_at_start(tmp_path: Path) -> None:
     assert len(read_admin_token(tmp_path)) > 30
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away(tmp_path: Path) -> None:
     """Of PostgreSQL; SQLite has none."""
     from tests.support.databases import postgres

@@ -102,6 +102,7 @@ def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
     assert chosen == set(points) - beaten
 
 
+@pytest.mark.slow
 def test_the_plot_shows_rows_without_a_latency_too(tmp_path: Path) -> None:
     rows = [
         {"name": "source", "accuracy": 0.9, "bytes": 3000, "latency_us": None},

@@ -29,6 +29,7 @@ def test_tracing_the_same_model_again_gives_the_same_key() -> None:
     assert key(mlp(), "described") == key(mlp(), "described")
 
 
+@pytest.mark.slow
 def test_anything_that_changes_the_file_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [
         key(mlp(), "described"),

@@ -105,6 +105,7 @@ def test_out_and_in_again_a_model_has_the_same_params(
     assert result["model"]["task"] == spec.task
 
 
+@pytest.mark.slow
 def test_a_file_that_answers_otherwise_is_found_out(made: Callable[[str], Made]) -> None:
     spec, module, model = made("cnn")
     other = changed(model)

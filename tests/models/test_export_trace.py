@@ -62,6 +62,7 @@ class Attending(nn.Module):
         return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer",
     [

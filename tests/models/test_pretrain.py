@@ -87,6 +87,7 @@ def test_shifting_what_is_no_image_is_refused() -> None:
         evaluation.require_images(np.zeros((3, 4), np.float32), "options.shift is 1", "job.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_training_lowers_the_loss_and_repeats_bit_for_bit(
     optimizer: str, blobs: tuple[np.ndarray, np.ndarray]

@@ -30,6 +30,7 @@ def test_logits_have_the_shape_of_the_task(spec: ModelSpec) -> None:
     assert logits.shape == (*y.shape, spec.classes)
 
 
+@pytest.mark.slow
 @every_one
 def test_gradient_descent_fits_a_batch(spec: ModelSpec) -> None:
     module = spec.build(seed=0)
@@ -44,6 +45,7 @@ def test_gradient_descent_fits_a_batch(spec: ModelSpec) -> None:
     assert float(spec.loss(module(x), y).detach()) < 0.7 * before
 
 
+@pytest.mark.slow
 @every_one
 def test_every_parameter_is_used(spec: ModelSpec) -> None:
     module = spec.build(seed=0)

@@ -145,6 +145,7 @@ def test_little_memory_keeps_few_examples() -> None:
         assert frozen.forwards == 2 * ROWS - 5
 
 
+@pytest.mark.slow
 def test_training_with_frozen_modules_is_resumed(tmp_path: Path) -> None:
     options = curves.settings(steps=6, freeze=BEGINNING)
     with world.join(plans.parse("dp=1")) as here:

@@ -311,6 +311,7 @@ def test_wrong_profile_is_refused(tmp_path: Path, change: dict[str, object], com
         profile.read(path)
 
 
+@pytest.mark.slow
 def test_job_with_a_kept_profile_is_planned_without_measuring(tmp_path: Path) -> None:
     profile.write(made(), tmp_path / "kept.json")
     job = {

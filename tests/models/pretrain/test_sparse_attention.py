@@ -30,6 +30,7 @@ def visible(length: int, block: int, local: int, stride: int) -> torch.Tensor:
     return fits
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 21), st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
 def test_equals_dense_attention_under_the_same_mask(length: int, block: int, local: int, stride: int) -> None:
