@@ -144,9 +144,9 @@ def _data_parallel(plan: ParallelPlan) -> Iterator[Rule]:
         yield shares == plan.dp, f"batch_shares names {shares} shares, there are dp={plan.dp} ranks"
         yield plan.pp == 1, "stages need equal pieces: batch_shares goes with pp=1"
     if plan.rebalance:
-        told = "dp alone and zero of 0 or 1, where a rank's own speed can be told"
+        layout = "dp alone and zero of 0 or 1, where the speed of a rank can be measured"
         yield plan.dp > 1, "rebalance needs dp of 2 or more"
-        yield only_data, f"rebalance goes with {told}"
+        yield only_data, f"rebalance goes with {layout}"
     if plan.sync_every:
         alone = plan.zero == 0 and plan.cp == plan.ep == 1 and plan.grad_compression == "fp32"
         yield alone, "sync_every goes with zero=0, cp=1, ep=1 and grad_compression=fp32"

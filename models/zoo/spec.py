@@ -28,7 +28,7 @@ def masked_cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 class VocabularyUnknown(ValueError):
-    """Inputs are token ids, and their number cannot be told."""
+    """Inputs are token ids, and their number is unknown."""
 
 
 @dataclass(frozen=True)
