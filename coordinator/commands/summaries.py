@@ -20,6 +20,7 @@ def run_summary(report: dict[str, Any], folder: Path) -> str:
     runtimes = ", ".join(f"{count} {name}" for name, count in report["runtimes"].items())
     lines = [
         _scores(final) + f" after {len(report['rounds'])} rounds",
+        *_figure_lines(report),
         f"{report['clients']} clients: {runtimes};  {_traffic(report)}",
     ]
     if report["rejections"]:
@@ -205,6 +206,43 @@ def _scores(final: dict[str, Any]) -> str:
     return (
         f"test accuracy {final['test_accuracy']:.4f}, test loss {loss} on {final['test_rows']} held-out rows"
     )
+
+
+def _figure_lines(report: Mapping[str, Any]) -> list[str]:
+    """AUC and the like, the site with the lowest accuracy, and the baselines; none for a report without them."""
+    final, lines = report["final"], []
+    metrics = final.get("metrics") or {}
+    if "auc" in metrics:
+        positive = metrics["positive"]
+        of_positive = "" if positive is None else f" (positive: {positive})"
+        shown = {"auc": "AUC", "balanced_accuracy": "balanced accuracy", "f1": "F1", "sensitivity": "sensitivity",
+                 "specificity": "specificity", "ece": "calibration error"}  # fmt: skip
+        figures = ", ".join(f"{name} {format_metric(metrics[key], 3)}" for key, name in shown.items())
+        lines.append(figures + of_positive)
+    elif metrics.get("perplexity") is not None:
+        lines.append(f"perplexity {metrics['perplexity']:.2f}")
+    if baselines := final.get("baselines"):
+        lines.append(f"baselines: {_baselines(baselines)}")
+    scored = {
+        name: each for name, each in report.get("per_site", {}).items() if each["test_accuracy"] is not None
+    }
+    if len(scored) > 1:
+        name, worst = min(scored.items(), key=lambda item: item[1]["test_accuracy"])
+        compared = f"; baselines: {_baselines(worst['baselines'])}" if "baselines" in worst else ""
+        lines.append(
+            f"lowest of {len(scored)} sites: {name}, accuracy {worst['test_accuracy']:.4f} on {worst['test_rows']} rows{compared}"
+        )
+    return lines
+
+
+def _baselines(baselines: Mapping[str, Any]) -> str:
+    """Accuracies of the baselines."""
+    parts = []
+    if "majority" in baselines:
+        parts.append(f"majority class {format_metric(baselines['majority']['test_accuracy'], 4)}")
+    if "local" in baselines:
+        parts.append(f"trained alone {format_metric(baselines['local']['test_accuracy'], 4)}")
+    return ", ".join(parts)
 
 
 def demo_summary(demo: Mapping[str, Any]) -> Group:

@@ -188,12 +188,12 @@ class SourceReader:
     def _held_out(self, run: Experiment) -> tuple[Arrays, dict[str, Any]]:
         """The rows `x` and `y` that the run held out, or those of `--data`, and the result of loading them."""
         if self.options.data is not None:
-            arrays, loaded = load_rows(self.options.data, run.seed, self.scratch, self.environment)
+            arrays, loaded = load_rows(self.options.data, run.data_seed, self.scratch, self.environment)
             return {key: arrays[f"{key}_test"] for key in "xy"}, loaded
         data = run.data.model_dump(exclude_none=True)
         keys = ("dataset", "path", "label", "site", "split", "features", "length", "vocab")
         settings = {key: data[key] for key in keys if key in data}
-        loaded = training_data.load_data(settings, run.seed, self.scratch, self.environment)
+        loaded = training_data.load_data(settings, run.data_seed, self.scratch, self.environment)
         folder = self.scratch / "arrays"
         return {key: np.load(folder / f"{key}_test.npy", mmap_mode="r") for key in "xy"}, loaded
 

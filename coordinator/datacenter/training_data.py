@@ -35,7 +35,7 @@ class TrainingData(DataSection):
     Attributes:
         encoding: of a text's tokens, `characters`, `bytes` or `bpe(n)`.
         test_rows: at most so many of the held-out rows are scored; 0: all.
-        public_samples: train only on so many rows, which an experiment of the same seed and number withholds from its clients; 0: all.
+        public_samples: train only on so many rows, which an experiment of this number and this `data.seed` withholds from its clients; 0: all.
     """
 
     encoding: Annotated[str, Field(pattern=r"^(characters|bytes|bpe\(\d+\))$")] | None = None

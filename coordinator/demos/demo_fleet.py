@@ -104,9 +104,9 @@ def client_data(experiment: Experiment) -> list[dict[str, npt.NDArray[Any]]]:
     """The training and test rows of each client in the simulation of `experiment`."""
     data, clients = experiment.data, experiment.federation.clients
     assert clients is not None and data.partition is not None  # resolved
-    dataset = datasets.load(data.dataset, seed=experiment.seed)
-    parts = datasets.partition(data.partition, dataset, clients=clients, seed=experiment.seed)
-    return split_arrays(dataset, parts, experiment.seed)
+    dataset = datasets.load(data.dataset, seed=experiment.data_seed)
+    parts = datasets.partition(data.partition, dataset, clients=clients, seed=experiment.data_seed)
+    return split_arrays(dataset, parts, experiment.data_seed)
 
 
 def split_arrays(

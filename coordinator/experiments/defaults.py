@@ -45,7 +45,7 @@ _TEXT_DEFAULTS: dict[str, dict[str, int]] = {
 def with_defaults(experiment: Experiment, fleet: FleetKind) -> Experiment:
     """The experiment with every default filled in. Invalid options stay as they are; the checks report them."""
     model, partition, lr = _DEFAULTS.get(experiment.data.dataset, _OTHER_DEFAULTS)
-    data = _data(experiment.data, partition)
+    data = _data(experiment.data, partition, experiment.data_seed)
     return experiment.model_copy(
         update={
             "name": experiment.name or data_name(data.dataset, data.path),
@@ -59,11 +59,12 @@ def with_defaults(experiment: Experiment, fleet: FleetKind) -> Experiment:
     )
 
 
-def _data(data: Data, partition: str) -> Data:
+def _data(data: Data, partition: str, seed: int) -> Data:
     return data.model_copy(
         update={
             "partition": data.partition or ("natural" if data.site else partition),
             "path": None if data.path is None else absolute(data.path),
+            "seed": seed,
             **missing(data, _TEXT_DEFAULTS.get(data.dataset, {})),
         }
     )

@@ -65,6 +65,7 @@ class Data(DataSection):
     label: str = "label"
     site: str | None = None
     partition: str | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     input_shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=4)] | None = None
     classes: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
     input_dtype: Literal["float32", "int32"] | None = None
@@ -148,6 +149,7 @@ class Simulation(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     faults: dict[Fault, Annotated[int, Field(ge=1)]] = {}
     names: list[Annotated[str, Field(min_length=1, max_length=200)]] | None = None
+    local_baseline: Literal["auto", "on", "off"] = "auto"
 
 
 class Devices(Section):
@@ -172,3 +174,8 @@ class Experiment(Section):
     strategy: StrategySection = StrategySection()
     simulation: Simulation = Simulation()
     devices: Devices = Devices()
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of the rows: which are held out, how they are partitioned, and synthetic ones themselves."""
+        return self.seed if self.data.seed is None else self.data.seed

@@ -7,18 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from coordinator import json_values
 from coordinator.experiments.schema import Experiment
 from coordinator.fleets.simulated import SimulatedClient
+from coordinator.reports import figures
 from coordinator.reports.curves import draw_curves
 from coordinator.reports.run_files import read_rounds, read_start
 from coordinator.rounds.records import totals
-from coordinator.workers.evaluation import score_sites
 from edge_client.files import write_durably
-from edge_client.train.evaluation import Evaluation
 from edge_client.wire import arrays
 from strategies.params import Tensors
 
@@ -29,15 +25,13 @@ def write(
     data_info: Mapping[str, Any],
     clients: Sequence[SimulatedClient],
     params: Tensors,
-    final: Evaluation,
-    sites: npt.NDArray[np.int32] | None,
+    judged: figures.Judged,
 ) -> dict[str, Any]:
     """Writes model, curves and report. The report is last: a run with a report is finished.
 
-    `data_info`: description of the data (`coordinator.workers.workspace.prepare`). `sites`: site index of each test row, or
-    None if the data has no sites.
+    `data_info`: description of the data (`coordinator.workers.workspace.prepare`).
     """
-    encoded = arrays.encode(params)
+    encoded, final = arrays.encode(params), judged.final
     write_durably(out / "model.safetensors", encoded)
     start, rounds = read_start(out / "events.jsonl"), read_rounds(out / "rounds.csv")
     document: dict[str, Any] = {
@@ -53,10 +47,11 @@ def write(
             "test_loss": json_values.finite(final.loss),
             "test_rows": len(final.labels),
             "model_sha256": arrays.sha256(encoded),
+            **figures.of_all(judged, data_info),
         },
     }
-    if sites is not None:
-        document["per_site"] = score_sites(final, sites, data_info["site_names"])
+    if per_site := figures.by_site(judged, data_info):
+        document["per_site"] = per_site
     draw_curves(out / "curves.png", experiment.name, start, rounds)
     write_durably(out / "report.json", json_values.dumps(document, indent=2).encode())
     return document

@@ -161,7 +161,7 @@ def _data(experiment: Experiment, place: Place, notices: list[str]) -> dict[str,
         else:
             _require_described(experiment, data_info)
             notices.append(
-                f"test figures are of the coordinator's own held-out rows of {data.dataset!r} (seed {experiment.seed}); a test "
+                f"test figures are of the coordinator's own held-out rows of {data.dataset!r} (seed {experiment.data_seed}); a test "
                 "only where no device trains on them"
             )
             return {

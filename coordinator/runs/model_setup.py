@@ -40,7 +40,7 @@ def load_data(
     request = {
         "kind": "prepare",
         "folder": str(folder),
-        "seed": experiment.seed,
+        "seed": experiment.data_seed,
         "data": experiment.data.model_dump(),
         "clients": experiment.federation.clients,
         "data_dir": str(data_dir) if data_dir else None,

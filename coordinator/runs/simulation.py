@@ -33,16 +33,19 @@ from coordinator.extras import problems_with
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, virtual_time
 from coordinator.output_folders import begin, clear, locked, require_new, resumable
 from coordinator.reports import report
+from coordinator.reports.figures import Judged, LabelledRows, has_metrics
 from coordinator.reports.progress import Progress, Quiet
 from coordinator.rounds import engine
 from coordinator.rounds.events import Clock
 from coordinator.rounds.plan import generator
 from coordinator.rounds.records import Checkpoint, RunState, Score
+from coordinator.runs import local_baseline
 from coordinator.runs.model_setup import export_model, load_data, make_run_plan, set_up_model
 from coordinator.runs.simulation_store import SimulationStore
 from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_by_group, evaluate
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
+from coordinator.workers.workspace import open_workspace
 from edge_client.files import read_regular
 from strategies.params import Params, ShapeMismatch, Tensors, require_same_shapes
 
@@ -120,15 +123,35 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
         if store.checkpoint is not None:
             _require_same(store.checkpoint, prepared, store.identity, out)
         state = _run_rounds(experiment, pool, prepared, store, environment)
-        progress.stage("writing the report")
-        test_rows = np.load(work / "test_rows.npy", allow_pickle=False)
-        sites = np.load(work / "sites.npy", allow_pickle=False)
-        final = evaluate(pool, len(test_rows), state.params)
-        of_rows = sites[test_rows] if sites.size else None
+        progress.stage("evaluating the model")
+        judged = _judge(experiment, pool, prepared, state, progress)
         model = adapters.merge(experiment, state.params, work)
-        written = report.write(out, experiment, prepared.data_info, prepared.clients, model, final, of_rows)
+        written = report.write(out, experiment, prepared.data_info, prepared.clients, model, judged)
     shutil.rmtree(work)
     return written
+
+
+def _judge(
+    experiment: Experiment, pool: WorkerPool, prepared: Prepared, state: RunState, progress: Progress
+) -> Judged:
+    """The final model on the held-out rows, and what it is compared with."""
+    rows, data_info = open_workspace(prepared.folder), prepared.data_info
+    keep_logits = has_metrics(data_info, len(rows.test_rows))
+    final = evaluate(pool, len(rows.test_rows), state.params, keep_logits=keep_logits)
+    alone = None
+    if local_baseline.is_wanted(experiment, data_info):
+        progress.stage("training each client alone, to compare")
+        run_plan = make_run_plan(
+            experiment, prepared.trainable, _cohort_size(experiment, len(prepared.clients))
+        )
+        alone = local_baseline.train_alone(
+            pool, run_plan, prepared.clients, prepared.params, rows, state.round, keep_logits=keep_logits
+        )
+    test, train = (
+        LabelledRows(rows.y[chosen], rows.sites[chosen] if rows.sites.size else None)
+        for chosen in (rows.test_rows, rows.parts)
+    )
+    return Judged(final, test, train, alone)
 
 
 def _run_rounds(

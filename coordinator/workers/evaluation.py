@@ -18,7 +18,7 @@ CHUNK_ROWS = 4 * EVALUATION_ROWS
 """Test rows per job; fixed, so that sums do not depend on the number of workers."""
 
 
-def evaluate(pool: WorkerPool, test_rows: int, params: Tensors) -> Evaluation:
+def evaluate(pool: WorkerPool, test_rows: int, params: Tensors, *, keep_logits: bool = False) -> Evaluation:
     """The evaluation of `params` on all test rows: chunks run in the workers and are merged in row order."""
     if isinstance(params, arrays.StoredArrays) and isinstance(params.payload, arrays.FilePayload):
         with params.payload.path.open("rb") as file:
@@ -26,8 +26,11 @@ def evaluate(pool: WorkerPool, test_rows: int, params: Tensors) -> Evaluation:
     else:
         pool.broadcast({"kind": "candidate"}, [arrays.encode(params)])
     starts = range(0, test_rows, CHUNK_ROWS)
-    jobs = [Job(start, {"kind": "evaluate", "start": start, "stop": start + CHUNK_ROWS}) for start in starts]
-    parts = {job.key: _decode_evaluation(reply) for job, reply in pool.run(jobs)}
+    jobs = [
+        Job(start, {"kind": "evaluate", "start": start, "stop": start + CHUNK_ROWS, "logits": keep_logits})
+        for start in starts
+    ]
+    parts = {job.key: decode_evaluation(reply) for job, reply in pool.run(jobs)}
     return merge(parts[start] for start in starts)
 
 
@@ -51,7 +54,17 @@ def score_sites(
     }
 
 
-def _decode_evaluation(reply: Frame) -> Evaluation:
-    counts = arrays.decode(reply.blobs[0])
-    correct, labels = (counts[name].astype(np.int64) for name in ("correct", "labels"))
-    return Evaluation(reply.values["loss_sum"], correct, labels)
+def encode_evaluation(result: Evaluation) -> tuple[dict[str, Any], list[bytes]]:
+    """A worker's reply that holds an evaluation."""
+    per_row: dict[str, npt.NDArray[Any]] = {"correct": result.correct, "labels": result.labels}
+    if result.logits is not None:
+        per_row["logits"] = result.logits
+    return {"loss_sum": result.loss_sum}, [arrays.encode(per_row)]
+
+
+def decode_evaluation(reply: Frame) -> Evaluation:
+    """The evaluation in a worker's reply."""
+    per_row = arrays.decode(reply.blobs[0])
+    correct, labels = (per_row[name].astype(np.int64) for name in ("correct", "labels"))
+    logits = np.asarray(per_row["logits"], np.float32) if "logits" in per_row else None
+    return Evaluation(reply.values["loss_sum"], correct, labels, logits)

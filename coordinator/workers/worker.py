@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from coordinator.errors import DISK_ERRNOS, UserError
-from coordinator.workers import (
-    faults,
-    workspace,
-)
+from coordinator.workers import faults, workspace
+from coordinator.workers.evaluation import encode_evaluation
 from edge_client.data.examples import Examples
 from edge_client.processes.channel import Closed, Frame, read_ahead, send_frame
 from edge_client.processes.process import die_with_parent, fork_each
+from edge_client.train.evaluation import Evaluation
 from edge_client.train.trainer import Runtime, Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage
@@ -68,6 +68,7 @@ class Worker:
             "open": self._open,
             "model": self._set_model,
             "train": self._train,
+            "train_alone": self._train_alone,
             "candidate": self._set_candidate,
             "evaluate": self._evaluate,
         }
@@ -117,8 +118,7 @@ class Worker:
         assert self._run is not None and self._round is not None
         task = TaskMessage.from_json(frame.values["task"])
         client_state = unflatten(arrays.decode(frame.blobs[0]))
-        rows = self._run.part(frame.values["part"])
-        examples = Examples(self._run.x[rows], self._run.y[rows])
+        examples = self._examples(self._run.part(frame.values["part"]))
         trainer = Trainer(self._runtime(frame.values["runtime"]))
         local = trainer.train(
             self._round.params, TrainTask.of(task, self._round.streams), examples, client_state
@@ -146,11 +146,27 @@ class Worker:
         """Scores the rows [start, stop) of the test part."""
         assert self._run is not None
         rows = self._run.test_rows[frame.values["start"] : frame.values["stop"]]
-        result = Trainer(self._runtime("evaluation")).evaluate(
-            self._candidate, Examples(self._run.x[rows], self._run.y[rows])
+        return encode_evaluation(self._score(self._candidate, rows, frame.values["logits"]))
+
+    def _train_alone(self, frame: Frame) -> Reply:
+        """Trains a client on its own rows and scores the result on its own test rows."""
+        assert self._run is not None and self._round is not None
+        start, part = self._round.params, frame.values["part"]
+        task = TrainTask.of(TaskMessage.from_json(frame.values["task"]), {})
+        local = Trainer(self._runtime(frame.values["runtime"])).train(
+            start, task, self._examples(self._run.part(part))
         )
-        counts = arrays.encode({"correct": result.correct, "labels": result.labels})
-        return {"loss_sum": result.loss_sum}, [counts]
+        trained = {name: start[name] + delta for name, delta in local.update.delta.items()}
+        own_rows = self._run.test_rows[self._run.owners == part]
+        return encode_evaluation(self._score({**start, **trained}, own_rows, frame.values["logits"]))
+
+    def _score(self, params: Params, rows: npt.NDArray[np.int64], keep_logits: bool) -> Evaluation:
+        trainer = Trainer(self._runtime("evaluation"))
+        return trainer.evaluate(params, self._examples(rows), keep_logits=keep_logits)
+
+    def _examples(self, rows: npt.NDArray[np.int64]) -> Examples:
+        assert self._run is not None
+        return Examples(self._run.x[rows], self._run.y[rows])
 
     def _spec(self, model: dict[str, Any]) -> Any:
         from models import zoo

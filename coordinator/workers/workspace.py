@@ -27,7 +27,12 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Workspace:
-    """Arrays of a prepared run, memory-mapped. `part(i)` gives the rows of client i."""
+    """Arrays of a prepared run, memory-mapped. `part(i)` gives the rows of client i.
+
+    Attributes:
+        test_rows: the held-out rows. `owners`: the client of each.
+        sites: site index of each row; empty if the data has no sites.
+    """
 
     x: npt.NDArray[Any]
     y: npt.NDArray[np.int32]
@@ -35,6 +40,7 @@ class Workspace:
     owners: npt.NDArray[np.int32]
     parts: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
+    sites: npt.NDArray[np.int32]
 
     def part(self, index: int) -> npt.NDArray[np.int64]:
         start = int(self.ends[index - 1]) if index else 0
@@ -129,4 +135,4 @@ def open_workspace(folder: Path) -> Workspace:
             empty: npt.NDArray[Any] = np.load(path, allow_pickle=False)
             return empty
 
-    return Workspace(*(load(name) for name in ("x", "y", "test_rows", "owners", "parts", "ends")))
+    return Workspace(*(load(name) for name in ("x", "y", "test_rows", "owners", "parts", "ends", "sites")))

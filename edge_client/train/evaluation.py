@@ -22,11 +22,13 @@ class Evaluation:
         loss_sum: summed over all labels.
         correct: correct labels per row, int64 [N].
         labels: counted labels per row, int64 [N]; 1 for classification, T for sequences.
+        logits: of each row, float32 [N, (T,) classes], where they were asked for.
     """
 
     loss_sum: float
     correct: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
+    logits: npt.NDArray[np.float32] | None = None
 
     @property
     def loss(self) -> float:
@@ -57,8 +59,10 @@ def merge(parts: Iterable[Evaluation]) -> Evaluation:
     """Merges evaluations of consecutive rows."""
     listed = list(parts)
     none = np.zeros(0, np.int64)
+    logits = [part.logits for part in listed if part.logits is not None]
     return Evaluation(
         loss_sum=float(sum(part.loss_sum for part in listed)),
         correct=np.concatenate([none, *(part.correct for part in listed)]),
         labels=np.concatenate([none, *(part.labels for part in listed)]),
+        logits=np.concatenate(logits) if logits else None,
     )

@@ -8,7 +8,7 @@ or TensorFlow on a larger one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -134,12 +134,13 @@ class Trainer:
         )
         return LocalResult(*apply_all(task.rule.transforms(correction, task.lr), update, kept))
 
-    def evaluate(self, params: Params, data: Examples) -> Evaluation:
+    def evaluate(self, params: Params, data: Examples, *, keep_logits: bool = False) -> Evaluation:
         """Cross-entropy and accuracy on `data`, computed from logits in float64, the same way in all runtimes."""
         parts = [
-            score(self.runtime.logits(params, part.x), part.y)
+            replace(score(logits, part.y), logits=logits if keep_logits else None)
             for start in range(0, len(data), EVALUATION_ROWS)
             for part in [data.rows(slice(start, start + EVALUATION_ROWS))]
+            for logits in [self.runtime.logits(params, part.x)]
         ]
         return merge(parts)
 

@@ -23,6 +23,7 @@ seed = 7
 dataset = "digits"
 label = "label"
 partition = "dirichlet(0.3)"
+seed = 7
 public_samples = 0
 public = false
 
@@ -63,6 +64,7 @@ engine = "processes"
 seconds_per_step = 0.05
 speed_spread = 0.0
 dropout = 0.0
+local_baseline = "auto"
 
 [simulation.faults]
 

@@ -17,6 +17,7 @@ from coordinator.commands import summaries
 from coordinator.experiments import experiment
 from coordinator.fleets.simulated import SimulatedClient
 from coordinator.reports import report, run_files
+from coordinator.reports.figures import Judged, LabelledRows
 from coordinator.rounds.events import LineFile
 from coordinator.rounds.records import Checkpoint, RoundRecord, as_row
 from edge_client.train.evaluation import Evaluation
@@ -170,7 +171,7 @@ def evaluation(correct: list[int], labels: list[int], loss_sum: float = 2.0) -> 
 
 FOUND: dict[str, Any] = {
     "fingerprint": "f", "classes": 3, "input_shape": [4], "task": "classification", "preview": ["rows"],
-    "site_names": ["north", "south", "empty"],
+    "site_names": ["north", "south", "empty"], "class_names": [],
 }  # fmt: skip
 CLIENTS = [
     SimulatedClient("a", 0, 5, "torch"),
@@ -188,7 +189,9 @@ def write(
         run_files.append_round(lines["rounds.csv"], replace(record, **changed))
     close(lines)
     resolved = experiment.resolve({"name": "trial"}, "test")
-    return report.write(out, resolved, FOUND, CLIENTS, PARAMS, final, sites)
+    labels = np.zeros(len(final.labels), np.int32)
+    judged = Judged(final, LabelledRows(labels, sites), LabelledRows(labels, sites))
+    return report.write(out, resolved, FOUND, CLIENTS, PARAMS, judged)
 
 
 def strictly(text: str) -> Any:
@@ -209,6 +212,7 @@ def test_the_report_sums_up_the_run(tmp_path: Path) -> None:
         "test_loss": 0.5,
         "test_rows": 4,
         "model_sha256": arrays.sha256((tmp_path / "model.safetensors").read_bytes()),
+        "baselines": {"majority": {"class": "0", "test_accuracy": 1.0}},
     }
     assert document["rounds"] == run_files.read_rounds(tmp_path / "rounds.csv")
     assert (document["clients"], document["runtimes"]) == (3, {"litert": 1, "torch": 2})
@@ -230,7 +234,11 @@ def test_accuracy_per_site_is_pooled_over_the_rows_of_each(tmp_path: Path) -> No
     """Rows of sequences count each of their labels; a site without test rows has no accuracy."""
     final = evaluation([3, 0, 1, 2], [4, 2, 1, 3])
     document = write(tmp_path, final, sites=np.array([0, 1, 1, 0], np.int32))
-    assert document["per_site"] == {
+    accuracy = {
+        name: {key: site[key] for key in ("test_rows", "test_accuracy")}
+        for name, site in document["per_site"].items()
+    }
+    assert accuracy == {
         "north": {"test_rows": 2, "test_accuracy": 5 / 7},
         "south": {"test_rows": 2, "test_accuracy": 1 / 3},
         "empty": {"test_rows": 0, "test_accuracy": None},

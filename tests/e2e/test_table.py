@@ -82,6 +82,17 @@ def test_hospitals_learn_together_from_a_table(tmp_path: Path) -> None:
     pooled = sum(site["test_rows"] * site["test_accuracy"] for site in sites.values())
     assert pooled / report["final"]["test_rows"] == pytest.approx(report["final"]["test_accuracy"])
 
+    metrics, baselines = report["final"]["metrics"], report["final"]["baselines"]
+    assert metrics["positive"] == "recovered"
+    assert metrics["auc"] > 0.9
+    assert sum(map(sum, metrics["confusion"])) == report["final"]["test_rows"]
+    summed = np.sum([site["metrics"]["confusion"] for site in sites.values()], axis=0)
+    assert summed.tolist() == metrics["confusion"]
+    majority, alone = baselines["majority"]["test_accuracy"], baselines["local"]["test_accuracy"]
+    assert majority < alone
+    assert all(site["baselines"].keys() == {"majority", "local"} for site in sites.values())
+    assert f"majority class {majority:.4f}, trained alone {alone:.4f}" in done.stdout
+
 
 def _without_site(text: list[str]) -> None:
     text[17] = "50,120,surgery,no,,died"

@@ -1,0 +1,131 @@
+"""Figures of a run's final model: of all held-out rows and of each site, beside those of baselines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.reports import metrics
+from coordinator.workers.evaluation import score_sites
+from edge_client.train.evaluation import Evaluation
+
+MAX_CLASSES_PER_SITE = 20
+"""Most classes for which sites list figures of every class and their confusion."""
+MAX_LOGITS = 20_000_000
+"""Most logits, rows times classes, from which figures of classes are computed; they are held in memory."""
+_DETAILS = ("classes", "confusion")
+
+
+@dataclass(frozen=True)
+class LabelledRows:
+    """Labels of rows and their sites. `y`: [N], or [N, T] for sequences. `sites`: site index of each row, None without sites."""
+
+    y: npt.NDArray[np.int32]
+    sites: npt.NDArray[np.int32] | None = None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a final model is judged by.
+
+    Attributes:
+        final: the model on the test rows, with logits if there are figures of classes.
+        test, train: the test rows, and those that the clients train on.
+        alone: each test row scored by the model that its client trained alone, or None.
+    """
+
+    final: Evaluation
+    test: LabelledRows
+    train: LabelledRows
+    alone: Evaluation | None = None
+
+
+def has_metrics(data_info: Mapping[str, Any], test_rows: int) -> bool:
+    """Whether figures of classes are computed for this data, which needs the logits of every test row."""
+    classes: int = data_info["classes"]
+    is_moderate = classes <= metrics.MAX_CLASSES and classes * test_rows <= MAX_LOGITS
+    return data_info["task"] == "classification" and is_moderate
+
+
+def of_all(judged: Judged, data_info: Mapping[str, Any]) -> dict[str, Any]:
+    """`metrics` and `baselines` over all test rows, each only if there are any."""
+    everything = np.ones(len(judged.final.labels), np.bool_)
+    if data_info["task"] == "next_token":
+        loss = judged.final.loss
+        perplexity = math.exp(loss) if math.isfinite(loss) and loss < 700 else None
+        return {"metrics": {"perplexity": perplexity}, **_baselines(judged, data_info, everything, None)}
+    return _figures(judged, data_info, everything, None, detailed=True)
+
+
+def by_site(judged: Judged, data_info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Rows, accuracy, `metrics` and `baselines` of each site; empty if the data has no sites."""
+    sites, names = judged.test.sites, data_info["site_names"]
+    if sites is None:
+        return {}
+    scored = score_sites(judged.final, sites, names)
+    detailed = data_info["classes"] <= MAX_CLASSES_PER_SITE
+    return {
+        name: {**scored[name], **_figures(judged, data_info, sites == index, index, detailed=detailed)}
+        for index, name in enumerate(names)
+    }
+
+
+def _figures(
+    judged: Judged,
+    data_info: Mapping[str, Any],
+    chosen: npt.NDArray[np.bool_],
+    site: int | None,
+    *,
+    detailed: bool,
+) -> dict[str, Any]:
+    """Figures of the test rows `chosen`, which are those of `site`, or all if it is None."""
+    baselines = _baselines(judged, data_info, chosen, site)
+    if judged.final.logits is None:
+        return baselines
+    names = data_info["class_names"]
+    figures = metrics.classification(judged.final.logits[chosen], judged.test.y[chosen], names)
+    kept = {key: value for key, value in figures.items() if detailed or key not in _DETAILS}
+    return {"metrics": kept, **baselines}
+
+
+def _baselines(
+    judged: Judged, data_info: Mapping[str, Any], chosen: npt.NDArray[np.bool_], site: int | None
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if judged.test.y.ndim == 1:
+        found["majority"] = _majority(judged, data_info["class_names"], chosen, site)
+    if judged.alone is not None:
+        found["local"] = _alone(judged.alone, judged.test.y, data_info["class_names"], chosen)
+    return {"baselines": found} if found else {}
+
+
+def _majority(
+    judged: Judged, names: Sequence[str], chosen: npt.NDArray[np.bool_], site: int | None
+) -> dict[str, Any]:
+    """The most frequent class of the site's training rows (of all, without a site), and its accuracy on the test rows."""
+    train, test = judged.train.y, judged.test.y[chosen]
+    if site is not None and judged.train.sites is not None:
+        train = train[judged.train.sites == site]
+    if not len(train):
+        return {"class": None, "test_accuracy": None}
+    winner = int(np.bincount(train[train >= 0], minlength=1).argmax())
+    return {
+        "class": str(names[winner]) if names else str(winner),
+        "test_accuracy": float((test == winner).mean()) if len(test) else None,
+    }
+
+
+def _alone(
+    alone: Evaluation, y: npt.NDArray[np.int32], names: Sequence[str], chosen: npt.NDArray[np.bool_]
+) -> dict[str, Any]:
+    labels = int(alone.labels[chosen].sum())
+    found = {"test_accuracy": int(alone.correct[chosen].sum()) / labels if labels else None}
+    if alone.logits is None:
+        return found
+    figures = metrics.classification(alone.logits[chosen], y[chosen], names)
+    return {**found, **metrics.headline(figures)}
