@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from coordinator.experiments.schema import Experiment
 from coordinator.fleets.simulated import SimulatedClient
 from coordinator.rounds.plan import RunPlan, generator
 from coordinator.workers.evaluation import decode_evaluation
 from coordinator.workers.pool import Job, WorkerPool
-from coordinator.workers.workspace import Workspace
 from edge_client.train.evaluation import Evaluation
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage
@@ -41,14 +41,14 @@ def train_alone(
     run_plan: RunPlan,
     clients: Sequence[SimulatedClient],
     params: Params,
-    rows: Workspace,
+    owners: npt.NDArray[np.int32],
     rounds: int,
     *,
     keep_logits: bool,
 ) -> Evaluation:
     """Each test row scored by the model that its client trains alone.
 
-    `params`: where every client starts. `rounds`: that the run took. The workers have the run's data and model open.
+    `params`: where every client starts. `owners`: index of the client of each test row. `rounds`: that the run took. The workers have the run's data and model open.
     """
     start = arrays.encode(params)
     pool.broadcast({"kind": "model"}, [start, arrays.encode({})])
@@ -66,7 +66,7 @@ def train_alone(
         )
         for client in clients
     )
-    return _in_row_order({job.key: decode_evaluation(reply) for job, reply in replies}, rows)
+    return _in_row_order({job.key: decode_evaluation(reply) for job, reply in replies}, owners)
 
 
 def _task(run_plan: RunPlan, client: str, base: str, rounds: int) -> TaskMessage:
@@ -84,13 +84,13 @@ def _task(run_plan: RunPlan, client: str, base: str, rounds: int) -> TaskMessage
     )
 
 
-def _in_row_order(parts: Mapping[int, Evaluation], rows: Workspace) -> Evaluation:
+def _in_row_order(parts: Mapping[int, Evaluation], owners: npt.NDArray[np.int32]) -> Evaluation:
     """The evaluations of all clients as one, in the order of the test rows."""
-    count = len(rows.test_rows)
+    count = len(owners)
     correct, labels = np.zeros(count, np.int64), np.zeros(count, np.int64)
     logits = None
     for client, part in sorted(parts.items()):
-        own = rows.owners == client
+        own = owners == client
         correct[own], labels[own] = part.correct, part.labels
         if part.logits is not None:
             logits = np.zeros((count, part.logits.shape[1]), np.float32) if logits is None else logits

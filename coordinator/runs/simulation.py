@@ -145,7 +145,13 @@ def _judge(
             experiment, prepared.trainable, _cohort_size(experiment, len(prepared.clients))
         )
         alone = local_baseline.train_alone(
-            pool, run_plan, prepared.clients, prepared.params, rows, state.round, keep_logits=keep_logits
+            pool,
+            run_plan,
+            prepared.clients,
+            prepared.params,
+            rows.owners,
+            state.round,
+            keep_logits=keep_logits,
         )
     test, train = (
         LabelledRows(rows.y[chosen], rows.sites[chosen] if rows.sites.size else None)
