@@ -45,7 +45,7 @@ from coordinator.runs.simulation_store import SimulationStore
 from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_by_group, evaluate
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
-from coordinator.workers.workspace import open_workspace
+from coordinator.workers.workspace_arrays import open_workspace
 from edge_client.files import read_regular
 from strategies.params import Params, ShapeMismatch, Tensors, require_same_shapes
 

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.errors import DISK_ERRNOS, UserError
-from coordinator.workers import faults, workspace
+from coordinator.workers import faults, workspace, workspace_arrays
 from coordinator.workers.evaluation import encode_evaluation
 from edge_client.data.examples import Examples
 from edge_client.processes.channel import Closed, Frame, read_ahead, send_frame
@@ -54,7 +54,7 @@ class Worker:
     """The state of a worker: data, model, one runtime of each kind."""
 
     def __init__(self) -> None:
-        self._run: workspace.Workspace | None = None
+        self._run: workspace_arrays.Workspace | None = None
         self._model: dict[str, Any] = {}
         self._round: RoundStart | None = None
         self._candidate: Params = {}
@@ -105,7 +105,7 @@ class Worker:
         return values | {"statistics": torch_trainer.statistics(module), "masked": spec.masked}, blobs
 
     def _open(self, frame: Frame) -> Reply:
-        self._run = workspace.open_workspace(Path(frame.values["folder"]))
+        self._run = workspace_arrays.open_workspace(Path(frame.values["folder"]))
         self._model = frame.values["model"]
         return {}, []
 

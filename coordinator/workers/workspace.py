@@ -1,4 +1,5 @@
-"""The workspace: a run's data as plain arrays in a folder, written once and memory-mapped by every worker.
+"""The workspace: a run's data as plain arrays in a folder, written once and memory-mapped by every worker
+(`coordinator.workers.workspace_arrays`).
 
 It is a subfolder of the run's folder and is removed when the run is finished. A killed run therefore leaves nothing in
 shared memory, and a resumed run finds its data or loads it again.
@@ -11,7 +12,6 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +23,6 @@ from edge_client.files import write_durably
 from models import datasets
 
 _FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """Arrays of a prepared run, memory-mapped. `part(i)` gives the rows of client i.
-
-    Attributes:
-        test_rows: the held-out rows. `owners`: the client of each.
-        sites: site index of each row; empty if the data has no sites.
-    """
-
-    x: npt.NDArray[Any]
-    y: npt.NDArray[np.int32]
-    test_rows: npt.NDArray[np.int64]
-    owners: npt.NDArray[np.int32]
-    parts: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
-    sites: npt.NDArray[np.int32]
-
-    def part(self, index: int) -> npt.NDArray[np.int64]:
-        start = int(self.ends[index - 1]) if index else 0
-        return self.parts[start : int(self.ends[index])]
 
 
 def prepare(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,17 +100,3 @@ def _save_durably(path: Path, array: npt.NDArray[Any]) -> None:
         failed = OSError(f"{path} cannot be written: {error.strerror or error}; is the disk full?")
         failed.errno = error.errno or errno.ENOSPC
         raise failed from error
-
-
-def open_workspace(folder: Path) -> Workspace:
-    """The arrays of a prepared workspace."""
-
-    def load(name: str) -> npt.NDArray[Any]:
-        path = folder / f"{name}.npy"
-        try:
-            return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-        except ValueError:  # an empty array cannot be mapped
-            empty: npt.NDArray[Any] = np.load(path, allow_pickle=False)
-            return empty
-
-    return Workspace(*(load(name) for name in ("x", "y", "test_rows", "owners", "parts", "ends", "sites")))

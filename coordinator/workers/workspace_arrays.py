@@ -1,0 +1,46 @@
+"""The arrays of a prepared workspace, memory-mapped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Arrays of a prepared run, memory-mapped. `part(i)` gives the rows of client i.
+
+    Attributes:
+        test_rows: the held-out rows. `owners`: the client of each.
+        sites: site index of each row; empty if the data has no sites.
+    """
+
+    x: npt.NDArray[Any]
+    y: npt.NDArray[np.int32]
+    test_rows: npt.NDArray[np.int64]
+    owners: npt.NDArray[np.int32]
+    parts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    sites: npt.NDArray[np.int32]
+
+    def part(self, index: int) -> npt.NDArray[np.int64]:
+        start = int(self.ends[index - 1]) if index else 0
+        return self.parts[start : int(self.ends[index])]
+
+
+def open_workspace(folder: Path) -> Workspace:
+    """The arrays of a prepared workspace."""
+
+    def load(name: str) -> npt.NDArray[Any]:
+        path = folder / f"{name}.npy"
+        try:
+            return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        except ValueError:  # an empty array cannot be mapped
+            empty: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+            return empty
+
+    return Workspace(*(load(name) for name in ("x", "y", "test_rows", "owners", "parts", "ends", "sites")))
