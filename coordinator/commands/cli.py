@@ -30,6 +30,7 @@ from coordinator.commands import (
     pretrain,
     release,
     rollout,
+    statistics,
 )
 from coordinator.commands import doctor as checks
 from coordinator.commands.options import DataDir, ExperimentFile, Json, RunFolder, Sets, serve_signature
@@ -152,6 +153,7 @@ serve.__signature__ = serve_signature()  # type: ignore[attr-defined]
 app.command(epilog="Example: fedloop docs real-fleet")(documentation.docs)
 app.command(epilog="Example: fedloop serve --device 0.0.0.0:8443 --name fed.example.org")(serve)
 app.command(epilog="Example: fedloop run my.toml --set federation.rounds=5 --out runs/fleet")(fleet.run)
+app.command(epilog="Example: fedloop statistics my.toml --out runs/statistics")(statistics.statistics)
 app.command(epilog="Example: fedloop compress runs/shakespeare --student charlm --set student.width=48")(
     compress.compress
 )

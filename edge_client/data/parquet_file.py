@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from edge_client.data.connector import Connector, DataConfig, DataProblem
 from edge_client.data.options import TableOptions, read_only_problem, read_options
-from edge_client.data.rows import Rows, files_connector
+from edge_client.data.rows import files_connector
 from edge_client.data.table import BLOCK_ROWS, Table
 from edge_client.data.table_reader import read_rows
+
+T = TypeVar("T")
 
 
 def open_connector(config: DataConfig) -> Connector:
@@ -25,10 +27,15 @@ def open_connector(config: DataConfig) -> Connector:
     except ModuleNotFoundError:
         raise DataProblem("parquet data needs pyarrow on this device: pip install 'fedloop[data]'") from None
 
-    return files_connector(options, path, lambda each: _rows(each, options))
+    return files_connector(options, path, lambda each: read_parquet(each, options, read_rows))
 
 
-def _rows(path: Path, options: TableOptions) -> Rows:
+def read_parquet(path: Path, options: TableOptions, use: Callable[[Table, TableOptions], T]) -> T:
+    """What `use` returns for the table of a file.
+
+    Raises:
+        DataProblem: it cannot be read.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -37,9 +44,7 @@ def _rows(path: Path, options: TableOptions) -> Rows:
             schema = file.schema_arrow
             columns = _columns(options, tuple(schema.names))
             kinds = tuple(str(schema.field(name).type) for name in columns)
-            return read_rows(
-                Table(str(path), columns, kinds, enumerate(_cells(file, columns), 1), "row"), options
-            )
+            return use(Table(str(path), columns, kinds, enumerate(_cells(file, columns), 1), "row"), options)
     except OSError as error:
         raise read_only_problem(path, error) from None
     except pyarrow.ArrowException as error:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote
 
 from edge_client.data.connector import Connector, DataConfig, DataProblem
 from edge_client.data.options import TableOptions, read_options
-from edge_client.data.rows import Rows, RowsConnector
+from edge_client.data.rows import RowsConnector
 from edge_client.data.table import Table
 from edge_client.data.table_reader import read_rows
 
 _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 _BUSY_SECONDS = 10.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,15 @@ def open_connector(config: DataConfig) -> Connector:
         raise DataProblem(
             "sqlite data has no option test_path; name a column of the query by the option split"
         )
-    return RowsConnector(options, lambda: _rows(path, options))
+    return RowsConnector(options, lambda: read_query(path, options, read_rows))
 
 
-def _rows(path: Path, options: SqliteOptions) -> Rows:
+def read_query(path: Path, options: SqliteOptions, use: Callable[[Table, TableOptions], T]) -> T:
+    """What `use` returns for the table that the query selects.
+
+    Raises:
+        DataProblem: there is no file, or the query cannot be answered.
+    """
     if not path.is_file():
         raise DataProblem(f"{path}: no such file; `path` of the data set names it")
     try:
@@ -51,7 +60,7 @@ def _rows(path: Path, options: SqliteOptions) -> Rows:
             if len(set(columns)) < len(columns):
                 raise DataProblem(f"{path}: the query has two columns of one name; name them apart with AS")
             table = Table(str(path), columns, (), enumerate(cursor, 1), "row")
-            return read_rows(table, options)
+            return use(table, options)
     except (sqlite3.Error, sqlite3.Warning) as error:
         raise DataProblem(f"{path}: the query cannot be answered: {error}") from None
 

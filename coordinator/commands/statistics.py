@@ -1,0 +1,107 @@
+"""`fedloop statistics`: what the sites' data is like, without any of its rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coordinator.commands.options import ExperimentFile, Json, Sets
+from coordinator.commands.output import format_metric, make_table, output_console, print_json
+from coordinator.output_folders import begin, require_new
+
+REPORT_NAME = "statistics.json"
+
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", help=f"Folder for {REPORT_NAME}; new or empty. Default: none is written."),
+]
+
+
+def statistics(
+    experiment: ExperimentFile = None, sets: Sets = None, out: Out = None, as_json: Json = False
+) -> None:
+    """Show counts, means, drift and label balance of each site's training rows, without any single row.
+
+    Over the clients of a simulation of EXPERIMENT.toml. A count of fewer than 10 rows is never shown.
+    """
+    from coordinator.experiments import experiment as experiments
+    from coordinator.runs.simulated_statistics import simulate_statistics
+
+    if out is not None:
+        require_new(out)
+    _show(simulate_statistics(experiments.load(experiment, sets or [])), out, as_json=as_json)
+
+
+def _show(report: Mapping[str, Any], out: Path | None, *, as_json: bool) -> None:
+    if out is not None:
+        begin(out, REPORT_NAME, json.dumps(report, indent=2) + "\n")
+    if as_json:
+        print_json(report)
+        return
+    console = output_console()
+    console.print(_site_table(report))
+    console.print()
+    console.print(_column_table(report))
+    for line in _notes(report, out):
+        console.print(line)
+
+
+def _site_table(report: Mapping[str, Any]) -> Any:
+    table = make_table(
+        "site", "rows", "missing", "largest drift", "label drift", "labels", right=("rows", "missing")
+    )
+    for name, site in report["sites"].items():
+        if site["rows"] is None:
+            table.add_row(name, f"< {report['minimum_count']}", "-", "-", "-", "-")
+            continue
+        columns = site["columns"]
+        drift = max(
+            ((column["drift"], each) for each, column in columns.items() if column["drift"] is not None),
+            default=None,
+        )
+        shown = "-" if drift is None else f"{drift[0]:.2f} {drift[1]}"
+        missing = [column["missing"] for column in columns.values() if column["missing"] is not None]
+        share = f"{sum(missing) / len(missing):.1%}" if missing else "-"
+        labels = _labels(site["labels"], site["rows"])
+        table.add_row(name, f"{site['rows']:,}", share, shown, format_metric(site["label_drift"], 2), labels)
+    pool = report["pooled"]
+    table.add_row("all", f"{pool['rows']:,}", "", "", "", _labels(pool["labels"], pool["rows"]))
+    return table
+
+
+def _labels(labels: Mapping[str, Any], rows: int) -> str:
+    parts = [f"{name} {count / rows:.0%}" for name, count in list(labels["told"].items())[:6]]
+    return ", ".join(parts + (["others"] if labels["other"] or len(labels["told"]) > 6 else []))
+
+
+def _column_table(report: Mapping[str, Any]) -> Any:
+    table = make_table(
+        "column", "values", "mean", "deviation", "drifts at", right=("values", "mean", "deviation")
+    )
+    for name, column in report["pooled"]["columns"].items():
+        drifting = [
+            f"{site} {each['columns'][name]['drift']:.2f}"
+            for site, each in report["sites"].items()
+            if (each["columns"].get(name, {}).get("drift") or 0) >= 0.1
+        ]
+        values = "-" if column["count"] is None else f"{column['count']:,}"
+        if column["kind"] == "category":
+            told = len(column.get("categories", ()))
+            table.add_row(name, values, f"{told} categories", "", ", ".join(drifting))
+        else:
+            mean, spread = (column.get(key) for key in ("mean", "deviation"))
+            shown = ["-" if value is None else f"{value:.4g}" for value in (mean, spread)]
+            table.add_row(name, values, *shown, ", ".join(drifting))
+    return table
+
+
+def _notes(report: Mapping[str, Any], out: Path | None) -> Iterator[str]:
+    for site, reason in report["silent"].items():
+        yield f"{site} told nothing: {reason}"
+    yield "drift: population stability index against all sites; 0.1 is moderate, 0.25 large"
+    if out is not None:
+        yield f"all figures in {out / REPORT_NAME}"

@@ -1,0 +1,80 @@
+"""Federated statistics in simulation: over the clients of an experiment's partition, as devices with their rows tell them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from coordinator.errors import UserError
+from coordinator.experiments.schema import Experiment
+from coordinator.reports import statistics as report
+from edge_client.data.statistics import bin_edges, of_records, pooled
+from edge_client.data.table import Record
+from edge_client.wire.statistics import StatisticsRequest, StatisticsResult
+from models import datasets
+from models.datasets import columns
+from models.datasets.columns import TextTable
+
+BINS = 10
+"""Bins of a histogram."""
+
+
+def simulate_statistics(experiment: Experiment) -> dict[str, Any]:
+    """The report of a statistics round over the clients of the experiment; its data must be a table.
+
+    Raises:
+        UserError: the data is no table, or wrong.
+    """
+    data = experiment.data
+    if data.dataset != "csv" or data.path is None:
+        raise UserError(
+            f'data.dataset = {data.dataset!r}: statistics are of the columns of a table; expected data.dataset = "csv" with data.path'
+        )
+    try:
+        table, features, clients = _clients(experiment, Path(data.path))
+        request = StatisticsRequest()
+        first = _ask(table, features, data.label, clients, request)
+        request = replace(request, edges=bin_edges(pooled(first.values()), BINS))
+        return report.make_report(_ask(table, features, data.label, clients, request))
+    except datasets.DataError as error:
+        raise UserError(str(error)) from None
+
+
+def _ask(
+    table: TextTable,
+    features: Sequence[str],
+    label: str,
+    clients: Mapping[str, Sequence[Record]],
+    request: StatisticsRequest,
+) -> dict[str, StatisticsResult]:
+    return {
+        name: of_records(table, records, features=features, label=label, request=request)
+        for name, records in clients.items()
+    }
+
+
+def _clients(experiment: Experiment, path: Path) -> tuple[TextTable, Sequence[str], dict[str, list[Record]]]:
+    """The table, the columns of its input, and the training rows of each client."""
+    data, seed, count = experiment.data, experiment.seed, experiment.federation.clients
+    assert data.partition is not None, "it has a default"
+    dataset = datasets.load(
+        "csv",
+        path=path,
+        label=data.label,
+        site=data.site,
+        split=data.split,
+        features=data.features,
+        seed=seed,
+    )
+    public = datasets.public_rows(dataset, data.public_samples, seed)
+    parts = datasets.partition(data.partition, dataset, clients=count, seed=seed, exclude=public)
+    names = datasets.client_names(data.partition, dataset, len(parts))
+    table = columns.read(path)
+    taken = {data.label, data.site or "site", data.split or "split"}
+    features = data.features or [name for name in table.columns if name not in taken]
+    records = {
+        name: [table.records[row] for row in rows.tolist()] for name, rows in zip(names, parts, strict=True)
+    }
+    return table, features, records

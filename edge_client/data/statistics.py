@@ -1,0 +1,303 @@
+"""Statistics of a table's training rows that give no single row away, and their merge over sites.
+
+`edge_client.wire.statistics` says what is told and what is withheld. The merge of means and squared deviations is that of
+Chan, Golub and LeVeque (1979), exact to rounding whatever the means are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_client.data.cells import LARGEST, is_missing, number, numbers
+from edge_client.data.connector import DataConfig, DataProblem
+from edge_client.data.examples import NoExamples
+from edge_client.data.labels import class_name
+from edge_client.data.options import HELD_OUT, TableOptions
+from edge_client.data.rows import held_out_rows
+from edge_client.data.table import Column, Record, Table, held_out
+from edge_client.data.table_reader import feature_names, read_rows
+from edge_client.data.tables import TABLE_KINDS, read_table
+from edge_client.wire.statistics import (
+    EMPTY,
+    MOST_CATEGORIES,
+    MOST_COLUMNS,
+    ColumnStatistics,
+    StatisticsRequest,
+    StatisticsResult,
+)
+from edge_client.wire.strict import is_text
+
+LONGEST_TEXT = 200
+"""Characters of a category that is told by name."""
+
+Moments = tuple[int, float, float]
+"""Count, mean and standard deviation."""
+
+
+def read_statistics(config: DataConfig, request: StatisticsRequest) -> StatisticsResult:
+    """Statistics of the rows of a data set that a device trains on.
+
+    Raises:
+        NoExamples: the data set is no table.
+        DataProblem: it cannot be read.
+    """
+    if config.kind not in TABLE_KINDS:
+        raise NoExamples(
+            f"statistics are of tables ({', '.join(TABLE_KINDS)}); the data set is of kind {config.kind!r}"
+        )
+    return read_table(config, lambda table, options: _of_table(table, options, request))
+
+
+def _of_table(table: Table, options: TableOptions, request: StatisticsRequest) -> StatisticsResult:
+    records = list(table.records)
+    if not records:
+        raise DataProblem(f"{table.name}: has column names but no rows")
+    table = replace(table, records=records)
+    taken = {options.label: "label"} | ({options.split: "split"} if options.split else {})
+    features = feature_names(table, taken, options.features or None)
+    training = ~_held_out_rows(table, records, features, options)
+    return of_records(
+        table,
+        [record for record, trains in zip(records, training, strict=True) if trains],
+        features=request.columns or features,
+        label=options.label,
+        categories=tuple(options.categories),
+        request=request,
+    )
+
+
+def of_records(
+    table: Table,
+    records: Sequence[Record],
+    *,
+    features: Sequence[str],
+    label: str,
+    categories: Sequence[str] = (),
+    request: StatisticsRequest,
+) -> StatisticsResult:
+    """Statistics of some records of a table. `categories`: columns that are no numbers, even if they look so.
+
+    Raises:
+        DataProblem: a column is not there, or a number is too large.
+    """
+    least = request.minimum_count
+    if len(features) > MOST_COLUMNS:
+        raise DataProblem(
+            f"{table.name}: {len(features)} columns, statistics are of {MOST_COLUMNS} at most; name them by features"
+        )
+    if len(records) < least:
+        return StatisticsResult(0, least)
+    columns = {}
+    for name in features:
+        column = _column(table, name, records)
+        if any(isinstance(cell, list | tuple) for cell in column.cells):
+            continue  # an array, such as an image
+        columns[name] = _statistics(column, name in categories, request)
+    classes = Counter(_class(cell, table) for cell in _column(table, label, records).cells)
+    labels, other = told(classes, least)
+    return StatisticsResult(len(records), least, columns, labels, other)
+
+
+def told(counts: Mapping[str, int], least: int, most: int = MOST_CATEGORIES) -> tuple[dict[str, int], int]:
+    """The cells of a partition that are told, and how many rows the others have: 0 or at least `least`."""
+    ordered = sorted(((count, name) for name, count in counts.items()), key=lambda cell: (-cell[0], cell[1]))
+    shown = [
+        (name, count)
+        for count, name in ordered
+        if count >= least and len(name) <= LONGEST_TEXT and is_text(name)
+    ][:most]
+    hidden = sum(counts.values()) - sum(count for _, count in shown)
+    while shown and 0 < hidden < least:
+        hidden += shown.pop()[1]
+    return dict(shown), hidden
+
+
+def pooled(results: Iterable[StatisticsResult]) -> StatisticsResult:
+    """The statistics of all sites together. Of numbers they equal those of the pooled rows; of categories and classes,
+    they are lower bounds, and `other` holds the rest.
+
+    A column that is of numbers at some sites and of categories at others is what it is at most of them.
+    """
+    listed = [result for result in results if result.rows]
+    names = list(dict.fromkeys(name for result in listed for name in result.columns))
+    return StatisticsResult(
+        rows=sum(result.rows for result in listed),
+        minimum_count=min((result.minimum_count for result in listed), default=0),
+        columns={
+            name: _pooled_column([each.columns[name] for each in listed if name in each.columns])
+            for name in names
+        },
+        labels=_sums(result.labels for result in listed),
+        other_labels=sum(result.other_labels for result in listed),
+    )
+
+
+def moments(statistics: StatisticsResult) -> dict[str, Moments]:
+    """Count, mean and deviation of each column of numbers that is told."""
+    return {
+        name: (column.count, column.mean, deviation(column))
+        for name, column in statistics.columns.items()
+        if column.mean is not None
+    }
+
+
+def deviation(column: ColumnStatistics) -> float:
+    """Standard deviation, over the count."""
+    return math.sqrt((column.squares or 0.0) / column.count) if column.count else 0.0
+
+
+def bin_edges(statistics: StatisticsResult, bins: int) -> dict[str, tuple[float, ...]]:
+    """Edges between `bins` bins of equal width from the low to the high bound of each column of numbers that varies."""
+    edges = {}
+    for name, column in statistics.columns.items():
+        if column.low is not None and column.high is not None and column.low < column.high:
+            inner = np.linspace(column.low, column.high, bins + 1)[1:-1].tolist()
+            edges[name] = tuple(dict.fromkeys(inner))
+    return edges
+
+
+def _statistics(column: Column, is_category: bool, request: StatisticsRequest) -> ColumnStatistics:
+    values = numbers(column.cells, column.table.decimal_comma)
+    gaps = np.flatnonzero(np.isnan(values)).tolist()
+    if is_category or any(not is_missing(column.cells[row]) for row in gaps):
+        texts = Counter(EMPTY if cell is None else str(cell).strip() for cell in column.cells)
+        categories, other = told(texts, request.minimum_count)
+        return ColumnStatistics("category", len(column.cells), categories=categories, other=other)
+    too_large = np.flatnonzero(np.abs(values) > LARGEST)
+    if len(too_large):
+        raise column.problem(int(too_large[0]), f"is too large; expected at most {LARGEST:g}")
+    return _of_numbers(np.delete(values, gaps), request.edges.get(column.name), request.minimum_count)
+
+
+def _of_numbers(
+    values: npt.NDArray[np.float64], edges: Sequence[float] | None, least: int
+) -> ColumnStatistics:
+    if len(values) < least:
+        return ColumnStatistics("number", 0)
+    mean = float(values.mean())
+    low = high = None
+    if len(values) >= 2 * least:
+        ordered = np.sort(values)
+        low, high = float(ordered[least - 1]), float(ordered[-least])
+    return ColumnStatistics(
+        "number",
+        len(values),
+        mean=mean,
+        squares=float(((values - mean) ** 2).sum()),
+        low=low,
+        high=high,
+        histogram=() if edges is None else _histogram(values, edges, least),
+    )
+
+
+def _histogram(values: npt.NDArray[np.float64], edges: Sequence[float], least: int) -> tuple[int, ...]:
+    counts = np.bincount(np.searchsorted(edges, values, side="right"), minlength=len(edges) + 1)
+    by_bin = {str(place): int(count) for place, count in enumerate(counts) if count}
+    shown, _ = told(by_bin, least)
+    return tuple(shown.get(str(place), 0) for place in range(len(counts)))
+
+
+def _pooled_column(columns: Sequence[ColumnStatistics]) -> ColumnStatistics:
+    ((kind, _),) = Counter(column.kind for column in columns).most_common(1)
+    alike = [column for column in columns if column.kind == kind and column.count]
+    if not alike:
+        return ColumnStatistics(kind, 0)
+    merged = reduce(_merged, alike)
+    if kind == "category":
+        other = sum(column.other for column in alike)
+        return replace(merged, categories=_sums(column.categories for column in alike), other=other)
+    lows = [column.low for column in alike if column.low is not None]
+    highs = [column.high for column in alike if column.high is not None]
+    binned = [column.histogram for column in alike if column.histogram]
+    return replace(
+        merged,
+        low=min(lows, default=None),
+        high=max(highs, default=None),
+        histogram=tuple(sum(counts) for counts in zip(*binned, strict=True)),
+    )
+
+
+def _merged(first: ColumnStatistics, second: ColumnStatistics) -> ColumnStatistics:
+    """Count, mean and squared deviations of both together."""
+    count = first.count + second.count
+    if first.mean is None or second.mean is None:
+        return replace(first, count=count)
+    apart, share = second.mean - first.mean, second.count / count
+    between = apart * apart * first.count * share
+    squares = (first.squares or 0.0) + (second.squares or 0.0) + between
+    return replace(first, count=count, mean=first.mean + apart * share, squares=squares)
+
+
+def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(sorted(total.items(), key=lambda cell: (-cell[1], cell[0])))
+
+
+def _column(table: Table, name: str, records: Sequence[Record]) -> Column:
+    place = table.index(name, "statistics")
+    return Column(table, name, [cells[place] for _, cells in records], [at for at, _ in records])
+
+
+def _class(cell: object, table: Table) -> str:
+    """The name of a label's class, so that 1 and 1.0 are one."""
+    text = EMPTY if cell is None else str(cell).strip()
+    value = number(text, table.decimal_comma)
+    return text if value is None else class_name(value)
+
+
+def _held_out_rows(
+    table: Table, records: Sequence[Record], features: Sequence[str], options: TableOptions
+) -> npt.NDArray[np.bool_]:
+    """[N]: the rows that the device does not train on, chosen as for training.
+
+    Where the options do not name the categories or classes of a column of texts, its own texts in order stand for them.
+    """
+    if options.test_path is not None:
+        return np.zeros(len(records), np.bool_)
+    if options.split:
+        return held_out(_column(table, options.split, records))
+    share = HELD_OUT if options.held_out is None else options.held_out
+    texts = {**_own_texts(table, records, features), **options.categories}
+    few = tuple(
+        name for name in features if name in options.categories or len(texts.get(name, ())) <= MOST_CATEGORIES
+    )
+    if not few:
+        return np.zeros(len(records), np.bool_)
+    chosen = replace(
+        options,
+        features=few,
+        categories={name: names for name, names in texts.items() if name in few},
+        classes=options.classes or _own_classes(table, records, options.label),
+        standardise=options.standardise if options.dtype == "int32" else "local",
+    )
+    rows = read_rows(table, chosen)
+    return held_out_rows(rows.x, rows.y, share)
+
+
+def _own_texts(
+    table: Table, records: Sequence[Record], features: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    found = {}
+    for name in features:
+        cells = _column(table, name, records).cells
+        gaps = np.flatnonzero(np.isnan(numbers(cells, table.decimal_comma))).tolist()
+        stray = [
+            row for row in gaps if not is_missing(cells[row]) and not isinstance(cells[row], list | tuple)
+        ]
+        if stray:
+            found[name] = tuple(sorted({str(cell).strip() for cell in cells if cell is not None} - {EMPTY}))
+    return found
+
+
+def _own_classes(table: Table, records: Sequence[Record], label: str) -> tuple[str, ...]:
+    names = {_class(cell, table) for cell in _column(table, label, records).cells}
+    return () if all(name.isdecimal() for name in names) else tuple(sorted(names - {EMPTY}))
