@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -37,8 +37,27 @@ def begin(out: Path, name: str, content: str) -> None:
         raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
 
 
+@contextmanager
+def undone_if_refused(out: Path, begun: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Leaves a new or empty folder as it was if the block raises `UserError`, and no folder above it that is new.
+
+    The same command then works once its mistake is corrected. `begun`: whether there is work in it by now to keep.
+    """
+    missing = [each for each in (out, *out.parents) if not each.exists()]
+    try:
+        yield
+    except UserError:
+        if not begun():
+            if out.is_dir():
+                clear(out)
+            with suppress(OSError):  # something else was put there meanwhile
+                for folder in missing:
+                    folder.rmdir()
+        raise
+
+
 def clear(folder: Path) -> None:
-    """Removes everything in a folder, so that the same command works once its mistake is corrected."""
+    """Removes everything in a folder."""
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 

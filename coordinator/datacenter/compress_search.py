@@ -26,7 +26,7 @@ from coordinator.datacenter.documents import LINEAGE, MODEL, PARAMS, PIPELINE, R
 from coordinator.datacenter.jobs import Environment, Job
 from coordinator.errors import UserError
 from coordinator.experiments.validation import to_user_error
-from coordinator.output_folders import require_new
+from coordinator.output_folders import require_new, undone_if_refused
 from coordinator.storage.private_folders import private_folder
 
 FOLDER = "search"
@@ -104,8 +104,9 @@ def search(
         UserError: `folder` holds no trained model, the request is wrong, or `out` is something else.
         RunInterrupted: the worker failed; the message says where its log is.
     """
-    require_new(out, may_continue=(out / FOLDER).is_dir())
-    with private_folder() as scratch:
+    started = (out / FOLDER).is_dir()
+    require_new(out, may_continue=started)
+    with undone_if_refused(out, lambda: started), private_folder() as scratch:
         pipeline = request.pipeline.model_copy(update={"test_rows": 2 * request.pipeline.test_rows})
         source = SourceReader(pipeline, scratch, environment, request.data_options).read(folder)
         choosing, scoring = _halves(source)

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -34,7 +33,7 @@ from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.experiment import apply_settings
 from coordinator.experiments.validation import read_table, to_user_error
-from coordinator.output_folders import require_new
+from coordinator.output_folders import require_new, undone_if_refused
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import file_sha256, write_durably
 from models import catalog
@@ -127,9 +126,9 @@ def compress(
         source = SourceReader(request.pipeline, scratch, environment, request.data_options).read(folder)
         pipeline = _complete(request, source)
         teachers = _teachers(pipeline, request.origin)
-        out.mkdir(parents=True, exist_ok=True)
-        write_pipeline(out, pipeline)
-        try:
+        with undone_if_refused(out, lambda: started):
+            out.mkdir(parents=True, exist_ok=True)
+            write_pipeline(out, pipeline)
             result = run_steps(
                 source,
                 pipeline.step,
@@ -139,10 +138,6 @@ def compress(
                 teachers=teachers,
                 keep_on_failure=keep_on_failure,
             )
-        except UserError:
-            if not started:
-                shutil.rmtree(out)  # so that the same command works once the mistake is corrected
-            raise
     return write_report(source, result, out)
 
 

@@ -27,7 +27,7 @@ from coordinator.datacenter.pretrain_report import write_report
 from coordinator.datacenter.training_data import as_user_errors
 from coordinator.errors import UserError
 from coordinator.experiments.experiment import read_toml
-from coordinator.output_folders import begin, clear, require_new, resumable
+from coordinator.output_folders import begin, require_new, resumable, undone_if_refused
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import write_durably
 from models import options
@@ -45,8 +45,9 @@ def pretrain(config: Pretraining, out: Path, environment: Environment) -> dict[s
     """
     _check_queue(config, environment)
     require_new(out, hint=f", or resume with: fedloop pretrain --resume {out}")
-    begin(out, CONFIG, config.to_toml())
-    return _run(config, out, environment)
+    with undone_if_refused(out, lambda: jobs.read(out) is not None):
+        begin(out, CONFIG, config.to_toml())
+        return _run(config, out, environment)
 
 
 def resume(out: Path, environment: Environment, sets: Sequence[str] = (), plan: str = "") -> dict[str, Any]:
@@ -159,18 +160,13 @@ def _load_data(config: Pretraining, folder: Path, environment: Environment) -> d
 def _run(config: Pretraining, out: Path, environment: Environment) -> dict[str, Any]:
     progress = environment.progress
     with resumable(f"resume with: fedloop pretrain --resume {out}", JobFailed):
-        try:
-            progress.stage(f"loading {config.data.dataset}")
-            data = _load_data(config, out / "data", environment)
-            for line in data["preview"]:
-                progress.note(line)
-            if jobs.read(out) is None:
-                progress.stage("checking the plan")
-                write_durably(out / _CHECKED, json.dumps(check(config, data)).encode())
-        except UserError:
-            if jobs.read(out) is None:
-                clear(out)
-            raise
+        progress.stage(f"loading {config.data.dataset}")
+        data = _load_data(config, out / "data", environment)
+        for line in data["preview"]:
+            progress.note(line)
+        if jobs.read(out) is None:
+            progress.stage("checking the plan")
+            write_durably(out / _CHECKED, json.dumps(check(config, data)).encode())
         checked = json.loads((out / _CHECKED).read_text("utf-8"))
         for line in _describe_scaling(config, data):
             progress.note(line)

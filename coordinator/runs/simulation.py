@@ -31,7 +31,7 @@ from coordinator.experiments.experiment import read_toml, resolve
 from coordinator.experiments.schema import Experiment, Runtime
 from coordinator.extras import problems_with
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, virtual_time
-from coordinator.output_folders import begin, clear, locked, require_new, resumable
+from coordinator.output_folders import begin, locked, require_new, resumable, undone_if_refused
 from coordinator.reports import report
 from coordinator.reports.figures import Judged, LabelledRows, has_metrics
 from coordinator.reports.progress import Progress, Quiet
@@ -70,13 +70,9 @@ def simulate(experiment: Experiment, out: Path, environment: Environment) -> dic
     require_new(out, hint=f", or go on with: fedloop simulate --resume {out}")
     if lacking := problems_with(experiment.federation.runtimes):
         raise UserError("\n".join(lacking))
-    begin(out, "experiment.toml", experiment.to_toml())
-    try:
+    with undone_if_refused(out, (out / "checkpoint" / "checkpoint.json").exists):
+        begin(out, "experiment.toml", experiment.to_toml())
         return _run(experiment, out, environment)
-    except UserError:
-        if not (out / "checkpoint" / "checkpoint.json").exists():
-            clear(out)
-        raise
 
 
 def resume(out: Path, environment: Environment) -> dict[str, Any]:
