@@ -71,7 +71,7 @@ class Agent:
         self._hold = False
         self._checkin_at = 0.0
         self._retry = RetrySchedule(host.now, host.rng)
-        self._status = status.Writer(executor.config.state_dir, host.wall, host.notify)
+        self._status = status.Writer(executor.config.state_dir, host.wall, host.notify, host.log)
         self._membership = Membership(executor.config, host, self._status.note)
         self._releases = Releases(executor.config, host.now, host.rng)
         self._task = TaskSession(executor, host, self._membership, self._status, lambda: self._ending)

@@ -26,6 +26,7 @@ class HostEnvironment:
         ineligible: reasons why nothing may run now.
         datasets: logical name -> number of training rows, of readable data sets.
         runtimes: name -> version of allowed runtimes that work, in order of preference.
+        notify: reports to the service manager. log: shows a line to whoever watches the daemon.
     """
 
     ineligible: Callable[[], tuple[str, ...]]
@@ -36,6 +37,7 @@ class HostEnvironment:
     wall: Callable[[], float] = time.time
     rng: random.Random = field(default_factory=random.SystemRandom)
     notify: Callable[[str], None] = lambda message: None
+    log: Callable[[str], None] = lambda line: None
 
 
 def read_desired(config: EdgeConfig, state: State, host: HostEnvironment) -> Desired:

@@ -8,9 +8,10 @@ SIGUSR1 and SIGHUP wake it.
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from types import FrameType
 
 import sdnotify
@@ -37,7 +38,7 @@ def run(config: EdgeConfig) -> None:
     """
     state = State(config.state_dir)
     wakeup = WakeupPipe()
-    host = host_environment(config, sdnotify.SystemdNotifier().notify, changed=wakeup.set)
+    host = host_environment(config, sdnotify.SystemdNotifier().notify, changed=wakeup.set, log=_log)
     agent = Agent(_executor(config, state), host, wakeup)
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -61,7 +62,10 @@ def run(config: EdgeConfig) -> None:
 
 
 def host_environment(
-    config: EdgeConfig, notify: Callable[[str], None], changed: Callable[[], None] = lambda: None
+    config: EdgeConfig,
+    notify: Callable[[str], None],
+    changed: Callable[[], None] = lambda: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> HostEnvironment:
     """The environment of this machine."""
     installed = installed_runtimes()
@@ -75,6 +79,7 @@ def host_environment(
         runtimes={name: installed[name] for name in config.runtimes if name in installed},
         models=installed_models(),
         notify=notify,
+        log=log,
     )
 
 
@@ -87,6 +92,13 @@ def wipe(config: EdgeConfig) -> None:
     """Removes all files of runs."""
     with closing(State(config.state_dir)) as state:
         _executor(config, state).wipe()
+
+
+def _log(line: str) -> None:
+    """Writes a line to standard error, which may be closed: a daemon outlives the terminal it was started from."""
+    with suppress(OSError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 def _executor(config: EdgeConfig, state: State) -> Executor:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from edge_client.wire.device import TaskOffer
 from edge_client.wire.strict import printable
 
 _NOTES = 10
+_WAITING = ("idle", "holding")
+"""States between tasks."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,20 @@ class Status:
 
 
 class Writer:
-    """Writes the file and reports the status to the service manager, by `notify`."""
+    """Writes the file, reports the status to the service manager, by `notify`, and logs what is new, by `log`."""
 
-    def __init__(self, folder: Path, wall: Callable[[], float], notify: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        wall: Callable[[], float],
+        notify: Callable[[str], None],
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self._path = folder / "status.json"
         self._wall = wall
         self._notify = notify
+        self._log = log
+        self._logged = ""
         self._now = Status("starting", "", wall())
         self._reached_at = 0.0
         self._notes: deque[str] = deque(maxlen=_NOTES)
@@ -58,9 +69,11 @@ class Writer:
         for text in map(printable, messages):
             if text not in self._notes:
                 self._notes.append(text)
+                self._log_line(text)
 
     def write(self, state: str, message: str, offer: TaskOffer | None = None) -> None:
         self._notify(f"STATUS={state}: {printable(message)}")
+        self._log_status(state, printable(message))
         same = state == self._now.state
         self._now = Status(
             state=state,
@@ -79,6 +92,18 @@ class Writer:
         except OSError:  # a full disk: the daemon goes on, and `read` reports the free space
             with suppress(OSError):
                 temporary.unlink()
+
+    def _log_status(self, state: str, message: str) -> None:
+        """Logs a status that differs from the last one; check-ins while waiting do not."""
+        line = f"{state}: {message}"
+        said = "waiting" if state in _WAITING else line
+        if said != self._logged:
+            self._logged = said
+            self._log_line(line)
+
+    def _log_line(self, text: str) -> None:
+        now = datetime.fromtimestamp(self._wall()).astimezone()
+        self._log(f"{now.isoformat(sep=' ', timespec='seconds')} {text}")
 
 
 def read(folder: Path) -> dict[str, Any]:
