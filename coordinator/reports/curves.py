@@ -25,6 +25,8 @@ def draw_curves(
     figure, left, right = make_figure()
     _draw_loss(left, start, rounds)
     _draw_accuracy(right, start, rounds)
+    for axes in (left, right):
+        axes.legend(frameon=False, fontsize=9)
     figure.suptitle(title)
     write_durably(path, as_png(figure))
 
@@ -60,8 +62,8 @@ def _draw_loss(axes: Axes, start: Mapping[str, Any], rounds: Sequence[Mapping[st
         label="training (clients' mean)",
         color="#8a8a8a",
     )
-    axes.plot([0, *numbers], _curve([start, *rounds], "test_loss"), label="test", color="#1f6feb")
-    _style(axes, "loss (cross-entropy)", numbers)
+    axes.plot([0, *numbers], curve([start, *rounds], "test_loss"), label="test", color="#1f6feb")
+    style_axes(axes, "loss (cross-entropy)", numbers)
     axes.set_ylim(bottom=0)
 
 
@@ -70,16 +72,14 @@ def _draw_accuracy(axes: Axes, start: Mapping[str, Any], rounds: Sequence[Mappin
     of_clients = [row for row in rounds if row["client_accuracy_median"] is not None]
     if of_clients:
         scored = [row["round"] for row in of_clients]
-        low, high = _curve(of_clients, "client_accuracy_min"), _curve(of_clients, "client_accuracy_max")
+        low, high = curve(of_clients, "client_accuracy_min"), curve(of_clients, "client_accuracy_max")
         axes.fill_between(
             scored, low, high, color="#1f6feb", alpha=0.15, lw=0, label="clients, minimum to maximum"
         )
-        middle = _curve(of_clients, "client_accuracy_median")
+        middle = curve(of_clients, "client_accuracy_median")
         axes.plot(scored, middle, color="#1f6feb", ls=":", label="clients, median")
-    axes.plot(
-        [0, *numbers], _curve([start, *rounds], "test_accuracy"), color="#1f6feb", label="all test rows"
-    )
-    _style(axes, "test accuracy", numbers)
+    axes.plot([0, *numbers], curve([start, *rounds], "test_accuracy"), color="#1f6feb", label="all test rows")
+    style_axes(axes, "test accuracy", numbers)
     axes.set_ylim(0, 1.01)
     last = rounds[-1]["test_accuracy"]
     if last is not None:
@@ -88,15 +88,16 @@ def _draw_accuracy(axes: Axes, start: Mapping[str, Any], rounds: Sequence[Mappin
         )
 
 
-def _curve(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+def curve(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """The values of one key; NaN where a row has none."""
     return [math.nan if row[key] is None else row[key] for row in rows]
 
 
-def _style(axes: Axes, label: str, numbers: Sequence[int]) -> None:
+def style_axes(axes: Axes, label: str, numbers: Sequence[int]) -> None:
+    """Labels and scales axes over the rounds `numbers`."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("round")
     axes.set_ylabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(0, max(numbers))
-    axes.legend(frameon=False, fontsize=9)

@@ -1,0 +1,74 @@
+"""The results of a sweep over its seeds: `sweep.csv`, `sweep.json` and `sweep.png`."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from coordinator import json_values
+from coordinator.reports.sweep_curves import draw_sweep
+from edge_client.files import write_durably
+
+_NOT_FIGURES = ("test_rows", "model_sha256")
+
+
+def figures(report: Mapping[str, Any]) -> dict[str, float | None]:
+    """The figures of the final model, by name; None: not measured, or not finite."""
+    return {
+        key: value
+        for key, value in report["final"].items()
+        if key not in _NOT_FIGURES and (value is None or isinstance(value, int | float))
+    }
+
+
+def write(out: Path, plan: Mapping[str, Any], reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Writes the table and the plot into `out`; returns the contents of `sweep.json`.
+
+    `plan`: contents of `plan.json`. `reports`: by folder, each as `report.json`.
+    """
+    names = list(dict.fromkeys(name for report in reports.values() for name in figures(report)))
+    rows = [_row(row, [reports[folder] for folder in row["folders"]], names) for row in plan["rows"]]
+    document = {"name": plan["name"], "keys": plan["keys"], "figures": names, "rows": rows}
+    write_durably(out / "sweep.csv", _as_csv(document).encode())
+    curves = {row["label"]: [reports[folder] for folder in row["folders"]] for row in plan["rows"]}
+    draw_sweep(out / "sweep.png", plan["name"], curves)
+    write_durably(out / "sweep.json", json_values.dumps(document, indent=2).encode())
+    return document
+
+
+def _row(
+    row: Mapping[str, Any], reports: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, Any]:
+    """A combination with each figure's mean, sample standard deviation and values over its seeds.
+
+    A figure that one seed lacks, because it diverged, has no mean: that of the others would mislead.
+    """
+    described: dict[str, Any] = {}
+    for name in names:
+        values = [figures(report).get(name) for report in reports]
+        known = [value for value in values if value is not None]
+        complete = len(known) == len(values)
+        described[name] = {
+            "mean": fmean(known) if complete else None,
+            "std": stdev(known) if complete and len(known) > 1 else None,
+            "n": len(known),
+            "values": values,
+        }
+    return {**row, "n": len(reports), "figures": described}
+
+
+def _as_csv(document: Mapping[str, Any]) -> str:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    of_figures = [f"{name}_{what}" for name in document["figures"] for what in ("mean", "std", "n")]
+    writer.writerow([*document["keys"], "seeds", *of_figures])
+    for row in document["rows"]:
+        cells = [row["figures"][name][what] for name in document["figures"] for what in ("mean", "std", "n")]
+        writer.writerow(
+            [*row["values"].values(), row["n"], *("" if cell is None else cell for cell in cells)]
+        )
+    return buffer.getvalue()

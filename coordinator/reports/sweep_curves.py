@@ -1,0 +1,69 @@
+"""The plot of a sweep: loss and accuracy over rounds, a line and a band for each combination."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coordinator.reports.curves import as_png, curve, make_figure, style_axes
+from edge_client.files import write_durably
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_LEGEND_COLUMNS = 3
+_LEGEND_INCHES = 0.22
+_ROOM = 1.1
+"""Height of the loss axis in initial losses: a diverging run must not flatten the others."""
+
+
+def draw_sweep(path: Path, title: str, reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Draws the mean over seeds as a line, minimum to maximum as a band. `reports`: by the label of the combination."""
+    figure, left, right = make_figure()
+    colours = _colours(len(reports))
+    for colour, (label, of_seeds) in zip(colours, reports.items(), strict=True):
+        for axes, key in ((left, "test_loss"), (right, "test_accuracy")):
+            _draw(axes, [curve([each["start"], *each["rounds"]], key) for each in of_seeds], label, colour)
+    seeds = max(len(of_seeds) for of_seeds in reports.values())
+    longest = max(len(each["rounds"]) for of_seeds in reports.values() for each in of_seeds)
+    style_axes(left, "test loss", range(longest + 1))
+    style_axes(right, "test accuracy", range(longest + 1))
+    losses = [each["start"]["test_loss"] for of_seeds in reports.values() for each in of_seeds]
+    highest = max((loss for loss in losses if loss is not None), default=math.nan)
+    left.set_ylim(0, _ROOM * highest if math.isfinite(highest) else None)
+    right.set_ylim(0, 1.01)
+    lines = -(-len(reports) // _LEGEND_COLUMNS)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_INCHES * lines)
+    handles, labels = right.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=_LEGEND_COLUMNS, frameon=False, fontsize=9
+    )
+    band = f"mean of {seeds} seeds, band from minimum to maximum" if seeds > 1 else "one seed"
+    figure.suptitle(f"{title}: {band}")
+    write_durably(path, as_png(figure))
+
+
+def _draw(axes: Axes, curves: Sequence[Sequence[float]], label: str, colour: Any) -> None:
+    length = min(map(len, curves))
+    points = [[each[number] for each in curves] for number in range(length)]
+    if len(curves) > 1:
+        low, high = ([_extreme(choose, point) for point in points] for choose in (min, max))
+        axes.fill_between(range(length), low, high, color=colour, alpha=0.15, lw=0)
+    mean = [math.fsum(point) / len(point) for point in points]
+    axes.plot(range(length), mean, color=colour, label=label)
+
+
+def _extreme(choose: Callable[[Sequence[float]], float], values: Sequence[float]) -> float:
+    """The least or largest value; NaN if one is NaN, which `min` and `max` would pass over."""
+    return choose(values) if not any(map(math.isnan, values)) else math.nan
+
+
+def _colours(count: int) -> list[Any]:
+    """Colours that differ: the usual ten, or, for more, evenly spaced ones."""
+    from matplotlib import colormaps
+
+    if count <= 10:
+        return list(colormaps["tab10"].colors[:count])  # type: ignore[attr-defined]
+    return [colormaps["turbo"](index / (count - 1)) for index in range(count)]
