@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from coordinator import import_guard
 from coordinator.commands import (
@@ -26,15 +25,26 @@ from coordinator.commands import (
     documentation,
     export,
     fleet,
+    init,
     model,
     pretrain,
     release,
     rollout,
     statistics,
+    sweep,
 )
 from coordinator.commands import doctor as checks
-from coordinator.commands.options import DataDir, ExperimentFile, Json, RunFolder, Sets, serve_signature
-from coordinator.commands.output import print_json, print_summary
+from coordinator.commands.options import (
+    HELP_NAMES,
+    DataDir,
+    ExperimentFile,
+    Json,
+    RunFolder,
+    Sets,
+    serve_signature,
+    show_version,
+)
+from coordinator.commands.output import plain_console, print_json, print_output, print_summary
 from coordinator.commands.progress import RichProgress
 from coordinator.commands.summaries import demo_summary, fleet_demo_summary, loop_demo_summary, show_report
 from coordinator.errors import NothingLearnt, RunInterrupted, UserError
@@ -49,10 +59,19 @@ app = typer.Typer(
     help="Federated learning from the datacenter to the device and back.",
     no_args_is_help=True,
     suggest_commands=False,  # click does
-    add_completion=False,
+    context_settings=HELP_NAMES,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=show_version, help="Show the version and exit."),
+    ] = False,
+) -> None: ...
 
 
 @app.command(
@@ -134,7 +153,7 @@ def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
     if as_json:
         print_json([finding.to_json() for finding in findings])
     else:
-        checks.show(findings, Console())
+        print_output(checks.tabulate(findings))
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
 
@@ -150,7 +169,11 @@ def serve(**values: Any) -> None:
 
 
 serve.__signature__ = serve_signature()  # type: ignore[attr-defined]
+app.command(epilog="Example: fedloop init my-experiment")(init.init)
 app.command(epilog="Example: fedloop docs real-fleet")(documentation.docs)
+app.command(
+    epilog="Example: fedloop sweep my.toml --over strategy.name=fedavg,fedadam --over local.lr=0.02,0.05 --seeds 3"
+)(sweep.sweep)
 app.command(epilog="Example: fedloop serve --device 0.0.0.0:8443 --name fed.example.org")(serve)
 app.command(epilog="Example: fedloop run my.toml --set federation.rounds=5 --out runs/fleet")(fleet.run)
 app.command(epilog="Example: fedloop statistics my.toml --out runs/statistics")(statistics.statistics)
@@ -185,8 +208,8 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    text = escape(printable_lines(message, _ERROR_CHARACTERS))
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {text}", highlight=False)
+    text = Text.assemble(("error:", "bold red"), " ", printable_lines(message, _ERROR_CHARACTERS))
+    plain_console(stderr=True).print(text, soft_wrap=True)
     raise SystemExit(code)
 
 

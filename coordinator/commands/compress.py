@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from coordinator.commands.options import DataDir, Json, Sets
-from coordinator.commands.output import print_json, print_summary
+from coordinator.commands.output import print_summary
 from coordinator.commands.progress import RichProgress
 from coordinator.commands.summaries import compression_summary, search_summary
 from coordinator.output_folders import default_folder
@@ -114,11 +113,6 @@ def compress_search(
         report = searching.search(
             folder, request, budget, destination, Environment(data_dir, progress), first=first
         )
-    if as_json:
-        print_json({"out": str(destination), **report})
-    else:
-        console = Console(soft_wrap=True)
-        console.width = max(console.width, 110)  # a cut figure is useless
-        console.print(search_summary(report, destination), highlight=False)
+    print_summary({"out": str(destination), **report}, search_summary(report, destination), as_json=as_json)
     if report["search"]["chosen"] is None:
         raise typer.Exit(1)

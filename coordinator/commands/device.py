@@ -198,7 +198,7 @@ def _table(devices: list[dict[str, Any]]) -> Table:
     table = make_table("id", "name", "group", "state", "last seen", "runtimes")
     for each in devices:
         cells = (
-            each["id"][:8],
+            each["id"],
             each["name"],
             each["group"],
             each["state"],

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from coordinator import extras, import_guard
+from coordinator.commands.output import make_table
 from coordinator.sandbox import enter
 
 Level = Literal["ok", "note", "error"]
@@ -41,16 +41,14 @@ def examine(data_dir: Path | None) -> list[Finding]:
     return [*_names(), _python(), *_parts(), _data(data_dir), _sandbox(), _disk()]
 
 
-def show(findings: list[Finding], console: Console) -> None:
-    """Prints the findings as a table."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    table.add_column("checked")
-    table.add_column("found", overflow="fold")
-    marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "error": "[bold red]error[/]"}
+def tabulate(findings: list[Finding]) -> Table:
+    """The findings as a table."""
+    table = make_table("", "checked", "found")
+    styles = {"ok": "green", "note": "yellow", "error": "bold red"}
     for finding in findings:
-        table.add_row(marks[finding.level], finding.subject, escape(finding.message))
-    console.print(table)
+        level = Text(finding.level, style=styles[finding.level])
+        table.add_row(level, finding.subject, Text(finding.message))
+    return table
 
 
 def _names() -> Iterator[Finding]:

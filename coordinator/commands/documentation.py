@@ -5,7 +5,6 @@ The wheel carries the pages in `coordinator/docs`; a checkout has them in `docs`
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +28,6 @@ def docs(
 ) -> None:
     """Read the documentation, which is installed with Fedloop."""
     pages = _pages(documentation_folder())
-    console = Console()
     if page is None:
         width = max(map(len, pages))
         lines = [f"{name:{width}}  {_title(path)}" for name, path in pages.items()]
@@ -38,8 +36,13 @@ def docs(
     path = pages.get(page.removeprefix("docs/").removesuffix(".md"))
     if path is None:
         raise UserError(f"no page is named {page!r}{nearest(page, pages)}; `fedloop docs` lists all pages")
-    with console.pager(styles=True) if console.is_terminal else nullcontext():
-        console.print(Markdown(path.read_text("utf-8")))
+    text = path.read_text("utf-8")
+    console = Console(emoji=False)
+    if not console.is_terminal:
+        typer.echo(text, nl=False)  # laid out, it would be cut to a width that nobody has
+        return
+    with console.pager(styles=True):
+        console.print(Markdown(text))
 
 
 def _pages(folder: Path) -> dict[str, Path]:

@@ -149,7 +149,7 @@ def list_(
         items = list(client.pages(f"/models/{quote(name, safe='')}/versions", "versions", "before"))
         table = make_table("version", "stage", "kind", "aliases", "figures", "since")
         for version in items:
-            figures = printable(version_drawing.figures(version["stage"], version["metrics"]), 100)
+            figures = printable(version_drawing.figures(version["stage"], version["metrics"]))
             known_as, since = ", ".join(version["aliases"]), version["created_at"][:16]
             table.add_row(version["version"], version["stage"], version["kind"], known_as, figures, since)
     return items, table if items else ["no models; register one: fedloop model add DIR --name NAME"]
@@ -175,7 +175,7 @@ def _lines(version: Mapping[str, Any]) -> Iterator[str]:
         values = ", ".join(f"{key} {value:.6g}" for key, value in figures.items())
         yield f"  {printable(stage)}: {printable(values)}"
     for file in version["files"]:
-        yield f"  {file['sha256'][:12]}  {file['size_bytes']:>12,}  {file['path']}"
+        yield f"  {file['sha256']}  {file['size_bytes']:>12,}  {file['path']}"
 
 
 @remote_command(app, example="fedloop model alias digits:3 champion")
@@ -273,8 +273,8 @@ def diff(client: OperatorClient, before: VersionReference, after: VersionReferen
     differences = version_drawing.compare(first, second)
     table = make_table("", first["version"], second["version"])
     for row in differences:
-        values = ("-" if row[key] is None else printable(str(row[key]), 100) for key in ("before", "after"))
-        table.add_row(printable(row["what"], 100), *values)
+        values = ("-" if row[key] is None else printable(str(row[key])) for key in ("before", "after"))
+        table.add_row(printable(row["what"]), *values)
     none = [f"{first['version']} and {second['version']} have the same model, metrics and files"]
     document = {"before": first["version"], "after": second["version"], "differences": differences}
     return document, table if differences else none

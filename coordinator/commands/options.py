@@ -11,10 +11,22 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 from rich.console import ConsoleRenderable
 
-from coordinator.commands.output import output_console, print_json, print_lines
+from coordinator.commands.output import print_json, print_lines, print_output
+from coordinator.extras import installed_version
+from coordinator.import_guard import DISTRIBUTION
 from coordinator.operator.client import Coordinator, connect
 from coordinator.option_parsers import Address
 from coordinator.settings import Settings, options
+
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+"""Settings of a command whose subcommands take `-h` too."""
+
+
+def show_version(asked: bool) -> None:
+    """Prints the version and ends the command, if `--version` was given."""
+    if asked:
+        typer.echo(f"{DISTRIBUTION} {installed_version(DISTRIBUTION)}")
+        raise typer.Exit
 
 
 def command_group(help_text: str) -> typer.Typer:
@@ -69,7 +81,7 @@ def remote_command(app: typer.Typer, name: str | None = None, *, example: str) -
             if as_json:
                 print_json(document)
             elif isinstance(summary, ConsoleRenderable):
-                output_console().print(summary)
+                print_output(summary)
             else:
                 print_lines(summary)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 
 _PIPE_WIDTH = 2000
@@ -29,20 +30,30 @@ def print_summary(document: Any, summary: RenderableType, *, as_json: bool) -> N
     if as_json:
         print_json(document)
     else:
-        Console(soft_wrap=True).print(summary, highlight=False)
+        print_output(summary)
 
 
-def output_console() -> Console:
-    """Standard output; cut to the width of a terminal, complete into a pipe."""
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=_PIPE_WIDTH)
+def print_output(shown: RenderableType) -> None:
+    """Prints on standard output. Nothing is cut: long cells continue below, long lines are left to the terminal."""
+    console = plain_console()
+    if console.is_terminal:
+        words = Measurement.get(console, console.options.update(width=_PIPE_WIDTH), shown).minimum
+        console.width = max(console.width, words)
+    else:
+        console.width = _PIPE_WIDTH
+    console.print(shown, soft_wrap=True)
 
 
-def make_table(*columns: str, right: Collection[str] = (), wrap: bool = False) -> Table:
-    """An empty table without borders. `right`: columns aligned to the right; `wrap`: long cells continue below."""
+def plain_console(*, stderr: bool = False) -> Console:
+    """A console that prints text as it is: brackets are no markup, and `:key:` is no emoji."""
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
+def make_table(*columns: str, right: Collection[str] = ()) -> Table:
+    """An empty table without borders. `right`: columns aligned to the right."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=not wrap)
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return table
 
 

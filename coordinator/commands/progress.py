@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from coordinator.commands.output import format_metric
+from coordinator.commands.output import format_metric, plain_console
 
 if TYPE_CHECKING:
     # Only for type checking: the import takes longer than a short run.
@@ -21,7 +20,7 @@ class RichProgress:
     """A progress bar on a terminal; elsewhere, such as in a log, one line a round."""
 
     def __init__(self) -> None:
-        self._console = console = Console(stderr=True)
+        self._console = console = plain_console(stderr=True)
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}"), console=console, transient=True, disable=not console.is_terminal,
@@ -39,14 +38,14 @@ class RichProgress:
     ) -> None:
         self._bar.stop()
 
-    def print(self, line: str) -> None:
-        self._console.print(line, highlight=False)
+    def print(self, line: str | Text) -> None:
+        self._console.print(line, soft_wrap=True)
 
     def stage(self, message: str) -> None:
-        self._console.print(Text(message + " …", style="dim"))
+        self.print(Text(message + " …", style="dim"))
 
     def note(self, message: str) -> None:
-        self._console.print(Text("  " + message, style="dim"), soft_wrap=True)
+        self.print(Text("  " + message, style="dim"))
 
     def trained(self, line: Mapping[str, Any]) -> None:
         """Shows a job's step or epoch; without a terminal, about ten lines in all."""
@@ -69,7 +68,7 @@ class RichProgress:
             or step >= self._last_reported + steps / 10
         ):
             self._last_reported = step
-            self._console.print(f"{unit} {step}/{steps}  {figures}", highlight=False)
+            self.print(f"{unit} {step}/{steps}  {figures}")
 
     def begin(self, rounds: int, done: int) -> None:
         self._rounds = rounds
@@ -85,6 +84,4 @@ class RichProgress:
         if self._console.is_terminal and self._task is not None:
             self._bar.update(self._task, completed=record.round, figures=figures)
         else:
-            self._console.print(
-                f"round {record.round}/{self._rounds}  {figures}  {record.seconds:.2f} s", highlight=False
-            )
+            self.print(f"round {record.round}/{self._rounds}  {figures}  {record.seconds:.2f} s")

@@ -220,9 +220,7 @@ def _summary(rollout: Mapping[str, Any]) -> str:
     has_phase = rollout["phase"] >= 0 and rollout["state"] not in _ENDED
     phase = f", phase {rollout['phase'] + 1}" if has_phase else ""
     release = f"{rollout['model']}:{rollout['version']}"
-    return (
-        f"{rollout['id'][:8]}  {release:24} {rollout['state']}{phase}, since {format_time(rollout['since'])}"
-    )
+    return f"{rollout['id']}  {release:24} {rollout['state']}{phase}, since {format_time(rollout['since'])}"
 
 
 def _lines(rollout: Mapping[str, Any]) -> Iterator[str]:

@@ -68,7 +68,7 @@ def pretraining_summary(report: dict[str, Any], folder: Path) -> str:
 def plan_summary(result: dict[str, Any]) -> Group:
     """The best plans with predicted time and memory, and why the first one is best."""
     costs = ("ms a step", "predicted", "measured", "memory")
-    table = make_table("plan", *costs, right=costs, wrap=True)
+    table = make_table("plan", *costs, right=costs)
     for row in result["ranking"][:_MAX_ROWS]:
         times = (row["seconds"], row["predicted"], row["measured"])
         milliseconds = ("-" if seconds is None else f"{seconds * 1e3:.1f}" for seconds in times)
@@ -84,7 +84,7 @@ def plan_summary(result: dict[str, Any]) -> Group:
 def tuning_summary(result: dict[str, Any]) -> Group:
     """The best options, each with the loss of its longest training, and how to use the first."""
     headings = ("lr", "warmup", "batch", "steps", "loss")
-    table = make_table(*headings, right=headings, wrap=True)
+    table = make_table(*headings, right=headings)
     longest = {row["candidate"]: row for row in sorted(result["table"], key=lambda row: row["round"])}
     ranked = sorted(
         longest.values(), key=lambda row: (-row["round"], row["loss"] is None, row["loss"] or 0.0)
@@ -247,7 +247,7 @@ def _baselines(baselines: Mapping[str, Any]) -> str:
 
 def demo_summary(demo: Mapping[str, Any]) -> Group:
     """The demo's stages side by side, and where the files are."""
-    table = make_table("stage", "accuracy", "bytes", "", right=("accuracy", "bytes"), wrap=True)
+    table = make_table("stage", "accuracy", "bytes", "", right=("accuracy", "bytes"))
     for stage in demo["stages"]:
         table.add_row(stage["name"], f"{stage['accuracy']:.4f}", f"{stage['bytes']:,}", stage["detail"])
     runtimes = ", ".join(f"{count} {name}" for name, count in demo["runtimes"].items())

@@ -27,7 +27,7 @@ app = typer.Typer(
     help="Takes part in federated learning with this device's own data. Begin with: fedloop-edge enroll URL TOKEN",
     no_args_is_help=True,
     suggest_commands=False,  # click does
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -79,6 +79,14 @@ def main() -> None:
         _fail(str(error), 1)
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        from edge_client.daemon.host_environment import software_version
+
+        typer.echo(f"fedloop-edge {software_version()}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     context: typer.Context,
@@ -88,6 +96,10 @@ def _options(
         list[str] | None,
         typer.Option("--set", help="One key of the configuration, such as limits.seconds=600."),
     ] = None,
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit."),
+    ] = False,
 ) -> None:
     flags = [*(sets or []), *([f"state_dir={state_dir}"] if state_dir is not None else [])]
     context.obj = (config, flags)

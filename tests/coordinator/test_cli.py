@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from coordinator.runs import simulation as simulation
 from edge_client.commands import cli as edge
 
 FEDLOOP = Path(sys.executable).with_name("fedloop")
-COMMANDS = ("simulate", "demo", "doctor")
+COMMANDS = ("simulate", "sweep", "init", "demo", "doctor")
 TINY = [
     "data.dataset=synthetic(shape=[4], classes=2, samples=6)", "model.name=logreg", "federation.clients=2",
     "federation.rounds=1", "federation.runtimes={torch=1}", "local.epochs=1", "simulation.workers=1",
@@ -220,6 +222,23 @@ def test_help_shows_an_example_that_parses(fedloop: Fedloop, command: str) -> No
     group = typer.main.get_command(cli.app)
     subcommand = group.commands[command]  # type: ignore[attr-defined]
     subcommand.make_context(command, args)
+
+
+@pytest.mark.parametrize(("app", "name"), [(cli.app, "fedloop"), (edge.app, "fedloop-edge")])
+def test_both_commands_have_the_same_manners(app: typer.Typer, name: str) -> None:
+    shown = CliRunner().invoke(app, ["--version"])
+    assert (shown.exit_code, shown.stdout) == (0, f"{name} {version('fedloop')}\n")
+    for words in ([], ["status"] if app is edge.app else ["device", "list"]):
+        short, long = (CliRunner().invoke(app, [*words, each]) for each in ("-h", "--help"))
+        assert short.exit_code == 0
+        assert short.stdout == long.stdout != ""
+    assert "--install-completion" in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "300"}).stdout
+
+
+def test_the_shell_completes_commands() -> None:
+    asked = {"_FEDLOOP_COMPLETE": "complete_bash", "COMP_WORDS": "fedloop com", "COMP_CWORD": "1"}
+    done = subprocess.run([FEDLOOP], env={**os.environ, **asked}, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["compress", "compress-search"]
 
 
 def test_help_lists_every_command_with_a_line(fedloop: Fedloop) -> None:

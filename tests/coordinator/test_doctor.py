@@ -71,9 +71,8 @@ def test_a_contested_name_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_text_in_brackets_is_shown_verbatim() -> None:
     """`fedloop[edge]` is not markup."""
     text = io.StringIO()
-    doctor.show(
-        [Finding("LiteRT clients", "note", "pip install 'fedloop[edge]'")], Console(file=text, width=200)
-    )
+    found = [Finding("LiteRT clients", "note", "pip install 'fedloop[edge]'")]
+    Console(file=text, width=200).print(doctor.tabulate(found))
     assert "pip install 'fedloop[edge]'" in text.getvalue()
 
 

@@ -1,0 +1,101 @@
+"""`fedloop sweep`: an experiment over values of its keys and over seeds, from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group
+
+from coordinator.commands.options import DataDir, ExperimentFile, Json, RunFolder, Sets
+from coordinator.commands.output import format_metric, make_table, print_summary
+from coordinator.commands.progress import RichProgress
+from coordinator.errors import UserError
+from coordinator.output_folders import default_folder
+
+Over = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--over",
+        help="A key and its values, each as for --set; repeated, every combination is run.",
+        metavar="KEY=VALUE,VALUE",
+    ),
+]
+Seeds = Annotated[
+    int | None,
+    typer.Option(
+        "--seeds",
+        min=1,
+        max=10_000,
+        help="Seeds of each combination, counted up from the experiment's. Default: 1.",
+    ),
+]
+
+
+def sweep(
+    experiment: ExperimentFile = None,
+    over: Over = None,
+    seeds: Seeds = None,
+    sets: Sets = None,
+    out: RunFolder = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            help="Resume the sweep in this folder: finished runs are kept, the others continue.",
+            metavar="DIR",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs",
+            min=1,
+            max=1024,
+            help="Runs at once. Default: the cores, divided by the workers of a run.",
+        ),
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate an experiment over values of its keys and over seeds; compare them in one table and one plot.
+
+    Writes sweep.csv, sweep.json, sweep.png and a folder for each run. docs/experiment.md describes it.
+    """
+    from coordinator.experiments import experiment as experiments
+    from coordinator.experiments import grid
+    from coordinator.runs import sweep as runs
+    from coordinator.runs.simulation import Environment
+
+    with RichProgress() as progress:
+        environment = Environment(data_dir=data_dir, progress=progress)
+        if resume is not None:
+            if experiment is not None or over or seeds or sets or out is not None:
+                raise UserError(
+                    "--resume takes everything from its folder: omit EXPERIMENT, --over, --seeds, --set and --out"
+                )
+            document, folder = runs.resume(resume, environment, jobs=jobs), resume
+        else:
+            base = experiments.apply_settings(
+                experiments.read_toml(experiment) if experiment else {}, sets or []
+            )
+            source = str(experiment) if experiment else "experiment"
+            combinations = grid.expand(base, grid.parse_axes(over or []), seeds or 1, source)
+            name = combinations[0].experiments[0].name
+            folder = out or default_folder(f"{name}-sweep")
+            document = runs.sweep(name, combinations, folder, environment, jobs=jobs)
+    print_summary({"out": str(folder), **document}, _summary(document, folder), as_json=as_json)
+
+
+def _summary(document: Mapping[str, Any], folder: Path) -> Group:
+    """A row for each combination: the mean and the standard deviation of each figure over its seeds."""
+    names = document["figures"]
+    headings = [part for name in names for part in (name.replace("_", " "), "std")]
+    table = make_table(*document["keys"], "seeds", *headings, right=("seeds", *headings))
+    for row in document["rows"]:
+        figures = [row["figures"][name] for name in names]
+        cells = [format_metric(each[what], 4) for each in figures for what in ("mean", "std")]
+        table.add_row(*row["values"].values(), str(row["n"]), *cells)
+    return Group(table, "", f"mean and standard deviation over seeds; table, plot and runs in {folder}/")

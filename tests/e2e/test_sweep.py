@@ -1,0 +1,93 @@
+"""`fedloop sweep`: killed and resumed, one table and one plot."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import struct
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+
+from tests.support.cli import assert_refused, options, report_of, run_cli, run_here, started
+
+SMALL = options(
+    (
+        "data.dataset=synthetic(shape=[4], classes=2, samples=60)",
+        "model.name=logreg",
+        "federation.clients=3",
+        "federation.rounds=3",
+        "federation.runtimes={torch=1}",
+        "local.epochs=1",
+    )
+)
+OVER = ["--over", "strategy.name=fedavg,fedadam", "--seeds", "2"]
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_keeps_finished_runs_and_resumes_the_others(tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    with started("sweep", *SMALL, *OVER, "--jobs", "2", "--out", out) as run:
+        assert run.reaches(lambda: any(out.glob("*/report.json"))), run.errors()
+        run.send(signal.SIGKILL)
+        run.ended()
+        assert run.all_gone()
+    kept = {path: path.stat().st_mtime_ns for path in out.glob("*/report.json")}
+    assert not (out / "sweep.json").exists()
+
+    done = run_cli("sweep", "--resume", out, "--jobs", "2", "--json")
+
+    assert done.returncode == 0, done.stderr
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    document = json.loads(done.stdout)
+    assert document == {"out": str(out), **json.loads((out / "sweep.json").read_text())}
+    for row, line in zip(document["rows"], csv.DictReader((out / "sweep.csv").open(newline="")), strict=True):
+        reports = [report_of(out / folder) for folder in row["folders"]]
+        assert [each["experiment"]["seed"] for each in reports] == [7, 8] == row["seeds"]
+        assert {each["experiment"]["strategy"]["name"] for each in reports} == {
+            row["values"]["strategy.name"]
+        }
+        losses = [each["final"]["test_loss"] for each in reports]
+        assert row["figures"]["test_loss"]["mean"] == fmean(losses) == float(line["test_loss_mean"])
+        assert row["figures"]["test_loss"]["std"] == stdev(losses) == float(line["test_loss_std"])
+        assert (line["strategy.name"], line["seeds"]) == (row["values"]["strategy.name"], "2")
+    header = (out / "sweep.png").read_bytes()[:24]
+    width, height = struct.unpack(">II", header[16:24])
+    assert header.startswith(b"\x89PNG\r\n\x1a\n") and width > 600 and height > 300
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (
+            ["--over", "strategy.name=fedavg,fedadan", "--out", "x/sweep"],
+            ["strategy.name=fedadan", "fedadam"],
+        ),
+        (["--over", "local.lr=fast,0.1"], ["local.lr=fast", "number"]),
+        (["--resume", "nowhere"], ["--resume nowhere", "no sweep"]),
+        (["--resume", "nowhere", "--seeds", "2"], ["--resume", "--seeds"]),
+        (["none.toml"], ["none.toml", "no such"]),
+    ],
+)
+def test_a_refused_sweep_starts_nothing_and_leaves_nothing(
+    tmp_path: Path, arguments: list[str], named: list[str]
+) -> None:
+    assert_refused(run_here("sweep", *arguments, cwd=tmp_path), *named)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_run_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    wrong = [
+        "--set",
+        "data.dataset=csv",
+        "--set",
+        "data.path=no.csv",
+        "--set",
+        "federation.runtimes={torch=1}",
+    ]
+    done = run_here("sweep", *wrong, "--seeds", "2", "--out", "x/sweep", cwd=tmp_path)
+    assert_refused(done, "seed7", "no.csv")
+    assert list(tmp_path.iterdir()) == []
