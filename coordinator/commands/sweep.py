@@ -34,6 +34,10 @@ Seeds = Annotated[
 ]
 
 
+_SHOWN = ("test_accuracy", "test_loss", "auc", "perplexity")
+"""Figures of the printed table; `sweep.csv` has all."""
+
+
 def sweep(
     experiment: ExperimentFile = None,
     over: Over = None,
@@ -90,12 +94,14 @@ def sweep(
 
 
 def _summary(document: Mapping[str, Any], folder: Path) -> Group:
-    """A row for each combination: the mean and the standard deviation of each figure over its seeds."""
-    names = document["figures"]
+    """A row for each combination: the mean and the standard deviation of the main figures over its seeds."""
+    names = [name for name in _SHOWN if name in document["figures"]]
     headings = [part for name in names for part in (name.replace("_", " "), "std")]
     table = make_table(*document["keys"], "seeds", *headings, right=("seeds", *headings))
     for row in document["rows"]:
         figures = [row["figures"][name] for name in names]
         cells = [format_metric(each[what], 4) for each in figures for what in ("mean", "std")]
         table.add_row(*row["values"].values(), str(row["n"]), *cells)
-    return Group(table, "", f"mean and standard deviation over seeds; table, plot and runs in {folder}/")
+    return Group(
+        table, "", f"mean and standard deviation over seeds; all figures, plot and runs in {folder}/"
+    )

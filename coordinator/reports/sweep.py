@@ -10,18 +10,21 @@ from statistics import fmean, stdev
 from typing import Any
 
 from coordinator import json_values
+from coordinator.reports.metrics import HEADLINE
 from coordinator.reports.sweep_curves import draw_sweep
 from edge_client.files import write_durably
 
-_NOT_FIGURES = ("test_rows", "model_sha256")
+SCORES = ("test_accuracy", "test_loss")
+_OF_CLASSES = (*HEADLINE, "perplexity")
 
 
-def figures(report: Mapping[str, Any]) -> dict[str, float | None]:
-    """The figures of the final model, by name; None: not measured, or not finite."""
+def final_figures(report: Mapping[str, Any]) -> dict[str, float | None]:
+    """The figures of the final model, by name; None: not measured, not defined, or not finite."""
+    final = report["final"]
+    metrics = final.get("metrics") or {}
     return {
-        key: value
-        for key, value in report["final"].items()
-        if key not in _NOT_FIGURES and (value is None or isinstance(value, int | float))
+        **{key: final[key] for key in SCORES},
+        **{key: metrics[key] for key in _OF_CLASSES if key in metrics},
     }
 
 
@@ -30,7 +33,7 @@ def write(out: Path, plan: Mapping[str, Any], reports: Mapping[str, Mapping[str,
 
     `plan`: contents of `plan.json`. `reports`: by folder, each as `report.json`.
     """
-    names = list(dict.fromkeys(name for report in reports.values() for name in figures(report)))
+    names = list(dict.fromkeys(name for report in reports.values() for name in final_figures(report)))
     rows = [_row(row, [reports[folder] for folder in row["folders"]], names) for row in plan["rows"]]
     document = {"name": plan["name"], "keys": plan["keys"], "figures": names, "rows": rows}
     write_durably(out / "sweep.csv", _as_csv(document).encode())
@@ -49,7 +52,7 @@ def _row(
     """
     described: dict[str, Any] = {}
     for name in names:
-        values = [figures(report).get(name) for report in reports]
+        values = [final_figures(report).get(name) for report in reports]
         known = [value for value in values if value is not None]
         complete = len(known) == len(values)
         described[name] = {

@@ -188,8 +188,11 @@ class _Runs:
     def _finished(self, folder: Path, remark: str) -> None:
         self._done += 1
         report = json.loads((folder / "report.json").read_text("utf-8"))
+        final = reports.final_figures(report)
         figures = ", ".join(
-            f"{key} {value:.4f}" for key, value in reports.figures(report).items() if value is not None
+            f"{key.replace('_', ' ')} {value:.4f}"
+            for key in reports.SCORES
+            if (value := final[key]) is not None
         )
         self._progress.note(f"{self._done}/{self._count} {folder.name}: {remark or figures}")
         self._on_finished(folder, report)

@@ -32,6 +32,7 @@ def test_every_combination_has_every_seed() -> None:
     ]
     for each in combinations:
         assert [one.seed for one in each.experiments] == [7, 8, 9]
+        assert {one.data_seed for one in each.experiments} == {7}
         assert {one.strategy.name for one in each.experiments} == {each.values["strategy.name"]}
         assert {one.local.lr for one in each.experiments} == {float(each.values["local.lr"])}
 

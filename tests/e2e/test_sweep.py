@@ -89,5 +89,5 @@ def test_a_run_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
         "federation.runtimes={torch=1}",
     ]
     done = run_here("sweep", *wrong, "--seeds", "2", "--out", "x/sweep", cwd=tmp_path)
-    assert_refused(done, "seed7", "no.csv")
+    assert_refused(done, "1-run-seed", "no.csv")
     assert list(tmp_path.iterdir()) == []
