@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
 
 from coordinator.commands.options import ExperimentFile, Json, Sets
-from coordinator.commands.output import format_metric, make_table, output_console, print_json
+from coordinator.commands.output import format_metric, make_table, print_json, print_output
 from coordinator.output_folders import begin, require_new
 
 REPORT_NAME = "statistics.json"
@@ -42,12 +43,7 @@ def _show(report: Mapping[str, Any], out: Path | None, *, as_json: bool) -> None
     if as_json:
         print_json(report)
         return
-    console = output_console()
-    console.print(_site_table(report))
-    console.print()
-    console.print(_column_table(report))
-    for line in _notes(report, out):
-        console.print(line)
+    print_output(Group(_site_table(report), "", _column_table(report), *_notes(report, out)))
 
 
 def _site_table(report: Mapping[str, Any]) -> Any:
