@@ -19,7 +19,7 @@ def run_summary(report: dict[str, Any], folder: Path) -> str:
     final = report["final"]
     runtimes = ", ".join(f"{count} {name}" for name, count in report["runtimes"].items())
     lines = [
-        _scores(final) + f" after {len(report['rounds'])} rounds",
+        _scores(final) + f" after {_rounds(report)}",
         *_figure_lines(report),
         f"{report['clients']} clients: {runtimes};  {_traffic(report)}",
     ]
@@ -206,6 +206,15 @@ def _scores(final: dict[str, Any]) -> str:
     return (
         f"test accuracy {final['test_accuracy']:.4f}, test loss {loss} on {final['test_rows']} held-out rows"
     )
+
+
+def _rounds(report: Mapping[str, Any]) -> str:
+    """How many rounds there were, and whose model is kept if it is not the last one's."""
+    final, taken = report["final"], len(report["rounds"])
+    text = f"{taken} rounds"
+    if final.get("stopped_early"):
+        text += ", stopped early"
+    return text + (f"; the model of round {final['round']}" if final.get("round", taken) != taken else "")
 
 
 def _figure_lines(report: Mapping[str, Any]) -> list[str]:

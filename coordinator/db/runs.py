@@ -112,6 +112,7 @@ def commit_round(
     number: int,
     params: str,
     strategy_state: str,
+    best: Mapping[str, Any],
     record: Mapping[str, Any],
     now: datetime,
 ) -> bool:
@@ -119,7 +120,7 @@ def commit_round(
     done = connection.execute(
         update(t.runs)
         .where(t.runs.c.id == run, t.runs.c.state == "running", t.runs.c.round == number - 1)
-        .values(round=number, params=params, strategy_state=strategy_state)
+        .values(round=number, params=params, strategy_state=strategy_state, best=dict(best))
     )
     if not done.rowcount:
         return False
@@ -155,6 +156,11 @@ def end(
         details["error"] = error
     events.record(connection, now, f"run_{state}", run=run, **details)
     return devices
+
+
+def judge(connection: Connection, run: str, figures: Mapping[str, Any]) -> None:
+    """Stores figures of the final model, before the run ends."""
+    connection.execute(update(t.runs).where(t.runs.c.id == run).values(figures=dict(figures)))
 
 
 def finish(
@@ -217,9 +223,11 @@ def blobs_of_round(connection: Connection, run: str, number: int) -> set[str]:
 def blobs_in_use(connection: Connection) -> set[str]:
     """Every blob that a row refers to: of runs, open work and registered models."""
     used = rounds.blobs_in_use(connection) | registry.blobs_in_use(connection)
-    for row in connection.execute(select(t.runs.c.params, t.runs.c.strategy_state, t.runs.c.prepared)):
+    columns = select(t.runs.c.params, t.runs.c.strategy_state, t.runs.c.best, t.runs.c.prepared)
+    for row in connection.execute(columns):
         refs = [(row.prepared or {}).get(key) for key in ("artifact", "manifest")]
-        used |= {digest for digest in (row.params, row.strategy_state) if digest}
+        best = (row.best or {}).get("params")
+        used |= {digest for digest in (row.params, row.strategy_state, best) if digest}
         used |= {ref["sha256"] for ref in refs if ref}
     return used
 

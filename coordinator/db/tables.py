@@ -138,6 +138,8 @@ runs = Table(
     Column("prepared", JSON, nullable=True),  # model, artifact, start figures; null until prepared
     Column("params", String(64), nullable=True),  # blobs as of `round`
     Column("strategy_state", String(64), nullable=True),
+    Column("best", JSON, nullable=True),  # records.Best; its params are a blob
+    Column("figures", JSON, nullable=True),  # of the final model: keys of the report's `final` and `per_site`
 )
 
 rounds = Table(

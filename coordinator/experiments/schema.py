@@ -115,6 +115,8 @@ class Federation(Section):
     clients: Annotated[int, Field(ge=1)] | None = None
     clients_per_round: Annotated[int, Field(ge=1)] | None = None
     rounds: Annotated[int, Field(ge=1)] = 30
+    early_stop: Annotated[int, Field(ge=0)] = 0
+    keep: Literal["last", "best"] = "last"
     runtimes: Annotated[dict[Runtime, Annotated[float, Field(gt=0, le=1e9)]], Field(min_length=1)] = {
         "litert": 0.5,
         "torch": 0.5,
@@ -126,6 +128,11 @@ class Federation(Section):
     max_examples: Annotated[int, Field(ge=1, le=2**53)] | None = None
     weight_cap: Annotated[float, Field(ge=0, le=1e9)] = 10.0
     outlier_factor: Annotated[float, Field(ge=0, le=1e30)] = 100.0
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether the rounds' test losses decide when the run ends, or which model it gives."""
+        return self.early_stop > 0 or self.keep == "best"
 
 
 class Local(Section):

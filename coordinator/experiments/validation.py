@@ -22,6 +22,12 @@ from models.datasets.dataset import DataError
 from models.datasets.partitioners import parse_partition
 from strategies import presets
 
+UNSCORED = (
+    "the coordinator has no rows of its own to score the model on, and devices.evaluate_every is 0; set it, such as "
+    "devices.evaluate_every = 1"
+)
+"""Why the rounds of a run on devices have no test loss."""
+
 Root = TypeVar("Root", bound=BaseModel)
 
 # Data sets that a key of [data] is for.
@@ -232,6 +238,12 @@ def _data_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     if (problem := dataset_name_problem(data.dataset)) and not (fleet == "devices" and data.is_described):
         more = "; for data that only devices hold give data.input_shape and data.classes too"
         yield f"data.dataset: {problem}{more if fleet == 'devices' else ''}"
+    elif (
+        problem
+        and not experiment.devices.evaluate_every
+        and (unscored := score_problem(experiment.federation, UNSCORED))
+    ):
+        yield unscored
     try:
         parse_partition(data.partition or "")
     except DataError as error:
@@ -239,6 +251,14 @@ def _data_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     if data.dataset == "csv" and data.path is None:
         yield 'data.dataset = "csv" needs data.path, the table to read'
     yield from own_key_problems(data, _OWN_KEYS)
+
+
+def score_problem(federation: Federation, why_not: str) -> str | None:
+    """A sentence if a key needs the rounds' test losses. `why_not`: the reason why there are none."""
+    if not federation.needs_scores:
+        return None
+    key = f"early_stop = {federation.early_stop}" if federation.early_stop else f'keep = "{federation.keep}"'
+    return f"federation.{key} compares the test losses of the rounds, but {why_not}"
 
 
 def own_key_problems(data: Any, own_keys: Mapping[str, tuple[str, ...]]) -> Iterator[str]:

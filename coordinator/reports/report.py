@@ -25,11 +25,12 @@ def write(
     data_info: Mapping[str, Any],
     clients: Sequence[SimulatedClient],
     params: Tensors,
+    kept_round: int,
     judged: figures.Judged,
 ) -> dict[str, Any]:
     """Writes model, curves and report. The report is last: a run with a report is finished.
 
-    `data_info`: description of the data (`coordinator.workers.workspace.prepare`).
+    `data_info`: description of the data (`coordinator.workers.workspace.prepare`). `kept_round`: whose model this is.
     """
     encoded, final = arrays.encode(params), judged.final
     write_durably(out / "model.safetensors", encoded)
@@ -43,6 +44,8 @@ def write(
         "rounds": rounds,
         **totals(rounds),
         "final": {
+            "round": kept_round,
+            "stopped_early": len(rounds) < experiment.federation.rounds,
             "test_accuracy": final.accuracy,
             "test_loss": json_values.finite(final.loss),
             "test_rows": len(final.labels),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row
@@ -20,6 +21,9 @@ def make_report(connection: Connection, run: Row[Any]) -> dict[str, Any]:
     model, data = prepared.get("model") or {}, prepared.get("data") or {}
     start = prepared.get("start") or {}
     last = records[-1] if records else start
+    is_finished, judged = run.state == "finished", run.figures or {}
+    if is_finished and run.best and run.best["params"]:
+        last = records[run.best["round"] - 1]
     runtimes = rows.runtimes_used(connection, run.id)
     report: dict[str, Any] = {
         "run": run.id,
@@ -33,16 +37,34 @@ def make_report(connection: Connection, run: Row[Any]) -> dict[str, Any]:
         "rounds": records,
         **totals(records),
         "final": {
+            "round": last.get("round", 0),
+            "stopped_early": is_finished and len(records) < run.experiment["federation"]["rounds"],
             "test_accuracy": last.get("test_accuracy"),
             "test_loss": last.get("test_loss"),
             "test_rows": start.get("test_rows") or last.get("on_devices", {}).get("test_rows"),
             "model_sha256": run.params,
+            **judged.get("final", {}),
         },
     }
-    scored = [record["per_site"] for record in records if record.get("per_site")]
-    if scored:
-        report["per_site"] = scored[-1]
+    if per_site := _per_site(last, records, judged, is_finished=is_finished):
+        report["per_site"] = per_site
     return report
+
+
+def _per_site(
+    last: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    judged: Mapping[str, Any],
+    *,
+    is_finished: bool,
+) -> Any:
+    """Figures per site: the devices' own first, then the coordinator's. Of a finished run only those of its final model."""
+    if is_finished:
+        return (
+            last.get("per_site") if last.get("on_devices") else judged.get("per_site") or last.get("per_site")
+        )
+    scored = [record["per_site"] for record in records if record.get("per_site")]
+    return scored[-1] if scored else None
 
 
 def find_versions(connection: Connection, run: str) -> list[str]:

@@ -86,7 +86,7 @@ def run(
     emit: Emit,
     monotonic: Callable[[], float],
 ) -> RunState:
-    """Runs the rounds after `start.round` up to the plan's last.
+    """Runs the rounds after `start.round` up to the plan's last, or until no better round came for `early_stop` rounds.
 
     If updates are on disk and the store materializes on disk, no model is ever in memory.
 
@@ -94,12 +94,18 @@ def run(
         Stopped: the fleet was stopped; committed rounds stay committed, the open one stays open.
     """
     state = start
-    while state.round < run_plan.rounds:
+    while not is_over(run_plan, state):
         began = monotonic()
         state, record, accepted = run_round(run_plan, fleet, state, store, evaluate, emit)
         store.commit(state, replace(record, seconds=monotonic() - began), fleet.client_state(accepted))
         store.on_committed(replace(record, seconds=monotonic() - began))
     return state
+
+
+def is_over(run_plan: RunPlan, state: RunState) -> bool:
+    """Whether no round follows `state`."""
+    stalled = 0 < run_plan.early_stop <= state.best.waited
+    return stalled or state.round >= run_plan.rounds
 
 
 def emit_committed(emit: Emit, row: Mapping[str, Any]) -> None:
@@ -111,7 +117,7 @@ def run_round(
     run_plan: RunPlan, fleet: Fleet, state: RunState, store: CommitStore, evaluate: Evaluate, emit: Emit
 ) -> tuple[RunState, RoundRecord, tuple[str, ...]]:
     """The state after the next round, not yet committed, its record, and the clients whose updates were accepted."""
-    number = state.round + 1
+    number, best = state.round + 1, state.best
     model = fleet.model(state.params, run_plan.strategy.broadcast(state.strategy))
     opened = fleet.find_open_round(number) or _start_round(run_plan, fleet, number, model, emit)
     fleet.submit(opened.tasks, model, _make_terms(run_plan, model, opened))
@@ -120,8 +126,9 @@ def run_round(
 
     state, aggregated = _update_model(run_plan, state, aggregated, opened.population, store, emit)
     score = evaluate(number, state.params)
+    best = best.after(number, score, state.params if run_plan.keep_best else None)
     record = _make_record(number, opened.tasks, model, aggregated, score)
-    return state, record, aggregated.accepted
+    return replace(state, best=best), record, aggregated.accepted
 
 
 def _start_round(run_plan: RunPlan, fleet: Fleet, number: int, model: Model, emit: Emit) -> OpenRound:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coordinator.json_values import finite
@@ -71,12 +72,44 @@ class RoundRecord:
 
 
 @dataclass(frozen=True)
+class Best:
+    """The round with the lowest test loss so far.
+
+    Attributes:
+        round: 0 before the first finite test loss.
+        loss: its test loss, None before the first.
+        waited: scored rounds since then.
+        params: its params if the run keeps them.
+    """
+
+    round: int = 0
+    loss: float | None = None
+    waited: int = 0
+    params: Tensors | None = None
+
+    def after(self, number: int, score: Score, params: Tensors | None) -> Best:
+        """The best round once round `number` has this score and these params; of equal losses the first."""
+        if score.loss is None:
+            return self
+        if math.isfinite(score.loss) and (self.loss is None or score.loss < self.loss):
+            return Best(number, score.loss, 0, params)
+        return replace(self, waited=self.waited + 1)
+
+
+@dataclass(frozen=True)
 class RunState:
-    """Params and strategy state after `round`."""
+    """Params and strategy state after `round`, and the best round until then."""
 
     round: int
     params: Tensors
     strategy: State
+    best: Best = Best()
+
+    def result(self, keep_best: bool) -> tuple[int, Tensors]:
+        """The round whose model is the run's result if the run ends here, and its params."""
+        if keep_best and self.best.params is not None:
+            return self.best.round, self.best.params
+        return self.round, self.params
 
 
 @dataclass(frozen=True)
@@ -97,6 +130,7 @@ class Checkpoint:
     offsets: Mapping[str, int]
     identity: Mapping[str, str]
     client_states: Mapping[str, Mapping[str, Params]] = field(default_factory=dict)
+    best: Best = Best()
 
 
 def as_row(record: RoundRecord) -> dict[str, Any]:

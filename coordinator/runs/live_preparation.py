@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.schema import MODEL_KEYS, Experiment
 from coordinator.experiments.validation import dataset_name_problem
+from coordinator.reports import figures
+from coordinator.reports.figures import LabelledRows
 from coordinator.runs.model_setup import export_model, load_data, set_up_model
 from coordinator.sandbox import policy
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs
 from coordinator.workers.evaluation import evaluate, score_sites
 from coordinator.workers.pool import WorkerPool
+from coordinator.workers.workspace_arrays import open_workspace
 from edge_client.files import read_regular
 from edge_client.train.evaluation import Evaluation
 from edge_client.wire import strict
@@ -110,21 +110,37 @@ class HeldOut:
     """The coordinator's held-out rows, and workers to score a model on them.
 
     Attributes:
-        rows: number of rows.
-        sites: index of each row's site; empty if the data has no sites.
+        test, train: labels of these rows, and of the coordinator's own training rows.
+        data_info: description of the data (`coordinator.workers.workspace.prepare`).
     """
 
     pool: WorkerPool
-    rows: int
-    sites: npt.NDArray[np.int32]
-    site_names: tuple[str, ...]
+    test: LabelledRows
+    train: LabelledRows
+    data_info: Mapping[str, Any]
+
+    @property
+    def rows(self) -> int:
+        """Number of held-out rows."""
+        return len(self.test.y)
 
     def score(self, params: Tensors) -> Evaluation:
         return evaluate(self.pool, self.rows, params)
 
     def per_site(self, scored: Evaluation) -> dict[str, dict[str, Any]]:
         """Rows and accuracy of each site."""
-        return score_sites(scored, self.sites, self.site_names) if self.sites.size else {}
+        sites = self.test.sites
+        return {} if sites is None else score_sites(scored, sites, self.data_info["site_names"])
+
+    def judge(self, params: Tensors) -> dict[str, Any]:
+        """Figures of the final model, for the report's `final` and `per_site`."""
+        keep_logits = figures.has_metrics(self.data_info, self.rows)
+        final = evaluate(self.pool, self.rows, params, keep_logits=keep_logits)
+        judged = figures.Judged(final, self.test, self.train)
+        return {
+            "final": figures.of_all(judged, self.data_info),
+            "per_site": figures.by_site(judged, self.data_info),
+        }
 
 
 def open_held_out(
@@ -142,10 +158,12 @@ def open_held_out(
         raise UserError("the data is not what the run began with (its fingerprint differs)")
     model = adapters.adapt_model(experiment, experiment.model.describe(data_info), folder)
     pool.broadcast({"kind": "open", "folder": str(folder), "model": model})
-    test_rows = np.load(folder / "test_rows.npy", allow_pickle=False)
-    sites = np.load(folder / "sites.npy", allow_pickle=False)
-    of_rows = sites[test_rows] if sites.size else sites
-    return HeldOut(pool, len(test_rows), of_rows, tuple(data_info["site_names"])) if len(test_rows) else None
+    rows = open_workspace(folder)
+    test, train = (
+        LabelledRows(rows.y[chosen], rows.sites[chosen] if rows.sites.size else None)
+        for chosen in (rows.test_rows, rows.parts)
+    )
+    return HeldOut(pool, test, train, data_info) if len(rows.test_rows) else None
 
 
 def _data(experiment: Experiment, place: Place, notices: list[str]) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from coordinator.db import runs as rows
 from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.schema import Experiment
+from coordinator.experiments.validation import UNSCORED
 from coordinator.rounds import engine
 from coordinator.rounds.fleet import Stopped
 from coordinator.rounds.records import RunState
@@ -20,7 +21,7 @@ from coordinator.runs import admission, live_preparation
 from coordinator.runs.live_evaluation import EvaluatingFleet, LiveEvaluation, start_figures
 from coordinator.runs.live_preparation import HeldOut, Prepared
 from coordinator.runs.live_store import LiveStore, finish
-from coordinator.runs.model_setup import make_run_plan
+from coordinator.runs.model_setup import make_run_plan, require_scores
 from coordinator.scheduling.deployments import Deployment, Selection
 from coordinator.workers.pool import WorkerPool
 
@@ -103,16 +104,32 @@ class LiveRun:
             )
         finally:
             store.release()
+        self._judge()
         with self._services.blobs.reference_lock:
+            last = self._read().params
             finish(self._services, self._run, self._final_model(), experiment.model.register_as)
+            self._services.blobs.remove({last} - self._services.database.read(rows.blobs_in_use))
         self._services.signals.notify("events")
+
+    def _judge(self) -> None:
+        """Stores figures of the final model if the coordinator has rows to compute them on."""
+        if self._held_out is None:
+            return
+        found = self._held_out.judge(self._services.blobs.open_arrays(self._kept_params()))
+        work = partial(rows.judge, run=self._run, figures=found)
+        self._services.database.write(work).result()
+
+    def _kept_params(self) -> str:
+        """The blob of the last round's params, or of the best one's if the run keeps these."""
+        row = self._read()
+        return str((row.best or {}).get("params") or row.params)
 
     def _final_model(self) -> str:
         """The blob of the final model; if the run trained few of its params, they are merged with the others."""
-        blobs, last = self._services.blobs, self._read().params
+        blobs, kept = self._services.blobs, self._kept_params()
         if self._experiment.model.adapt is None:
-            return str(last)
-        params = adapters.merge(self._experiment, blobs.open_arrays(last), self._folder)
+            return kept
+        params = adapters.merge(self._experiment, blobs.open_arrays(kept), self._folder)
         return blobs.put_arrays(params).sha256
 
     def _read(self) -> Any:
@@ -126,6 +143,7 @@ class LiveRun:
         place = live_preparation.Place(self._folder, pool, services.blobs, services.settings)
         prepared, params, notices = live_preparation.prepare(experiment, place, init)
         self._open_held_out(prepared, pool)
+        require_scores(experiment, self._why_unscored())
         strategy = make_run_plan(experiment, prepared.trainable, 1).strategy
         state = RunState(0, params, strategy.init(params, prepared.trainable))
         prepared = replace(prepared, start=start_figures(self._held_out, params))
@@ -154,6 +172,12 @@ class LiveRun:
         )
         if self._held_out is None:
             pool.close()  # the workers have nothing more to do
+
+    def _why_unscored(self) -> str | None:
+        """Why no round gets a test loss; None if rounds get one."""
+        if self._held_out is not None or self._experiment.devices.evaluate_every:
+            return None
+        return UNSCORED
 
     def _deployment(self, prepared: Prepared) -> Deployment:
         devices = self._experiment.devices

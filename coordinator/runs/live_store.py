@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from coordinator.model_references import RegisterAs
 from coordinator.registry.registration import put, version_of_run
 from coordinator.rounds.engine import materialize_in
 from coordinator.rounds.fleet import Stopped
-from coordinator.rounds.records import RoundRecord, RunState, as_row
+from coordinator.rounds.records import Best, RoundRecord, RunState, as_row
 from coordinator.storage.errors import is_temporary
 from strategies.params import Params, State
 
@@ -59,7 +60,10 @@ class LiveStore:
         """The state after the last committed round of the run's row; its arrays are read from disk on access."""
         self._base_blobs = (row.params, row.strategy_state)
         params, strategy = (self._services.blobs.open_arrays(digest) for digest in self._base_blobs)
-        return RunState(row.round, params, State(strategy, strategy.header.values))
+        best = Best(**row.best) if row.best else Best()
+        if row.best and row.best["params"]:
+            best = replace(best, params=self._services.blobs.open_arrays(row.best["params"]))
+        return RunState(row.round, params, State(strategy, strategy.header.values), best)
 
     def put(self, state: RunState) -> tuple[str, str]:
         """Stores params and strategy state as durable blobs; blobs that exist cost nothing."""
@@ -91,7 +95,7 @@ class LiveStore:
         with self._services.blobs.reference_lock:
             params, strategy = self.put(state)
             failpoints.reach("commit.blobs_stored")
-            write = partial(self._write, number=state.round, params=params, strategy=strategy, line=line)
+            write = partial(self._write, state=state, params=params, strategy=strategy, line=line)
             is_committed, unneeded = self._services.database.write(write).result()
             self.release()
             if not is_committed:
@@ -126,15 +130,19 @@ class LiveStore:
         self._held_blobs.close()
 
     def _write(
-        self, connection: Connection, number: int, params: str, strategy: str, line: Mapping[str, Any]
+        self, connection: Connection, state: RunState, params: str, strategy: str, line: Mapping[str, Any]
     ) -> tuple[bool, set[str]]:
         """The transaction of a commit: whether the run is still live, and blobs that are no longer needed."""
         before = rows.find(connection, self._run)
         assert before is not None
+        number, best, kept = state.round, state.best, (before.best or {}).get("params")
+        digest = params if best.round == number else kept
+        document = {**vars(best), "params": None if best.params is None else digest}
         now = self._services.clock()
-        is_committed = rows.commit_round(connection, self._run, number, params, strategy, line, now)
+        is_committed = rows.commit_round(connection, self._run, number, params, strategy, document, line, now)
         old = rows.blobs_of_round(connection, self._run, number)
-        return is_committed, (old | {before.params, before.strategy_state}) - rows.blobs_in_use(connection)
+        old |= {before.params, before.strategy_state, *([kept] if kept else [])}
+        return is_committed, old - rows.blobs_in_use(connection)
 
 
 def finish(services: Services, run: str, model_sha256: str, register_as: RegisterAs | None) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.schema import Experiment
+from coordinator.experiments.validation import score_problem
 from coordinator.rounds.closing import Closing
 from coordinator.rounds.plan import LocalWork, RunPlan
 from coordinator.workers.pool import WorkerPool
@@ -182,6 +183,16 @@ def export_model(
         ) from None
 
 
+def require_scores(experiment: Experiment, why_not: str | None) -> None:
+    """Refuses keys that need the rounds' test losses. `why_not`: the reason why there are none, None if there are.
+
+    Raises:
+        UserError: naming the key, its value and the reason.
+    """
+    if why_not is not None and (problem := score_problem(experiment.federation, why_not)):
+        raise UserError(problem)
+
+
 def make_run_plan(experiment: Experiment, trainable: Sequence[str], clients_per_round: int) -> RunPlan:
     """The plan of a resolved experiment. `trainable`: names of the tensors that clients train."""
     federation, local = experiment.federation, experiment.local
@@ -193,6 +204,8 @@ def make_run_plan(experiment: Experiment, trainable: Sequence[str], clients_per_
         local=LocalWork(local.batch_size, local.lr, local.epochs, local.steps),
         trainable=tuple(trainable),
         closing=Closing(clients_per_round, federation.deadline_seconds),
+        early_stop=federation.early_stop,
+        keep_best=federation.keep == "best",
         over_select=federation.over_select,
         min_updates=federation.min_updates,
         max_examples=federation.max_examples,

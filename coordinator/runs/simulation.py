@@ -40,7 +40,7 @@ from coordinator.rounds.events import Clock
 from coordinator.rounds.plan import generator
 from coordinator.rounds.records import Checkpoint, RunState, Score
 from coordinator.runs import local_baseline
-from coordinator.runs.model_setup import export_model, load_data, make_run_plan, set_up_model
+from coordinator.runs.model_setup import export_model, load_data, make_run_plan, require_scores, set_up_model
 from coordinator.runs.simulation_store import SimulationStore
 from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_by_group, evaluate
@@ -120,20 +120,28 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
             _require_same(store.checkpoint, prepared, store.identity, out)
         state = _run_rounds(experiment, pool, prepared, store, environment)
         progress.stage("evaluating the model")
-        judged = _judge(experiment, pool, prepared, state, progress)
-        model = adapters.merge(experiment, state.params, work)
-        written = report.write(out, experiment, prepared.data_info, prepared.clients, model, judged)
+        kept_round, params = state.result(experiment.federation.keep == "best")
+        judged = _judge(experiment, pool, prepared, params, state.round, progress)
+        model = adapters.merge(experiment, params, work)
+        written = report.write(
+            out, experiment, prepared.data_info, prepared.clients, model, kept_round, judged
+        )
     shutil.rmtree(work)
     return written
 
 
 def _judge(
-    experiment: Experiment, pool: WorkerPool, prepared: Prepared, state: RunState, progress: Progress
+    experiment: Experiment,
+    pool: WorkerPool,
+    prepared: Prepared,
+    params: Tensors,
+    rounds: int,
+    progress: Progress,
 ) -> Judged:
-    """The final model on the held-out rows, and what it is compared with."""
+    """The final model on the held-out rows, and what it is compared with. `rounds`: that the run took."""
     rows, data_info = open_workspace(prepared.folder), prepared.data_info
     keep_logits = has_metrics(data_info, len(rows.test_rows))
-    final = evaluate(pool, len(rows.test_rows), state.params, keep_logits=keep_logits)
+    final = evaluate(pool, len(rows.test_rows), params, keep_logits=keep_logits)
     alone = None
     if local_baseline.is_wanted(experiment, data_info):
         progress.stage("training each client alone, to compare")
@@ -146,7 +154,7 @@ def _judge(
             prepared.clients,
             prepared.params,
             rows.owners,
-            state.round,
+            rounds,
             keep_logits=keep_logits,
         )
     test, train = (
@@ -168,6 +176,7 @@ def _run_rounds(
     fleet = _make_fleet(experiment, pool, prepared)
     owners = np.load(prepared.folder / "owners.npy", allow_pickle=False)
     names = [client.name for client in prepared.clients]
+    require_scores(experiment, None if len(owners) else "the data set holds out no rows")
 
     def score(number: int, params: Tensors) -> Score:
         scored = evaluate(pool, len(owners), params)
@@ -189,7 +198,7 @@ def _run_rounds(
                 test_accuracy=first.accuracy,
             )
         else:
-            start = RunState(checkpoint.round, checkpoint.params, checkpoint.state)
+            start = RunState(checkpoint.round, checkpoint.params, checkpoint.state, checkpoint.best)
             fleet.restore(checkpoint.client_states)
             store.emit_resumed(checkpoint, experiment.name)
         environment.progress.begin(run_plan.rounds, start.round)

@@ -18,7 +18,7 @@ from coordinator.reports import run_files
 from coordinator.reports.progress import Progress
 from coordinator.rounds import engine
 from coordinator.rounds.events import Clock, EventLog
-from coordinator.rounds.records import Checkpoint, RoundRecord, RunState, as_row
+from coordinator.rounds.records import Best, Checkpoint, RoundRecord, RunState, as_row
 from edge_client.files import write_durably
 from edge_client.wire import arrays
 from strategies.params import Params, State, Tensors, flatten, unflatten
@@ -70,7 +70,9 @@ class SimulationStore:
         offsets = {name: file.size_bytes for name, file in self._files.items()}
         row = as_row(record)
         self._checkpoints.commit(
-            Checkpoint(state.round, state.params, state.strategy, row, offsets, self.identity, clients)
+            Checkpoint(
+                state.round, state.params, state.strategy, row, offsets, self.identity, clients, state.best
+            )
         )
 
     def on_committed(self, record: RoundRecord) -> None:
@@ -87,6 +89,7 @@ class CheckpointStore:
         self._blobs = folder / "blobs"
         self._blobs.mkdir(parents=True, exist_ok=True)
         self._clients: dict[str, str] = {}
+        self._best = (0, "")  # the best round, and the file of its params
 
     def commit(self, checkpoint: Checkpoint) -> None:
         """Replaces the stored checkpoint. `client_states` holds only the changed ones.
@@ -99,6 +102,9 @@ class CheckpointStore:
         clients = self._clients | {
             client: self._write(flatten(streams)) for client, streams in checkpoint.client_states.items()
         }
+        best = checkpoint.best
+        if best.params is not None and best.round != self._best[0]:
+            self._best = (best.round, self._write(best.params))
         document = {
             "format": FORMAT,
             "round": checkpoint.round,
@@ -108,10 +114,16 @@ class CheckpointStore:
             "record": dict(checkpoint.record),
             "offsets": dict(checkpoint.offsets),
             "identity": dict(checkpoint.identity),
+            "best": {
+                "round": best.round,
+                "loss": best.loss,
+                "waited": best.waited,
+                "params": None if best.params is None else self._best[1],
+            },
         }
         write_durably(self._pointer, json.dumps(document).encode())
         self._clients = clients
-        committed = {params, state, *clients.values()}
+        committed = {params, state, self._best[1], *clients.values()}
         for path in self._blobs.iterdir():
             if path.name not in committed:
                 path.unlink()
@@ -139,6 +151,7 @@ class CheckpointStore:
                     client: unflatten(arrays.decode(self._read(digest)))
                     for client, digest in self._clients.items()
                 },
+                best=self._read_best(document["best"]),
             )
         except FileNotFoundError:
             return None
@@ -146,6 +159,14 @@ class CheckpointStore:
             raise UserError(
                 f"{self._pointer}: the checkpoint is damaged: {error}; start the run anew"
             ) from None
+
+    def _read_best(self, document: Mapping[str, Any]) -> Best:
+        digest = document["params"]
+        if digest is None:
+            return Best(document["round"], document["loss"], document["waited"])
+        self._best = (document["round"], digest)
+        params = arrays.decode(self._read(digest))
+        return Best(document["round"], document["loss"], document["waited"], params)
 
     def _write(self, tensors: Tensors, values: Mapping[str, Any] | None = None) -> str:
         """Stores arrays durably and returns their SHA-256."""

@@ -491,3 +491,65 @@ def test_clipping_happens_to_each_update_before_the_mean() -> None:
     last, _ = runs.run(plan, everyone(3))
     moved = float(np.linalg.norm(last.params["w"] - PARAMS["w"]))
     assert 0 < moved <= 0.001 * (1 + 1e-4)
+
+
+# When a run ends, and whose model it keeps
+
+
+def scores(*losses: float | None) -> engine.Evaluate:
+    """A score for each round."""
+    return lambda number, params: Score(losses[number - 1], None, {})
+
+
+@pytest.mark.parametrize(
+    ("losses", "rounds", "best"),
+    [
+        ((3.0, 2.0, 1.0, 0.5, 0.25), 5, 5),
+        ((3.0, 2.0, 2.0, 2.5, 1.0), 4, 2),
+        ((3.0, None, None, 4.0, 1.0), 5, 5),
+        ((float("nan"), float("nan"), 1.0, 1.0, 1.0), 2, 0),
+        ((1.0, float("inf"), float("nan"), 0.5, 0.5), 3, 1),
+    ],
+    ids=["always better", "two rounds no better", "unscored rounds do not count", "never finite", "diverged"],
+)
+def test_a_run_ends_after_rounds_without_a_better_loss(
+    losses: tuple[float | None, ...], rounds: int, best: int
+) -> None:
+    last, seen = runs.run(run_plan(rounds=5, early_stop=2), everyone(3), evaluate=scores(*losses))
+    assert (len(seen.records), last.round, last.best.round) == (rounds, rounds, best)
+    assert last.best.params is None
+
+
+def test_the_best_model_is_kept_if_the_plan_says_so() -> None:
+    losses = (3.0, 1.0, 2.0, 1.0)
+    last, seen = runs.run(run_plan(rounds=4, keep_best=True), everyone(3), evaluate=scores(*losses))
+    number, params = last.result(keep_best=True)
+    assert number == 2
+    np.testing.assert_array_equal(params["w"], seen.states[1].params["w"])
+    assert last.result(keep_best=False) == (4, last.params)
+
+
+def test_a_run_without_a_finite_loss_keeps_its_last_model() -> None:
+    last, _ = runs.run(run_plan(rounds=2, keep_best=True), everyone(3), evaluate=scores(None, float("nan")))
+    assert last.result(keep_best=True) == (2, last.params)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_a_resumed_run_ends_at_the_same_round_with_the_same_model(stop: int, tmp_path: Path) -> None:
+    evaluate = scores(3.0, 1.0, None, 2.0, 1.5, 1.25, 0.5)
+    kept_plan = run_plan(rounds=7, early_stop=3, keep_best=True)
+    full, _ = runs.run(kept_plan, everyone(5), evaluate=evaluate)
+
+    def commit(state: RunState, record: RoundRecord, clients: Mapping[str, Mapping[str, Params]]) -> None:
+        row, best = as_row(record), state.best
+        checkpoints.commit(Checkpoint(state.round, state.params, state.strategy, row, {}, {}, clients, best))
+
+    checkpoints = CheckpointStore(tmp_path)
+    runs.run(replace(kept_plan, rounds=stop), everyone(5), commit=commit, evaluate=evaluate)
+    checkpoints = CheckpointStore(tmp_path)  # as another process would
+    saved = checkpoints.load()
+    assert saved is not None
+    start = RunState(saved.round, saved.params, saved.state, saved.best)
+    rest, _ = runs.run(kept_plan, everyone(5), start, commit=commit, evaluate=evaluate)
+    assert (rest.round, rest.best.round, rest.best.waited) == (full.round, full.best.round, 3) == (6, 2, 3)
+    np.testing.assert_array_equal(rest.result(keep_best=True)[1]["w"], full.result(keep_best=True)[1]["w"])

@@ -191,7 +191,7 @@ def write(
     resolved = experiment.resolve({"name": "trial"}, "test")
     labels = np.zeros(len(final.labels), np.int32)
     judged = Judged(final, LabelledRows(labels, sites), LabelledRows(labels, sites))
-    return report.write(out, resolved, FOUND, CLIENTS, PARAMS, judged)
+    return report.write(out, resolved, FOUND, CLIENTS, PARAMS, count, judged)
 
 
 def strictly(text: str) -> Any:
@@ -208,6 +208,8 @@ def test_the_report_sums_up_the_run(tmp_path: Path) -> None:
     document = strictly((tmp_path / "report.json").read_text())
     assert document == returned
     assert document["final"] == {
+        "round": 3,
+        "stopped_early": True,
         "test_accuracy": 0.75,
         "test_loss": 0.5,
         "test_rows": 4,

@@ -279,3 +279,72 @@ def test_an_unknown_run_cannot_be_cancelled(tmp_path: Path) -> None:
     with services_in(tmp_path / "home") as services, pytest.raises(Refusal) as caught:
         service_of(services).cancel("nobody")
     assert caught.value.status == 404
+
+
+@pytest.mark.slow
+def test_a_run_ends_early_and_keeps_its_best_model(tmp_path: Path) -> None:
+    """The fake devices report the same loss after every round, so that the first one is the best."""
+    document = {
+        **UNKNOWN,
+        "devices": {"evaluate_every": 1},
+        "federation": {**UNKNOWN["federation"], "rounds": 5, "early_stop": 2, "keep": "best"},
+    }
+    first_only = {**document, "federation": {**document["federation"], "rounds": 1}}
+    with services_in(tmp_path / "home") as services:
+        run, first = carried(services, document), carried(services, first_only)
+        assert (run.state, run.round, run.error) == ("finished", 3, None)
+        assert run.params == first.params
+        report = report_of(services, run.id)
+        assert (report["final"]["round"], report["final"]["stopped_early"]) == (1, True)
+        assert report["final"]["test_accuracy"] == report["rounds"][0]["test_accuracy"]
+        assert report["final"]["model_sha256"] == run.params
+        left = {path.name for path in (tmp_path / "home" / "blobs").iterdir()}
+        assert left == {run.params, run.strategy_state, first.strategy_state}
+
+
+@pytest.mark.slow
+def test_a_run_that_keeps_the_best_model_does_so_after_it_was_left(tmp_path: Path) -> None:
+    document = {**DIGITS, "federation": {**DIGITS["federation"], "keep": "best"}}
+    with services_in(tmp_path / "undisturbed") as services:
+        undisturbed = carried(services, document)
+        report = report_of(services, undisturbed.id)
+        losses = [row["test_loss"] for row in report["rounds"]]
+        assert report["final"]["round"] == losses.index(min(losses)) + 1
+        assert report["final"]["test_loss"] == min(losses)
+        assert sum(map(sum, report["final"]["metrics"]["confusion"])) == 359
+
+    fleets: list[FakeDevices] = []
+
+    def stopping(services: Services, deployment: Deployment, patience: float) -> FakeDevices:
+        fleets.append(FakeDevices(services, deployment, stops_at=3))
+        return fleets[0]
+
+    with services_in(tmp_path / "home") as services:
+        service = service_of(services, stopping)
+        run = service.create(document)
+        while not fleets:
+            assert not service.join(run, 0.05), row_of(services, run).error
+        assert fleets[0].waiting.wait(LONG_SECONDS)
+        services.signals.close()
+        assert service.join(run, LONG_SECONDS)
+
+    with services_in(tmp_path / "home") as services:
+        services.database.write(lambda at: drop_open_round(at, run)).result()
+        service = service_of(services)
+        service.start()
+        assert service.join(run, LONG_SECONDS)
+        assert row_of(services, run).params == undisturbed.params
+        assert report_of(services, run)["final"] == report["final"]
+
+
+@pytest.mark.parametrize("key", [{"early_stop": 2}, {"keep": "best"}])
+def test_a_run_that_nobody_scores_cannot_end_by_its_scores(tmp_path: Path, key: dict[str, Any]) -> None:
+    document = {**UNKNOWN, "federation": {**UNKNOWN["federation"], **key}}
+    with (
+        services_in(tmp_path / "home") as services,
+        pytest.raises(
+            UserError,
+            match=r"federation\.(early_stop|keep) = .* no rows of its own .* devices\.evaluate_every = 1",
+        ),
+    ):
+        service_of(services).create(document)
