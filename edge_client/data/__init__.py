@@ -19,6 +19,13 @@ Options that several kinds share:
     dtype        "float32" or "int32" (token ids)
     shape        of one example, such as [8, 8]
     scale        each value is multiplied by it
+    exclude      columns that are no input, such as a patient's number (tables)
+    other        columns of `categories` with a further value for every text that is not listed (tables)
+    fold         columns of `categories` in which upper case and blanks make no difference (tables)
+    dates        columns of dates, which become days since 1970-01-01 (tables)
+    scaling      column -> its mean and deviation, which numbers are scaled by (tables); gaps become 0
+    closed       whether a column without a role is refused (tables); else all others are features
+    encoding     of a CSV file, such as "latin-1"; default: UTF-8, or UTF-16 with a byte order mark
     standardise  "none", or "local": mean 0 and deviation 1 over this device's training rows; gaps become 0
     standardised columns whose numbers arrive standardised (tables): "local" only fills their gaps, with the mean
     held_out     share of the rows that is kept for evaluation; default: 0.2
@@ -37,6 +44,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from edge_client.data.connector import Connector, DataConfig, DataProblem, Preview
 from edge_client.data.quoting import nearest
+from edge_client.wire.schema import DataSchema
 
 __all__ = ["GROUP", "Connector", "DataConfig", "DataProblem", "Preview", "open_data"]
 
@@ -52,12 +60,16 @@ _BUILT_IN = {
 }
 
 
-def open_data(config: DataConfig) -> Connector:
-    """The connector for a data set; the data itself is read by its methods.
+def open_data(config: DataConfig, schema: DataSchema | None = None) -> Connector:
+    """The connector for a data set; the data itself is read by its methods. `schema`: of the model, which says how a table is read.
 
     Raises:
         DataProblem: the kind is unknown, an option does not fit, or a library that the kind needs is missing.
     """
+    if schema is not None:
+        from edge_client.data.contract import with_schema
+
+        config = with_schema(config, schema)
     if config.kind in _BUILT_IN:
         opener: Callable[[DataConfig], Connector] = import_module(
             f"{__name__}.{_BUILT_IN[config.kind]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,30 @@ def one_hot(codes: Sequence[int], categories: int) -> npt.NDArray[np.float64]:
     return hot.astype(np.float64)
 
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def date_number(cell: object) -> float | None:
+    """Days from 1970-01-01 to a date or time such as 2024-03-31, 2024-03-31T12:00 or 31.03.2024; None for other cells.
+
+    Times without a zone are UTC.
+    """
+    text = str(cell).strip()
+    for read in (datetime.fromisoformat, lambda each: datetime.strptime(each, "%d.%m.%Y")):
+        try:
+            moment = read(text)
+        except ValueError:
+            continue
+        zoned = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+        return (zoned - _EPOCH).total_seconds() / 86400
+    return None
+
+
+def folded(text: str) -> str:
+    """The text in lower case, with one blank between words: spellings that mean the same are equal."""
+    return " ".join(text.split()).casefold()
+
+
 def kind_of(cells: Sequence[object], decimal_comma: bool = False) -> str:
     """What the cells of a column are, for people: whole numbers, numbers, true or false, dates, text, or empty; and whether some are missing."""
     present = [cell for cell in cells if not is_missing(cell)]
@@ -80,8 +104,4 @@ def _is_number(cell: object, decimal_comma: bool, whole: bool = False) -> bool:
 
 
 def _is_date(cell: object) -> bool:
-    try:
-        datetime.fromisoformat(str(cell).strip())
-    except ValueError:
-        return False
-    return True
+    return date_number(cell) is not None

@@ -27,16 +27,17 @@ from edge_client.data.table import Record, Table
 from edge_client.data.table_reader import read_rows
 from edge_client.files import READ_LIMIT_BYTES, open_regular
 
-DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab"}
+DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
 
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class CsvOptions(TableOptions):
-    """`delimiter`: default: the one that fits the first line."""
+    """`delimiter`: default: the one that fits the first line. `encoding`: default: UTF-8, or UTF-16 with a mark."""
 
     delimiter: str | None = None
+    encoding: str | None = None
 
 
 def open_connector(config: DataConfig) -> Connector:
@@ -46,7 +47,7 @@ def open_connector(config: DataConfig) -> Connector:
         raise DataProblem(f"csv data: option delimiter is {options.delimiter!r}, expected one character")
 
     def rows(each: Path) -> Rows:
-        with open_table(each, options.delimiter, limit_bytes=sys.maxsize) as table:
+        with open_table(each, options.delimiter, encoding=options.encoding, limit_bytes=sys.maxsize) as table:
             return read_rows(table, options)
 
     return files_connector(options, path, rows)
@@ -54,7 +55,11 @@ def open_connector(config: DataConfig) -> Connector:
 
 @contextmanager
 def open_table(
-    path: Path, delimiter: str | None = None, *, limit_bytes: int = READ_LIMIT_BYTES
+    path: Path,
+    delimiter: str | None = None,
+    *,
+    encoding: str | None = None,
+    limit_bytes: int = READ_LIMIT_BYTES,
 ) -> Iterator[Table]:
     """The table in `path`, whose records are read as they are taken: cells without surrounding blanks.
 
@@ -63,14 +68,33 @@ def open_table(
     """
     try:
         with open_regular(path, limit_bytes) as file:
-            start = file.peek(2)[:2]
-            encoding = "utf-16" if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
-            with TextIOWrapper(file, encoding=encoding, newline="") as text:
+            used = _encoding(file.peek(3)[:3], encoding)
+            with TextIOWrapper(file, encoding=used, newline="") as text:
                 yield _table(path, text, delimiter)
     except OSError as error:
         raise read_only_problem(path, error) from None
     except UnicodeDecodeError:
-        raise _undecodable(path, encoding) from None
+        raise _undecodable(path, used) from None
+
+
+def _encoding(start: bytes, given: str | None) -> str:
+    """The encoding of a text that begins with `start`: a byte order mark tells, else the option, else UTF-8.
+
+    Raises:
+        DataProblem: there is no such encoding.
+    """
+    if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return "utf-16"
+    if not given or start == codecs.BOM_UTF8:
+        return "utf-8-sig"
+    try:
+        codecs.getincrementaldecoder(given)
+        b"a".decode(given)  # not so by codecs that are no text, such as hex
+    except (LookupError, UnicodeError):
+        raise DataProblem(
+            f"option encoding is {given!r}, expected the name of a text encoding such as latin-1 or cp1252"
+        ) from None
+    return given
 
 
 def _table(path: Path, text: TextIOWrapper, delimiter: str | None) -> Table:
@@ -182,7 +206,7 @@ def _undecodable(path: Path, encoding: str) -> DataProblem:
             byte = error.object[error.start]
     return DataProblem(
         f"{path}, line {line}, column {column}: {one_byte(byte)} is not {encoding.upper().removesuffix('-SIG')}; save the "
-        "table as UTF-8 (spreadsheets call it 'CSV UTF-8')"
+        "table as UTF-8 (spreadsheets call it 'CSV UTF-8'), or say what it is with encoding = \"latin-1\", for example"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -27,13 +27,19 @@ class Options:
 
 @dataclass(frozen=True)
 class TableOptions(Options):
-    """Options of tables; see `edge_client.data` for the meanings. `label` is required."""
+    """Options of tables; see `edge_client.data` for the meanings. `label` is required to train."""
 
     label: str = ""
     features: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    other: tuple[str, ...] = ()
+    fold: tuple[str, ...] = ()
+    dates: tuple[str, ...] = ()
     standardised: tuple[str, ...] = ()
+    scaling: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     split: str | None = None
+    closed: bool = False
 
 
 HELD_OUT = 0.2
@@ -98,6 +104,7 @@ def _require_consistent(options: Options, config: DataConfig) -> None:
             "option scale is for float32 data, dtype is int32",
         ),
         (not categories or options.scale is None, "option scale is for numbers only, there are categories"),
+        *_scaling_checks(options),
         (
             options.dtype != "int32" or options.standardise == "none",
             "option standardise is for float32 data, dtype is int32",
@@ -106,6 +113,17 @@ def _require_consistent(options: Options, config: DataConfig) -> None:
     for holds, problem in checks:
         if not holds:
             raise DataProblem(f"{config.kind} data: {problem}")
+
+
+def _scaling_checks(options: Options) -> Iterator[tuple[bool, str]]:
+    scaling: Mapping[str, tuple[float, ...]] = getattr(options, "scaling", {})
+    for column, numbers in scaling.items():
+        yield (
+            len(numbers) == 2,
+            f"option scaling of {column!r} has {len(numbers)} numbers, expected mean and deviation",
+        )
+    unscaled = options.standardise == "none" and options.scale is None and options.dtype != "int32"
+    yield not scaling or unscaled, "option scaling excludes the options standardise, scale and dtype"
 
 
 def _unique(option: str, names: tuple[str, ...]) -> tuple[bool, str]:

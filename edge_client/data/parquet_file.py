@@ -54,7 +54,7 @@ def read_parquet(path: Path, options: TableOptions, use: Callable[[Table, TableO
 def _columns(options: TableOptions, names: tuple[str, ...]) -> tuple[str, ...]:
     """The columns to read; all of them where a name is unknown, so that `read_rows` reports it."""
     selected = {*options.features, options.label, options.split} - {None}
-    if not options.features or not selected <= set(names):
+    if not options.features or options.closed or not selected <= set(names):
         return names
     return tuple(name for name in names if name in selected)
 

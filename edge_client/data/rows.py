@@ -15,7 +15,7 @@ import numpy.typing as npt
 from edge_client.data.connector import DataProblem, Preview
 from edge_client.data.examples import PADDING, Examples
 from edge_client.data.options import HELD_OUT, Options, beside
-from edge_client.data.standardise import standardised
+from edge_client.data.standardise import Moments, local_moments
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Rows:
         schema: (name, kind) of every column or array.
         categories: places in an example that belong to one-hot categories and are never standardised.
         standardised: places in an example whose numbers arrive standardised, so that only gaps are filled.
+        moments: what the values are scaled by, where that is given.
     """
 
     x: npt.NDArray[Any]
@@ -37,6 +38,7 @@ class Rows:
     schema: tuple[tuple[str, str], ...]
     categories: tuple[int, ...] = ()
     standardised: tuple[int, ...] = ()
+    moments: Moments | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class _Loaded:
     train: Examples
     held_out: Examples
     schema: tuple[tuple[str, str], ...]
+    moments: Moments | None
 
 
 class RowsConnector:
@@ -58,6 +61,11 @@ class RowsConnector:
 
     def held_out(self) -> Examples:
         return self._loaded.held_out
+
+    @property
+    def moments(self) -> Moments | None:
+        """What its rows are scaled by, if they are."""
+        return self._loaded.moments
 
     def preview(self) -> Preview:
         train, test = self._loaded.train, self._loaded.held_out
@@ -83,11 +91,13 @@ class RowsConnector:
         rows, options = self._read(), self._options
         share = HELD_OUT if options.held_out is None else options.held_out
         test = rows.test if rows.test is not None else held_out_rows(rows.x, rows.y, share)
-        x, y, schema = rows.x, rows.y, rows.schema
+        x, y, schema, moments = rows.x, rows.y, rows.schema, rows.moments
         if options.standardise == "local":
-            x = standardised(x, ~test, rows.categories, rows.standardised)
+            moments = local_moments(x, ~test, rows.categories, rows.standardised)
+        if moments is not None:
+            x = moments.apply(x)
         del rows
-        return _Loaded(Examples(x[~test], y[~test]), Examples(x[test], y[test]), schema)
+        return _Loaded(Examples(x[~test], y[~test]), Examples(x[test], y[test]), schema, moments)
 
 
 def held_out_rows(x: npt.NDArray[Any], y: npt.NDArray[np.int32], share: float) -> npt.NDArray[np.bool_]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,10 +41,37 @@ def scaled(values: Values, means: Values, deviations: Values, only_filled: Flags
     return np.where(only_filled, filled, result)
 
 
-def standardised(
+@dataclass(frozen=True)
+class Moments:
+    """What the values of an example are scaled by.
+
+    Attributes:
+        means, deviations: float64 [F]; NaN for a value that stays as it is, such as those of categories.
+        only_filled: [F], values whose gaps are filled with the mean and that else stay as they are.
+    """
+
+    means: Values
+    deviations: Values
+    only_filled: Flags
+
+    def apply(self, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """`x` [N, …] filled and scaled."""
+        flat = x.reshape(len(x), math.prod(x.shape[1:]))
+        result = np.empty(flat.shape, np.float32)
+        kept = np.isnan(self.means)
+        result[:, kept] = flat[:, kept]
+        for places in _in_pairs(np.flatnonzero(~kept)):
+            values = flat.take(places, axis=1).astype(np.float64)
+            result[:, places] = scaled(
+                values, self.means[places], self.deviations[places], self.only_filled[places]
+            )
+        return result.reshape(x.shape)
+
+
+def local_moments(
     x: npt.NDArray[Any], training: Flags, categories: Collection[int] = (), before: Collection[int] = ()
-) -> npt.NDArray[np.float32]:
-    """The rows of one device, standardised over its training rows.
+) -> Moments:
+    """The moments of one device's training rows.
 
     Args:
         x: [N, …], NaN where a value is missing.
@@ -52,15 +80,18 @@ def standardised(
         before: places of values that arrive standardised and are only filled.
     """
     flat = x.reshape(len(x), math.prod(x.shape[1:]))
-    result = np.empty(flat.shape, np.float32)
-    kept = np.array(sorted(categories), np.int64)
-    result[:, kept] = flat[:, kept]
-    numbers = np.setdiff1d(np.arange(flat.shape[1]), kept)
-    # Two or three columns at a time bound the memory. Never one by itself, unless it is the only one: numpy adds a
-    # single column in another order than several, and the last bit would depend on it.
-    for places in np.array_split(numbers, max(1, len(numbers) // 2)):
+    means, deviations = np.full((2, flat.shape[1]), np.nan)
+    for places in _in_pairs(np.setdiff1d(np.arange(flat.shape[1]), sorted(categories))):
         values = np.ascontiguousarray(flat.take(places, axis=1), np.float64)
-        mean, deviation = moments(values[training])
-        only_filled = np.isin(places, list(before))
-        result[:, places] = scaled(values, np.nan_to_num(mean), deviation, only_filled)
-    return result.reshape(x.shape)
+        mean, deviations[places] = moments(values[training])
+        means[places] = np.nan_to_num(mean)
+    return Moments(means, deviations, np.isin(np.arange(flat.shape[1]), list(before)))
+
+
+def _in_pairs(places: npt.NDArray[np.intp]) -> list[npt.NDArray[np.intp]]:
+    """Two or three columns at a time, which bounds the memory.
+
+    Never one by itself, unless it is the only one: numpy adds a single column in another order than several, and the last
+    bit would depend on it.
+    """
+    return [part for part in np.array_split(places, max(1, len(places) // 2)) if len(part)]

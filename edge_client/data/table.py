@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.data.cells import LARGEST, is_missing, numbers, one_hot
+from edge_client.data.cells import LARGEST, date_number, folded, is_missing, numbers, one_hot
 from edge_client.data.connector import DataProblem
 from edge_client.data.options import TableOptions
 from edge_client.data.quoting import column_name, column_names, listed, nearest, nearest_column, quoted
@@ -83,7 +83,10 @@ class Column:
 def feature(column: Column, options: TableOptions) -> npt.NDArray[np.float64]:
     """[N, values]: one value a row, but for categories, and lists of numbers in Parquet; NaN for a gap."""
     categories = options.categories.get(column.name)
-    return _numbers(column, options) if categories is None else _one_hot(column, categories)
+    if categories is not None:
+        other, fold = (column.name in names for names in (options.other, options.fold))
+        return _one_hot(column, categories, other=other, fold=fold)
+    return _dates(column, options) if column.name in options.dates else _numbers(column, options)
 
 
 def held_out(column: Column) -> npt.NDArray[np.bool_]:
@@ -99,15 +102,34 @@ def held_out(column: Column) -> npt.NDArray[np.bool_]:
     return np.array([part == "test" for part in parts], np.bool_)
 
 
-def _one_hot(column: Column, categories: Sequence[str]) -> npt.NDArray[np.float64]:
-    codes = {name: code for code, name in enumerate(categories)} | {"": -1}
-    texts = ["" if cell is None else str(cell).strip() for cell in column.cells]
+def _one_hot(
+    column: Column, categories: Sequence[str], *, other: bool, fold: bool
+) -> npt.NDArray[np.float64]:
+    spelled = folded if fold else str.strip
+    codes = {spelled(name): code for code, name in enumerate(categories)} | {"": -1}
+    texts = ["" if cell is None else spelled(str(cell)) for cell in column.cells]
     for row, text in enumerate(texts):
-        if text not in codes:
+        if text not in codes and not other:
             raise column.problem(
-                row, f"{quoted(text)} is none of the option categories: {listed(categories)}"
+                row,
+                f"{quoted(text)} is none of the option categories{nearest(text, categories)}: {listed(categories)}",
             )
-    return one_hot([codes[text] for text in texts], len(categories))
+    return one_hot([codes.get(text, len(categories)) for text in texts], len(categories) + other)
+
+
+def _dates(column: Column, options: TableOptions) -> npt.NDArray[np.float64]:
+    """Days since 1970-01-01."""
+    values = np.full((len(column.cells), 1), np.nan)
+    for row, cell in enumerate(column.cells):
+        if not is_missing(cell):
+            days = date_number(cell)
+            if days is None:
+                raise column.problem(
+                    row, f"{quoted(str(cell))} is not a date; expected 2024-03-31 or 31.03.2024"
+                )
+            values[row] = days
+    _require_in_range(values, column, options)
+    return values
 
 
 def _numbers(column: Column, options: TableOptions) -> npt.NDArray[np.float64]:
@@ -148,7 +170,7 @@ def _require_in_range(values: npt.NDArray[np.float64], column: Column, options: 
     """No gap where none is allowed, and nothing that the dtype cannot hold."""
     whole = options.dtype == "int32"
     wrong = np.abs(values) > (2**31 - 1 if whole else LARGEST)
-    if options.standardise == "none":
+    if options.standardise == "none" and column.name not in options.scaling:
         wrong |= np.isnan(values)
     if whole:
         wrong |= values != np.floor(values)
@@ -157,7 +179,9 @@ def _require_in_range(values: npt.NDArray[np.float64], column: Column, options: 
     row, value = (int(index) for index in np.argwhere(wrong)[0])
     if np.isnan(values[row, value]):
         raise column.problem(
-            row, 'no value there; fill it in, remove the row, or set standardise = "local", which fills gaps'
+            row,
+            "no value there; fill it in, remove the row, or have gaps filled with the mean: "
+            'standardise = "local" on a device, data.scale = "federated" or "site" in an experiment',
         )
     cell = column.cells[row]
     shown = quoted(str(cell[value] if isinstance(cell, list | tuple) else cell))

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.cells import kind_of
 from edge_client.data.connector import DataProblem
+from edge_client.data.examples import PADDING
 from edge_client.data.labels import Labels
 from edge_client.data.options import TableOptions
-from edge_client.data.quoting import column_names
+from edge_client.data.quoting import MOST, column_name, column_names, nearest_column
 from edge_client.data.rows import Rows, scaled, shaped
+from edge_client.data.standardise import Moments
 from edge_client.data.table import BLOCK_ROWS, Column, Record, Table, feature, held_out
 
+Parsed = TypeVar("Parsed")
 
-def read_rows(table: Table, options: TableOptions) -> Rows:
-    """All rows of a table.
+
+EXCLUDED = "excluded column"
+"""The role of a column that is no input."""
+
+
+def read_rows(table: Table, options: TableOptions, *, labelled: bool = True) -> Rows:
+    """All rows of a table. `labelled`: whether it has the label's column; without it, labels are `PADDING`.
 
     A cell is a number or text that reads as one; in Parquet it may be a list of numbers. A column of the option
     `categories` is one-hot. A gap is refused, unless columns are standardised: then it is NaN here.
@@ -28,7 +38,7 @@ def read_rows(table: Table, options: TableOptions) -> Rows:
     Raises:
         DataProblem: naming file, line or row, column, the value and what was expected.
     """
-    parser = _parser(table, options)
+    parser = _parser(table, options, labelled=labelled)
     records = iter(table.records)
     blocks_of_records = iter(lambda: list(islice(records, BLOCK_ROWS)), [])
     first = next(blocks_of_records, [])
@@ -41,13 +51,15 @@ def read_rows(table: Table, options: TableOptions) -> Rows:
 
 
 def feature_names(table: Table, roles: Mapping[str, str], features: Sequence[str] | None) -> tuple[str, ...]:
-    """The columns of the input: `features`, or all that have no other role. `roles`: column -> what it is.
+    """The columns of the input: `features`, or all that have no other role. `roles`: column -> what it is; excluded ones
+    need not be there.
 
     Raises:
         DataProblem: a column is not there, has another role or is listed twice, or none is left.
     """
     for name, role in roles.items():
-        table.index(name, f"the {role}")
+        if role != EXCLUDED:
+            table.index(name, f"the {role}")
     names = (
         tuple(name for name in table.columns if name not in roles) if features is None else tuple(features)
     )
@@ -62,22 +74,41 @@ def feature_names(table: Table, roles: Mapping[str, str], features: Sequence[str
     if not names:
         raise DataProblem(
             f"{table.name}: no column is left for features; {column_names(table.columns)} "
-            "(expected columns separated by commas, semicolons or tabs)"
+            "(expected columns separated by commas, semicolons, tabs or bars)"
         )
     return names
 
 
-def _parser(table: Table, options: TableOptions) -> _Parser:
-    if not options.label:
+def _parser(table: Table, options: TableOptions, *, labelled: bool) -> _Parser:
+    if labelled and not options.label:
         raise DataProblem(f"{table.name}: the option label is missing; {column_names(table.columns)}")
-    roles = {options.label: "label"} | ({options.split: "split"} if options.split else {})
+    roles = dict.fromkeys(options.exclude, EXCLUDED)
+    roles |= {options.label: "label"} if labelled else {}
+    roles |= {options.split: "split"} if options.split else {}
     features = feature_names(table, roles, options.features or None)
-    for option in ("categories", "standardised"):
+    for option in ("categories", "standardised", "dates", "scaling"):
         for name in getattr(options, option):
             table.index(name, f"the option {option}")
             if name not in features:
                 raise DataProblem(f"{table.name}: the option {option} names {name!r}, which is no feature")
-    return _Parser(table, options, features)
+    for option in ("other", "fold"):
+        for name in getattr(options, option):
+            if name not in options.categories:
+                raise DataProblem(
+                    f"{table.name}: the option {option} names {name!r}, which has no categories"
+                )
+    if options.closed:
+        _require_no_more(table, {*roles, *features, options.label})
+    return _Parser(table, options, features, labelled)
+
+
+def _require_no_more(table: Table, known: Collection[str]) -> None:
+    unknown = [name for name in table.columns if name not in known]
+    if unknown:
+        raise DataProblem(
+            f"{table.name}: the model's schema has no {', '.join(column_name(name, table.columns) for name in unknown[:MOST])}"
+            f"{nearest_column(unknown[0], sorted(set(known) - set(table.columns)))}; rename it, or leave it out with the option exclude"
+        )
 
 
 @dataclass(frozen=True)
@@ -95,22 +126,43 @@ class _Parser:
     table: Table
     options: TableOptions
     features: tuple[str, ...]
+    labelled: bool
 
     def block(self, records: Sequence[Record]) -> _Block:
-        options = self.options
+        """Parsed records. Raises: DataProblem: the first problem of every column, so that a file is mended at once."""
+        options, problems = self.options, []
+
+        def parsed(read: Callable[[], Parsed]) -> Parsed | None:
+            try:
+                return read()
+            except DataProblem as problem:
+                problems.append(str(problem))
+                return None
+
         numbers, rows = zip(*records, strict=True)
         columns = {
             name: Column(self.table, name, cells, numbers)
             for name, cells in zip(self.table.columns, zip(*rows, strict=True), strict=True)
         }
-        parts = [feature(columns[name], options) for name in self.features]
-        label = columns[options.label]
+        parts = [parsed(partial(feature, columns[name], options)) for name in self.features]
+        y = parsed(lambda: self._labels(columns, len(rows)))
+        test = parsed(partial(held_out, columns[options.split])) if options.split else None
+        if problems:
+            raise DataProblem("\n".join(problems[:MOST]))
+        values = [part for part in parts if part is not None]
+        assert y is not None, "a problem was raised"
         return _Block(
-            np.concatenate(parts, axis=1).astype(self._dtype(), copy=False),
-            Labels(options.classes, self.table.decimal_comma).indices(label.cells, label.place),
-            held_out(columns[options.split]) if options.split else None,
-            tuple(part.shape[1] for part in parts),
+            np.concatenate(values, axis=1).astype(self._dtype(), copy=False),
+            y,
+            test,
+            tuple(part.shape[1] for part in values),
         )
+
+    def _labels(self, columns: Mapping[str, Column], rows: int) -> npt.NDArray[np.int32]:
+        if not self.labelled:
+            return np.full(rows, PADDING, np.int32)
+        label = columns[self.options.label]
+        return Labels(self.options.classes, self.table.decimal_comma).indices(label.cells, label.place)
 
     def rows(self, blocks: list[_Block], kinds: Sequence[str]) -> Rows:
         """All blocks as one. The list is emptied meanwhile, so that values are not in memory twice."""
@@ -135,13 +187,28 @@ class _Parser:
             schema=tuple(zip(self.table.columns, self._exact(x, widths, kinds), strict=True)),
             categories=self._places(self.options.categories, widths),
             standardised=self._places(self.options.standardised, widths),
+            moments=self._moments(widths),
         )
+
+    def _moments(self, widths: Sequence[int]) -> Moments | None:
+        """The option `scaling` for the values of an example."""
+        scaling = self.options.scaling
+        if not scaling:
+            return None
+        given = [
+            numbers
+            for name, width in zip(self.features, widths, strict=True)
+            for numbers in [scaling.get(name, (math.nan, math.nan))] * width
+        ]
+        means, deviations = np.array(given, np.float64).reshape(-1, 2).T
+        return Moments(means, deviations, np.zeros(len(means), np.bool_))
 
     def _dtype(self) -> type[np.generic]:
         if self.options.dtype == "int32":
             return np.int32
         # Means are taken of what the file holds, not of what float32 leaves of it.
-        unrounded = self.options.standardise == "local" and self.options.scale is None
+        scaled = self.options.standardise == "local" or bool(self.options.scaling)
+        unrounded = scaled and self.options.scale is None
         return np.float64 if unrounded else np.float32
 
     def _places(self, names: Collection[str], widths: Sequence[int]) -> tuple[int, ...]:

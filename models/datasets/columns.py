@@ -3,20 +3,39 @@ categories and classes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from edge_client.data.cells import is_missing, number, numbers
+from edge_client.data.cells import date_number, folded, is_missing, number, numbers
 from edge_client.data.csv_file import open_table
 from edge_client.data.labels import NO_LABEL, class_name
 from edge_client.data.quoting import quoted
 from edge_client.data.table import Record, Table
+from edge_client.wire.schema import ColumnSchema
 from models.datasets.dataset import DataError
 
 CATEGORIES = 100
-"""Most different texts that a column may hold and still be one-hot."""
+"""Most different texts of a column, unless a number is given."""
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """What texts of a column become values of their own.
+
+    Attributes:
+        max: most of them, the most frequent ones; None: all, and more than `CATEGORIES` are refused.
+        minimum_count: training rows that have each; a model names no rarer one.
+        fold: whether case and blanks make no difference.
+    """
+
+    max: int | None = None
+    minimum_count: int = 1
+    fold: bool = False
+
 
 MISTYPED = 0.05
 """Share of cells that may fail to be numbers in a column that is plainly one of numbers; they are mistakes."""
@@ -45,30 +64,32 @@ class TextTable(Table):
         return self.place(self.records[row][0], column)
 
 
-def read(path: Path) -> TextTable:
-    """The table in `path`.
+def read(path: Path, encoding: str | None = None) -> TextTable:
+    """The table in `path`. `encoding`: of its text, where no mark at its start tells.
 
     Raises:
         DataError: naming the file, the line and the column.
     """
-    with open_table(path) as table:
+    with open_table(path, encoding=encoding) as table:
         records = list(table.records)
     if not records:
         raise DataError(f"{path}: has column names but no rows")
     return TextTable(table.name, table.columns, table.kinds, records, table.counted, table.delimiter)
 
 
-def categories(table: TextTable, name: str) -> tuple[str, ...]:
-    """The texts of a column in order; none where nearly all of its cells are numbers.
+def column_schema(
+    table: TextTable, name: str, rules: TextRules, training: npt.NDArray[np.bool_]
+) -> ColumnSchema:
+    """What a column holds: numbers, dates, or categories, with the texts that are named. `training`: [N].
 
     Raises:
-        DataError: a stray text among numbers, or too many categories.
+        DataError: a stray text among numbers.
     """
     cells = table.cells(name, "a feature")
     gaps = np.isnan(numbers(cells, table.decimal_comma))
     stray = [row for row in np.flatnonzero(gaps).tolist() if not is_missing(cells[row])]
     if not stray:
-        return ()
+        return ColumnSchema(name)
     count = len(cells) - int(gaps.sum())
     # One odd cell is a mistake in a table of any size, as long as numbers are what is usual.
     if count > len(stray) and len(stray) <= max(1, MISTYPED * (count + len(stray))):
@@ -76,13 +97,25 @@ def categories(table: TextTable, name: str) -> tuple[str, ...]:
             f"{table.at(stray[0], name)}: {quoted(cells[stray[0]])} is not a number, as {count:,} of the column's "
             f"{count + len(stray):,} values are; correct the cell, or empty it to have it filled"
         )
-    texts = in_order({cell for cell in cells if cell})
-    if len(texts) > CATEGORIES:
+    if not count and all(date_number(cells[row]) is not None for row in stray):
+        return ColumnSchema(name, "date")
+    spelled = folded if rules.fold else str
+    counted = training | (rules.minimum_count <= 1)
+    counts = Counter(spelled(cell) for cell, counts in zip(cells, counted, strict=True) if cell and counts)
+    if rules.max is None and len(counts) > CATEGORIES:
         raise DataError(
-            f"{table.at(stray[0], name)}: {quoted(cells[stray[0]])} is not a number, and {len(texts):,} different values "
-            f"are too many for categories (at most {CATEGORIES}); leave the column out of the table or of `features`"
+            f"{table.at(stray[0], name)}: {quoted(cells[stray[0]])} is not a number, and {len(counts):,} different values "
+            f"are too many for categories (at most {CATEGORIES}); leave the column out, or set data.categories.max"
         )
-    return tuple(texts)
+    frequent = [text for text, rows in sorted(counts.items(), key=_by_rows) if rows >= rules.minimum_count]
+    kept = in_order(set(frequent[: rules.max]))
+    other = len(kept) < len({spelled(cell) for cell in cells if cell})
+    return ColumnSchema(name, "category", categories=tuple(kept), other=other, fold=rules.fold)
+
+
+def _by_rows(counted: tuple[str, int]) -> tuple[int, str]:
+    text, rows = counted
+    return -rows, text
 
 
 def classes(table: TextTable, column: str) -> tuple[str, ...]:

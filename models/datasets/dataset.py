@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.connector import DataProblem
+from edge_client.wire.schema import DataSchema
 
 TaskKind = Literal["classification", "next_token"]
 
@@ -32,6 +33,7 @@ class Dataset:
         class_names: of length `classes`, or empty.
         site: int32 [N], which natural client a row belongs to, or None where there are none.
         site_names: names of the natural clients, indexed by `site`.
+        schema: how rows in natural form become inputs, of a table; `described` gives one for any data.
         notes: what the loader found and decided, one sentence each, for the preview.
     """
 
@@ -45,6 +47,12 @@ class Dataset:
     site: npt.NDArray[np.int32] | None = None
     site_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    schema: DataSchema | None = None
+
+    @property
+    def described(self) -> DataSchema:
+        """Its schema; of data that is no table, the form of its arrays."""
+        return self.schema or DataSchema("array", self.input_shape, self.input_dtype, self.class_names)
 
     @property
     def input_shape(self) -> tuple[int, ...]:

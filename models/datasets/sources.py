@@ -22,6 +22,8 @@ def load(
     site: str | None = None,
     split: str | None = None,
     features: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    reading: table.Reading = table.Reading(),  # noqa: B008 - a frozen value
     length: int = 32,
     vocab: int = 2048,
 ) -> Dataset:
@@ -32,7 +34,8 @@ def load(
         data_dir: where downloaded files lie; the current folder when None.
         seed: of what is held out, and of synthetic data.
         clients: how many clients synthetic data is to serve.
-        path: of a csv; `label`, `site`, `split` and `features` name its columns (see `table.load`).
+        path: of a csv; `label`, `site`, `split` and `features` name its columns, `exclude` those that are not used, and
+            `reading` says how the others are read (see `table.load`).
         length: tokens in a row of text.
         vocab: word ids of phrasebank, padding and unknown words included.
 
@@ -60,4 +63,13 @@ def load(
             return synthetic.load(call, clients, seed)
     if path is None:
         raise DataError("data set 'csv' needs `path`, the table to read")
-    return table.load(Path(path), seed, label=label, site=site, split=split, features=features)
+    return table.load(
+        Path(path),
+        seed,
+        label=label,
+        site=site,
+        split=split,
+        features=features,
+        exclude=exclude,
+        reading=reading,
+    )
