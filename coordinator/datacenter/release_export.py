@@ -51,6 +51,7 @@ from coordinator.output_folders import require_new
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import file_sha256, write_durably
 from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
+from edge_client.wire.schema import SCHEMA_NAME
 from models import user_code
 
 PRECISIONS = ("float32", "float16", "weight-int8", "dynamic-int8", "static-int8", "mixed", "int4", "codebook")
@@ -209,6 +210,8 @@ def _export(folder: Path, request: ReleaseRequest, private: Path, environment: E
         "device_classes": list(request.device_classes),
         "lineage": lineage,
     }
+    if (schema := _schema(folder)) is not None:
+        more["schema"] = schema
     if tflite.is_file():
         more |= {"tflite": str(tflite.absolute()), "precision": precision}
     if request.tflite_runtime is not None:
@@ -234,6 +237,12 @@ def _export(folder: Path, request: ReleaseRequest, private: Path, environment: E
     # The release's own file accepts any number of rows, so its hash differs.
     report["source"] = {"tflite_sha256": file_sha256(tflite) if tflite.is_file() else None}
     return report
+
+
+def _schema(folder: Path) -> dict[str, Any] | None:
+    """The data schema beside a model; None without one, as beside imported params."""
+    path = folder / SCHEMA_NAME
+    return read_document(path) if path.is_file() else None
 
 
 def _known_model(folder: Path, request: ReleaseRequest, scratch: Path) -> dict[str, Any] | None:

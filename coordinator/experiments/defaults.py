@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from coordinator.experiments.schema import (
+    Categories,
     Data,
     Experiment,
     Federation,
@@ -42,10 +43,15 @@ _TEXT_DEFAULTS: dict[str, dict[str, int]] = {
 }
 
 
-def with_defaults(experiment: Experiment, fleet: FleetKind) -> Experiment:
-    """The experiment with every default filled in. Invalid options stay as they are; the checks report them."""
+def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = False) -> Experiment:
+    """The experiment with every default filled in. Invalid options stay as they are; the checks report them.
+
+    `stored`: of a run that began earlier, whose table is read as it was.
+    """
     model, partition, lr = _DEFAULTS.get(experiment.data.dataset, _OTHER_DEFAULTS)
     data = _data(experiment.data, partition, experiment.data_seed)
+    if data.dataset == "csv" and not stored:
+        data = data.model_copy(update=missing(data, {"scale": "federated", "categories": Categories()}))
     return experiment.model_copy(
         update={
             "name": experiment.name or data_name(data.dataset, data.path),

@@ -68,20 +68,27 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
         raise UserError(f"{source}: not valid TOML: {error}") from None
 
 
-def resolve(document: Mapping[str, Any], source: str, fleet: FleetKind = "simulated") -> Experiment:
+def resolve(
+    document: Mapping[str, Any], source: str, fleet: FleetKind = "simulated", *, stored: bool = False
+) -> Experiment:
     """A checked experiment with every default filled in.
 
     On a fleet of devices `data.dataset` may be any name that the devices know, if the file describes its rows.
+    `stored`: of a run that began earlier; how its table is read stays as it was, whatever the default is now.
 
     Raises:
         UserError: listing every problem at once; messages call the document `source`.
     """
+
+    def complete(valid: Experiment) -> Experiment:
+        return with_defaults(valid, fleet, stored=stored)
+
     experiment, problems = validate(
-        Experiment, document, lambda valid: find_problems(with_defaults(valid, fleet), fleet), _AFFECTED_KEYS
+        Experiment, document, lambda valid: find_problems(complete(valid), fleet), _AFFECTED_KEYS
     )
     if experiment is None or problems:
         raise to_user_error(source, problems)
-    return with_defaults(experiment, fleet)
+    return complete(experiment)
 
 
 def _apply(document: dict[str, Any], setting: str) -> None:

@@ -12,6 +12,7 @@ import tomlkit
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.model_references import RegisterAs, parse_register_as
+from edge_client.wire.schema import Scale
 from models.datasets import names
 
 Runtime = Literal["litert", "torch", "tensorflow"]
@@ -42,6 +43,20 @@ class Section(BaseModel):
         return tomlkit.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
+class Categories(Section):
+    """Which texts of a table's column are categories of their own: at most the `max` most frequent ones, and none that fewer
+    than `minimum_count` training rows have. `fold`: upper case and blanks make no difference.
+    """
+
+    max: Annotated[int, Field(ge=1, le=10_000)] = 100
+    minimum_count: Annotated[int, Field(ge=1, le=1_000_000)] = 10
+    fold: bool = False
+
+
+Moments = Annotated[list[float], Field(min_length=2, max_length=2)]
+"""Mean and standard deviation."""
+
+
 class DataSection(Section):
     """A data set, and how to read it. `public`: rows may be published, as those of public data sets."""
 
@@ -50,6 +65,11 @@ class DataSection(Section):
     label: str | None = None
     split: str | None = None
     features: list[str] | None = None
+    exclude: list[str] | None = None
+    scale: Scale | None = None
+    fixed: dict[str, Moments] | None = None
+    units: dict[str, str] | None = None
+    categories: Categories | None = None
     length: Annotated[int, Field(ge=1, le=65536)] | None = None
     vocab: Annotated[int, Field(ge=3, le=1_000_000)] | None = None
     public_samples: Annotated[int, Field(ge=0)] = 0
@@ -64,6 +84,7 @@ class DataSection(Section):
 class Data(DataSection):
     label: str = "label"
     site: str | None = None
+    encoding: str | None = None
     partition: str | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     input_shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=4)] | None = None

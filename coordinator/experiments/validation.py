@@ -36,6 +36,12 @@ _OWN_KEYS: dict[str, tuple[str, ...]] = {
     "site": ("csv",),
     "split": ("csv",),
     "features": ("csv",),
+    "exclude": ("csv",),
+    "encoding": ("csv",),
+    "scale": ("csv",),
+    "fixed": ("csv",),
+    "units": ("csv",),
+    "categories": ("csv",),
     "length": ("shakespeare", "phrasebank"),
     "vocab": ("phrasebank",),
 }
@@ -250,6 +256,11 @@ def _data_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         yield f"data.partition: {error}"
     if data.dataset == "csv" and data.path is None:
         yield 'data.dataset = "csv" needs data.path, the table to read'
+    if (data.fixed is not None) != (data.scale == "fixed"):
+        yield 'data.scale = "fixed" and data.fixed, mean and deviation of each column of numbers, need each other'
+    for column, (_, deviation) in (data.fixed or {}).items():
+        if deviation <= 0:
+            yield f"data.fixed: the deviation of {column!r} is {deviation:g}, expected more than 0"
     yield from own_key_problems(data, _OWN_KEYS)
 
 

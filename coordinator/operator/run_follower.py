@@ -47,7 +47,7 @@ def follow(
         RunInterrupted: it failed or was cancelled, or the coordinator stays unreachable.
     """
     shown = client.get(f"/runs/{run}")
-    experiment = resolve(shown["experiment"], f"run {run}", "devices")
+    experiment = resolve(shown["experiment"], f"run {run}", "devices", stored=True)
     begin(out, "experiment.toml", experiment.to_toml())
     notices = list(shown["notices"])
     for notice in notices:
@@ -163,6 +163,7 @@ def _save_results(client: OperatorClient, run: str, out: Path, name: str) -> dic
             f"fedloop run --follow {run}; if that does not help, the coordinator's disk has damaged it"
         )
     write_durably(out / "model.safetensors", model)
+    run_files.write_schema(out, document["data"].get("schema"))
     draw_curves(out / "curves.png", name, document["start"], document["rounds"])
     write_durably(out / "report.json", json.dumps(document, indent=2).encode())
     return document

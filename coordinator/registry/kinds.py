@@ -54,6 +54,7 @@ DOCUMENTS = (
     "config.toml",
     "pipeline.toml",
     "experiment.toml",
+    "schema.json",
     "rounds.csv",
     "curves.png",
     "pareto.png",

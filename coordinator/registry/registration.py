@@ -42,6 +42,7 @@ from coordinator.registry.contents import Content
 from coordinator.registry.kinds import MODEL, PARAMS, REPORT, Kind, examine, read_manifest
 from coordinator.reports import run_report
 from edge_client.files import file_sha256
+from edge_client.wire import schema as schemas
 from edge_client.wire.inference import InferenceManifest
 from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 
@@ -308,8 +309,11 @@ def _main_file(version: VersionRow) -> str:
 
 
 def _documents(connection: Connection, run: Row[Any]) -> dict[str, bytes]:
-    model: dict[str, Any] = {**(run.prepared or {}).get("model", {}), "sha256": run.params}
-    return {
+    prepared = run.prepared or {}
+    model: dict[str, Any] = {**prepared.get("model", {}), "sha256": run.params}
+    schema = (prepared.get("data") or {}).get("schema")
+    described = schemas.from_document(schema).to_json().encode() if schema is not None else None
+    return ({} if described is None else {schemas.SCHEMA_NAME: described}) | {
         REPORT: json.dumps(run_report.make_report(connection, run), indent=2).encode(),
         MODEL: json.dumps(model, indent=2).encode(),
         "experiment.toml": Experiment.model_validate(run.experiment).to_toml().encode(),

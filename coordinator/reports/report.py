@@ -12,7 +12,7 @@ from coordinator.experiments.schema import Experiment
 from coordinator.fleets.simulated import SimulatedClient
 from coordinator.reports import figures
 from coordinator.reports.curves import draw_curves
-from coordinator.reports.run_files import read_rounds, read_start
+from coordinator.reports.run_files import DATA_KEYS, read_rounds, read_start, write_schema
 from coordinator.rounds.records import totals
 from edge_client.files import write_durably
 from edge_client.wire import arrays
@@ -34,10 +34,11 @@ def write(
     """
     encoded, final = arrays.encode(params), judged.final
     write_durably(out / "model.safetensors", encoded)
+    write_schema(out, data_info.get("schema"))
     start, rounds = read_start(out / "events.jsonl"), read_rounds(out / "rounds.csv")
     document: dict[str, Any] = {
         "experiment": experiment.model_dump(mode="json", exclude_none=True),
-        "data": {key: data_info[key] for key in ("fingerprint", "classes", "input_shape", "task", "preview")},
+        "data": {key: data_info.get(key) for key in DATA_KEYS},
         "clients": len(clients),
         "runtimes": dict(sorted(Counter(client.runtime for client in clients).items())),
         "start": start,

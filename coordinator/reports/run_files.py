@@ -1,4 +1,4 @@
-"""The files of a run that grow line by line: `rounds.csv` and `events.jsonl`."""
+"""The files of a run that grow line by line, `rounds.csv` and `events.jsonl`, and its `schema.json`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from typing import Any
 
 from coordinator.rounds.events import LineFile
 from coordinator.rounds.records import Checkpoint, RoundRecord, as_row
+from edge_client.files import write_durably
+from edge_client.wire import schema as schemas
+
+DATA_KEYS = ("fingerprint", "classes", "input_shape", "task", "preview", "schema")
+"""What a report says of the data."""
 
 COLUMNS = tuple(field.name for field in fields(RoundRecord))
 
@@ -72,3 +77,10 @@ def _line_after(path: Path, offset: int) -> str | None:
         file.seek(offset)
         line = file.readline()
     return line[:-1].decode() if line.endswith(b"\n") else None
+
+
+def write_schema(out: Path, document: Mapping[str, Any] | None) -> None:
+    """Writes `schema.json`, the data schema that belongs to the model; nothing without one, as of older runs."""
+    if document is not None:
+        text = schemas.from_document(document).to_json()
+        write_durably(out / schemas.SCHEMA_NAME, text.encode())

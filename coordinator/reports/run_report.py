@@ -9,9 +9,8 @@ from sqlalchemy import Connection, Row
 
 from coordinator.db import registry
 from coordinator.db import runs as rows
+from coordinator.reports.run_files import DATA_KEYS
 from coordinator.rounds.records import totals
-
-_DATA_KEYS = ("fingerprint", "classes", "input_shape", "task", "preview")
 
 
 def make_report(connection: Connection, run: Row[Any]) -> dict[str, Any]:
@@ -30,7 +29,7 @@ def make_report(connection: Connection, run: Row[Any]) -> dict[str, Any]:
         "state": run.state,
         "experiment": run.experiment,
         "notices": run.notices,
-        "data": {key: data.get(key, model.get(key)) for key in _DATA_KEYS},
+        "data": {key: data.get(key, model.get(key)) for key in DATA_KEYS},
         "clients": rows.devices_used(connection, run.id),
         "runtimes": runtimes,
         "start": {key: start.get(key) for key in ("test_loss", "test_accuracy")},

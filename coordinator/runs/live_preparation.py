@@ -183,7 +183,8 @@ def _data(experiment: Experiment, place: Place, notices: list[str]) -> dict[str,
                 "only where no device trains on them"
             )
             return {
-                key: data_info[key] for key in ("fingerprint", *MODEL_KEYS, "ids", "preview", "site_names")
+                key: data_info[key]
+                for key in ("fingerprint", *MODEL_KEYS, "ids", "preview", "site_names", "schema")
             }
     notices.append(
         f"data.dataset = {data.dataset!r}: the coordinator has no rows of its own to score the model on ({problem})"

@@ -89,7 +89,7 @@ def resume(out: Path, environment: Environment) -> dict[str, Any]:
         shutil.rmtree(out / "work", ignore_errors=True)  # the process may have died before it could
         finished: dict[str, Any] = json.loads((out / "report.json").read_text("utf-8"))
         return finished
-    return _run(resolve(read_toml(path), str(path)), out, environment)
+    return _run(resolve(read_toml(path), str(path), stored=True), out, environment)
 
 
 def is_finished(out: Path) -> bool:

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,8 @@ def prepare(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load_and_partition(request: Mapping[str, Any]) -> dict[str, Any]:
     folder, data, seed = Path(request["folder"]), request["data"], request["seed"]
-    dataset = datasets.load(
-        data["dataset"],
-        path=data["path"],
-        label=data["label"],
-        site=data["site"],
-        split=data["split"],
-        features=data["features"],
-        **{key: data[key] for key in ("length", "vocab") if data[key] is not None},
+    dataset = datasets.from_settings(
+        data,
         data_dir=Path(request["data_dir"]) if request["data_dir"] else None,
         seed=seed,
         clients=request["clients"],
@@ -68,6 +63,7 @@ def _load_and_partition(request: Mapping[str, Any]) -> dict[str, Any]:
         "task": dataset.task,
         "ids": int(dataset.x.max(initial=-1)) + 1 if dataset.input_dtype == "int32" else 0,
         "site_names": list(dataset.site_names),
+        "schema": asdict(dataset.described),
         "preview": list(datasets.preview(dataset)),
     }
     # The folder of a coordinator's run exists already; workers may not change permissions within the home.

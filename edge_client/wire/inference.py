@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from edge_client.wire import schema as schemas
 from edge_client.wire.manifest import (
     Check,
     FileSpec,
@@ -28,6 +29,7 @@ from edge_client.wire.manifest import (
     input_checks,
     parse_manifest,
 )
+from edge_client.wire.schema import DataSchema
 
 FORMAT = 1
 
@@ -69,6 +71,7 @@ class InferenceManifest:
         device_classes: intended device classes; empty: any.
         dataset: logical name of the data that a device may evaluate it on; empty: none.
         params_sha256: of the float params it was made from.
+        schema: how rows in natural form become inputs; None of releases without one.
     """
 
     model: str
@@ -90,10 +93,19 @@ class InferenceManifest:
     dataset: str = ""
     params_sha256: str = ""
     lineage: Lineage = field(default_factory=Lineage)
+    schema: DataSchema | None = None
     format: int = FORMAT
 
+    @property
+    def data_schema(self) -> DataSchema:
+        """The schema; of a release without one, the form of the model's input."""
+        return self.schema or DataSchema("array", self.input.shape, self.input.dtype)
+
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+        document = asdict(self)
+        if self.schema is None:
+            del document["schema"]  # daemons of before know no such key
+        return json.dumps(document, indent=1, sort_keys=True) + "\n"
 
 
 def from_json(text: str | bytes, place: str = "manifest") -> InferenceManifest:
@@ -107,7 +119,12 @@ def from_json(text: str | bytes, place: str = "manifest") -> InferenceManifest:
 
 def _checks(manifest: InferenceManifest) -> tuple[Check, ...]:
     golden, size = manifest.golden, math.prod(manifest.input.shape)
+    schema = manifest.data_schema
+    fits = (schema.input_shape, schema.input_dtype) == (manifest.input.shape, manifest.input.dtype)
     return (
+        *((holds, f"schema: {problem}") for holds, problem in schemas.checks(schema)),
+        (fits, "schema is of rows of another form than the model's input"),
+        (len(schema.classes) in (0, manifest.classes), f"schema has not {manifest.classes} classes"),
         *input_checks(manifest.classes, manifest.input),
         (bool(golden.logits), "golden.logits is empty"),
         (

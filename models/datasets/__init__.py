@@ -16,14 +16,16 @@ from models.datasets.partitioners import (
     partition,
     public_rows,
 )
-from models.datasets.sources import load
+from models.datasets.sources import KEYS, from_settings, load
 from models.datasets.summary import preview
 
 __all__ = [
+    "KEYS",
     "DataError",
     "Dataset",
     "Partition",
     "client_names",
+    "from_settings",
     "load",
     "owners",
     "parse_partition",

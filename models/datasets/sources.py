@@ -2,13 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from models.datasets import notation, own, table
+from models.datasets.columns import TextRules
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.names import check_name, is_code
 from models.datasets.shipped import digits, mnist, phrasebank, shakespeare, synthetic
+
+KEYS = (
+    "dataset",
+    "path",
+    "label",
+    "site",
+    "split",
+    "features",
+    "exclude",
+    "encoding",
+    "scale",
+    "fixed",
+    "units",
+    "categories",
+    "length",
+    "vocab",
+)
+"""The keys of an experiment's `[data]` that say which data set it is and how it is read."""
+
+
+def from_settings(
+    settings: Mapping[str, Any],
+    *,
+    data_dir: Path | None = None,
+    seed: int = 0,
+    clients: int | None = None,
+) -> Dataset:
+    """The data set that the `KEYS` of a table `[data]` describe; keys that are missing or None have their defaults."""
+    given = {key: settings[key] for key in KEYS if settings.get(key) is not None}
+    reading = table.Reading(
+        scale=given.pop("scale", None),
+        fixed=given.pop("fixed", {}),
+        units=given.pop("units", {}),
+        texts=TextRules(**given.pop("categories", {})),
+        encoding=given.pop("encoding", None),
+    )
+    name = given.pop("dataset")
+    return load(name, data_dir=data_dir, seed=seed, clients=clients, reading=reading, **given)
 
 
 def load(

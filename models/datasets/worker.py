@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ def load(path: Path, report: process.Report) -> None:
     arguments: dict[str, Any] = dict(job.value("data"))
     test_rows, public = arguments.pop("test_rows", 0), arguments.pop("public_samples", 0)
     report(stage="load")
-    if "encoding" in arguments:
+    if "encoding" in arguments and arguments["dataset"] != "csv":
         jobs.write_result(job.out, _text(job, arguments, test_rows))
         return
-    arguments |= {key: Path(arguments[key]) for key in ("data_dir", "path") if key in arguments}
-    dataset = datasets.load(arguments.pop("dataset"), seed=job.seed, **arguments)
+    data_dir = Path(arguments["data_dir"]) if "data_dir" in arguments else None
+    dataset = datasets.from_settings(arguments, data_dir=data_dir, seed=job.seed)
     train, test = np.flatnonzero(~dataset.test), np.flatnonzero(dataset.test)
     if not len(train) or not len(test):
         raise datasets.DataError(
@@ -56,6 +57,7 @@ def load(path: Path, report: process.Report) -> None:
         "input_dtype": dataset.input_dtype,
         "task": dataset.task,
         "class_names": list(dataset.class_names),
+        "schema": asdict(dataset.described),
         "preview": list(datasets.preview(dataset)),
     }
     jobs.write_result(job.out, description)

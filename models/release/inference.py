@@ -30,9 +30,12 @@ from edge_client.files import file_sha256, write_durably
 from edge_client.infer.runtime import Model
 from edge_client.processes import process
 from edge_client.train.evaluation import score
+from edge_client.wire import schema as schemas
 from edge_client.wire.inference import GoldenRows, InferenceManifest
 from edge_client.wire.manifest import FileSpec, Fill, InputSpec, Lineage
 from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
+from edge_client.wire.schema import DataSchema
+from edge_client.wire.strict import InvalidDocument
 from models import job as jobs
 from models.compress.pruning.structure import rebuild
 from models.compress.quantization.quantize import to_tflite
@@ -92,6 +95,7 @@ class Source:
     params_sha256: str = ""
     device_classes: Sequence[str] = ()
     lineage: Lineage = field(default_factory=Lineage)
+    schema: DataSchema | None = None
 
 
 def run(path: Path, report: process.Report) -> None:
@@ -221,7 +225,26 @@ def _read_source(job: jobs.Job, spec: ModelSpec | KerasSpec) -> Source:
         Lineage(
             lineage.get("parent"), "export", lineage.get("data_fingerprint"), f"fedloop {version('fedloop')}"
         ),
+        _read_schema(job, spec),
     )
+
+
+def _read_schema(job: jobs.Job, spec: ModelSpec | KerasSpec) -> DataSchema | None:
+    """The data schema that the release carries. Raises: JobError: it is of another model."""
+    document = job.settings.get("schema")
+    if document is None:
+        return None
+    try:
+        schema = schemas.from_document(document, f"{job.path}: schema")
+    except InvalidDocument as error:
+        raise JobError(str(error)) from None
+    if (schema.input_shape, schema.input_dtype) != (tuple(spec.input_shape), spec.input_dtype):
+        raise JobError(
+            f"{job.path}: the schema is of {schema.input_dtype} rows {list(schema.input_shape)}, the model takes "
+            f"{spec.input_dtype} {list(spec.input_shape)}"
+        )
+    # Without columns and names it says no more than the manifest itself, and daemons of before know no such key.
+    return schema if schema.columns or schema.classes else None
 
 
 def _draft(source: Source, options: ReleaseOptions) -> InferenceManifest:
@@ -246,6 +269,7 @@ def _draft(source: Source, options: ReleaseOptions) -> InferenceManifest:
         dataset=options.dataset,
         params_sha256=source.params_sha256,
         lineage=source.lineage,
+        schema=source.schema,
     )
 
 
