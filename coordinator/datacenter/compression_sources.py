@@ -37,7 +37,8 @@ from coordinator.errors import UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import MODEL_KEYS, Experiment, Section
 from edge_client.files import file_sha256
-from models import datasets, user_code
+from models import user_code
+from models.datasets.names import KEYS
 
 _ONNX = "model.onnx"
 _DATA = "--data, the data set to calibrate and test it on (such as digits, table.csv or package.module:load)"
@@ -191,7 +192,7 @@ class SourceReader:
             arrays, loaded = load_rows(self.options.data, run.data_seed, self.scratch, self.environment)
             return {key: arrays[f"{key}_test"] for key in "xy"}, loaded
         data = run.data.model_dump(exclude_none=True)
-        settings = {key: data[key] for key in datasets.KEYS if key in data}
+        settings = {key: data[key] for key in KEYS if key in data}
         loaded = training_data.load_data(settings, run.data_seed, self.scratch, self.environment)
         folder = self.scratch / "arrays"
         return {key: np.load(folder / f"{key}_test.npy", mmap_mode="r") for key in "xy"}, loaded

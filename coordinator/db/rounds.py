@@ -288,7 +288,7 @@ def blobs_in_use(connection: Connection) -> set[str]:
 
 def blobs_of(offer: Mapping[str, Any]) -> set[str]:
     """Hashes of the blobs that a task refers to."""
-    refs = (offer[key] for key in ("params", "streams", "artifact", "manifest"))
+    refs = (offer.get(key) for key in ("params", "streams", "artifact", "manifest", "schema"))
     return {ref["sha256"] for ref in refs if ref is not None}
 
 

@@ -225,7 +225,7 @@ def blobs_in_use(connection: Connection) -> set[str]:
     used = rounds.blobs_in_use(connection) | registry.blobs_in_use(connection)
     columns = select(t.runs.c.params, t.runs.c.strategy_state, t.runs.c.best, t.runs.c.prepared)
     for row in connection.execute(columns):
-        refs = [(row.prepared or {}).get(key) for key in ("artifact", "manifest")]
+        refs = [(row.prepared or {}).get(key) for key in ("artifact", "manifest", "schema")]
         best = (row.best or {}).get("params")
         used |= {digest for digest in (row.params, row.strategy_state, best) if digest}
         used |= {ref["sha256"] for ref in refs if ref}

@@ -26,6 +26,7 @@ from coordinator.workers.pool import WorkerPool
 from coordinator.workers.workspace_arrays import open_workspace
 from edge_client.files import read_regular
 from edge_client.train.evaluation import Evaluation
+from edge_client.wire import schema as schemas
 from edge_client.wire import strict
 from edge_client.wire.device import BlobRef, ModelRef, RuntimeName
 from models.conversion import request as export_request
@@ -43,6 +44,7 @@ class Prepared:
         trainable: names of the tensors that clients train.
         runtimes: allowed runtimes, the preferred one first.
         data: description of the data if the coordinator could load it; then it scores every round.
+        schema: how devices read a table.
         start: `test_loss` and `test_accuracy` of the initial params, and the number of `test_rows`.
     """
 
@@ -53,6 +55,7 @@ class Prepared:
     manifest: BlobRef | None
     data: Mapping[str, Any] | None
     start: Mapping[str, Any] = field(default_factory=dict)
+    schema: BlobRef | None = None
 
 
 def read(document: Mapping[str, Any]) -> Prepared:
@@ -102,7 +105,17 @@ def prepare(experiment: Experiment, place: Place, init: bytes | None) -> tuple[P
         task=shape["task"],
     )
     tflite, manifest = artifact or (None, None)
-    return Prepared(reference, trainable, runtimes, tflite, manifest, data), params, notices
+    schema = _schema(data, place)
+    prepared = Prepared(reference, trainable, runtimes, tflite, manifest, data, schema=schema)
+    return prepared, params, notices
+
+
+def _schema(data: Mapping[str, Any] | None, place: Place) -> BlobRef | None:
+    """The schema of the coordinator's own table as a blob; None of other data, whose rows devices describe themselves."""
+    if data is None or data["schema"]["kind"] != "table":
+        return None
+    content = schemas.from_document(data["schema"]).to_json().encode()
+    return BlobRef(place.blobs.put(content), len(content))
 
 
 @dataclass(frozen=True)

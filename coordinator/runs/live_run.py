@@ -189,6 +189,7 @@ class LiveRun:
             runtimes=prepared.runtimes,
             artifact=prepared.artifact,
             manifest=prepared.manifest,
+            schema=prepared.schema,
             selection=Selection(
                 groups=tuple(devices.groups),
                 labels=dict(devices.labels),

@@ -38,6 +38,7 @@ class Deployment:
         run: its id.
         dataset: logical name, which each device maps to its own data.
         artifact, manifest: for the litert runtime; None if it is not allowed.
+        schema: how devices read a table; None for other data.
         runtimes: allowed runtimes, the preferred one first.
         quorum: least number of clients to start a round with.
     """
@@ -49,6 +50,7 @@ class Deployment:
     runtimes: tuple[RuntimeName, ...]
     artifact: BlobRef | None = None
     manifest: BlobRef | None = None
+    schema: BlobRef | None = None
     selection: Selection = field(default_factory=Selection)
     quorum: int = 1
 

@@ -39,6 +39,8 @@ OVERDUE_AFTER = timedelta(seconds=60)
 
 MIN_WIRE_VERSION: dict[TaskKind, tuple[int, int]] = {"train": (1, 0), "evaluate": (1, 1)}
 """The wire version that introduced each kind of task."""
+SCHEMAS_SINCE = (1, 4)
+"""A device of before would read a table by its own configuration alone."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def blocking_reasons(
     return tuple(
         reason
         for reason in (
-            _wire_reason(device.report, kind),
+            _wire_reason(device.report, kind, deployment),
             *_device_refusals(device.report, deployment),
             *_selection_mismatches(device, device.report, deployment),
             _runtime_reason(device.report, deployment),
@@ -136,13 +138,15 @@ _STATE_REASONS = {
 }
 
 
-def _wire_reason(report: CheckIn, kind: TaskKind) -> Reason | None:
-    if supports(report.wire, MIN_WIRE_VERSION[kind]):
+def _wire_reason(report: CheckIn, kind: TaskKind, deployment: Deployment) -> Reason | None:
+    since = MIN_WIRE_VERSION[kind] if deployment.schema is None else SCHEMAS_SINCE
+    if supports(report.wire, since):
         return None
-    needed = ".".join(map(str, max(MIN_WIRE_VERSION[kind], (WIRE[0], OLDEST_MINOR))))
+    needed = ".".join(map(str, max(since, (WIRE[0], OLDEST_MINOR))))
+    tasks = f"{kind} tasks" if deployment.schema is None else "tasks with a data schema"
     return Reason(
         "wire_version",
-        f"it speaks wire {report.wire}, {kind} tasks need {needed} up to {WIRE[0]}.x; update its software",
+        f"it speaks wire {report.wire}, {tasks} need {needed} up to {WIRE[0]}.x; update its software",
     )
 
 

@@ -111,6 +111,7 @@ def _row(
         lease_seconds=common.lease_seconds,
         deadline_seconds=0.0,
         result_limit_bytes=common.result_limit_bytes,
+        schema=run.schema,
     )
     return {
         "id": task,

@@ -216,6 +216,7 @@ class Executor:
             streams=self._blob(offer.streams) if offer.streams else None,
             tflite=self._blob(offer.artifact) if offer.artifact else None,
             manifest=self._blob(offer.manifest) if offer.manifest else None,
+            schema=self._blob(offer.schema) if offer.schema else None,
             model=offer.model,
             message=offer.message,
             data=self.config.data[offer.dataset],

@@ -97,6 +97,7 @@ class Job:
     Attributes:
         params, streams: as safetensors.
         tflite, manifest: for LiteRT.
+        schema: how a table is read; None: as `data` says.
         message: the `TaskMessage` of a train job as JSON; empty for an evaluate job.
         state_in: the client rule's state after its last round, if any.
         state_out: where to write the client rule's next state, if it keeps any.
@@ -116,6 +117,7 @@ class Job:
     state_in: Path | None
     state_out: Path
     result: Path
+    schema: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -97,12 +97,16 @@ class Worker:
         from edge_client.train.process import Job
         from edge_client.train.resolve import require_compatible
         from edge_client.train.trainer import Trainer
+        from edge_client.wire import schema as schemas
         from edge_client.wire.strict import parse
 
         np.seterr(all="ignore")  # the coordinator rejects a diverging client and says why
         started = time.monotonic()
         job = parse(Job, document["job"], "job")
-        source = open_data(job.data)
+        schema = None
+        if job.schema is not None:
+            schema = schemas.from_json(job.schema.read_bytes(), "the data schema of the task")
+        source = open_data(job.data, schema)
         data = source.train() if job.kind == "train" else source.held_out()
         require_compatible(data, job.model)
         trainer = Trainer(self._runtime(job))

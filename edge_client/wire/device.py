@@ -16,6 +16,7 @@ versions old, and answers others with 426 `wire_version`.
     1.1  evaluate tasks: federated evaluation on the device's held-out rows
     1.2  uploads may be deflated (`encoding`)
     1.3  releases: a device reports their state and receives offers
+    1.4  data schemas: a task says how the rows of a table become the model's input
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any, Literal
 
 from edge_client.wire.strict import InvalidDocument, parse_message
 
-WIRE = (1, 3)
+WIRE = (1, 4)
 OLDEST_MINOR = WIRE[1] - 2
 
 PREFIX = "/device/v1"
@@ -205,6 +206,7 @@ class TaskOffer:
         params: to start from, or to evaluate.
         streams: arrays of the client rule, if it has any.
         artifact, manifest: for the litert runtime.
+        schema: a `DataSchema`, for data that is a table.
         lease_seconds: the task is given up if the device is silent for so long.
         deadline_seconds: from now, for the whole task.
         result_limit_bytes: largest result accepted, decoded.
@@ -226,11 +228,13 @@ class TaskOffer:
     lease_seconds: float
     deadline_seconds: float
     result_limit_bytes: int
+    schema: BlobRef | None = None
 
     @property
     def blobs(self) -> list[BlobRef]:
         """What the task needs."""
-        return [ref for ref in (self.params, self.streams, self.artifact, self.manifest) if ref is not None]
+        refs = (self.params, self.streams, self.artifact, self.manifest, self.schema)
+        return [ref for ref in refs if ref is not None]
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ from models.datasets.partitioners import (
     partition,
     public_rows,
 )
-from models.datasets.sources import KEYS, from_settings, load
+from models.datasets.sources import from_settings, load
 from models.datasets.summary import preview
 
 __all__ = [
-    "KEYS",
     "DataError",
     "Dataset",
     "Partition",

@@ -9,7 +9,7 @@ import ast
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.datasets.dataset import DataError
+from edge_client.data.connector import DataProblem as DataError
 
 
 @dataclass(frozen=True)

@@ -9,26 +9,8 @@ from typing import Any
 from models.datasets import notation, own, table
 from models.datasets.columns import TextRules
 from models.datasets.dataset import DataError, Dataset
-from models.datasets.names import check_name, is_code
+from models.datasets.names import KEYS, check_name, is_code
 from models.datasets.shipped import digits, mnist, phrasebank, shakespeare, synthetic
-
-KEYS = (
-    "dataset",
-    "path",
-    "label",
-    "site",
-    "split",
-    "features",
-    "exclude",
-    "encoding",
-    "scale",
-    "fixed",
-    "units",
-    "categories",
-    "length",
-    "vocab",
-)
-"""The keys of an experiment's `[data]` that say which data set it is and how it is read."""
 
 
 def from_settings(
@@ -74,8 +56,7 @@ def load(
         data_dir: where downloaded files lie; the current folder when None.
         seed: of what is held out, and of synthetic data.
         clients: how many clients synthetic data is to serve.
-        path: of a csv; `label`, `site`, `split` and `features` name its columns, `exclude` those that are not used, and
-            `reading` says how the others are read (see `table.load`).
+        path: of a csv; `label` to `reading` are for `table.load`.
         length: tokens in a row of text.
         vocab: word ids of phrasebank, padding and unknown words included.
 
@@ -103,13 +84,5 @@ def load(
             return synthetic.load(call, clients, seed)
     if path is None:
         raise DataError("data set 'csv' needs `path`, the table to read")
-    return table.load(
-        Path(path),
-        seed,
-        label=label,
-        site=site,
-        split=split,
-        features=features,
-        exclude=exclude,
-        reading=reading,
-    )
+    roles = table.Columns(label, site, split, features, exclude)
+    return table.load(Path(path), seed, roles, reading)

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.data.cells import folded
 from edge_client.data.csv_file import DELIMITERS
 from edge_client.data.labels import Labels
 from edge_client.data.options import TableOptions
-from edge_client.data.quoting import listed, quoted
+from edge_client.data.quoting import listed
 from edge_client.data.rows import Rows
 from edge_client.data.standardise import Moments, moments
 from edge_client.data.table import Column
 from edge_client.data.table import held_out as split_column
 from edge_client.data.table_reader import EXCLUDED, feature_names, read_rows
 from edge_client.wire.schema import ColumnSchema, DataSchema, Scale
-from models.datasets import columns
+from models.datasets import columns, table_notes
 from models.datasets.columns import TextRules, TextTable
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import held_out
 from models.datasets.standardise import standardised
-
-ROW_NUMBERS = 10
-"""Rows from which a column that counts 1, 2, 3 … is taken for a row number."""
-LONGEST_NOTE = 2000
-"""Characters of options for a device that the notes spell out."""
 
 
 @dataclass(frozen=True)
@@ -63,26 +55,31 @@ class Reading:
     encoding: str | None = None
 
 
-def load(
-    path: Path,
-    seed: int,
-    *,
-    label: str = "label",
-    site: str | None = None,
-    split: str | None = None,
-    features: Sequence[str] | None = None,
-    exclude: Sequence[str] = (),
-    reading: Reading = Reading(),
-) -> Dataset:
-    """x float32 [N, F]: numbers scaled, texts one-hot, in the order of the columns; with the schema that says how.
+@dataclass(frozen=True)
+class Columns:
+    """The names of columns, as the user gives them.
 
-    `site` and `split` left at None are the columns of those names, where the table has them; "" is none.
+    Attributes:
+        site, split: None: the columns of those names, where the table has them; "": none.
+        features: None: all others.
+        exclude: no input.
+    """
+
+    label: str = "label"
+    site: str | None = None
+    split: str | None = None
+    features: Sequence[str] | None = None
+    exclude: Sequence[str] = ()
+
+
+def load(path: Path, seed: int, named: Columns, reading: Reading) -> Dataset:
+    """x float32 [N, F]: numbers scaled, texts one-hot, in the order of the columns; with the schema that says how.
 
     Raises:
         DataError: naming the file and, where there is one, the line and the column.
     """
     table = columns.read(path, reading.encoding)
-    roles = _roles(table, label, site, split, features, exclude)
+    roles = _roles(table, named)
     classes = columns.classes(table, roles.label)
     sites, site_names = _sites(table, roles.site)
     y = Labels(classes, table.decimal_comma).indices(
@@ -90,23 +87,7 @@ def load(
     )
     test = _test_rows(table, y, roles, seed, sites)
     found = [columns.column_schema(table, name, reading.texts, ~test) for name in roles.features]
-    used = [column for column in found if column.width]
-    if not used:
-        raise DataError(
-            f"{table.name}: no column is left for features; {'; '.join(_left_out(found, reading.texts))}"
-        )
-    schema = DataSchema(
-        kind="table",
-        input_shape=(sum(column.width for column in used),),
-        input_dtype="float32",
-        classes=classes,
-        columns=tuple(replace(column, unit=reading.units.get(column.name, "")) for column in used),
-        label=roles.label,
-        ignored=tuple(name for name in table.columns if name not in _used_names(roles, used)),
-        scale=reading.scale or "site",
-        encoding=reading.encoding or "",
-        minimum_count=reading.texts.minimum_count,
-    )
+    schema = _describe(table, roles, classes, found, reading)
     _require_columns(table, schema, reading)
     rows = read_rows(table, _options(schema, roles.split))
     x, schema, scaling = _scale(rows, schema, reading, ~test, sites)
@@ -123,18 +104,42 @@ def load(
         notes=(
             f"Read from {path}, separated by {DELIMITERS[table.delimiter or ',']}s; label: {roles.label!r}.",
             *roles.notes,
-            _split_note(roles),
-            *_left_out(found, reading.texts),
-            *_column_notes(table, rows.x, schema.columns, reading.texts),
+            table_notes.split_note(roles.split, roles.site),
+            *table_notes.left_out(found, reading.texts),
+            *table_notes.column_notes(table, rows.x, schema.columns, reading.texts),
             *scaling,
-            *_class_notes(rows.y, test, classes),
-            *_device_notes(schema),
+            *table_notes.class_notes(rows.y, test, classes),
+            *table_notes.device_notes(schema),
         ),
     )
 
 
-def _used_names(roles: Roles, used: Sequence[ColumnSchema]) -> set[str]:
-    return {roles.label, *(column.name for column in used)}
+def _describe(
+    table: TextTable,
+    roles: Roles,
+    classes: tuple[str, ...],
+    found: Sequence[ColumnSchema],
+    reading: Reading,
+) -> DataSchema:
+    """The schema, still without means and deviations. Columns that say nothing are left out."""
+    used = [column for column in found if column.kind != "category" or column.categories]
+    if not used:
+        raise DataError(
+            f"{table.name}: no column is left for features; {' '.join(table_notes.left_out(found, reading.texts))}"
+        )
+    known = {roles.label, *(column.name for column in used)}
+    return DataSchema(
+        kind="table",
+        input_shape=(sum(column.width for column in used),),
+        input_dtype="float32",
+        classes=classes,
+        columns=tuple(replace(column, unit=reading.units.get(column.name, "")) for column in used),
+        label=roles.label,
+        ignored=tuple(name for name in table.columns if name not in known),
+        scale=reading.scale or "site",
+        encoding=reading.encoding or "",
+        minimum_count=reading.texts.minimum_count,
+    )
 
 
 def _options(schema: DataSchema, split: str | None) -> TableOptions:
@@ -169,14 +174,14 @@ def _require_columns(table: TextTable, schema: DataSchema, reading: Reading) -> 
         )
 
 
-def _roles(
-    table: TextTable,
-    label: str,
-    site: str | None,
-    split: str | None,
-    features: Sequence[str] | None,
-    exclude: Sequence[str],
-) -> Roles:
+def _roles(table: TextTable, named: Columns) -> Roles:
+    label, site, split, features, exclude = (
+        named.label,
+        named.site,
+        named.split,
+        named.features,
+        named.exclude,
+    )
     table.index(label, "the label")
     for name in exclude:
         table.index(name, "data.exclude")
@@ -258,7 +263,11 @@ def _scale(
         before = [name for name, kept in zip(numeric, flags, strict=True) if kept]
         marked = [replace(column, standardised=column.name in before) for column in schema.columns]
         per = "each site's training rows" if sites is not None else "the training rows"
-        return x, replace(schema, columns=tuple(marked)), _scaling_notes(numeric, values, before, per)
+        return (
+            x,
+            replace(schema, columns=tuple(marked)),
+            table_notes.scaling_notes(numeric, values, before, per),
+        )
     if schema.scale == "fixed":
         given = {name: (float(reading.fixed[name][0]), float(reading.fixed[name][1])) for name in numeric}
         per = "data.fixed"
@@ -269,7 +278,7 @@ def _scale(
     means, deviations = np.array([given[name] for name in numeric], np.float64).T
     scaling = Moments(means, deviations, np.zeros(len(means), np.bool_))
     x[:, places] = scaling.apply(values)
-    return x, fitted, _scaling_notes(numeric, values, [], per)
+    return x, fitted, table_notes.scaling_notes(numeric, values, [], per)
 
 
 def with_moments(schema: DataSchema, given: Mapping[str, tuple[float, float]]) -> DataSchema:
@@ -294,123 +303,3 @@ def _pooled_moments(
         name: (float(mean), float(deviation))
         for name, mean, deviation in zip(names, means, deviations, strict=True)
     }
-
-
-def _scaling_notes(
-    numeric: Sequence[str], values: npt.NDArray[np.float64], before: Sequence[str], per: str
-) -> list[str]:
-    notes = []
-    if len(before) < len(numeric):
-        notes.append(f"Numbers are standardised to mean 0 and standard deviation 1 over {per}.")
-    if before:
-        notes.append(f"Numbers that arrive standardised are left as they are: {', '.join(before)}.")
-    gaps = dict(zip(numeric, np.isnan(values).sum(axis=0).tolist(), strict=True))
-    filled = ", ".join(f"{name!r} ({count})" for name, count in gaps.items() if count)
-    if filled:
-        notes.append(f"Empty numbers are filled with the mean of {per}: {filled}.")
-    return notes
-
-
-def _split_note(roles: Roles) -> str:
-    if roles.split:
-        return f"Column {roles.split!r} says which rows are held out."
-    return f"20 % of {'each site' if roles.site else 'the rows'} is held out, by the seed."
-
-
-def _left_out(found: Sequence[ColumnSchema], rules: TextRules) -> Iterator[str]:
-    for column in found:
-        if not column.width:
-            yield f"Column {column.name!r} is empty and is left out."
-        elif column.kind == "category" and not column.categories:
-            yield (
-                f"Text column {column.name!r} says nothing: none of its texts is in {rules.minimum_count} training rows "
-                "(data.categories.minimum_count); if it is an identifier, name it in data.exclude."
-            )
-
-
-def _column_notes(
-    table: TextTable,
-    x: npt.NDArray[np.float64],
-    found: Sequence[ColumnSchema],
-    rules: TextRules,
-) -> Iterator[str]:
-    """What a person should know about single columns of x [N, F], not yet standardised."""
-    place = 0
-    for column in found:
-        name, values = column.name, x[:, place : place + column.width]
-        place += column.width
-        present = values[~np.isnan(values)]
-        if column.kind == "category":
-            yield from _category_notes(table, column, values, rules)
-        elif not len(present):
-            yield f"Column {name!r} is empty and says nothing."
-        elif column.kind == "date":
-            yield f"Column {name!r} is read as dates: days since 1970-01-01."
-        elif len(present) >= ROW_NUMBERS and (np.diff(present) == 1).all():
-            yield f"Column {name!r} counts the rows; if it is an identifier, leave it out (data.exclude)."
-        if column.width == 1 and len(present) and (present == present[0]).all():
-            yield f"Column {name!r} has the same value in every row and says nothing."
-
-
-def _category_notes(
-    table: TextTable, column: ColumnSchema, values: npt.NDArray[np.float64], rules: TextRules
-) -> Iterator[str]:
-    name, texts = column.name, column.categories
-    shown = ", ".join(" ".join(text.split()) for text in texts[:8]) + (", …" if len(texts) > 8 else "")
-    if texts:
-        yield f"Text column {name!r} is one-hot over {len(texts)} categories: {shown}."
-    present = int(values.sum())
-    if column.other and texts:
-        yield (
-            f'Rarer texts of {name!r} share one further value, "other" ({int(values[:, -1].sum())} rows): data.categories has '
-            f"max = {rules.max}, minimum_count = {rules.minimum_count}."
-        )
-    if present < len(values):
-        yield f"Empty cells of {name!r} ({len(values) - present}) belong to no category."
-    if len(texts) == present >= ROW_NUMBERS:
-        yield f"Column {name!r} has another text in every row; if it is an identifier, leave it out (data.exclude)."
-    alike = defaultdict(set)
-    for cell in table.cells(name, "a feature"):
-        alike[folded(cell)].add(cell)
-    if not rules.fold and (twice := [sorted(each) for each in alike.values() if len(each) > 1]):
-        yield (
-            f"Column {name!r} spells {len(twice)} texts in more than one way, such as {quoted(twice[0][0])} and "
-            f"{quoted(twice[0][1])}; data.categories.fold = true reads these as one."
-        )
-
-
-def _class_notes(
-    y: npt.NDArray[np.int32], test: npt.NDArray[np.bool_], names: tuple[str, ...]
-) -> Iterator[str]:
-    for index in np.flatnonzero(np.bincount(y[~test], minlength=len(names)) == 0):
-        yield f"Class {names[index]!r} has no training row, so no model can learn it."
-
-
-def _device_notes(schema: DataSchema) -> Iterator[str]:
-    """The options that give a device the same rows, where it cannot know them from its own."""
-    texts = [column for column in schema.columns if column.kind == "category"]
-    indices = tuple(map(str, range(len(schema.classes))))
-    fixed = {
-        "classes": schema.classes if schema.classes != indices else (),
-        "categories": {column.name: column.categories for column in texts},
-        "other": [column.name for column in texts if column.other],
-        "fold": [column.name for column in texts if column.fold],
-        "dates": [column.name for column in schema.columns if column.kind == "date"],
-        "standardised": [column.name for column in schema.columns if column.standardised],
-        "scaling": {
-            column.name: [column.mean, column.deviation]
-            for column in schema.columns
-            if column.mean is not None
-        },
-    }
-    # With " = " between them, JSON's objects are the inline tables of TOML.
-    text = ", ".join(
-        f"{option} = {json.dumps(value, ensure_ascii=False, separators=(', ', ' = '))}"
-        for option, value in fixed.items()
-        if value
-    )
-    local = 'standardise = "local", ' if schema.scale == "site" else ""
-    if len(text) > LONGEST_NOTE:
-        yield "A device reads such rows alike by the run's schema.json, whose options are too long to list here."
-    elif text:
-        yield f"A device reads such rows alike with: {local}{text}."

@@ -268,9 +268,9 @@ def test_a_device_that_left_a_task_unanswered_is_chosen_once_it_checks_in(
 
 def test_versions_of_the_wire_are_agreed_on_or_refused(world: World) -> None:
     device = world.enrol("a")
-    assert device.check_in(wire="1.1").wire == "1.1"
-    assert device.check_in(wire="1.9").wire == "1.3"
-    for unspoken in ("1.0", "2.0"):
+    assert device.check_in(wire="1.2").wire == "1.2"
+    assert device.check_in(wire="1.9").wire == "1.4"
+    for unspoken in ("1.1", "2.0"):
         with pytest.raises(Refused) as refused:
             device.check_in(wire=unspoken)
         assert (refused.value.status, refused.value.code) == (426, "wire_version")
@@ -302,7 +302,7 @@ def test_devices_evaluate_on_rows_of_their_own(world: World) -> None:
     devices = {name: world.enrol(name) for name in ("a", "b")}
     fleet = fleet_of(world)
     for name, device in devices.items():
-        device.check_in(wire="1.1" if name == "a" else "1.3")
+        device.check_in(wire="1.2" if name == "a" else "1.3")
     model = fleet.model(PARAMS, {})
     got: list[dict[str, EvaluationResult]] = []
     evaluating = threading.Thread(target=lambda: got.append(fleet.evaluate(3, model, 60)))

@@ -135,6 +135,7 @@ def _offer(kind: wire.TaskKind, message: dict[str, Any]) -> wire.TaskOffer:
         lease_seconds=120.0,
         deadline_seconds=600.0,
         result_limit_bytes=70_000,
+        schema=wire.BlobRef("8d" * 32, 5000),
     )
 
 

@@ -1,0 +1,138 @@
+"""Notes on a user's own table: what was found in its columns and decided for them, one sentence each, for a person."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_client.data.cells import folded
+from edge_client.data.quoting import quoted
+from edge_client.wire.schema import ColumnSchema, DataSchema
+from models.datasets.columns import TextRules, TextTable
+
+ROW_NUMBERS = 10
+"""Rows from which a column that counts 1, 2, 3 … is taken for a row number."""
+LONGEST_NOTE = 2000
+"""Characters of options for a device that the notes spell out."""
+
+
+def scaling_notes(
+    numeric: Sequence[str], values: npt.NDArray[np.float64], before: Sequence[str], per: str
+) -> list[str]:
+    notes = []
+    if len(before) < len(numeric):
+        notes.append(f"Numbers are standardised to mean 0 and standard deviation 1 over {per}.")
+    if before:
+        notes.append(f"Numbers that arrive standardised are left as they are: {', '.join(before)}.")
+    gaps = dict(zip(numeric, np.isnan(values).sum(axis=0).tolist(), strict=True))
+    filled = ", ".join(f"{name!r} ({count})" for name, count in gaps.items() if count)
+    if filled:
+        notes.append(f"Empty numbers are filled with the mean of {per}: {filled}.")
+    return notes
+
+
+def split_note(split: str | None, site: str | None) -> str:
+    if split:
+        return f"Column {split!r} says which rows are held out."
+    return f"20 % of {'each site' if site else 'the rows'} is held out, by the seed."
+
+
+def left_out(found: Sequence[ColumnSchema], rules: TextRules) -> Iterator[str]:
+    for column in found:
+        if column.kind == "category" and not column.categories:
+            yield (
+                f"Text column {column.name!r} is left out: none of its texts is in {rules.minimum_count} training rows "
+                "(data.categories.minimum_count); if it is an identifier, name it in data.exclude."
+            )
+
+
+def column_notes(
+    table: TextTable,
+    x: npt.NDArray[np.float64],
+    found: Sequence[ColumnSchema],
+    rules: TextRules,
+) -> Iterator[str]:
+    """What a person should know about single columns of x [N, F], not yet standardised."""
+    place = 0
+    for column in found:
+        name, values = column.name, x[:, place : place + column.width]
+        place += column.width
+        present = values[~np.isnan(values)]
+        if column.kind == "category":
+            yield from category_notes(table, column, values, rules)
+        elif not len(present):
+            yield f"Column {name!r} is empty and says nothing."
+        elif column.kind == "date":
+            yield f"Column {name!r} is read as dates: days since 1970-01-01."
+        elif len(present) >= ROW_NUMBERS and (np.diff(present) == 1).all():
+            yield f"Column {name!r} counts the rows; if it is an identifier, leave it out (data.exclude)."
+        if column.width == 1 and len(present) and (present == present[0]).all():
+            yield f"Column {name!r} has the same value in every row and says nothing."
+
+
+def category_notes(
+    table: TextTable, column: ColumnSchema, values: npt.NDArray[np.float64], rules: TextRules
+) -> Iterator[str]:
+    name, texts = column.name, column.categories
+    shown = ", ".join(" ".join(text.split()) for text in texts[:8]) + (", …" if len(texts) > 8 else "")
+    if texts:
+        yield f"Text column {name!r} is one-hot over {len(texts)} categories: {shown}."
+    present = int(values.sum())
+    if column.other:
+        yield (
+            f'Rarer texts of {name!r} share one further value, "other" ({int(values[:, -1].sum())} rows): data.categories has '
+            f"max = {rules.max}, minimum_count = {rules.minimum_count}."
+        )
+    if present < len(values):
+        yield f"Empty cells of {name!r} ({len(values) - present}) belong to no category."
+    if len(texts) == present >= ROW_NUMBERS:
+        yield f"Column {name!r} has another text in every row; if it is an identifier, leave it out (data.exclude)."
+    alike = defaultdict(set)
+    for cell in table.cells(name, "a feature"):
+        alike[folded(cell)].add(cell)
+    if not rules.fold and (twice := [sorted(each) for each in alike.values() if len(each) > 1]):
+        yield (
+            f"Column {name!r} spells {len(twice)} texts in more than one way, such as {quoted(twice[0][0])} and "
+            f"{quoted(twice[0][1])}; data.categories.fold = true reads these as one."
+        )
+
+
+def class_notes(
+    y: npt.NDArray[np.int32], test: npt.NDArray[np.bool_], names: tuple[str, ...]
+) -> Iterator[str]:
+    for index in np.flatnonzero(np.bincount(y[~test], minlength=len(names)) == 0):
+        yield f"Class {names[index]!r} has no training row, so no model can learn it."
+
+
+def device_notes(schema: DataSchema) -> Iterator[str]:
+    """The options that give a device the same rows, where it cannot know them from its own."""
+    texts = [column for column in schema.columns if column.kind == "category"]
+    indices = tuple(map(str, range(len(schema.classes))))
+    fixed = {
+        "classes": schema.classes if schema.classes != indices else (),
+        "categories": {column.name: column.categories for column in texts},
+        "other": [column.name for column in texts if column.other],
+        "fold": [column.name for column in texts if column.fold],
+        "dates": [column.name for column in schema.columns if column.kind == "date"],
+        "standardised": [column.name for column in schema.columns if column.standardised],
+        "scaling": {
+            column.name: [column.mean, column.deviation]
+            for column in schema.columns
+            if column.mean is not None
+        },
+    }
+    # With " = " between them, JSON's objects are the inline tables of TOML.
+    text = ", ".join(
+        f"{option} = {json.dumps(value, ensure_ascii=False, separators=(', ', ' = '))}"
+        for option, value in fixed.items()
+        if value
+    )
+    local = 'standardise = "local", ' if schema.scale == "site" else ""
+    if len(text) > LONGEST_NOTE:
+        yield "A device reads such rows alike by the run's schema.json, whose options are too long to list here."
+    elif text:
+        yield f"A device reads such rows alike with: {local}{text}."
