@@ -240,6 +240,8 @@ def _hash_experiment(experiment: Experiment) -> str:
     """Hash of everything that affects the result: all but the numbers of rounds and workers, and the keys of devices."""
     document = experiment.model_dump(mode="json", exclude_none=True)
     del document["federation"]["rounds"], document["simulation"]["workers"], document["devices"]
+    if document["data"]["seed"] == document["seed"]:
+        del document["data"]["seed"]  # runs of before have no seed of the data of their own
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 

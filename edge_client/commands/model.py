@@ -8,12 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from edge_client.commands.cli_options import AsJson, configuration
 from edge_client.errors import UserError
+from edge_client.wire.strict import printable
+
+if TYPE_CHECKING:
+    from edge_client.serving.predict import Prediction
+    from edge_client.wire.inference import InferenceManifest
 
 Model = Annotated[
     str | None, typer.Option("--model", help="Its name in the registry, if this device has several.")
@@ -25,38 +30,97 @@ Release = Annotated[
 
 def predict(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="Rows: .npy, .npz (array x) or .csv.", metavar="FILE")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="Rows: a table (.csv, .parquet), or arrays (.npy, .npz).", metavar="[FILE]"),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            help="A data set of this device: predicts its held-out rows; with FILE, that is scaled as the data set is.",
+            metavar="NAME",
+        ),
+    ] = None,
     model: Model = None,
     release: Release = None,
     leave_out: Annotated[
         list[str] | None,
-        typer.Option("--leave-out", help="Column of a .csv that is not an input, such as the label."),
+        typer.Option("--leave-out", help="Column of a table that is not an input."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write class and probabilities to a .csv, .json or .parquet.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predicts the rows in FILE with the installed model: class and probability, one line each.
+    """Predicts rows with the installed model: class and probability, one line each, and the accuracy where classes are known.
 
-    Example: fedloop-edge predict readings.csv --leave-out label
+    Example: fedloop-edge predict readings.csv, or fedloop-edge predict --data digits
     """
     from edge_client.infer import golden_check
     from edge_client.infer.runtime import load as load_release
-    from edge_client.serving.predict import active_release
+    from edge_client.serving.predict import accuracy, active_release, write_predictions
     from edge_client.serving.predict import predict as predict_rows
-    from edge_client.serving.rows import read_rows
 
+    if file is None and data is None:
+        raise UserError("there is nothing to predict: give FILE, or --data NAME, a data set of this device")
     with _release_errors():
         loaded = load_release(release or active_release(configuration(context).state_dir, model))
         golden_check.require(loaded)
-        predictions = predict_rows(loaded, read_rows(file, loaded.manifest, tuple(leave_out or ())))
+        x, y = _rows(context, loaded.manifest, file, data, tuple(leave_out or ()))
+        predictions = predict_rows(loaded, x)
+    scored = accuracy(predictions, y)
+    if out is not None:
+        write_predictions(out, predictions)
     if as_json:
-        release_info = {"model": loaded.manifest.model, "version": loaded.manifest.version}
-        typer.echo(json.dumps({**release_info, "predictions": [asdict(each) for each in predictions]}))
+        document = {"model": loaded.manifest.model, "version": loaded.manifest.version, "accuracy": scored}
+        typer.echo(json.dumps({**document, "predictions": [asdict(each) for each in predictions]}))
         return
-    for each in predictions:
-        pairs = [(each.label, each.probability)]
-        if isinstance(each.label, list) and isinstance(each.probability, list):
-            pairs = list(zip(each.label, each.probability, strict=True))
-        typer.echo("  ".join(f"{label} {probability:.4f}" for label, probability in pairs))
+    if out is None:
+        for each in predictions:
+            typer.echo(_line(each))
+    if scored is not None:
+        typer.echo(f"accuracy {scored:.4f} on {len(predictions)} rows whose class is known", err=True)
+
+
+def _line(prediction: Prediction) -> str:
+    if isinstance(prediction.label, list) and isinstance(prediction.probability, list):
+        pairs = zip(prediction.label, prediction.probability, strict=True)
+        return "  ".join(f"{label} {probability:.4f}" for label, probability in pairs)
+    return f"{printable(prediction.class_name, 200)} {prediction.probability:.4f}"
+
+
+def _rows(
+    context: typer.Context,
+    manifest: InferenceManifest,
+    file: Path | None,
+    data: str | None,
+    leave_out: tuple[str, ...],
+) -> tuple[Any, Any]:
+    """The rows to predict, and their classes where they are known."""
+    from edge_client.data import open_data
+    from edge_client.data.connector import DataProblem
+    from edge_client.data.rows import RowsConnector
+    from edge_client.infer.runtime import check_rows
+    from edge_client.serving.rows import read_rows
+
+    moments = None
+    if data is not None:
+        known = configuration(context).data
+        if data not in known:
+            raise UserError(
+                f"--data {data}: this device has no such data set; it has {', '.join(known) or 'none'}"
+            )
+        connector = open_data(known[data], manifest.schema)
+        if file is None:
+            held_out = connector.held_out()
+            if not len(held_out):
+                raise DataProblem(f"--data {data}: holds out no rows; see its options held_out and split")
+            return check_rows(held_out.x, manifest), held_out.y
+        moments = connector.moments if isinstance(connector, RowsConnector) else None
+    assert file is not None, "checked before"
+    inputs = read_rows(file, manifest, leave_out, moments)
+    return inputs.x, inputs.y
 
 
 def serve_model(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from edge_client.errors import UserError
 from edge_client.infer.runtime import InvalidRows, LoadedRelease
 from edge_client.ota import slots
 from edge_client.ota.transitions import Pointer
+from edge_client.wire.schema import DataSchema
 from edge_client.wire.strict import printable
 
 
@@ -26,10 +30,13 @@ class Prediction:
 
     Attributes:
         label: the class with the largest logit; probability: its softmax.
+        class_name: of the label; probabilities: of all classes, by name; both empty for a sequence.
     """
 
     label: int | list[int]
     probability: float | list[float]
+    class_name: str = ""
+    probabilities: Mapping[str, float] = field(default_factory=dict)
 
 
 def active_release(state_dir: Path, model: str | None = None) -> Path:
@@ -73,15 +80,70 @@ def predict(loaded: LoadedRelease, x: npt.NDArray[Any]) -> list[Prediction]:
     Raises:
         InvalidRows: the rows are invalid for the model, or its output is not finite.
     """
-    logits = loaded.predict(x).astype(np.float64)
+    return from_logits(loaded.predict(x), loaded.manifest.model, loaded.manifest.data_schema)
+
+
+def from_logits(logits: npt.NDArray[Any], model: str, schema: DataSchema) -> list[Prediction]:
+    """One prediction for each row of logits [N, (T,) classes].
+
+    Raises:
+        InvalidRows: a logit is not finite. `model`: its name in the message.
+    """
+    logits = logits.astype(np.float64)
     finite = np.isfinite(logits)
     if not finite.all():
         row = int(np.argwhere(~finite)[0][0])
-        raise InvalidRows(f"row {row}: {loaded.manifest.model} answers with a number that is not finite")
+        raise InvalidRows(f"row {row}: {model} answers with a number that is not finite")
     softmax = np.exp(logits - logits.max(-1, keepdims=True))
     softmax /= softmax.sum(-1, keepdims=True)
     labels, best = logits.argmax(-1), softmax.max(-1)
+    if logits.ndim > 2:
+        return [
+            Prediction(label.tolist(), probability.tolist())
+            for label, probability in zip(labels, best, strict=True)
+        ]
+    names = [schema.class_name(index) for index in range(logits.shape[-1])]
     return [
-        Prediction(label.tolist(), probability.tolist())
-        for label, probability in zip(labels, best, strict=True)
+        Prediction(
+            int(label), float(shares[label]), names[label], dict(zip(names, shares.tolist(), strict=True))
+        )
+        for label, shares in zip(labels.tolist(), softmax, strict=True)
     ]
+
+
+def accuracy(predictions: Sequence[Prediction], y: npt.NDArray[np.int32] | None) -> float | None:
+    """The share of rows whose class is right; None without known classes, or for sequences."""
+    if y is None or y.ndim != 1 or not len(y):
+        return None
+    return float(np.mean([each.label == known for each, known in zip(predictions, y.tolist(), strict=True)]))
+
+
+def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
+    """Writes one row a prediction: its class, and the probability of every class, as `.csv`, `.json` or `.parquet`.
+
+    Raises:
+        UserError: another suffix, sequences, a missing library, or the file cannot be written.
+    """
+    rows = [{"class": each.class_name, **each.probabilities} for each in predictions]
+    if any(isinstance(each.label, list) for each in predictions):
+        raise UserError(f"--out {path}: is for one class a row; of sequences, --json prints the predictions")
+    try:
+        match path.suffix:
+            case ".csv":
+                with path.open("w", newline="", encoding="utf-8") as file:
+                    writer = csv.DictWriter(file, list(rows[0]))
+                    writer.writeheader()
+                    writer.writerows(rows)
+            case ".json":
+                path.write_text(json.dumps(rows, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+            case ".parquet":
+                import pyarrow
+                import pyarrow.parquet
+
+                pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+            case _:
+                raise UserError(f"--out {path}: expected a file named .csv, .json or .parquet")
+    except ModuleNotFoundError:
+        raise UserError(f"--out {path}: Parquet needs pyarrow: pip install 'fedloop[data]'") from None
+    except OSError as error:
+        raise UserError(f"--out {path}: cannot be written: {error.strerror}") from None

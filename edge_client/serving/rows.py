@@ -1,8 +1,9 @@
-"""Rows to predict from a file: `.npy` (one array), `.npz` (its array `x`) or `.csv` (a header line and a number per column)."""
+"""Rows to predict from a file: a table with the columns of the model's data schema, or an array of its input's shape."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,59 +11,133 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.cells import numbers
-from edge_client.data.connector import DataProblem
-from edge_client.data.csv_file import open_table
+from edge_client.data.connector import DataConfig, DataProblem
+from edge_client.data.contract import options_of
+from edge_client.data.csv_file import CsvOptions, open_table
+from edge_client.data.examples import PADDING
 from edge_client.data.numpy_file import read_archive, read_array
+from edge_client.data.options import TableOptions, read_options
+from edge_client.data.parquet_file import read_parquet
 from edge_client.data.quoting import quoted
+from edge_client.data.rows import Rows
+from edge_client.data.standardise import Moments
+from edge_client.data.table import Table
+from edge_client.data.table_reader import read_rows as read_table_rows
 from edge_client.infer.runtime import InvalidRows, check_rows
 from edge_client.wire.inference import InferenceManifest
+from edge_client.wire.schema import DataSchema
 
 
-def read_rows(path: Path, manifest: InferenceManifest, leave_out: tuple[str, ...] = ()) -> npt.NDArray[Any]:
-    """The checked rows of `path` in the model's shape [N, …]; flat rows are reshaped. Never loads a pickle.
+@dataclass(frozen=True)
+class Inputs:
+    """Rows to predict. `x` [N, …] in the model's form; `y` [N] their classes, None where the file does not say."""
+
+    x: npt.NDArray[Any]
+    y: npt.NDArray[np.int32] | None
+
+
+def read_rows(
+    path: Path, manifest: InferenceManifest, leave_out: tuple[str, ...] = (), moments: Moments | None = None
+) -> Inputs:
+    """The checked rows of `path` for a release.
 
     Args:
-        leave_out: columns of a `.csv` that are not inputs, such as the label.
+        leave_out: further columns of a table that are not inputs.
+        moments: what numbers are scaled by, for a schema whose scale is each site's own.
 
     Raises:
         DataProblem: the file cannot be read, has no rows, or its rows do not fit the model.
     """
-    if path.suffix not in (".npy", ".npz", ".csv"):
-        raise DataProblem(f"{path}: expected a file named .npy, .npz or .csv")
-    if not path.exists():
-        raise DataProblem(f"{path}: No such file or directory")
-    if leave_out and path.suffix != ".csv":
-        raise DataProblem(f"{path}: has no columns to leave out; --leave-out is for .csv")
-    x: npt.NDArray[Any] = _table(path, leave_out) if path.suffix == ".csv" else _numpy(path)
-    shape = manifest.input.shape
-    if x.ndim == 0 or int(np.prod(x.shape[1:])) != int(np.prod(shape)):
-        raise DataProblem(
-            f"{path}: rows are {list(x.shape[1:])}, {manifest.model}:{manifest.version} takes {list(shape)}"
-        )
-    if not len(x):
-        raise DataProblem(f"{path}: has no rows")
-    if manifest.input.dtype == "int32" and x.dtype.kind == "f":
-        with np.errstate(invalid="ignore"):
-            ids = x.astype(np.int32)
-        if (ids != x).any():
-            raise DataProblem(f"{path}: {manifest.model}:{manifest.version} takes ids, whole numbers")
-        x = ids
+    inputs = read_inputs(
+        path, manifest.data_schema, f"{manifest.model}:{manifest.version}", leave_out, moments
+    )
     try:
-        return check_rows(x.reshape(len(x), *shape), manifest)
+        return Inputs(check_rows(inputs.x, manifest), inputs.y)
     except InvalidRows as error:
         raise DataProblem(f"{path}: {error}") from None
 
 
-def _numpy(path: Path) -> npt.NDArray[Any]:
+def read_inputs(
+    path: Path,
+    schema: DataSchema,
+    model: str,
+    leave_out: tuple[str, ...] = (),
+    moments: Moments | None = None,
+) -> Inputs:
+    """As `read_rows`, for any model with a schema; `model` is its name in messages. Never loads a pickle."""
+    if not path.exists():
+        raise DataProblem(f"{path}: No such file or directory")
+    if schema.kind == "table":
+        return _table(path, replace(schema, ignored=(*schema.ignored, *leave_out)), model, moments)
+    if path.suffix not in (".npy", ".npz", ".csv"):
+        raise DataProblem(f"{path}: expected a file named .npy, .npz or .csv")
+    if leave_out and path.suffix != ".csv":
+        raise DataProblem(f"{path}: has no columns to leave out; --leave-out is for .csv")
+    y: npt.NDArray[Any] | None = None
+    if path.suffix == ".csv":
+        x: npt.NDArray[Any] = _columns(path, leave_out)
+    else:
+        x, y = _numpy(path)
+    shape = schema.input_shape
+    if x.ndim == 0 or int(np.prod(x.shape[1:])) != int(np.prod(shape)):
+        raise DataProblem(f"{path}: rows are {list(x.shape[1:])}, {model} takes {list(shape)}")
+    if not len(x):
+        raise DataProblem(f"{path}: has no rows")
+    if y is not None and (y.shape[:1] != x.shape[:1] or y.dtype.kind not in "iu"):
+        raise DataProblem(
+            f"{path}: y is {y.dtype} {list(y.shape)}, expected a class index for each of {len(x)} rows"
+        )
+    if schema.input_dtype == "int32" and x.dtype.kind == "f":
+        with np.errstate(invalid="ignore"):
+            ids = x.astype(np.int32)
+        if (ids != x).any():
+            raise DataProblem(f"{path}: {model} takes ids, whole numbers")
+        x = ids
+    return Inputs(x.reshape(len(x), *shape), None if y is None else y.astype(np.int32))
+
+
+def _table(path: Path, schema: DataSchema, model: str, moments: Moments | None) -> Inputs:
+    if path.suffix.lower() not in (".csv", ".tsv", ".txt", ".parquet"):
+        raise DataProblem(f"{path}: {model} reads tables; expected a file named .csv or .parquet")
+    numeric = any(column.kind != "category" for column in schema.columns)
+    if schema.scale == "site" and moments is None and numeric:
+        raise DataProblem(
+            f'{path}: {model} scales numbers by each site\'s own mean and deviation (data.scale = "site"), which the model does not '
+            "hold; name the training rows of the site too: --data NAME on its device, --site-rows TABLE elsewhere"
+        )
+    rows = read_natural(path, schema)
+    scaling = moments if schema.scale == "site" else rows.moments
+    x = rows.x if scaling is None else scaling.apply(rows.x)
+    return Inputs(x.astype(np.float32, copy=False), rows.y if (rows.y != PADDING).any() else None)
+
+
+def read_natural(path: Path, schema: DataSchema) -> Rows:
+    """The rows of a table as the schema's columns, not yet scaled; labels are `PADDING` where the table has none."""
+    options = options_of(schema)
+    if path.suffix.lower() == ".parquet":
+        options.pop("encoding", None)
+        plain, _ = read_options(TableOptions, DataConfig("parquet", path, options))
+        return read_parquet(path, plain, _all_rows)
+    read, _ = read_options(CsvOptions, DataConfig("csv", path, options))
+    with open_table(path, encoding=read.encoding, limit_bytes=sys.maxsize) as table:
+        return _all_rows(table, read)
+
+
+def _all_rows(table: Table, options: TableOptions) -> Rows:
+    return read_table_rows(table, options, labelled=options.label in table.columns)
+
+
+def _numpy(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:
     if path.suffix == ".npy":
-        return read_array(path)
+        return read_array(path), None
     arrays = read_archive(path)
     if "x" not in arrays:
         raise DataProblem(f"{path}: has no array 'x'; it has {', '.join(arrays) or 'none'}")
-    return arrays["x"]
+    return arrays["x"], arrays.get("y")
 
 
-def _table(path: Path, leave_out: tuple[str, ...]) -> npt.NDArray[np.float64]:
+def _columns(path: Path, leave_out: tuple[str, ...]) -> npt.NDArray[np.float64]:
+    """The numbers of a table by the places of its columns, for a model without a schema of columns."""
     with open_table(path, limit_bytes=sys.maxsize) as table:
         for name in leave_out:
             table.index(name, "--leave-out")

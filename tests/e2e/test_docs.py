@@ -19,7 +19,20 @@ from tests.support.cli import run_cli
 
 ROOT = Path(__file__).parents[2]
 # Keys of the example that belong to another data set than the one it names.
-OF_OTHERS = {"path", "label", "site", "split", "features", "length", "vocab"}
+OF_OTHERS = {
+    "path",
+    "label",
+    "site",
+    "split",
+    "features",
+    "exclude",
+    "encoding",
+    "scale",
+    "fixed",
+    "units",
+    "categories",
+}
+OF_OTHERS |= {"length", "vocab"}
 OF_OTHERS |= {"input_shape", "classes", "input_dtype", "task"}
 
 

@@ -76,9 +76,14 @@ def test_recorded_messages_are_read(version: str) -> None:
 
 
 def _without_version(message: Any, keys: Any) -> Any:
-    """What the message says under the keys of its time."""
-    assert is_dataclass(message)
-    return {key: value for key, value in vars(message).items() if key in keys and key != "wire"}
+    """What the message, and each message within it, says under the keys of its time."""
+    if not is_dataclass(message) or not isinstance(keys, dict):
+        return message
+    return {
+        key: _without_version(value, keys[key])
+        for key, value in vars(message).items()
+        if key in keys and key != "wire"
+    }
 
 
 @pytest.mark.parametrize("version", RECORDED)
