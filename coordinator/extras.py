@@ -14,6 +14,8 @@ PARTS: dict[str, tuple[tuple[str, ...], str]] = {
     "quantization": (("ai-edge-quantizer", "litert-torch", "ai-edge-litert"), "datacenter"),
     "ONNX": (("torch", "onnx", "onnxruntime", "onnxscript"), "onnx"),
     "reports": (("matplotlib",), "coordinator"),
+    "MLflow": (("mlflow-skinny",), "mlflow"),
+    "TensorBoard": (("tensorboard",), "tensorboard"),
 }
 
 _PARTS_BY_RUNTIME = {

@@ -39,8 +39,10 @@ from coordinator.commands.options import (
     DataDir,
     ExperimentFile,
     Json,
+    Mlflow,
     RunFolder,
     Sets,
+    TensorBoard,
     serve_signature,
     show_version,
 )
@@ -88,6 +90,8 @@ def simulate(
         ),
     ] = None,
     data_dir: DataDir = None,
+    mlflow: Mlflow = None,
+    tensorboard: TensorBoard = None,
     as_json: Json = False,
 ) -> None:
     """Simulate a federation on this machine and report on it.
@@ -95,8 +99,10 @@ def simulate(
     EXPERIMENT.toml describes it (docs/experiment.md lists every key); without one the defaults run, on digits.
     """
     from coordinator.experiments import experiment as experiments
+    from coordinator.reports.trackers import Trackers
     from coordinator.runs import simulation
 
+    trackers = Trackers(mlflow, tensorboard)
     with RichProgress() as progress:
         surroundings = simulation.Environment(data_dir=data_dir, progress=progress)
         if resume is not None:
@@ -104,11 +110,14 @@ def simulate(
                 raise UserError("--resume takes everything from its folder: omit EXPERIMENT, --set and --out")
             if simulation.is_finished(resume):
                 progress.print(f"{resume}: this run is already finished")
+            trackers.check()
             report, folder = simulation.resume(resume, surroundings), resume
         else:
             loaded = experiments.load(experiment, sets or [])
             folder = out or default_folder(loaded.name)
+            trackers.check()
             report = simulation.simulate(loaded, folder, surroundings)
+        trackers.copy_run(folder, report, surroundings.clock())
     show_report(report, folder, as_json=as_json)
 
 

@@ -69,6 +69,22 @@ Sets = Annotated[
 ]
 
 
+Mlflow = Annotated[
+    str | None,
+    typer.Option(
+        "--mlflow",
+        help="Copy the finished run to MLflow: a tracking URI, such as sqlite:///mlflow.db.",
+        metavar="URI",
+    ),
+]
+TensorBoard = Annotated[
+    Path | None,
+    typer.Option(
+        "--tensorboard", help="Copy the finished run to TensorBoard's event files in DIR.", metavar="DIR"
+    ),
+]
+
+
 def remote_command(app: typer.Typer, name: str | None = None, *, example: str) -> Callable[[Remote], Remote]:
     """Adds a command that calls a coordinator, with the options --coordinator and --json.
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group
 
-from coordinator.commands.options import DataDir, ExperimentFile, Json, RunFolder, Sets
+from coordinator.commands.options import DataDir, ExperimentFile, Json, Mlflow, RunFolder, Sets, TensorBoard
 from coordinator.commands.output import format_metric, make_table, print_summary
 from coordinator.commands.progress import RichProgress
 from coordinator.errors import UserError
 from coordinator.output_folders import default_folder
+
+if TYPE_CHECKING:
+    from coordinator.experiments.grid import Combination
 
 Over = Annotated[
     list[str] | None,
@@ -62,16 +65,22 @@ def sweep(
         ),
     ] = None,
     data_dir: DataDir = None,
+    mlflow: Mlflow = None,
+    tensorboard: TensorBoard = None,
     as_json: Json = False,
 ) -> None:
     """Simulate an experiment over values of its keys and over seeds; compare them in one table and one plot.
 
     Writes sweep.csv, sweep.json, sweep.png and a folder for each run. docs/experiment.md describes it.
     """
-    from coordinator.experiments import experiment as experiments
-    from coordinator.experiments import grid
+    from coordinator.reports.trackers import Trackers
     from coordinator.runs import sweep as runs
     from coordinator.runs.simulation import Environment
+
+    trackers = Trackers(mlflow, tensorboard)
+
+    def copy(run: Path, report: Mapping[str, Any]) -> None:
+        trackers.copy_run(run, report, environment.clock(), run.parent)
 
     with RichProgress() as progress:
         environment = Environment(data_dir=data_dir, progress=progress)
@@ -80,17 +89,25 @@ def sweep(
                 raise UserError(
                     "--resume takes everything from its folder: omit EXPERIMENT, --over, --seeds, --set and --out"
                 )
-            document, folder = runs.resume(resume, environment, jobs=jobs), resume
+            folder = resume
+            trackers.check()
+            document = runs.resume(folder, environment, jobs=jobs, on_finished=copy)
         else:
-            base = experiments.apply_settings(
-                experiments.read_toml(experiment) if experiment else {}, sets or []
-            )
-            source = str(experiment) if experiment else "experiment"
-            combinations = grid.expand(base, grid.parse_axes(over or []), seeds or 1, source)
+            combinations = _combinations(experiment, sets or [], over or [], seeds or 1)
             name = combinations[0].experiments[0].name
             folder = out or default_folder(f"{name}-sweep")
-            document = runs.sweep(name, combinations, folder, environment, jobs=jobs)
+            trackers.check()
+            document = runs.sweep(name, combinations, folder, environment, jobs=jobs, on_finished=copy)
+        trackers.copy_sweep(folder, document["name"])
     print_summary({"out": str(folder), **document}, _summary(document, folder), as_json=as_json)
+
+
+def _combinations(file: Path | None, sets: list[str], over: list[str], seeds: int) -> list[Combination]:
+    from coordinator.experiments import experiment as experiments
+    from coordinator.experiments import grid
+
+    document = experiments.apply_settings(experiments.read_toml(file) if file else {}, sets)
+    return grid.expand(document, grid.parse_axes(over), seeds, str(file) if file else "experiment")
 
 
 def _summary(document: Mapping[str, Any], folder: Path) -> Group:
