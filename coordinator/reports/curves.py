@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from edge_client.files import write_durably
 
+_TEST = "#1f6feb"
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -62,7 +64,7 @@ def _draw_loss(axes: Axes, start: Mapping[str, Any], rounds: Sequence[Mapping[st
         label="training (clients' mean)",
         color="#8a8a8a",
     )
-    axes.plot([0, *numbers], curve([start, *rounds], "test_loss"), label="test", color="#1f6feb")
+    _draw_test(axes, start, rounds, "test_loss", "test")
     style_axes(axes, "loss (cross-entropy)", numbers)
     axes.set_ylim(bottom=0)
 
@@ -73,12 +75,14 @@ def _draw_accuracy(axes: Axes, start: Mapping[str, Any], rounds: Sequence[Mappin
     if of_clients:
         scored = [row["round"] for row in of_clients]
         low, high = curve(of_clients, "client_accuracy_min"), curve(of_clients, "client_accuracy_max")
-        axes.fill_between(
-            scored, low, high, color="#1f6feb", alpha=0.15, lw=0, label="clients, minimum to maximum"
-        )
-        middle = curve(of_clients, "client_accuracy_median")
-        axes.plot(scored, middle, color="#1f6feb", ls=":", label="clients, median")
-    axes.plot([0, *numbers], curve([start, *rounds], "test_accuracy"), color="#1f6feb", label="all test rows")
+        middle, extremes = curve(of_clients, "client_accuracy_median"), "clients, minimum to maximum"
+        if scored == numbers:
+            axes.fill_between(scored, low, high, color=_TEST, alpha=0.15, lw=0, label=extremes)
+            axes.plot(scored, middle, color=_TEST, ls=":", label="clients, median")
+        else:  # a band would cover rounds in which no client was scored
+            axes.vlines(scored, low, high, color=_TEST, alpha=0.3, label=extremes)
+            axes.plot(scored, middle, color=_TEST, ls="", marker="_", label="clients, median")
+    _draw_test(axes, start, rounds, "test_accuracy", "all test rows")
     style_axes(axes, "test accuracy", numbers)
     axes.set_ylim(0, 1.01)
     last = rounds[-1]["test_accuracy"]
@@ -86,6 +90,15 @@ def _draw_accuracy(axes: Axes, start: Mapping[str, Any], rounds: Sequence[Mappin
         axes.annotate(
             f"{last:.3f}", (numbers[-1], last), xytext=(-4, -14), textcoords="offset points", ha="right"
         )
+
+
+def _draw_test(
+    axes: Axes, start: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], key: str, label: str
+) -> None:
+    """Draws a figure of the test rows: a line where every round has it, else a point for each round that has."""
+    values = curve([start, *rounds], key)
+    gaps = any(row[key] is None for row in rounds)
+    axes.plot([0, *(row["round"] for row in rounds)], values, color=_TEST, marker="." * gaps, label=label)
 
 
 def curve(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:

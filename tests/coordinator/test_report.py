@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from coordinator.commands import summaries
 from coordinator.experiments import experiment
 from coordinator.fleets.simulated import SimulatedClient
-from coordinator.reports import report, run_files
+from coordinator.reports import curves, report, run_files
+from coordinator.reports.curves import make_figure
 from coordinator.reports.figures import Judged, LabelledRows
 from coordinator.rounds.events import LineFile
 from coordinator.rounds.records import Checkpoint, RoundRecord, as_row
@@ -281,6 +282,19 @@ def test_curves_are_a_picture_of_readable_size(tmp_path: Path, count: int, chang
     assert 300 <= height <= 3000
     assert 5_000 < len(picture) < 1_000_000
     assert picture.endswith(b"IEND\xaeB`\x82")
+
+
+def test_no_spread_is_drawn_where_none_was_measured() -> None:
+    """Devices that evaluate every third round give a line at these rounds, and no band between them."""
+    _, _, axes = make_figure()
+    rows = [as_row(record) | (UNTESTED if record.round % 3 else {}) for record in records(7)]
+    curves._draw_accuracy(axes, {"test_accuracy": None}, rows)
+    (lines,) = axes.collections
+    assert [segment[0][0] for segment in lines.get_segments()] == [3, 6]  # type: ignore[attr-defined]
+
+    _, _, axes = make_figure()
+    curves._draw_accuracy(axes, {"test_accuracy": None}, [row | UNTESTED for row in rows])
+    assert list(axes.collections) == []
 
 
 def test_equal_runs_draw_equal_pictures(tmp_path: Path) -> None:
