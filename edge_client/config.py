@@ -12,6 +12,9 @@
     [releases]
     root = "/etc/fedloop/root.json"      # the first root of the models' releases; default: pinned at first contact
     trial_seconds = 60                   # how long a daemon must run with a new version to end its trial
+    [statistics]
+    allowed = true                       # whether the device may tell statistics of its data
+    minimum_count = 10                   # rows from which it tells a count
     [labels]
     site = "berlin"
     [limits]                             # of a training process
@@ -43,6 +46,7 @@ from edge_client.eligibility import Conditions
 from edge_client.errors import UserError
 from edge_client.train.process import Limits
 from edge_client.wire.device import RuntimeName
+from edge_client.wire.statistics import MINIMUM_COUNT
 from edge_client.wire.strict import InvalidDocument, abbreviate, read, require_bounded
 
 PREFIX = "FEDLOOP_EDGE_"
@@ -64,6 +68,19 @@ class ReleaseOptions:
 
 
 @dataclass(frozen=True)
+class StatisticsOptions:
+    """What the device may tell of its data besides updates and evaluations.
+
+    Attributes:
+        allowed: whether it does statistics tasks.
+        minimum_count: rows from which it tells a count, >= 2; a coordinator may ask for more.
+    """
+
+    allowed: bool = True
+    minimum_count: int = MINIMUM_COUNT
+
+
+@dataclass(frozen=True)
 class EdgeConfig:
     """The daemon's configuration. Sizes in bytes."""
 
@@ -81,9 +98,10 @@ class EdgeConfig:
     outbox_bytes: int = 1_000_000_000
     download_bytes: int = 4_000_000_000
     releases: ReleaseOptions = ReleaseOptions()
+    statistics: StatisticsOptions = StatisticsOptions()
 
 
-_TABLES = ("limits", "conditions", "labels", "data", "releases")
+_TABLES = ("limits", "conditions", "labels", "data", "releases", "statistics")
 _PLAIN = {key: kind for key, kind in get_type_hints(EdgeConfig).items() if key not in _TABLES}
 _PLAIN["state_dir"] = str
 
@@ -214,7 +232,12 @@ def _toml_value(text: str, key: str) -> Any:
 
 def _kinds() -> dict[str, Any]:
     """Every key with a fixed name, and the type of its value."""
-    tables = {"limits": Limits, "conditions": Conditions, "releases": ReleaseOptions}
+    tables = {
+        "limits": Limits,
+        "conditions": Conditions,
+        "releases": ReleaseOptions,
+        "statistics": StatisticsOptions,
+    }
     return _PLAIN | {
         f"{table}.{name}": kind
         for table, cls in tables.items()
@@ -241,6 +264,8 @@ def _checked(key: str, entry: _Entry, problems: list[str]) -> Any:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
         problems.append(f"{entry.origin}: {key} is {abbreviate(value)}, expected 0 or more")
+    elif key == "statistics.minimum_count" and value < 2:
+        problems.append(f"{entry.origin}: {key} is {value}, expected 2 or more")
     return value
 
 
@@ -276,6 +301,7 @@ def _build(values: Mapping[str, Any], conditions: Conditions) -> EdgeConfig:
             conditions=conditions,
             labels=_table(values, "labels"),
             releases=ReleaseOptions(**_table(values, "releases")),
+            statistics=StatisticsOptions(**_table(values, "statistics")),
             data={
                 name: DataConfig(
                     kind=table.pop("kind"),
@@ -324,7 +350,7 @@ def _default_state_dir() -> Path:
 
 def _origins(config: EdgeConfig, entries: Mapping[str, _Entry]) -> dict[str, tuple[Any, str]]:
     values: dict[str, Any] = {key: getattr(config, key) for key in _PLAIN}
-    for table in ("limits", "conditions", "releases"):
+    for table in ("limits", "conditions", "releases", "statistics"):
         inner = getattr(config, table)
         values.update({f"{table}.{each.name}": getattr(inner, each.name) for each in fields(inner)})
     values.update({f"labels.{key}": value for key, value in config.labels.items()})

@@ -31,6 +31,11 @@ _CHUNK_BYTES = 1024 * 1024
 
 PAYLOAD_BYTES = 256 * 1024 * 1024
 MOST_PAYLOADS = 4096
+_ENTRY_KINDS: Mapping[TaskKind, str] = {
+    "train": "update",
+    "evaluate": "evaluation",
+    "statistics": "statistics",
+}
 _NOTHING_DONE = "nothing clipped, nothing noised"
 
 
@@ -243,7 +248,7 @@ class Ledger:
         names = ("task", "run", "run_name", "round", "size_bytes", "sha256", "encoding")
         entry: dict[str, Any] = {name: getattr(waiting, name) for name in names}
         entry["at"] = now
-        entry["kind"] = "update" if waiting.kind == "train" else "evaluation"
+        entry["kind"] = _ENTRY_KINDS[waiting.kind]
         entry["treated"] = waiting.treated or _NOTHING_DONE
         with self._state.change() as write:
             _insert(write, "IGNORE INTO ledger", entry)

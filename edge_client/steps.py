@@ -83,11 +83,15 @@ class Current:
 
 @dataclass(frozen=True)
 class Desired:
-    """The desired state. `ineligible`: reasons why nothing may run now; `opted_out`: runs, by id or name."""
+    """The desired state. `ineligible`: reasons why nothing may run now; `opted_out`: runs, by id or name.
+
+    `tells_statistics`: whether the owner lets the device tell statistics of its data.
+    """
 
     paused: bool = False
     ineligible: tuple[str, ...] = ()
     opted_out: tuple[str, ...] = ()
+    tells_statistics: bool = True
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Work:
-    """Train or evaluate, and put the result into the outbox."""
+    """Train, evaluate or take statistics, and put the result into the outbox."""
 
     offer: TaskOffer
 
@@ -173,11 +177,15 @@ def blocking_reason(offer: TaskOffer, current: Current, desired: Desired) -> Dec
     """Why this task cannot be done here, or None."""
     if is_opted_out(offer, desired.opted_out):
         return Decline("opted_out", "this device takes no part in this run")
+    if offer.kind == "statistics" and not desired.tells_statistics:
+        return Decline("opted_out", "the owner of this device lets it tell no statistics")
     if desired.ineligible:
         return Decline("ineligible", "; ".join(desired.ineligible))
     if offer.dataset not in current.datasets:
         known = ", ".join(sorted(current.datasets)) or "none"
         return Decline("no_data", f"no data set {offer.dataset!r} that can be read here; there are: {known}")
+    if offer.kind == "statistics":
+        return None
     if offer.runtime not in current.runtimes:
         return Decline(
             "wrong_runtime", f"{offer.runtime} does not run here; {', '.join(current.runtimes)} do"

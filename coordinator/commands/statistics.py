@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,8 @@ from rich.console import Group
 
 from coordinator.commands.options import ExperimentFile, Json, Sets
 from coordinator.commands.output import format_metric, make_table, print_json, print_output
+from coordinator.errors import RunInterrupted
+from coordinator.operator.client import Coordinator, OperatorClient, connect
 from coordinator.output_folders import begin, require_new
 
 REPORT_NAME = "statistics.json"
@@ -23,18 +26,49 @@ Out = Annotated[
 
 
 def statistics(
-    experiment: ExperimentFile = None, sets: Sets = None, out: Out = None, as_json: Json = False
+    experiment: ExperimentFile = None,
+    sets: Sets = None,
+    fleet: Annotated[
+        bool, typer.Option("--fleet", help="Ask the devices of a running coordinator that have the data set.")
+    ] = False,
+    out: Out = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
 ) -> None:
     """Show counts, means, drift and label balance of each site's training rows, without any single row.
 
-    Over the clients of a simulation of EXPERIMENT.toml. A count of fewer than 10 rows is never shown.
+    Over the clients of a simulation of EXPERIMENT.toml, or over devices. A count of fewer than 10 rows is never shown.
     """
     from coordinator.experiments import experiment as experiments
     from coordinator.runs.simulated_statistics import simulate_statistics
 
     if out is not None:
         require_new(out)
-    _show(simulate_statistics(experiments.load(experiment, sets or [])), out, as_json=as_json)
+    if fleet:
+        document = experiments.apply_settings(
+            experiments.read_toml(experiment) if experiment else {}, sets or []
+        )
+        report = _ask_devices(connect(coordinator), document)
+    else:
+        report = simulate_statistics(experiments.load(experiment, sets or []))
+    _show(report, out, as_json=as_json)
+
+
+def _ask_devices(client: OperatorClient, document: Mapping[str, Any]) -> dict[str, Any]:
+    """The report of a statistics round over devices. Ctrl-C cancels it."""
+    from coordinator.operator.run_follower import ENDS, events_of
+
+    run = client.post("/statistics", {"experiment": document})["id"]
+    try:
+        next(event for event in events_of(client, run, time.sleep) if event["event"] in ENDS)
+    except KeyboardInterrupt:
+        client.post(f"/runs/{run}/cancel")
+        raise RunInterrupted("the statistics round is cancelled") from None
+    shown = client.get(f"/statistics/{run}")
+    if shown["state"] != "finished":
+        raise RunInterrupted(f"the statistics round has {shown['state']}: {shown['error']}")
+    report: dict[str, Any] = shown["report"]
+    return report
 
 
 def _show(report: Mapping[str, Any], out: Path | None, *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""What devices send back: unfinished uploads, updates, evaluations, and declined tasks.
+"""What devices send back: unfinished uploads, updates, evaluations, statistics, and declined tasks.
 
 An update is accepted only while its round is open and its task leased, and the update that completes a round closes it in
 the same transaction: exactly the accepted updates are aggregated.
@@ -15,8 +15,9 @@ from sqlalchemy import Connection, and_, delete, func, insert, select, update
 
 from coordinator.db import events
 from coordinator.db.rounds import TaskRow, close_round, end_task, find_round, of_round
-from coordinator.db.tables import evaluations, find_row, tasks, updates, uploads
-from edge_client.wire.device import EvaluationResult, UploadStart
+from coordinator.db.tables import evaluations, find_row, statistics, tasks, updates, uploads
+from edge_client.wire.device import EvaluationResult, TaskKind, UploadStart
+from edge_client.wire.statistics import StatisticsResult
 from edge_client.wire.strict import parse_message
 
 
@@ -142,6 +143,38 @@ def evaluations_of(connection: Connection, run: str, number: int) -> dict[str, E
         row.device: parse_message(EvaluationResult, row.result, "evaluation")
         for row in connection.execute(query.order_by(evaluations.c.device))
     }
+
+
+def record_statistics(
+    connection: Connection, task: TaskRow, result: Mapping[str, Any], now: datetime
+) -> None:
+    """Stores what a device tells in a leased statistics task."""
+    connection.execute(
+        insert(statistics).values(
+            run=task.run, round=task.round, device=task.device, result=dict(result), received_at=now
+        )
+    )
+    end_task(connection, task.id, "accepted", now)
+    _record(connection, task, "statistics_received", now, rows=result["rows"])
+
+
+def statistics_of(connection: Connection, run: str, number: int) -> dict[str, StatisticsResult]:
+    """Device -> what it told, in order of their ids."""
+    query = select(statistics.c.device, statistics.c.result).where(
+        statistics.c.run == run, statistics.c.round == number
+    )
+    return {
+        row.device: parse_message(StatisticsResult, row.result, "statistics")
+        for row in connection.execute(query.order_by(statistics.c.device))
+    }
+
+
+def unanswered(connection: Connection, run: str, number: int, kind: TaskKind) -> dict[str, str]:
+    """Device -> why it gave no result to its task."""
+    query = select(tasks.c.device, tasks.c.reason, tasks.c.words).where(
+        of_round(run, number, kind), tasks.c.state.in_(("declined", "expired", "rejected"))
+    )
+    return {row.device: row.words or row.reason for row in connection.execute(query.order_by(tasks.c.device))}
 
 
 def _record(connection: Connection, task: TaskRow, event: str, now: datetime, **values: Any) -> None:

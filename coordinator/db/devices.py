@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any, Literal
@@ -38,6 +39,13 @@ class DeviceRow:
 def find(connection: Connection, device: str) -> DeviceRow | None:
     """The device of this id."""
     return find_row(connection, DeviceRow, devices, devices.c.id == device)
+
+
+def names(connection: Connection, ids: Collection[str]) -> dict[str, str]:
+    """The names of these devices; of several with one name, each with the beginning of its id."""
+    rows = connection.execute(select(devices.c.id, devices.c.name).where(devices.c.id.in_(ids))).all()
+    called = Counter(row.name for row in rows)
+    return {row.id: row.name if called[row.name] == 1 else f"{row.name} ({row.id[:8]})" for row in rows}
 
 
 def by_key(connection: Connection, key_sha256: str) -> DeviceRow | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import Connection, Row, and_, func, insert, literal, or_, select, update
 
@@ -18,6 +18,15 @@ from coordinator.errors import Refusal
 
 LIVE = t.LIVE_RUNS
 
+RunKind = Literal["train", "statistics"]
+"""What a run does: rounds of training, or a statistics round."""
+
+
+def set_running(connection: Connection, run: str) -> None:
+    """Marks a queued run that needs no preparation as running."""
+    queued = (t.runs.c.id == run, t.runs.c.state == "queued")
+    connection.execute(update(t.runs).where(*queued).values(state="running"))
+
 
 def create(
     connection: Connection,
@@ -26,6 +35,7 @@ def create(
     experiment: Mapping[str, Any],
     notices: Sequence[str],
     now: datetime,
+    kind: RunKind = "train",
 ) -> None:
     connection.execute(
         insert(t.runs).values(
@@ -34,6 +44,7 @@ def create(
             state="queued",
             experiment=dict(experiment),
             notices=list(notices),
+            kind=kind,
             created_at=now,
             round=0,
         )
@@ -63,8 +74,13 @@ def as_finished(connection: Connection, run: str, model_sha256: str) -> Row[Any]
 def newest(
     connection: Connection, limit: int, state: str | None = None, called: str | None = None
 ) -> Sequence[Row[Any]]:
-    """Runs, newest first; in a state, called so. `called` is a name, or the beginning of an id."""
-    query = select(t.runs).order_by(t.runs.c.created_at.desc(), t.runs.c.id).limit(limit)
+    """Runs that train, newest first; in a state, called so. `called` is a name, or the beginning of an id."""
+    query = (
+        select(t.runs)
+        .where(t.runs.c.kind == "train")
+        .order_by(t.runs.c.created_at.desc(), t.runs.c.id)
+        .limit(limit)
+    )
     if state is not None:
         query = query.where(t.runs.c.state == state)
     if called is not None:
@@ -256,8 +272,8 @@ def last_round(connection: Connection, run: str) -> LastRound | None:
 
 
 def recent_runs(connection: Connection, ended_runs: int, only: str | None = None) -> list[Row[Any]]:
-    """Live runs, then the last `ended_runs` ended ones, each newest first; or only the run with this id."""
-    newest = select(t.runs).order_by(t.runs.c.created_at.desc())
+    """Live runs that train, then the last `ended_runs` ended ones, each newest first; or only the run with this id."""
+    newest = select(t.runs).where(t.runs.c.kind == "train").order_by(t.runs.c.created_at.desc())
     if only is not None:
         return list(connection.execute(newest.where(t.runs.c.id == only)))
     live = connection.execute(newest.where(t.runs.c.state.in_(LIVE)))

@@ -131,6 +131,7 @@ runs = Table(
     Column("state", String(16), nullable=False, index=True),  # queued|running|finished|failed|cancelled
     Column("experiment", JSON, nullable=False),  # resolved
     Column("notices", JSON, nullable=False),  # settings of the experiment that do not apply to a real fleet
+    Column("kind", String(16), nullable=False, server_default="train"),  # train | statistics
     Column("created_at", UTCDateTime, nullable=False),
     Column("finished_at", UTCDateTime, nullable=True),
     Column("error", Text, nullable=True),
@@ -163,7 +164,7 @@ tasks = Table(
     Column("id", String(36), primary_key=True),
     Column("run", String(36), ForeignKey("runs.id"), nullable=False),
     Column("round", Integer, nullable=False),
-    Column("kind", String(16), nullable=False),  # train | evaluate
+    Column("kind", String(16), nullable=False),  # train | evaluate | statistics
     Column("position", Integer, nullable=False),
     Column("device", String(36), ForeignKey("devices.id"), nullable=False),
     Column("runtime", String(16), nullable=False),
@@ -211,6 +212,16 @@ evaluations = Table(
     Column("round", Integer, primary_key=True),
     Column("device", String(36), ForeignKey("devices.id"), primary_key=True),
     Column("result", JSON, nullable=False),  # wire.device.EvaluationResult
+    Column("received_at", UTCDateTime, nullable=False),
+)
+
+statistics = Table(
+    "statistics",
+    metadata,
+    Column("run", String(36), ForeignKey("runs.id"), primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("device", String(36), ForeignKey("devices.id"), primary_key=True),
+    Column("result", JSON, nullable=False),  # wire.statistics.StatisticsResult
     Column("received_at", UTCDateTime, nullable=False),
 )
 

@@ -181,7 +181,7 @@ def _notify(services: Services, caller: str, report: CheckIn, outcome: _Outcome)
 
 
 def _is_open(task: TaskRow) -> bool:
-    return task.kind == "evaluate" or task.round_state == "open"
+    return task.kind != "train" or task.round_state == "open"
 
 
 def _may_be_selected(connection: Connection, services: Services, device: str, now: datetime) -> bool:

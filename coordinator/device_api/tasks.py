@@ -1,4 +1,4 @@
-"""Answers small enough for one message: the figures of an evaluation, or a declined task.
+"""Answers small enough for one message: the figures of an evaluation, statistics, or a declined task.
 
 Also the checks of every route that names a task: the caller owns it, and an answer to it is still accepted.
 """
@@ -20,6 +20,8 @@ from coordinator.errors import Refusal
 from coordinator.limits.request_bodies import read_message
 from edge_client.wire.arrays import LARGEST_COUNT
 from edge_client.wire.device import Decline, EvaluationResult, TaskKind, to_json
+from edge_client.wire.statistics import StatisticsRequest, StatisticsResult, require_valid
+from edge_client.wire.strict import InvalidDocument, parse_message
 
 router = APIRouter()
 
@@ -43,6 +45,29 @@ async def evaluation(
                 422, "stale_base", f"it evaluated model {message.base[:12]}, expected the model of its task"
             )
         answers.record_evaluation(connection, row, to_json(message), now)
+        return row.run
+
+    return await _record(services, work)
+
+
+@router.post("/tasks/{task}/statistics")
+async def statistics(
+    task: str, request: Request, caller: CallerDep, services: ServicesDep
+) -> Mapping[str, Any]:
+    """Idempotent: a repeated message gets the same answer and counts once."""
+    message = await read_message(StatisticsResult, request)
+
+    def work(connection: Connection) -> str | None:
+        row = own_task(connection, caller, task, "statistics")
+        if row.state == "accepted":
+            return None
+        now = services.clock()
+        require_open(row, now)
+        try:
+            require_valid(message, parse_message(StatisticsRequest, row.offer["message"], "request"))
+        except InvalidDocument as error:
+            raise Refusal(422, "malformed", str(error)) from None
+        answers.record_statistics(connection, row, to_json(message), now)
         return row.run
 
     return await _record(services, work)
@@ -103,7 +128,7 @@ def require_open(task: TaskRow, now: datetime) -> None:
     Raises:
         Refusal: 409 with `not_leased`, `lease_expired`, `declined`, `rejected` or `round_closed`.
     """
-    in_time = now <= task.deadline_at and (task.kind == "evaluate" or task.round_state == "open")
+    in_time = now <= task.deadline_at and (task.kind != "train" or task.round_state == "open")
     if task.state == "leased" and in_time:
         return
     code, message = _REFUSALS.get((task.state, task.reason), _REFUSALS.get((task.state, None), _CLOSED))

@@ -36,6 +36,7 @@ from coordinator.fleets.run_session import (
     WaitNotice,
     invite,
     invite_eligible,
+    wait_for_answers,
 )
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import Answer, Model, OpenRound, Silence, Terms
@@ -215,7 +216,7 @@ class DeviceFleet:
 
         self._session.write(work)
         self._session.notify(invitations)
-        self._wait_for_evaluations(number, deadline_at)
+        wait_for_answers(self._services, self._session, run, number, "evaluate", deadline_at)
         return self._session.read(lambda at: answers.evaluations_of(at, run, number))
 
     def _store(self, tensors: Tensors) -> BlobInfo:
@@ -234,21 +235,6 @@ class DeviceFleet:
             return info
 
         return self._session.retry(store)
-
-    def _wait_for_evaluations(self, number: int, deadline_at: datetime) -> None:
-        run = self._deployment.run
-        while True:
-            self._session.require_running()
-            seen, now = self._session.seen(), self._services.clock()
-            until = self._session.read(lambda at: rounds.next_expiry(at, run, number, "evaluate"))
-            if until is None:
-                return
-            if now > deadline_at:
-                self._end_tasks(number, "evaluate", "expired", "deadline")
-            elif until < now:
-                self._expire(number, "evaluate", now)
-            else:
-                self._session.wait(seen, min(until, deadline_at) - now)
 
     def _invite_eligible(self, kind: TaskKind) -> dict[str, Invitation]:
         now = self._services.clock()

@@ -7,27 +7,30 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timedelta
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, get_args
 
 import structlog
 from sqlalchemy import Connection
 
 from coordinator.context.services import Services
 from coordinator.context.stalls import StallLog
-from coordinator.db import events, participants
+from coordinator.db import events, participants, rounds
 from coordinator.rounds.fleet import Stopped
 from coordinator.scheduling import matching
 from coordinator.scheduling.deployments import Deployment
 from coordinator.scheduling.matching import Candidate
 from coordinator.scheduling.offers import Invitation
 from coordinator.storage.errors import is_temporary
-from edge_client.wire.device import TaskKind
+from edge_client.wire.device import RuntimeName, TaskKind
 
 LONGEST_WAIT_SECONDS = 5.0
 """Longest wait before the clock is read again, because it may be set."""
 
 _RETRY_SECONDS = 2.0
 """Between attempts to write to a disk or database that fails temporarily."""
+
+RUNTIMES: tuple[RuntimeName, ...] = get_args(RuntimeName)
 
 T = TypeVar("T")
 
@@ -94,6 +97,33 @@ class RunSession:
         self._services.signals.notify("events", *(f"device:{device}" for device in devices))
 
 
+def wait_for_answers(
+    services: Services, session: RunSession, run: str, number: int, kind: TaskKind, deadline_at: datetime
+) -> None:
+    """Waits until every task of this kind and number is answered, given up, or past the deadline."""
+    while True:
+        session.require_running()
+        seen, now = session.seen(), services.clock()
+        until = session.read(lambda at: rounds.next_expiry(at, run, number, kind))
+        if until is None:
+            return
+        if now > deadline_at:
+            session.notify(session.write(partial(_end_late, run=run, number=number, kind=kind, now=now)))
+        elif until < now:
+            session.notify(
+                session.write(partial(rounds.expire_leases, run=run, number=number, kind=kind, now=now))
+            )
+        else:
+            session.wait(seen, min(until, deadline_at) - now)
+
+
+def _end_late(connection: Connection, run: str, number: int, kind: TaskKind, now: datetime) -> list[str]:
+    message = "the round is over"
+    return rounds.end_live_tasks(
+        connection, run, number, kind, "expired", now, reason="deadline", message=message
+    )
+
+
 class WaitNotice:
     """Decides when to record the notice: immediately, and when the number of devices changes, some seconds apart."""
 
@@ -138,6 +168,10 @@ def invite_eligible(
         if device.report is None or matching.blocking_reasons(device, deployment, now, kind):
             continue
         runtime = matching.runtime_for(device.report, deployment)
+        if kind == "statistics":
+            runtime = runtime or next(
+                (name for name in RUNTIMES if name in device.report.runtimes), RUNTIMES[0]
+            )
         if runtime is not None:
             invitations[device.id] = Invitation(runtime, _fetch_until(device, now, lease))
     return invitations

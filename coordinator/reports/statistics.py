@@ -14,6 +14,9 @@ from typing import Any
 from edge_client.data.statistics import deviation, pooled
 from edge_client.wire.statistics import EMPTY, ColumnStatistics, StatisticsResult
 
+BINS = 10
+"""Bins of a histogram."""
+
 MODERATE, LARGE = 0.1, 0.25
 """PSI from which drift is moderate, and large."""
 

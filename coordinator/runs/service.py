@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Row
 
 from coordinator.context.services import Services
 from coordinator.context.stalls import StallLog
@@ -30,8 +30,9 @@ from coordinator.errors import Refusal, UserError
 from coordinator.experiments import experiment as experiments
 from coordinator.experiments.schema import Experiment
 from coordinator.fleets.device import sweep_uploads
+from coordinator.fleets.statistics import StatisticsFleet
 from coordinator.rounds.fleet import Stopped
-from coordinator.runs import admission
+from coordinator.runs import admission, statistics_run
 from coordinator.runs.live_evaluation import EvaluatingFleet
 from coordinator.runs.live_run import LiveRun
 from coordinator.sandbox import policy
@@ -62,7 +63,7 @@ class RunService:
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
-        self._fleets: dict[str, EvaluatingFleet] = {}
+        self._fleets: dict[str, EvaluatingFleet | StatisticsFleet] = {}
 
     def start(self) -> None:
         """Resumes every run that is queued or was running, and removes blobs and uploads that no row refers to."""
@@ -81,21 +82,20 @@ class RunService:
         """
         changed = experiments.apply_settings(dict(document), sets)
         experiment = admission.admit(experiments.resolve(changed, "experiment", "devices"), self._services)
-        run = str(uuid.uuid4())
-        resolved = experiment.model_dump(mode="json", exclude_none=True)
-        now = self._services.clock()
-        self._services.commit(
-            partial(
-                rows.create,
-                run=run,
-                name=experiment.name,
-                experiment=resolved,
-                notices=_ignored_keys(changed, experiment),
-                now=now,
-            )
-        )
-        self._start_thread(run)
-        return run
+        return self._create(experiment, _ignored_keys(changed, experiment), "train")
+
+    def create_statistics(self, document: Mapping[str, Any], sets: Sequence[str] = ()) -> str:
+        """Starts a statistics round over the devices that this experiment selects, and returns its id.
+
+        Raises:
+            UserError: listing all bad keys of the experiment.
+        """
+        experiment = statistics_run.resolve(document, tuple(sets))
+        return self._create(experiment, [], "statistics")
+
+    def statistics_report(self, connection: Connection, run: str) -> dict[str, Any]:
+        """What devices told in a statistics round so far."""
+        return statistics_run.read_report(connection, run)
 
     def cancel(self, run: str) -> None:
         """Ends a run now and notifies the devices that work on it.
@@ -132,6 +132,24 @@ class RunService:
         if thread is not None:
             thread.join(seconds)
         return thread is None or not thread.is_alive()
+
+    def _create(self, experiment: Experiment, notices: list[str], kind: rows.RunKind) -> str:
+        run = str(uuid.uuid4())
+        resolved = experiment.model_dump(mode="json", exclude_none=True)
+        now = self._services.clock()
+        self._services.commit(
+            partial(
+                rows.create,
+                run=run,
+                name=experiment.name,
+                experiment=resolved,
+                notices=notices,
+                now=now,
+                kind=kind,
+            )
+        )
+        self._start_thread(run)
+        return run
 
     def _start_thread(self, run: str) -> None:
         # The worker processes of a run die with the thread that starts them, so that is the thread of the run.
@@ -198,7 +216,10 @@ class RunService:
 
     def _run(self, run: str) -> None:
         services = self._services
-        self._require_live(run)
+        row = self._require_live(run)
+        if row.kind == "statistics":
+            self._run_statistics(run, Experiment.model_validate(row.experiment))
+            return
         folder = services.settings.home / "runs" / run
         folder.parent.mkdir(exist_ok=True)  # not the home: it may be a mount point that is not mounted
         folder.mkdir(exist_ok=True)
@@ -216,10 +237,24 @@ class RunService:
             self._require_live(run)  # a cancellation from here on finds the fleet
             live.run_rounds(fleet)
 
-    def _require_live(self, run: str) -> None:
+    def _run_statistics(self, run: str, experiment: Experiment) -> None:
+        services = self._services
+        deployment = statistics_run.deployment_of(run, experiment)
+        fleet = StatisticsFleet(services, deployment)
+        with self._lock:
+            self._fleets[run] = fleet
+        services.deployments.add(deployment)
+        try:
+            self._require_live(run)  # a cancellation from here on finds the fleet
+            statistics_run.run_statistics(services, run, experiment, fleet)
+        finally:
+            services.deployments.remove(run)
+
+    def _require_live(self, run: str) -> Row[Any]:
         row = self._services.database.read(partial(rows.find, run=run))
         if row is None or row.state not in rows.LIVE:
             raise Stopped
+        return row
 
     def _clean_up(self, run: str) -> None:
         """Removes the folder of a run that has ended, and blobs and uploads of its open round."""

@@ -17,9 +17,6 @@ from models import datasets
 from models.datasets import columns
 from models.datasets.columns import TextTable
 
-BINS = 10
-"""Bins of a histogram."""
-
 
 def simulate_statistics(experiment: Experiment) -> dict[str, Any]:
     """The report of a statistics round over the clients of the experiment; its data must be a table.
@@ -36,7 +33,7 @@ def simulate_statistics(experiment: Experiment) -> dict[str, Any]:
         table, features, clients = _clients(experiment, Path(data.path))
         request = StatisticsRequest()
         first = _ask(table, features, data.label, clients, request)
-        request = replace(request, edges=bin_edges(pooled(first.values()), BINS))
+        request = replace(request, edges=bin_edges(pooled(first.values()), report.BINS))
         return report.make_report(_ask(table, features, data.label, clients, request))
     except datasets.DataError as error:
         raise UserError(str(error)) from None

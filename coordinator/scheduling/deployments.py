@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from edge_client.wire.device import BlobRef, ModelRef, RuntimeName
+from edge_client.wire.device import BlobRef, ModelRef, RuntimeName, TaskKind
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Deployment:
         schema: how devices read a table; None for other data.
         runtimes: allowed runtimes, the preferred one first.
         quorum: least number of clients to start a round with.
+        kind: of the tasks that a device must be able to do; `statistics` need no runtime and no model.
     """
 
     run: str
@@ -53,6 +54,7 @@ class Deployment:
     schema: BlobRef | None = None
     selection: Selection = field(default_factory=Selection)
     quorum: int = 1
+    kind: TaskKind = "train"
 
 
 class Deployments:

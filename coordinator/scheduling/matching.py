@@ -37,7 +37,11 @@ Code = Literal[
 OVERDUE_AFTER = timedelta(seconds=60)
 """How late a device may be for its next check-in before it counts as absent."""
 
-MIN_WIRE_VERSION: dict[TaskKind, tuple[int, int]] = {"train": (1, 0), "evaluate": (1, 1)}
+MIN_WIRE_VERSION: dict[TaskKind, tuple[int, int]] = {
+    "train": (1, 0),
+    "evaluate": (1, 1),
+    "statistics": (1, 4),
+}
 """The wire version that introduced each kind of task."""
 SCHEMAS_SINCE = (1, 4)
 """A device of before would read a table by its own configuration alone."""
@@ -74,9 +78,10 @@ class Candidate:
 
 
 def blocking_reasons(
-    device: Candidate, deployment: Deployment, now: datetime, kind: TaskKind = "train"
+    device: Candidate, deployment: Deployment, now: datetime, kind: TaskKind | None = None
 ) -> tuple[Reason, ...]:
-    """All reasons why `device` gets no task of this run; empty if it may get one."""
+    """All reasons why `device` gets no task of this run; empty if it may get one. `kind`: by default the deployment's."""
+    kind = kind or deployment.kind
     absence = absence_reasons(device, now)
     if absence or device.report is None:
         return absence
@@ -86,7 +91,7 @@ def blocking_reasons(
             _wire_reason(device.report, kind, deployment),
             *_device_refusals(device.report, deployment),
             *_selection_mismatches(device, device.report, deployment),
-            _runtime_reason(device.report, deployment),
+            _runtime_reason(device.report, deployment) if kind != "statistics" else None,
         )
         if reason is not None
     )

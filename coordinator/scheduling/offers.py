@@ -15,6 +15,7 @@ from typing import Any
 from coordinator.rounds.plan import Task
 from coordinator.scheduling.deployments import Deployment
 from edge_client.wire.device import BlobRef, RuntimeName, TaskKind, TaskOffer, to_json
+from edge_client.wire.statistics import StatisticsRequest
 from edge_client.wire.strict import parse_message
 
 DEADLINE = "deadline_at"
@@ -31,11 +32,11 @@ class ModelBlobs:
 
 @dataclass(frozen=True)
 class RoundOffer:
-    """What all offers of one round have in common."""
+    """What all offers of one round have in common. `blobs`: None for statistics."""
 
     deployment: Deployment
     number: int
-    blobs: ModelBlobs
+    blobs: ModelBlobs | None
     lease_seconds: float
     deadline_at: datetime
     result_limit_bytes: int
@@ -76,6 +77,20 @@ def evaluate_rows(
     ]
 
 
+def statistics_rows(
+    devices: Sequence[str],
+    request: StatisticsRequest,
+    common: RoundOffer,
+    invitations: Mapping[str, Invitation],
+    first: int,
+) -> list[dict[str, Any]]:
+    """Rows for tasks that ask for statistics, from position `first` on."""
+    return [
+        _row("statistics", position, device, invitations[device], to_json(request), common)
+        for position, device in enumerate(devices, first)
+    ]
+
+
 def current_offer(stored: Mapping[str, Any], now: datetime) -> TaskOffer:
     """A stored offer with the seconds that remain at this moment."""
     left = (datetime.fromisoformat(stored[DEADLINE]) - now).total_seconds()
@@ -92,7 +107,8 @@ def _row(
 ) -> dict[str, Any]:
     run = common.deployment
     runtime = invitation.runtime
-    for_litert = runtime == "litert"
+    blobs = common.blobs
+    for_litert = runtime == "litert" and blobs is not None
     task = str(uuid.uuid4())
     offer = TaskOffer(
         task=task,
@@ -104,8 +120,8 @@ def _row(
         dataset=run.dataset,
         message=message,
         model=run.model,
-        params=common.blobs.params,
-        streams=common.blobs.streams if kind == "train" else None,
+        params=blobs.params if blobs else None,
+        streams=blobs.streams if blobs and kind == "train" else None,
         artifact=run.artifact if for_litert else None,
         manifest=run.manifest if for_litert else None,
         lease_seconds=common.lease_seconds,

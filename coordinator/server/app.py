@@ -19,7 +19,18 @@ from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from coordinator.api import devices, events, models, participation, releases, rollouts, runs, system, tokens
+from coordinator.api import (
+    devices,
+    events,
+    models,
+    participation,
+    releases,
+    rollouts,
+    runs,
+    statistics,
+    system,
+    tokens,
+)
 from coordinator.api.deps import has_admin_token, require_operator
 from coordinator.context.services import Services
 from coordinator.device_api import checkin, downloads, enrolment, tasks, uploads
@@ -71,7 +82,18 @@ def operator_app(services: Services, run_service: RunService, metrics: Metrics) 
     app.state.runs = run_service
     app.state.metrics = metrics
     app.state.started_at = services.clock()
-    for routes in (devices, tokens, participation, runs, models, releases, rollouts, events, system):
+    for routes in (
+        devices,
+        tokens,
+        participation,
+        runs,
+        statistics,
+        models,
+        releases,
+        rollouts,
+        events,
+        system,
+    ):
         app.include_router(routes.router, prefix=OPERATOR_PREFIX, dependencies=[Depends(require_operator)])
     app.include_router(system.open_router)
     app.add_middleware(

@@ -149,12 +149,12 @@ def _print_entries(entries: Sequence[Entry], as_json: bool) -> None:
 
 
 def _print_payload(ledger: Ledger, entry: Entry, as_json: bool) -> None:
-    """One entry's payload: the sums of an evaluation, or each tensor's shape, norm and extremes of an update."""
+    """One entry's payload: the sums of an evaluation, statistics, or each tensor's shape, norm and extremes of an update."""
     from edge_client.outbox import summarize_tensors
 
     payload = ledger.payload(entry)
     document: dict[str, Any] = asdict(entry)
-    if entry.kind == "evaluation":
+    if entry.kind in ("evaluation", "statistics"):
         document["sums"] = json.loads(payload)
     else:
         document["tensors"] = summarize_tensors(payload)

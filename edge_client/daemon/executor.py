@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from edge_client.config import EdgeConfig
 from edge_client.files import NO_ROOM, SPARE_BYTES, file_sha256
@@ -29,8 +30,10 @@ from edge_client.wire.device import (
     EvaluationResult,
     TaskOffer,
     UploadStart,
+    to_json,
 )
-from edge_client.wire.strict import printable
+from edge_client.wire.statistics import StatisticsRequest
+from edge_client.wire.strict import InvalidDocument, parse_message, printable
 
 FORGET_BLOBS_SECONDS = 600.0
 """A run that gave no work for so long, while the coordinator holds this device for no run, is over: its blobs are deleted."""
@@ -106,7 +109,7 @@ class Executor:
     def work(
         self, offer: TaskOffer, stop_reason: Callable[[], str | None], now: Callable[[], float]
     ) -> list[PendingResult]:
-        """Trains or evaluates in the training process and stores the result in the outbox, durably.
+        """Trains, evaluates or takes statistics in the training process and stores the result in the outbox, durably.
 
         Returns the results that were dropped from the outbox to make room.
 
@@ -120,6 +123,8 @@ class Executor:
         done = self.training.run(job, stop_reason)
         if offer.kind == "evaluate":
             self._complete_evaluation(offer, job.result)
+        if offer.kind == "statistics":
+            self._complete_statistics(offer, job.result)
         state_out = job.state_out if offer.kind == "train" else None
         deflate = self.deflate and offer.kind == "train"
         try:
@@ -212,13 +217,13 @@ class Executor:
         return Job(
             kind=offer.kind,
             runtime=offer.runtime,
-            params=self._blob(offer.params),
+            params=self._blob(offer.params) if offer.params else None,
             streams=self._blob(offer.streams) if offer.streams else None,
             tflite=self._blob(offer.artifact) if offer.artifact else None,
             manifest=self._blob(offer.manifest) if offer.manifest else None,
             schema=self._blob(offer.schema) if offer.schema else None,
             model=offer.model,
-            message=offer.message,
+            message=self._request(offer) if offer.kind == "statistics" else offer.message,
             data=self.config.data[offer.dataset],
             state_in=rule_state if rule_state.exists() else None,
             state_out=folder / "state_out",
@@ -227,14 +232,38 @@ class Executor:
 
     def _complete_evaluation(self, offer: TaskOffer, result: Path) -> None:
         """Turns the sums of the training process into the message that leaves the device."""
+        assert offer.params is not None, "checked with the offer"
         sums = json.loads(result.read_text("utf-8"))
         message = EvaluationResult(base=offer.params.sha256, site=self.config.labels.get("site", ""), **sums)
         result.write_text(json.dumps(vars(message)), "utf-8")
+
+    def _request(self, offer: TaskOffer) -> dict[str, Any]:
+        """What the coordinator asks to be told, within what the owner allows. Raises: TrainingFailed: it is no request."""
+        try:
+            request = parse_message(StatisticsRequest, offer.message, "statistics")
+        except InvalidDocument as error:
+            raise TrainingFailed("failed", str(error)) from None
+        least = max(request.minimum_count, self.config.statistics.minimum_count)
+        return to_json(replace(request, minimum_count=least))
+
+    def _complete_statistics(self, offer: TaskOffer, result: Path) -> None:
+        """Adds the site to the statistics that leave the device. Raises: TrainingFailed: they are too long."""
+        document = json.loads(result.read_text("utf-8")) | {"site": self.config.labels.get("site", "")}
+        text = json.dumps(document)
+        if len(text) > offer.result_limit_bytes:
+            raise TrainingFailed(
+                "limits",
+                f"its statistics have {len(text)} bytes, expected {offer.result_limit_bytes} at most; ask for fewer columns",
+            )
+        result.write_text(text, "utf-8")
 
     def _send(self, link: Link, waiting: PendingResult, check_cancelled: Callable[[], None]) -> None:
         path = self.outbox.path(waiting.task)
         if waiting.kind == "evaluate":
             link.post(f"/tasks/{waiting.task}/evaluation", json.loads(path.read_bytes()))
+            return
+        if waiting.kind == "statistics":
+            link.post(f"/tasks/{waiting.task}/statistics", json.loads(path.read_bytes()))
             return
         start = UploadStart(waiting.size_bytes, waiting.sha256, waiting.decoded_bytes, waiting.encoding)
         upload(link, waiting.task, path, start, check_cancelled=check_cancelled)
@@ -260,7 +289,7 @@ class Executor:
         if needed_bytes + sum(path.stat().st_size for path in folder.iterdir()) > most:
             self._drop_blobs(keep={ref.sha256 for ref in needed})
         have = sum(_size(folder / name) for ref in needed for name in (ref.sha256, f"{ref.sha256}.part"))
-        result = offer.params.size_bytes if offer.kind == "train" else 0
+        result = offer.params.size_bytes if offer.kind == "train" and offer.params else 0
         free, missing = shutil.disk_usage(folder).free, needed_bytes - have + result + SPARE_BYTES
         if missing > free:
             raise TrainingFailed(
@@ -297,6 +326,8 @@ def check_offer(offer: TaskOffer) -> TaskOffer:
             raise Unreachable(
                 f"the coordinator offers an invalid blob {ref.sha256[:40]!r} of {ref.size_bytes:.3g} bytes"
             )
+    if offer.params is None and offer.kind != "statistics":
+        raise Unreachable(f"the coordinator offers a task to {offer.kind} without a model")
     if not (0 <= offer.round <= _LARGEST and offer.lease_seconds > 0):
         raise Unreachable(
             f"the coordinator offers a task of round {offer.round:.3g} with a lease of {offer.lease_seconds:g} s"

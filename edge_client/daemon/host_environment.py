@@ -44,7 +44,8 @@ def read_desired(config: EdgeConfig, state: State, host: HostEnvironment) -> Des
     """The state that the owner and the machine's conditions ask for now."""
     paused = state.paused()
     reasons = (("paused by hand",) if paused else ()) + host.ineligible()
-    return Desired(paused, reasons, tuple(sorted({*config.opt_out, *state.opted_out()})))
+    opted_out = tuple(sorted({*config.opt_out, *state.opted_out()}))
+    return Desired(paused, reasons, opted_out, config.statistics.allowed)
 
 
 def checkin_message(config: EdgeConfig, state: State, host: HostEnvironment) -> CheckIn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -14,10 +14,16 @@ from edge_client.daemon.status import Writer
 from edge_client.steps import HeldTask, is_opted_out
 from edge_client.train.process import Interrupted, TrainingFailed
 from edge_client.transport.failures import Cancelled, ServerRefused, Unreachable
-from edge_client.wire.device import CheckIn, CheckInAnswer, Decline, TaskOffer
+from edge_client.wire.device import CheckIn, CheckInAnswer, Decline, TaskKind, TaskOffer
 
 CONDITIONS_SECONDS = 5.0
 """How often conditions are read again during the work."""
+
+_VERBS: Mapping[TaskKind, str] = {
+    "train": "training",
+    "evaluate": "evaluating",
+    "statistics": "taking statistics",
+}
 
 Cause = Literal["ending", "paused", "unwanted", "ineligible", "opted_out", "deadline"]
 
@@ -109,8 +115,9 @@ class TaskSession:
 
     def work(self, offer: TaskOffer) -> None:
         """Does the task and stores its result. Raises Cancelled as `fetch`."""
-        verb = "training" if offer.kind == "train" else "evaluating"
-        self._status.write(verb, f"{offer.run_name}, round {offer.round}, {offer.runtime}", offer)
+        self._status.write(
+            _VERBS[offer.kind], f"{offer.run_name}, round {offer.round}, {offer.runtime}", offer
+        )
         with heartbeat(self._membership.link, self.checkin(), offer.lease_seconds) as unwanted:
             cancellation = Cancellation(
                 self._host, lambda conditions: self.stop_reason(conditions, unwanted.is_set())

@@ -29,14 +29,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
 from edge_client.data import DataConfig
 from edge_client.processes.channel import Closed, receive_frame, send_frame
 from edge_client.processes.process import worker_environment
-from edge_client.wire.device import Decline, DeclineCode, ModelRef, RuntimeName
+from edge_client.wire.device import Decline, DeclineCode, ModelRef, RuntimeName, TaskKind
 
 POLL_SECONDS = 0.5
 """How often a running job is checked."""
@@ -95,19 +95,19 @@ class Job:
     """One task for the child. All paths but the last two are read.
 
     Attributes:
-        params, streams: as safetensors.
+        params, streams: as safetensors; None for a statistics job.
         tflite, manifest: for LiteRT.
         schema: how a table is read; None: as `data` says.
-        message: the `TaskMessage` of a train job as JSON; empty for an evaluate job.
+        message: the `TaskMessage` of a train job as JSON, the `StatisticsRequest` of a statistics job; else empty.
         state_in: the client rule's state after its last round, if any.
         state_out: where to write the client rule's next state, if it keeps any.
         result: where to write the result: the upload of a train job; JSON with `rows`, `labels`, `correct` and
-            `loss_sum` of an evaluate job.
+            `loss_sum` of an evaluate job; a `StatisticsResult` of a statistics job.
     """
 
-    kind: Literal["train", "evaluate"]
+    kind: TaskKind
     runtime: RuntimeName
-    params: Path
+    params: Path | None
     streams: Path | None
     tflite: Path | None
     manifest: Path | None

@@ -103,6 +103,9 @@ class Worker:
         np.seterr(all="ignore")  # the coordinator rejects a diverging client and says why
         started = time.monotonic()
         job = parse(Job, document["job"], "job")
+        if job.kind == "statistics":
+            rows, treated = _statistics(job)
+            return _done(rows, started, treated)
         schema = None
         if job.schema is not None:
             schema = schemas.from_json(job.schema.read_bytes(), "the data schema of the task")
@@ -112,12 +115,7 @@ class Worker:
         trainer = Trainer(self._runtime(job))
         run = _train if job.kind == "train" else _evaluate
         run(job, trainer, data)
-        return {
-            "rows": len(data),
-            "seconds": time.monotonic() - started,
-            "peak_memory_bytes": peak_bytes(),
-            "treated": [],  # no client rule clips or adds noise yet; one that does will report it here
-        }
+        return _done(len(data), started, [])  # no client rule clips or adds noise yet
 
     def _runtime(self, job: Job) -> Runtime:
         from edge_client.train.resolve import runtime_for
@@ -131,6 +129,25 @@ class Worker:
         return self._kept[1]
 
 
+def _done(rows: int, started: float, treated: list[str]) -> Answer:
+    """The answer after a job. `treated`: the protection applied to its result."""
+    seconds = time.monotonic() - started
+    return {"rows": rows, "seconds": seconds, "peak_memory_bytes": peak_bytes(), "treated": treated}
+
+
+def _statistics(job: Job) -> tuple[int, list[str]]:
+    from edge_client.data.statistics import read_statistics
+    from edge_client.files import write_durably
+    from edge_client.wire.device import to_json
+    from edge_client.wire.statistics import StatisticsRequest, require_valid_request
+    from edge_client.wire.strict import parse_message
+
+    request = require_valid_request(parse_message(StatisticsRequest, job.message, "statistics"))
+    result = read_statistics(job.data, request)
+    write_durably(job.result, json.dumps(to_json(result)).encode(), mode=0o600)
+    return result.rows, [f"counts below {result.minimum_count} withheld"]
+
+
 def _train(job: Job, trainer: Trainer, data: Any) -> None:
     from edge_client.files import make_durably
     from edge_client.wire import arrays
@@ -141,6 +158,7 @@ def _train(job: Job, trainer: Trainer, data: Any) -> None:
     message = TaskMessage.from_json(job.message)
     streams = unflatten(arrays.read(job.streams)) if job.streams is not None else {}
     kept = unflatten(arrays.read(job.state_in)) if job.state_in is not None else {}
+    assert job.params is not None, "checked with the offer"
     # Params are read piece by piece and the update is computed as it is written, so that a large model needs little memory.
     params = arrays.StoredArrays(arrays.FilePayload(job.params))
     local = trainer.train(params, TrainTask.of(message, streams), data, kept)
@@ -157,6 +175,7 @@ def _evaluate(job: Job, trainer: Trainer, data: Any) -> None:
 
     if not len(data):
         raise NoExamples("no rows are held out for evaluation; see the option `held_out` of the data set")
+    assert job.params is not None, "checked with the offer"
     evaluation = trainer.evaluate(arrays.read(job.params), data)
     sums = {
         "rows": len(data),

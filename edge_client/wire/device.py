@@ -17,6 +17,7 @@ versions old, and answers others with 426 `wire_version`.
     1.2  uploads may be deflated (`encoding`)
     1.3  releases: a device reports their state and receives offers
     1.4  data schemas: a task says how the rows of a table become the model's input
+         statistics tasks, which need no model: a device tells sums over its training rows (`edge_client.wire.statistics`)
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ OLDEST_MINOR = WIRE[1] - 2
 PREFIX = "/device/v1"
 
 Encoding = Literal["identity", "deflate"]
-TaskKind = Literal["train", "evaluate"]
+TaskKind = Literal["train", "evaluate", "statistics"]
 RuntimeName = Literal["litert", "torch", "tensorflow"]
 
 _PEM: Mapping[str, Any] = {"most": 8192}
@@ -202,8 +203,8 @@ class TaskOffer:
     Attributes:
         task: its id, which is also the lease: another id is no lease.
         dataset: logical name, which the device's configuration maps to its data.
-        message: a `TaskMessage` as JSON for a train task; empty for an evaluate task.
-        params: to start from, or to evaluate.
+        message: a `TaskMessage` as JSON for a train task, a `StatisticsRequest` for a statistics task, else empty.
+        params: to start from, or to evaluate; None for a statistics task.
         streams: arrays of the client rule, if it has any.
         artifact, manifest: for the litert runtime.
         schema: a `DataSchema`, for data that is a table.
@@ -221,7 +222,7 @@ class TaskOffer:
     dataset: str
     message: Mapping[str, Any]
     model: ModelRef
-    params: BlobRef
+    params: BlobRef | None
     streams: BlobRef | None
     artifact: BlobRef | None
     manifest: BlobRef | None

@@ -1,0 +1,70 @@
+"""Operator API: federated statistics. Ask the devices that hold a data set, and fetch the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal, Protocol
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel
+from sqlalchemy import Connection
+
+from coordinator.api.runs import RunRequest
+from coordinator.context.services import ServicesDep
+from coordinator.db import runs as rows
+from coordinator.errors import Refusal
+from coordinator.experiments import experiment as experiments
+
+router = APIRouter(tags=["statistics"])
+
+
+class Statistics(BaseModel):
+    """A statistics round. `report`: of the devices that answered so far."""
+
+    id: str
+    name: str
+    state: Literal["queued", "running", "finished", "failed", "cancelled"]
+    error: str | None
+    report: dict[str, Any]
+
+
+class StatisticsService(Protocol):
+    """What these routes use of `coordinator.runs.service.RunService`."""
+
+    def create_statistics(self, document: Mapping[str, Any], sets: Sequence[str] = ()) -> str: ...
+
+    def statistics_report(self, connection: Connection, run: str) -> dict[str, Any]: ...
+
+
+def service_of(request: Request) -> StatisticsService:
+    """The run service of the process that serves this request."""
+    service: StatisticsService = request.app.state.runs
+    return service
+
+
+ServiceDep = Annotated[StatisticsService, Depends(service_of)]
+
+
+@router.post("/statistics", status_code=201)
+def create_statistics(request: RunRequest, service: ServiceDep, services: ServicesDep) -> Statistics:
+    """Asks every device that has the experiment's `data.dataset` and matches its `[devices]`."""
+    document = request.experiment
+    if isinstance(document, str):
+        document = experiments.parse_toml(document, "experiment")
+    run = service.create_statistics(document, request.sets)
+    return services.database.read(partial(_read, service=service, run=run))
+
+
+@router.get("/statistics/{run}")
+def get_statistics(run: str, service: ServiceDep, services: ServicesDep) -> Statistics:
+    """A statistics round. Cancel it as a run."""
+    return services.database.read(partial(_read, service=service, run=run))
+
+
+def _read(connection: Connection, service: StatisticsService, run: str) -> Statistics:
+    row = rows.require(connection, run)
+    if row.kind != "statistics":
+        raise Refusal(404, "unknown_run", f"run {run[:100]} is no statistics round")
+    report = service.statistics_report(connection, run)
+    return Statistics(id=row.id, name=row.name, state=row.state, error=row.error, report=report)

@@ -1,0 +1,139 @@
+"""A statistics round on devices: a run of its own for `fedloop statistics`, and the moments that a training run scales by.
+
+    1. ask for counts, means and bounds
+    2. from all bounds, agree on the bins of the histograms, and ask for these
+    3. the report, from the rows of both
+
+Every answer is a row before the device is told that it counts, so a restarted coordinator continues where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from sqlalchemy import Connection
+
+from coordinator.context.services import Services
+from coordinator.db import answers, devices
+from coordinator.db import runs as rows
+from coordinator.errors import UserError
+from coordinator.experiments.defaults import with_defaults
+from coordinator.experiments.experiment import apply_settings
+from coordinator.experiments.schema import Experiment
+from coordinator.experiments.validation import to_user_error, validate
+from coordinator.fleets.statistics import Patience, StatisticsFleet
+from coordinator.reports import statistics as report
+from coordinator.scheduling.deployments import Deployment, Selection
+from edge_client.data.statistics import Moments, bin_edges, moments, pooled
+from edge_client.wire.device import ModelRef
+from edge_client.wire.statistics import StatisticsRequest, StatisticsResult
+
+LEAST_SITES = 2
+"""Fewer devices give no pool to compare with, and a mean that is one device's own."""
+
+_SUMS, _HISTOGRAMS = 0, 1
+"""Numbers of the two rounds."""
+
+_NO_MODEL = ModelRef("", {}, (), 0, "float32", "classification")
+
+
+def resolve(document: Mapping[str, Any], sets: tuple[str, ...] = ()) -> Experiment:
+    """The experiment, of which statistics use `data.dataset`, `data.features` and `[devices]`; rows need no description.
+
+    Raises:
+        UserError: listing all bad keys.
+    """
+    experiment, problems = validate(Experiment, apply_settings(dict(document), sets), lambda _: (), {})
+    if experiment is None or problems:
+        raise to_user_error("experiment", problems)
+    return with_defaults(experiment, "devices")
+
+
+def deployment_of(run: str, experiment: Experiment) -> Deployment:
+    """What decides which devices are asked."""
+    wanted = experiment.devices
+    return Deployment(
+        run=run,
+        run_name=experiment.name,
+        dataset=experiment.data.dataset,
+        model=_NO_MODEL,
+        runtimes=(),
+        selection=Selection(
+            groups=tuple(wanted.groups),
+            labels=dict(wanted.labels),
+            device_classes=tuple(wanted.classes),
+            memory_bytes=wanted.memory_bytes,
+        ),
+        kind="statistics",
+    )
+
+
+def run_statistics(services: Services, run: str, experiment: Experiment, fleet: StatisticsFleet) -> None:
+    """Both rounds of a statistics run, and its end.
+
+    Raises:
+        UserError: too few devices told anything.
+        Stopped: the run was cancelled, or the process is ending.
+    """
+    services.database.write(partial(rows.set_running, run=run)).result()
+    request, patience = _request(experiment), _patience(experiment)
+    told = _require_enough(fleet.ask(_SUMS, request, patience))
+    edges = bin_edges(pooled(told.values()), report.BINS)
+    if edges:
+        fleet.ask(_HISTOGRAMS, replace(request, edges=edges), patience)
+    ended = services.database.write(
+        partial(rows.end, run=run, state="finished", now=services.clock())
+    ).result()
+    services.signals.notify("events", *(f"device:{device}" for device in ended or ()))
+
+
+def federated_moments(
+    services: Services, deployment: Deployment, experiment: Experiment
+) -> tuple[dict[str, Moments], dict[str, int]]:
+    """Before round 1 of a training run: column -> count, mean and deviation over all devices that tell them, and the rows of
+    each of these devices.
+
+    Raises:
+        UserError: fewer than two devices told anything.
+        Stopped: the process is ending.
+    """
+    fleet = StatisticsFleet(services, replace(deployment, kind="statistics"))
+    told = _require_enough(fleet.ask(_SUMS, _request(experiment), _patience(experiment)))
+    return moments(pooled(told.values())), {device: result.rows for device, result in told.items()}
+
+
+def read_report(connection: Connection, run: str) -> dict[str, Any]:
+    """The report of what was told so far. Devices of one site are one; others go by their names."""
+    told = answers.statistics_of(connection, run, _SUMS) | answers.statistics_of(connection, run, _HISTOGRAMS)
+    silent = answers.unanswered(connection, run, _SUMS, "statistics")
+    names = devices.names(connection, told.keys() | silent.keys())
+    sites: dict[str, list[StatisticsResult]] = {}
+    for device, result in told.items():
+        sites.setdefault(result.site or names[device], []).append(result)
+    return report.make_report(
+        {name: pooled(results) if len(results) > 1 else results[0] for name, results in sites.items()},
+        {names[device]: words for device, words in silent.items() if device not in told},
+    )
+
+
+def _request(experiment: Experiment) -> StatisticsRequest:
+    return StatisticsRequest(columns=tuple(experiment.data.features or ()))
+
+
+def _patience(experiment: Experiment) -> Patience:
+    wanted = experiment.devices
+    return Patience(LEAST_SITES, wanted.patience_seconds, wanted.evaluate_seconds)
+
+
+def _require_enough(told: Mapping[str, StatisticsResult]) -> Mapping[str, StatisticsResult]:
+    """What devices told, without those that have too few rows. Raises: UserError: too few are left."""
+    useful = {device: result for device, result in told.items() if result.rows}
+    if len(useful) < LEAST_SITES:
+        raise UserError(
+            f"{len(useful)} of {len(told)} devices that answered told statistics, {LEAST_SITES} are needed; why a device does not: "
+            "`[statistics]` of its configuration, fewer training rows than its minimum count, or fedloop-edge status"
+        )
+    return useful
