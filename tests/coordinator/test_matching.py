@@ -83,10 +83,17 @@ def test_what_keeps_a_device_out_is_told_in_words(device: Candidate, code: str, 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
 def test_a_device_with_a_wire_no_more_served_does_nothing(kind: TaskKind) -> None:
-    assert matching.blocking_reasons(reported(wire="1.1"), RUN, START, kind) == ()
-    (reason,) = matching.blocking_reasons(reported(wire="1.0"), RUN, START, kind)
+    assert matching.blocking_reasons(reported(wire="1.2"), RUN, START, kind) == ()
+    (reason,) = matching.blocking_reasons(reported(wire="1.1"), RUN, START, kind)
     assert reason.code == "wire_version"
-    assert f"{kind} tasks need 1.1 up to" in reason.message
+    assert f"{kind} tasks need 1.2 up to" in reason.message
+
+
+def test_statistics_need_a_newer_wire_but_no_model() -> None:
+    asked = replace(RUN, kind="statistics", runtimes=())
+    assert matching.blocking_reasons(reported(wire="1.4", runtimes={}, models=()), asked, START) == ()
+    (reason,) = matching.blocking_reasons(reported(wire="1.3"), asked, START)
+    assert "statistics tasks need 1.4" in reason.message
 
 
 def test_all_reasons_are_told_at_once() -> None:

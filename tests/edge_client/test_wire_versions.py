@@ -30,10 +30,16 @@ from tests.support.edge import FakeTraining
 RECORDED = sorted(path.name for path in make.FOLDER.iterdir() if path.is_dir() and path.name[0].isdecimal())
 SERVED = [f"{wire.WIRE[0]}.{minor}" for minor in range(wire.OLDEST_MINOR, wire.WIRE[1] + 1)]
 NEW_IN_1_1 = {"evaluation", "checkin_answer_evaluate"}
+NEW_IN_1_4 = {"statistics", "checkin_answer_statistics"}
 
 
 def golden(version: str, name: str) -> Any:
     return json.loads((make.FOLDER / version / f"{name}.json").read_bytes())
+
+
+def new_after(version: str) -> set[str]:
+    """The messages that came with later versions."""
+    return (NEW_IN_1_1 if version == "1.0" else set()) | (NEW_IN_1_4 if version < "1.4" else set())
 
 
 def payload(version: str) -> bytes:
@@ -44,7 +50,7 @@ def test_every_version_that_is_served_is_recorded() -> None:
     assert set(SERVED) <= set(RECORDED)
     for version in RECORDED:
         names = {path.stem for path in (make.FOLDER / version).glob("*.json")}
-        assert names == set(make.KINDS) - (NEW_IN_1_1 if version == "1.0" else set())
+        assert names == set(make.KINDS) - new_after(version)
 
 
 @pytest.mark.parametrize("name", make.KINDS)
@@ -104,6 +110,7 @@ def test_recorded_results_and_tasks_are_read(version: str) -> None:
         ((1, 2), (1, 2)),
         ((1, 3), (1, 3)),
         ((1, 4), (1, 4)),
+        ((1, 5), (1, 4)),
         ((1, 99), (1, 4)),
         ((0, 9), None),
         ((2, 0), None),
@@ -260,10 +267,10 @@ def test_a_version_nobody_speaks_is_told_what_is_spoken(served: Arena, version: 
 
 @pytest.mark.slow
 def test_a_newer_device_is_understood_as_far_as_it_goes(served: Arena) -> None:
-    """Wire 1.4, whatever it brings, is unknown keys to us."""
+    """Wire 1.5, whatever it brings, is unknown keys to us."""
     (raw,) = served.enrol(1)
     device = Recorded(make.CURRENT, raw, [])
-    newer = {"wire": "1.4", "battery": {"percent": [80, 81.5]}, "labels": {"site": "newer"}}
+    newer = {"wire": "1.5", "battery": {"percent": [80, 81.5]}, "labels": {"site": "newer"}}
     run = served.start_run(1, labels={"site": "newer"})
     offer = None
     while offer is None:

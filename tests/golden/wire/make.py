@@ -21,6 +21,7 @@ import numpy as np
 from edge_client.wire import device as wire
 from edge_client.wire.arrays import encode_result
 from edge_client.wire.device import TaskMessage
+from edge_client.wire.statistics import ColumnStatistics, StatisticsRequest, StatisticsResult
 from strategies.update import Update
 
 FOLDER = Path(__file__).parent
@@ -40,9 +41,11 @@ KINDS: dict[str, type] = {
     "checkin": wire.CheckIn,
     "checkin_answer": wire.CheckInAnswer,
     "checkin_answer_evaluate": wire.CheckInAnswer,
+    "checkin_answer_statistics": wire.CheckInAnswer,
     "upload_start": wire.UploadStart,
     "upload_state": wire.UploadState,
     "evaluation": wire.EvaluationResult,
+    "statistics": StatisticsResult,
     "decline": wire.Decline,
 }
 """Message by the name of its file, without `.json`."""
@@ -91,15 +94,33 @@ def messages() -> dict[str, Any]:
             releases=(wire.ReleaseOffer(ROLLOUT, "digits", 3, "roll_back", force=True),),
         ),
         "checkin_answer_evaluate": wire.CheckInAnswer(CURRENT, 7.5, _offer("evaluate", {})),
+        "checkin_answer_statistics": wire.CheckInAnswer(
+            CURRENT, 7.5, _offer("statistics", json.loads(canonical(statistics_request())))
+        ),
         "upload_start": wire.UploadStart(len(result()), "ab" * 32, len(result()), "identity"),
         "upload_state": wire.UploadState(100, accepted=False),
         "evaluation": wire.EvaluationResult(BASE, 40, 40, 31, 12.25, "north"),
+        "statistics": StatisticsResult(
+            40,
+            10,
+            {
+                "age": ColumnStatistics("number", 38, 51.5, 812.25, 33.0, 70.5, (12, 26)),
+                "ward": ColumnStatistics("category", 40, categories={"icu": 25}, other=15),
+            },
+            {"0": 28},
+            12,
+            "north",
+        ),
         "decline": wire.Decline("ineligible", "on battery"),
     }
 
 
 def task_message() -> TaskMessage:
     return TaskMessage(3, DEVICE, BASE, 2**62, 8, 0.125, 2, None, {"name": "proximal", "mu": 0.25})
+
+
+def statistics_request() -> StatisticsRequest:
+    return StatisticsRequest(10, ("age", "ward"), {"age": (50.0,)})
 
 
 def result() -> bytes:
@@ -128,10 +149,10 @@ def _offer(kind: wire.TaskKind, message: dict[str, Any]) -> wire.TaskOffer:
         dataset="readings",
         message=message,
         model=wire.ModelRef("logreg", {"hidden": []}, (4,), 3, "float32", "classification"),
-        params=wire.BlobRef(BASE, 1000),
+        params=wire.BlobRef(BASE, 1000) if kind != "statistics" else None,
         streams=wire.BlobRef("5a" * 32, 2000) if kind == "train" else None,
-        artifact=wire.BlobRef("6b" * 32, 3000),
-        manifest=wire.BlobRef("7c" * 32, 4000),
+        artifact=wire.BlobRef("6b" * 32, 3000) if kind != "statistics" else None,
+        manifest=wire.BlobRef("7c" * 32, 4000) if kind != "statistics" else None,
         lease_seconds=120.0,
         deadline_seconds=600.0,
         result_limit_bytes=70_000,

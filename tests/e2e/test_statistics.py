@@ -1,0 +1,126 @@
+"""Federated statistics over four daemons: equal to those of the pooled rows, without small counts, on each device's ledger."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.accounts.admin_token import read_admin_token
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
+from tests.support.cli import run_here
+
+pytestmark = pytest.mark.slow
+
+SITES = {"north": 120, "south": 90, "east": 60, "west": 40}
+FORBIDDEN = "shy"
+
+
+def write(folder: Path) -> dict[str, list[dict[str, str]]]:
+    """A table for each site, with one row of a ward, and one age, that no other row has."""
+    rng = np.random.default_rng(9)
+    tables = {}
+    for index, (site, count) in enumerate({**SITES, FORBIDDEN: 50}.items()):
+        rows = [
+            {
+                "age": f"{rng.normal(40 + 5 * index, 6):.4f}" if number else f"{900 + index}.125",
+                "ward": ["icu", "er"][rng.integers(2)] if number else f"only-in-{site}",
+                "split": "test" if number % 5 == 4 else "train",
+                "outcome": ["home", "died"][rng.integers(2)],
+            }
+            for number in range(count)
+        ]
+        with (folder / f"{site}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        tables[site] = rows
+    return tables
+
+
+def start(fleet: LocalFleet, folder: Path, site: str) -> None:
+    config: dict[str, Any] = {
+        "labels": {"site": site},
+        "data": {
+            "patients": {
+                "kind": "csv",
+                "path": str(folder / f"{site}.csv"),
+                "label": "outcome",
+                "split": "split",
+            }
+        },
+        "statistics": {"allowed": site != FORBIDDEN},
+    }
+    config["data"]["patients"] |= {
+        "categories": {"ward": ["icu", "er", f"only-in-{site}"]},
+        "classes": ["home", "died"],
+    }
+    fleet.add(site, config).start()
+
+
+def ledger(fleet: LocalFleet, site: str, *more: str) -> Any:
+    command = [str(Path(sys.executable).parent / "fedloop-edge"), "ledger", "--json", *more]
+    done = subprocess.run(
+        command,
+        env={**dict(fleet.devices[site].environment), "PATH": "/usr/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_four_daemons_tell_the_statistics_of_their_pooled_rows(tmp_path: Path) -> None:
+    tables = write(tmp_path)
+    with local_fleet(tmp_path / "fleet") as fleet:
+        for site in tables:
+            start(fleet, tmp_path, site)
+        sets = ["data.dataset=patients", "devices.patience_seconds=60", "devices.evaluate_seconds=60"]
+        wait_for_devices(fleet, len(tables))
+        done = run_here(
+            "statistics",
+            "--fleet",
+            "--json",
+            *(part for each in sets for part in ("--set", each)),
+            env={
+                "FEDLOOP_COORDINATOR": fleet.operator_url,
+                "FEDLOOP_ADMIN_TOKEN": str(read_admin_token(fleet.home)),
+            },
+        )
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+
+        trained = [row for site in SITES for row in tables[site] if row["split"] == "train"]
+        ages = np.array([float(row["age"]) for row in trained])
+        age = report["pooled"]["columns"]["age"]
+        assert age["count"] == len(ages)
+        assert age["mean"] == pytest.approx(ages.mean(), rel=1e-9)
+        assert age["deviation"] == pytest.approx(ages.std(), rel=1e-9)
+        assert set(report["sites"]) == set(SITES)
+        assert "no statistics" in report["silent"][FORBIDDEN]
+        assert report["sites"]["north"]["columns"]["age"]["drift"] is not None
+
+        for site in SITES:
+            entries = ledger(fleet, site)
+            assert [(each["kind"], each["outcome"]) for each in entries] == [("statistics", "delivered")] * 2
+            assert "below 10 withheld" in entries[0]["treated"]
+            told = json.dumps([ledger(fleet, site, "--show", str(each["id"])) for each in entries])
+            assert '"mean"' in told
+            for secret in ("only-in", "900.125", "901.125", "902.125", "903.125"):
+                assert secret not in told
+                assert secret not in done.stdout
+        assert ledger(fleet, FORBIDDEN) == []
+
+
+def wait_for_devices(fleet: LocalFleet, count: int) -> None:
+    """Until that many have checked in with rows."""
+    client, topic = fleet.client, "/devices"
+    while sum(bool(each["last_seen_at"]) for each in client.get(topic, limit=100)["devices"]) < count:
+        for _ in client.events("/events"):
+            break
