@@ -21,6 +21,7 @@ from coordinator.experiments.schema import (
     StrategySection,
 )
 from coordinator.model_references import is_version
+from edge_client.wire.statistics import MINIMUM_COUNT
 from models import catalog
 from strategies import presets
 
@@ -41,6 +42,11 @@ _TEXT_DEFAULTS: dict[str, dict[str, int]] = {
     "shakespeare": {"length": 32},
     "phrasebank": {"length": 32, "vocab": 2048},
 }
+
+
+def minimum_count(data: Data) -> int:
+    """Rows from which statistics tell a count: as for naming a category, but at least 2."""
+    return max(2, data.categories.minimum_count) if data.categories else MINIMUM_COUNT
 
 
 def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = False) -> Experiment:

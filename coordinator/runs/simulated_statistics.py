@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.errors import UserError
+from coordinator.experiments.defaults import minimum_count
 from coordinator.experiments.schema import Experiment
 from coordinator.reports import statistics as report
+from edge_client.data.options import TableOptions
 from edge_client.data.statistics import bin_edges, of_records, pooled
-from edge_client.data.table import Record
+from edge_client.data.table import Record, Table
+from edge_client.wire.schema import DataSchema
 from edge_client.wire.statistics import StatisticsRequest, StatisticsResult
 from models import datasets
 from models.datasets import columns
-from models.datasets.columns import TextTable
 
 
 def simulate_statistics(experiment: Experiment) -> dict[str, Any]:
@@ -30,48 +32,45 @@ def simulate_statistics(experiment: Experiment) -> dict[str, Any]:
             f'data.dataset = {data.dataset!r}: statistics are of the columns of a table; expected data.dataset = "csv" with data.path'
         )
     try:
-        table, features, clients = _clients(experiment, Path(data.path))
-        request = StatisticsRequest()
-        first = _ask(table, features, data.label, clients, request)
+        table, options, clients = _clients(experiment, Path(data.path))
+        request = StatisticsRequest(minimum_count(data))
+        first = _ask(table, options, clients, request)
         request = replace(request, edges=bin_edges(pooled(first.values()), report.BINS))
-        return report.make_report(_ask(table, features, data.label, clients, request))
+        return report.make_report(_ask(table, options, clients, request))
     except datasets.DataError as error:
         raise UserError(str(error)) from None
 
 
 def _ask(
-    table: TextTable,
-    features: Sequence[str],
-    label: str,
+    table: Table,
+    options: TableOptions,
     clients: Mapping[str, Sequence[Record]],
     request: StatisticsRequest,
 ) -> dict[str, StatisticsResult]:
-    return {
-        name: of_records(table, records, features=features, label=label, request=request)
-        for name, records in clients.items()
-    }
+    return {name: of_records(table, records, options, request) for name, records in clients.items()}
 
 
-def _clients(experiment: Experiment, path: Path) -> tuple[TextTable, Sequence[str], dict[str, list[Record]]]:
-    """The table, the columns of its input, and the training rows of each client."""
-    data, seed, count = experiment.data, experiment.seed, experiment.federation.clients
+def _clients(experiment: Experiment, path: Path) -> tuple[Table, TableOptions, dict[str, list[Record]]]:
+    """The table, how to read it, and the training rows of each client."""
+    data, seed, count = experiment.data, experiment.data_seed, experiment.federation.clients
     assert data.partition is not None, "it has a default"
-    dataset = datasets.load(
-        "csv",
-        path=path,
-        label=data.label,
-        site=data.site,
-        split=data.split,
-        features=data.features,
-        seed=seed,
-    )
+    dataset = datasets.from_settings(data.model_dump(), seed=seed, clients=count)
     public = datasets.public_rows(dataset, data.public_samples, seed)
     parts = datasets.partition(data.partition, dataset, clients=count, seed=seed, exclude=public)
     names = datasets.client_names(data.partition, dataset, len(parts))
-    table = columns.read(path)
-    taken = {data.label, data.site or "site", data.split or "split"}
-    features = data.features or [name for name in table.columns if name not in taken]
+    table = columns.read(path, data.encoding)
     records = {
         name: [table.records[row] for row in rows.tolist()] for name, rows in zip(names, parts, strict=True)
     }
-    return table, features, records
+    return table, _options(dataset.described), records
+
+
+def _options(schema: DataSchema) -> TableOptions:
+    texts = [column for column in schema.columns if column.kind == "category"]
+    return TableOptions(
+        label=schema.label,
+        features=tuple(column.name for column in schema.columns),
+        categories={column.name: column.categories for column in texts},
+        fold=tuple(column.name for column in texts if column.fold),
+        dates=tuple(column.name for column in schema.columns if column.kind == "date"),
+    )

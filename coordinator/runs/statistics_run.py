@@ -20,7 +20,7 @@ from coordinator.context.services import Services
 from coordinator.db import answers, devices
 from coordinator.db import runs as rows
 from coordinator.errors import UserError
-from coordinator.experiments.defaults import with_defaults
+from coordinator.experiments.defaults import minimum_count, with_defaults
 from coordinator.experiments.experiment import apply_settings
 from coordinator.experiments.schema import Experiment
 from coordinator.experiments.validation import to_user_error, validate
@@ -120,7 +120,8 @@ def read_report(connection: Connection, run: str) -> dict[str, Any]:
 
 
 def _request(experiment: Experiment) -> StatisticsRequest:
-    return StatisticsRequest(columns=tuple(experiment.data.features or ()))
+    data = experiment.data
+    return StatisticsRequest(minimum_count(data), tuple(data.features or ()))
 
 
 def _patience(experiment: Experiment) -> Patience:

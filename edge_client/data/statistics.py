@@ -15,15 +15,17 @@ from functools import reduce
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.data.cells import LARGEST, is_missing, number, numbers
+from edge_client.data.cells import LARGEST, folded, is_missing, number, numbers
 from edge_client.data.connector import DataConfig, DataProblem
+from edge_client.data.contract import TABLE_KINDS, with_schema
 from edge_client.data.examples import NoExamples
 from edge_client.data.labels import class_name
 from edge_client.data.options import HELD_OUT, TableOptions
 from edge_client.data.rows import held_out_rows
-from edge_client.data.table import Column, Record, Table, held_out
-from edge_client.data.table_reader import feature_names, read_rows
-from edge_client.data.tables import TABLE_KINDS, read_table
+from edge_client.data.table import Column, Record, Table, feature, held_out
+from edge_client.data.table_reader import EXCLUDED, feature_names, read_rows
+from edge_client.data.tables import read_table
+from edge_client.wire.schema import DataSchema
 from edge_client.wire.statistics import (
     EMPTY,
     MOST_CATEGORIES,
@@ -41,8 +43,10 @@ Moments = tuple[int, float, float]
 """Count, mean and standard deviation."""
 
 
-def read_statistics(config: DataConfig, request: StatisticsRequest) -> StatisticsResult:
-    """Statistics of the rows of a data set that a device trains on.
+def read_statistics(
+    config: DataConfig, request: StatisticsRequest, schema: DataSchema | None = None
+) -> StatisticsResult:
+    """Statistics of the rows of a data set that a device trains on. `schema`: of the model, which says how a table is read.
 
     Raises:
         NoExamples: the data set is no table.
@@ -52,7 +56,8 @@ def read_statistics(config: DataConfig, request: StatisticsRequest) -> Statistic
         raise NoExamples(
             f"statistics are of tables ({', '.join(TABLE_KINDS)}); the data set is of kind {config.kind!r}"
         )
-    return read_table(config, lambda table, options: _of_table(table, options, request))
+    described = config if schema is None else with_schema(config, schema)
+    return read_table(described, lambda table, options: _of_table(table, options, request))
 
 
 def _of_table(table: Table, options: TableOptions, request: StatisticsRequest) -> StatisticsResult:
@@ -60,34 +65,25 @@ def _of_table(table: Table, options: TableOptions, request: StatisticsRequest) -
     if not records:
         raise DataProblem(f"{table.name}: has column names but no rows")
     table = replace(table, records=records)
-    taken = {options.label: "label"} | ({options.split: "split"} if options.split else {})
-    features = feature_names(table, taken, options.features or None)
+    roles = dict.fromkeys(options.exclude, EXCLUDED) | {options.label: "label"}
+    roles |= {options.split: "split"} if options.split else {}
+    features = feature_names(table, roles, options.features or None)
     training = ~_held_out_rows(table, records, features, options)
-    return of_records(
-        table,
-        [record for record, trains in zip(records, training, strict=True) if trains],
-        features=request.columns or features,
-        label=options.label,
-        categories=tuple(options.categories),
-        request=request,
-    )
+    trained = [record for record, trains in zip(records, training, strict=True) if trains]
+    return of_records(table, trained, replace(options, features=request.columns or features), request)
 
 
 def of_records(
-    table: Table,
-    records: Sequence[Record],
-    *,
-    features: Sequence[str],
-    label: str,
-    categories: Sequence[str] = (),
-    request: StatisticsRequest,
+    table: Table, records: Sequence[Record], options: TableOptions, request: StatisticsRequest
 ) -> StatisticsResult:
-    """Statistics of some records of a table. `categories`: columns that are no numbers, even if they look so.
+    """Statistics of some records of a table: of `options.features`, and of the label.
+
+    Columns of the option `categories` are no numbers, even if they look so; of `dates`, days since 1970-01-01.
 
     Raises:
         DataProblem: a column is not there, or a number is too large.
     """
-    least = request.minimum_count
+    least, features = request.minimum_count, options.features
     if len(features) > MOST_COLUMNS:
         raise DataProblem(
             f"{table.name}: {len(features)} columns, statistics are of {MOST_COLUMNS} at most; name them by features"
@@ -99,8 +95,8 @@ def of_records(
         column = _column(table, name, records)
         if any(isinstance(cell, list | tuple) for cell in column.cells):
             continue  # an array, such as an image
-        columns[name] = _statistics(column, name in categories, request)
-    classes = Counter(_class(cell, table) for cell in _column(table, label, records).cells)
+        columns[name] = _statistics(column, options, request)
+    classes = Counter(_class(cell, table) for cell in _column(table, options.label, records).cells)
     labels, other = told(classes, least)
     return StatisticsResult(len(records), least, columns, labels, other)
 
@@ -163,17 +159,26 @@ def bin_edges(statistics: StatisticsResult, bins: int) -> dict[str, tuple[float,
     return edges
 
 
-def _statistics(column: Column, is_category: bool, request: StatisticsRequest) -> ColumnStatistics:
-    values = numbers(column.cells, column.table.decimal_comma)
-    gaps = np.flatnonzero(np.isnan(values)).tolist()
-    if is_category or any(not is_missing(column.cells[row]) for row in gaps):
-        texts = Counter(EMPTY if cell is None else str(cell).strip() for cell in column.cells)
+def _statistics(column: Column, options: TableOptions, request: StatisticsRequest) -> ColumnStatistics:
+    if column.name in options.dates:
+        values = feature(column, replace(options, standardise="local"))[:, 0]
+    elif column.name in options.categories or _has_text(column):
+        spelled = folded if column.name in options.fold else str.strip
+        texts = Counter(EMPTY if cell is None else spelled(str(cell)) for cell in column.cells)
         categories, other = told(texts, request.minimum_count)
         return ColumnStatistics("category", len(column.cells), categories=categories, other=other)
+    else:
+        values = numbers(column.cells, column.table.decimal_comma)
     too_large = np.flatnonzero(np.abs(values) > LARGEST)
     if len(too_large):
         raise column.problem(int(too_large[0]), f"is too large; expected at most {LARGEST:g}")
-    return _of_numbers(np.delete(values, gaps), request.edges.get(column.name), request.minimum_count)
+    return _of_numbers(values[~np.isnan(values)], request.edges.get(column.name), request.minimum_count)
+
+
+def _has_text(column: Column) -> bool:
+    """Whether a cell is neither a number nor a gap."""
+    gaps = np.flatnonzero(np.isnan(numbers(column.cells, column.table.decimal_comma))).tolist()
+    return any(not is_missing(column.cells[row]) for row in gaps)
 
 
 def _of_numbers(
@@ -266,7 +271,10 @@ def _held_out_rows(
     if options.split:
         return held_out(_column(table, options.split, records))
     share = HELD_OUT if options.held_out is None else options.held_out
-    texts = {**_own_texts(table, records, features), **options.categories}
+    open_features = [
+        name for name in features if name not in options.categories and name not in options.dates
+    ]
+    texts = {**_own_texts(table, records, open_features), **options.categories}
     few = tuple(
         name for name in features if name in options.categories or len(texts.get(name, ())) <= MOST_CATEGORIES
     )
@@ -286,15 +294,14 @@ def _held_out_rows(
 def _own_texts(
     table: Table, records: Sequence[Record], features: Sequence[str]
 ) -> dict[str, tuple[str, ...]]:
+    """The texts of each column that holds some, in order."""
     found = {}
     for name in features:
-        cells = _column(table, name, records).cells
-        gaps = np.flatnonzero(np.isnan(numbers(cells, table.decimal_comma))).tolist()
-        stray = [
-            row for row in gaps if not is_missing(cells[row]) and not isinstance(cells[row], list | tuple)
-        ]
-        if stray:
-            found[name] = tuple(sorted({str(cell).strip() for cell in cells if cell is not None} - {EMPTY}))
+        column = _column(table, name, records)
+        if any(isinstance(cell, list | tuple) for cell in column.cells) or not _has_text(column):
+            continue
+        texts = {str(cell).strip() for cell in column.cells if cell is not None}
+        found[name] = tuple(sorted(texts - {EMPTY}))
     return found
 
 

@@ -13,8 +13,6 @@ from edge_client.data.parquet_file import read_parquet
 from edge_client.data.sqlite_query import SqliteOptions, read_query
 from edge_client.data.table import Table
 
-TABLE_KINDS = ("csv", "parquet", "sqlite")
-
 T = TypeVar("T")
 
 
@@ -26,7 +24,7 @@ def read_table(config: DataConfig, use: Callable[[Table, TableOptions], T]) -> T
     """
     if config.kind == "csv":
         options, path = read_options(CsvOptions, config)
-        with open_table(path, options.delimiter, limit_bytes=sys.maxsize) as table:
+        with open_table(path, options.delimiter, encoding=options.encoding, limit_bytes=sys.maxsize) as table:
             return use(table, options)
     if config.kind == "parquet":
         plain, path = read_options(TableOptions, config)
@@ -34,4 +32,4 @@ def read_table(config: DataConfig, use: Callable[[Table, TableOptions], T]) -> T
     if config.kind == "sqlite":
         query, path = read_options(SqliteOptions, config)
         return read_query(path, query, use)
-    raise DataProblem(f"data of kind {config.kind!r} is no table; tables are: {', '.join(TABLE_KINDS)}")
+    raise DataProblem(f"data of kind {config.kind!r} is no table; tables are: csv, parquet, sqlite")

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     # Imported for the first job, once it is accepted and memory is limited.
     from edge_client.train.process import Job
     from edge_client.train.trainer import Runtime, Trainer
+    from edge_client.wire.schema import DataSchema
 
 _UNREADABLE = "its data cannot be read as the device's configuration describes it; on the device: fedloop-edge data preview"
 
@@ -103,12 +104,12 @@ class Worker:
         np.seterr(all="ignore")  # the coordinator rejects a diverging client and says why
         started = time.monotonic()
         job = parse(Job, document["job"], "job")
-        if job.kind == "statistics":
-            rows, treated = _statistics(job)
-            return _done(rows, started, treated)
         schema = None
         if job.schema is not None:
             schema = schemas.from_json(job.schema.read_bytes(), "the data schema of the task")
+        if job.kind == "statistics":
+            rows, treated = _statistics(job, schema)
+            return _done(rows, started, treated)
         source = open_data(job.data, schema)
         data = source.train() if job.kind == "train" else source.held_out()
         require_compatible(data, job.model)
@@ -135,7 +136,7 @@ def _done(rows: int, started: float, treated: list[str]) -> Answer:
     return {"rows": rows, "seconds": seconds, "peak_memory_bytes": peak_bytes(), "treated": treated}
 
 
-def _statistics(job: Job) -> tuple[int, list[str]]:
+def _statistics(job: Job, schema: DataSchema | None) -> tuple[int, list[str]]:
     from edge_client.data.statistics import read_statistics
     from edge_client.files import write_durably
     from edge_client.wire.device import to_json
@@ -143,7 +144,7 @@ def _statistics(job: Job) -> tuple[int, list[str]]:
     from edge_client.wire.strict import parse_message
 
     request = require_valid_request(parse_message(StatisticsRequest, job.message, "statistics"))
-    result = read_statistics(job.data, request)
+    result = read_statistics(job.data, request, schema)
     write_durably(job.result, json.dumps(to_json(result)).encode(), mode=0o600)
     return result.rows, [f"counts below {result.minimum_count} withheld"]
 

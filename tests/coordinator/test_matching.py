@@ -23,7 +23,9 @@ RUN = Deployment(
     ("litert", "torch"),
     REF,
     REF,
-    Selection(groups=("lab",), labels={"site": "north"}, device_classes=("gateway",), memory_bytes=2**20),
+    selection=Selection(
+        groups=("lab",), labels={"site": "north"}, device_classes=("gateway",), memory_bytes=2**20
+    ),
 )
 GOOD = Candidate(
     id="a",

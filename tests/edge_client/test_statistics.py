@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from edge_client.data import DataConfig, DataProblem, open_data
 from edge_client.data.examples import NoExamples
+from edge_client.data.options import TableOptions
 from edge_client.data.statistics import bin_edges, moments, of_records, pooled, read_statistics, told
 from edge_client.data.table import Table
 from edge_client.wire.statistics import (
@@ -41,9 +42,8 @@ sites = st.lists(st.lists(row, min_size=3, max_size=30), min_size=1, max_size=5)
 def statistics(rows: Sequence[Sequence[str]], request: StatisticsRequest = REQUEST) -> StatisticsResult:
     records = list(enumerate(rows, 2))
     table = Table("t.csv", COLUMNS, (), records, "line", ",")
-    result = of_records(
-        table, records, features=("a", "word"), label="label", categories=("word",), request=request
-    )
+    options = TableOptions(label="label", features=("a", "word"), categories={"word": ()})
+    result = of_records(table, records, options, request)
     # What travels is the same, and passes the checks of the coordinator.
     read = parse_message(StatisticsResult, json.loads(json.dumps(asdict(result))), "statistics")
     assert require_valid(read, request) == result
