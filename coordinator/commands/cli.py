@@ -27,6 +27,7 @@ from coordinator.commands import (
     fleet,
     init,
     model,
+    predict,
     pretrain,
     release,
     rollout,
@@ -46,8 +47,7 @@ from coordinator.commands.options import (
     serve_signature,
     show_version,
 )
-from coordinator.commands.output import plain_console, print_json, print_output, print_summary
-from coordinator.commands.progress import RichProgress
+from coordinator.commands.output import RichProgress, plain_console, print_json, print_output, print_summary
 from coordinator.commands.summaries import demo_summary, fleet_demo_summary, loop_demo_summary, show_report
 from coordinator.errors import NothingLearnt, RunInterrupted, UserError
 from coordinator.output_folders import default_folder
@@ -184,6 +184,7 @@ app.command(
     epilog="Example: fedloop sweep my.toml --over strategy.name=fedavg,fedadam --over local.lr=0.02,0.05 --seeds 3"
 )(sweep.sweep)
 app.command(epilog="Example: fedloop serve --device 0.0.0.0:8443 --name fed.example.org")(serve)
+app.command(epilog="Example: fedloop predict runs/patients new-patients.csv")(predict.predict)
 app.command(epilog="Example: fedloop run my.toml --set federation.rounds=5 --out runs/fleet")(fleet.run)
 app.command(epilog="Example: fedloop statistics my.toml --out runs/statistics")(statistics.statistics)
 app.command(epilog="Example: fedloop compress runs/shakespeare --student charlm --set student.width=48")(

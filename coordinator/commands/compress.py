@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from coordinator.commands.options import DataDir, Json, Sets
-from coordinator.commands.output import print_summary
-from coordinator.commands.progress import RichProgress
+from coordinator.commands.output import RichProgress, print_summary
 from coordinator.commands.summaries import compression_summary, search_summary
 from coordinator.output_folders import default_folder
 

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from coordinator.commands.options import DataDir, Json
-from coordinator.commands.output import print_json, print_lines
-from coordinator.commands.progress import RichProgress
+from coordinator.commands.output import RichProgress, print_json, print_lines
 from coordinator.errors import UserError
 from edge_client.wire.rollouts import MANIFEST_NAME, is_release
 

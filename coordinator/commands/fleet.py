@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from coordinator.commands.options import ExperimentFile, Json, RunFolder, Sets
-from coordinator.commands.progress import RichProgress
+from coordinator.commands.output import RichProgress
 from coordinator.commands.summaries import show_report
 from coordinator.errors import UserError
 from coordinator.operator.client import Coordinator, connect, run_id

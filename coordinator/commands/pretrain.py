@@ -10,8 +10,7 @@ from click import Command, Context
 from typer.core import TyperGroup
 
 from coordinator.commands.options import DataDir, Json, RunFolder, Sets
-from coordinator.commands.output import print_summary
-from coordinator.commands.progress import RichProgress
+from coordinator.commands.output import RichProgress, print_summary
 from coordinator.commands.summaries import plan_summary, pretraining_summary, tuning_summary
 from coordinator.errors import UserError
 from coordinator.output_folders import default_folder

@@ -10,8 +10,7 @@ import typer
 from rich.console import Group
 
 from coordinator.commands.options import DataDir, ExperimentFile, Json, Mlflow, RunFolder, Sets, TensorBoard
-from coordinator.commands.output import format_metric, make_table, print_summary
-from coordinator.commands.progress import RichProgress
+from coordinator.commands.output import RichProgress, format_metric, make_table, print_summary
 from coordinator.errors import UserError
 from coordinator.output_folders import default_folder
 

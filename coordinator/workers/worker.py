@@ -71,6 +71,7 @@ class Worker:
             "train_alone": self._train_alone,
             "candidate": self._set_candidate,
             "evaluate": self._evaluate,
+            "predict": self._predict,
         }
         return kinds[frame.values["kind"]](frame)
 
@@ -167,6 +168,17 @@ class Worker:
     def _examples(self, rows: npt.NDArray[np.int64]) -> Examples:
         assert self._run is not None
         return Examples(self._run.x[rows], self._run.y[rows])
+
+    def _predict(self, frame: Frame) -> Reply:
+        """Predictions for the rows of a file: of the candidate, or of a release."""
+        from coordinator.workers import prediction
+
+        request = frame.values
+        if request["release"] is not None:
+            return prediction.run(request, None), []
+        self._model = request["description"]
+        runtime = self._runtime("evaluation")
+        return prediction.run(request, lambda x: runtime.logits(self._candidate, x)), []
 
     def _spec(self, model: dict[str, Any]) -> Any:
         from models import zoo

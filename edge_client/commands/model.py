@@ -6,7 +6,7 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,7 @@ from edge_client.wire.strict import printable
 
 if TYPE_CHECKING:
     from edge_client.serving.predict import Prediction
+    from edge_client.serving.rows import Reading
     from edge_client.wire.inference import InferenceManifest
 
 Model = Annotated[
@@ -48,6 +49,12 @@ def predict(
         list[str] | None,
         typer.Option("--leave-out", help="Column of a table that is not an input."),
     ] = None,
+    encoding: Annotated[
+        str | None,
+        typer.Option(
+            "--encoding", help="Of a table's text, such as latin-1. Default: as the training table."
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Write class and probabilities to a .csv, .json or .parquet.")
     ] = None,
@@ -61,13 +68,14 @@ def predict(
     from edge_client.infer.runtime import load as load_release
     from edge_client.serving.predict import accuracy, active_release, write_predictions
     from edge_client.serving.predict import predict as predict_rows
+    from edge_client.serving.rows import Reading
 
     if file is None and data is None:
         raise UserError("there is nothing to predict: give FILE, or --data NAME, a data set of this device")
     with _release_errors():
         loaded = load_release(release or active_release(configuration(context).state_dir, model))
         golden_check.require(loaded)
-        x, y = _rows(context, loaded.manifest, file, data, tuple(leave_out or ()))
+        x, y = _rows(context, loaded.manifest, file, data, Reading(tuple(leave_out or ()), encoding))
         predictions = predict_rows(loaded, x)
     scored = accuracy(predictions, y)
     if out is not None:
@@ -95,7 +103,7 @@ def _rows(
     manifest: InferenceManifest,
     file: Path | None,
     data: str | None,
-    leave_out: tuple[str, ...],
+    reading: Reading,
 ) -> tuple[Any, Any]:
     """The rows to predict, and their classes where they are known."""
     from edge_client.data import open_data
@@ -104,7 +112,6 @@ def _rows(
     from edge_client.infer.runtime import check_rows
     from edge_client.serving.rows import read_rows
 
-    moments = None
     if data is not None:
         known = configuration(context).data
         if data not in known:
@@ -117,9 +124,10 @@ def _rows(
             if not len(held_out):
                 raise DataProblem(f"--data {data}: holds out no rows; see its options held_out and split")
             return check_rows(held_out.x, manifest), held_out.y
-        moments = connector.moments if isinstance(connector, RowsConnector) else None
+        if isinstance(connector, RowsConnector):
+            reading = replace(reading, moments=connector.moments)
     assert file is not None, "checked before"
-    inputs = read_rows(file, manifest, leave_out, moments)
+    inputs = read_rows(file, manifest, reading)
     return inputs.x, inputs.y
 
 

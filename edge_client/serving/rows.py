@@ -29,6 +29,21 @@ from edge_client.wire.schema import DataSchema
 
 
 @dataclass(frozen=True)
+class Reading:
+    """What a file needs besides the schema.
+
+    Attributes:
+        leave_out: further columns of a table that are not inputs.
+        encoding: of its text; None: as the schema says.
+        moments: what numbers are scaled by, for a schema whose scale is each site's own.
+    """
+
+    leave_out: tuple[str, ...] = ()
+    encoding: str | None = None
+    moments: Moments | None = None
+
+
+@dataclass(frozen=True)
 class Inputs:
     """Rows to predict. `x` [N, …] in the model's form; `y` [N] their classes, None where the file does not say."""
 
@@ -36,39 +51,26 @@ class Inputs:
     y: npt.NDArray[np.int32] | None
 
 
-def read_rows(
-    path: Path, manifest: InferenceManifest, leave_out: tuple[str, ...] = (), moments: Moments | None = None
-) -> Inputs:
+def read_rows(path: Path, manifest: InferenceManifest, reading: Reading = Reading()) -> Inputs:
     """The checked rows of `path` for a release.
-
-    Args:
-        leave_out: further columns of a table that are not inputs.
-        moments: what numbers are scaled by, for a schema whose scale is each site's own.
 
     Raises:
         DataProblem: the file cannot be read, has no rows, or its rows do not fit the model.
     """
-    inputs = read_inputs(
-        path, manifest.data_schema, f"{manifest.model}:{manifest.version}", leave_out, moments
-    )
+    inputs = read_inputs(path, manifest.data_schema, f"{manifest.model}:{manifest.version}", reading)
     try:
         return Inputs(check_rows(inputs.x, manifest), inputs.y)
     except InvalidRows as error:
         raise DataProblem(f"{path}: {error}") from None
 
 
-def read_inputs(
-    path: Path,
-    schema: DataSchema,
-    model: str,
-    leave_out: tuple[str, ...] = (),
-    moments: Moments | None = None,
-) -> Inputs:
+def read_inputs(path: Path, schema: DataSchema, model: str, reading: Reading = Reading()) -> Inputs:
     """As `read_rows`, for any model with a schema; `model` is its name in messages. Never loads a pickle."""
     if not path.exists():
         raise DataProblem(f"{path}: No such file or directory")
     if schema.kind == "table":
-        return _table(path, replace(schema, ignored=(*schema.ignored, *leave_out)), model, moments)
+        return _table(path, schema, model, reading)
+    leave_out = reading.leave_out
     if path.suffix not in (".npy", ".npz", ".csv"):
         raise DataProblem(f"{path}: expected a file named .npy, .npz or .csv")
     if leave_out and path.suffix != ".csv":
@@ -96,17 +98,18 @@ def read_inputs(
     return Inputs(x.reshape(len(x), *shape), None if y is None else y.astype(np.int32))
 
 
-def _table(path: Path, schema: DataSchema, model: str, moments: Moments | None) -> Inputs:
+def _table(path: Path, schema: DataSchema, model: str, reading: Reading) -> Inputs:
     if path.suffix.lower() not in (".csv", ".tsv", ".txt", ".parquet"):
         raise DataProblem(f"{path}: {model} reads tables; expected a file named .csv or .parquet")
     numeric = any(column.kind != "category" for column in schema.columns)
-    if schema.scale == "site" and moments is None and numeric:
+    if schema.scale == "site" and reading.moments is None and numeric:
         raise DataProblem(
             f'{path}: {model} scales numbers by each site\'s own mean and deviation (data.scale = "site"), which the model does not '
             "hold; name the training rows of the site too: --data NAME on its device, --site-rows TABLE elsewhere"
         )
-    rows = read_natural(path, schema)
-    scaling = moments if schema.scale == "site" else rows.moments
+    ignored, encoding = (*schema.ignored, *reading.leave_out), reading.encoding or schema.encoding
+    rows = read_natural(path, replace(schema, ignored=ignored, encoding=encoding))
+    scaling = reading.moments if schema.scale == "site" else rows.moments
     x = rows.x if scaling is None else scaling.apply(rows.x)
     return Inputs(x.astype(np.float32, copy=False), rows.y if (rows.y != PADDING).any() else None)
 

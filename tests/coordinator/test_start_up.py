@@ -28,12 +28,12 @@ _HELP = "import sys; sys.argv = ['fedloop', '--help']\ntry: import _fedloop_comm
         pytest.param(_HELP, {*_NOT_FOR_RUNS, "numpy", "pydantic"}, id="fedloop --help"),
         pytest.param("import fedloop", _NOT_FOR_RUNS, id="import fedloop"),
         pytest.param(
-            "import coordinator.commands.progress, coordinator.commands.summaries, coordinator.experiments.experiment, coordinator.runs.simulation",
+            "import coordinator.commands.output, coordinator.commands.summaries, coordinator.experiments.experiment, coordinator.runs.simulation",
             _NOT_FOR_RUNS,
             id="fedloop simulate",
         ),
         pytest.param(
-            "import coordinator.commands.progress, coordinator.commands.summaries, coordinator.datacenter.pretraining, coordinator.datacenter.compression, coordinator.datacenter.release_export",
+            "import coordinator.commands.output, coordinator.commands.summaries, coordinator.datacenter.pretraining, coordinator.datacenter.compression, coordinator.datacenter.release_export",
             _NOT_FOR_RUNS,
             id="fedloop pretrain, compress and export",
         ),

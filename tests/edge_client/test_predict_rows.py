@@ -13,7 +13,7 @@ import pytest
 from edge_client.data.connector import DataProblem
 from edge_client.infer import runtime
 from edge_client.serving.predict import predict
-from edge_client.serving.rows import read_rows
+from edge_client.serving.rows import Reading, read_rows
 from edge_client.train.interpreter import NoRuntime
 from tests.support import released
 
@@ -60,7 +60,7 @@ def test_rows_that_no_model_could_take_are_one_message(
 def test_columns_are_left_out_of_tables_only(model: runtime.LoadedRelease, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((1, 64)))
     with pytest.raises(DataProblem, match=r"--leave-out is for \.csv"):
-        read_rows(tmp_path / "a.npy", model.manifest, ("label",))
+        read_rows(tmp_path / "a.npy", model.manifest, Reading(("label",)))
 
 
 def test_an_answer_that_is_no_number_is_refused(model: runtime.LoadedRelease) -> None:

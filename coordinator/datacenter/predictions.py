@@ -1,0 +1,124 @@
+"""Predictions of a trained model on rows in natural form, on the machine of whoever has the model.
+
+They are computed in a worker process, because a model may be a user's code.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.datacenter.compression_sources import run_in
+from coordinator.datacenter.documents import EXPERIMENT, MODEL, PARAMS, REPORT, read_document
+from coordinator.errors import UserError
+from coordinator.experiments.schema import MODEL_KEYS
+from coordinator.workers.pool import TORCH, WorkerPool
+from edge_client.files import read_regular
+from edge_client.wire import inference
+from edge_client.wire import schema as schemas
+from edge_client.wire.manifest import ManifestError
+from edge_client.wire.rollouts import MANIFEST_NAME
+from edge_client.wire.schema import SCHEMA_NAME, DataSchema
+from edge_client.wire.strict import InvalidDocument
+
+
+@dataclass(frozen=True)
+class Model:
+    """A trained model. `description`: of one that is no release, as job files have it; then `params` are its params."""
+
+    folder: Path
+    name: str
+    schema: DataSchema
+    description: Mapping[str, Any] | None = None
+    params: bytes = b""
+
+
+def open_model(folder: Path) -> Model:
+    """The model in the folder of a run, a pretraining, a compression or a release.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    try:
+        if (folder / MANIFEST_NAME).is_file():
+            path = folder / MANIFEST_NAME
+            manifest = inference.from_json(read_regular(path), str(path))
+            return Model(folder, f"{manifest.model}:{manifest.version}", manifest.data_schema)
+        params = read_regular(folder / PARAMS)
+        description = _description(folder)
+        return Model(folder, str(folder), _schema(folder, description), description, params)
+    except (ManifestError, InvalidDocument) as error:
+        raise UserError(str(error)) from None
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder}: has neither {PARAMS} with its description nor {MANIFEST_NAME}; expected the folder of a finished run, a "
+            "pretraining, a compression or a release"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}") from None
+
+
+def predict(
+    model: Model,
+    file: Path,
+    *,
+    site_rows: Path | None = None,
+    leave_out: tuple[str, ...] = (),
+    encoding: str | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """`predictions`, one for each row of `file`, and their `accuracy`, None where the file does not have the classes.
+
+    Args:
+        site_rows: table of a site's training rows, whose means and deviations scale the numbers.
+        leave_out: further columns that are not inputs.
+        encoding: of the file's text, where it differs from that of the training table.
+        out: `.csv`, `.json` or `.parquet` to write class and probabilities to.
+
+    Raises:
+        UserError: the rows do not fit the model.
+    """
+    request = {
+        "kind": "predict",
+        "file": str(file),
+        "model": model.name,
+        "schema": asdict(model.schema),
+        "release": str(model.folder) if model.description is None else None,
+        "description": None if model.description is None else dict(model.description),
+        "site_rows": None if site_rows is None else str(site_rows),
+        "leave_out": list(leave_out),
+        "encoding": encoding,
+        "out": None if out is None else str(out),
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        modules = TORCH if model.description is not None else ()
+        with WorkerPool(1, Path(scratch) / "worker.log", modules) as pool:
+            if model.description is not None:
+                pool.broadcast({"kind": "candidate"}, [model.params])
+            return dict(pool.run_one(request).values)
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    """The model as job files describe it."""
+    if (folder / MODEL).is_file():
+        known = read_document(folder / MODEL, "name", "options", *MODEL_KEYS)
+        return {key: known[key] for key in ("name", "options", *MODEL_KEYS)}
+    if not (folder / EXPERIMENT).is_file():
+        raise FileNotFoundError(folder / EXPERIMENT)
+    data = read_document(folder / REPORT, "data")["data"]
+    schema = _read_schema(folder)
+    dtype = schema.input_dtype if schema is not None else "float32"
+    return run_in(folder).model.describe({"input_dtype": dtype, **data})
+
+
+def _schema(folder: Path, description: Mapping[str, Any]) -> DataSchema:
+    known = _read_schema(folder)
+    return known or DataSchema("array", tuple(description["input_shape"]), description["input_dtype"])
+
+
+def _read_schema(folder: Path) -> DataSchema | None:
+    path = folder / SCHEMA_NAME
+    return schemas.from_json(read_regular(path), str(path)) if path.is_file() else None

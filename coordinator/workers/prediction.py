@@ -1,0 +1,63 @@
+"""Predictions of a trained model on the rows of a file, in a worker process: reading, computing and writing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.errors import UserError
+from edge_client.data.standardise import Moments, local_moments
+from edge_client.infer import golden_check
+from edge_client.infer import runtime as releases
+from edge_client.serving import predict, rows
+from edge_client.wire import schema as schemas
+from edge_client.wire.schema import DataSchema
+
+Logits = Callable[[npt.NDArray[Any]], npt.NDArray[np.float32]]
+
+_CHUNK_ROWS = 4096
+
+
+def run(request: Mapping[str, Any], logits: Logits | None) -> dict[str, Any]:
+    """The predictions for the rows of a file, and their accuracy where it has the classes.
+
+    Args:
+        request: `file`; `model`, its name in messages; `schema`; `release`, its folder, or null; `site_rows`, the table of a
+            site's training rows, or null; `leave_out` and `encoding` as in `rows.Reading`; `out`, a file to write, or null.
+        logits: of the model; None of a release.
+
+    Raises:
+        DataProblem, InvalidRows: the rows do not fit the model. UserError: an option does not.
+        ManifestError, SelfTestFailed: the release cannot be used here.
+    """
+    schema, name = schemas.from_document(request["schema"]), request["model"]
+    moments = None if request["site_rows"] is None else _moments(schema, Path(request["site_rows"]))
+    reading = rows.Reading(tuple(request["leave_out"]), request["encoding"], moments)
+    if request["release"] is not None:
+        loaded = releases.load(Path(request["release"]))
+        golden_check.require(loaded)
+        inputs = rows.read_rows(Path(request["file"]), loaded.manifest, reading)
+        logits = loaded.predict
+    else:
+        inputs = rows.read_inputs(Path(request["file"]), schema, name, reading)
+    assert logits is not None, "a release, or a model of its own"
+    parts = [logits(inputs.x[start : start + _CHUNK_ROWS]) for start in range(0, len(inputs.x), _CHUNK_ROWS)]
+    found = predict.from_logits(np.concatenate(parts), name, schema)
+    if request["out"] is not None:
+        predict.write_predictions(Path(request["out"]), found)
+    return {"predictions": [asdict(each) for each in found], "accuracy": predict.accuracy(found, inputs.y)}
+
+
+def _moments(schema: DataSchema, site_rows: Path) -> Moments:
+    if schema.scale != "site":
+        raise UserError(
+            f'--site-rows {site_rows}: is for models with data.scale = "site"; this one has "{schema.scale}"; remove the option'
+        )
+    site = rows.read_natural(site_rows, schema)
+    training = np.ones(len(site.x), np.bool_) if site.test is None else ~site.test
+    return local_moments(site.x, training, site.categories, site.standardised)
