@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import csv
 import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from coordinator.db import runs as rows
+from coordinator.errors import UserError
+from coordinator.fleets.statistics import Patience, StatisticsFleet
 from coordinator.reports.statistics import make_report, stability_index
+from coordinator.runs import statistics_run
+from coordinator.runs.service import RunService
 from edge_client.data.statistics import moments
-from edge_client.wire.statistics import ColumnStatistics, StatisticsResult
+from edge_client.wire.device import to_json
+from edge_client.wire.statistics import ColumnStatistics, StatisticsRequest, StatisticsResult
+from edge_client.wire.strict import parse_message
 from tests.support.cli import assert_refused, run_here
+from tests.support.device_world import Refused, TestDevice, World, serving, sqlite
+from tests.support.fake_devices import answering
+from tests.support.services import services_in
 
 SITES = {"north": 300, "south": 150, "east": 60, "tiny": 9}
 
@@ -101,3 +114,80 @@ def test_a_column_of_another_kind_at_one_site_is_said_to_have_no_drift() -> None
     assert report["sites"]["c"]["columns"]["a"]["drift"] is None
     assert report["silent"] == {"d": "forbidden"}
     assert moments(numbers)["a"] == (20, 1.0, pytest.approx(0.2**0.5))
+
+
+# Devices, through the database and the device API.
+
+REQUEST = StatisticsRequest(minimum_count=10)
+TOLD = StatisticsResult(
+    40, 10, {"age": ColumnStatistics("number", 40, mean=50.0, squares=400.0, low=45.0, high=55.0)}, {"0": 40}
+)
+PATIENCE = Patience(least=2, devices_seconds=0.0, answers_seconds=600.0)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with sqlite(tmp_path) as database, serving(tmp_path, database) as made:
+        yield made
+
+
+def asking(world: World, device: TestDevice, result: StatisticsResult = TOLD) -> dict[str, StatisticsResult]:
+    """What a statistics round gets while `device` answers its task."""
+    got: list[dict[str, StatisticsResult]] = []
+    fleet = StatisticsFleet(world.services, world.services.deployments.active()[0])
+    thread = threading.Thread(target=lambda: got.append(fleet.ask(0, REQUEST, PATIENCE)))
+    thread.start()
+    while (offer := device.check_in(wire="1.4", runtimes={}, models=()).task) is None:
+        threading.Event().wait(0.01)
+    assert (offer.kind, offer.params, offer.blobs) == ("statistics", None, [])
+    assert parse_message(StatisticsRequest, offer.message, "message") == REQUEST
+    small = replace(result, labels={"0": 37, "1": 3})
+    with pytest.raises(Refused, match="malformed"):
+        device.tell(offer.task, to_json(small))
+    for _ in range(2):  # the first answer was lost
+        device.tell(offer.task, to_json(result))
+    thread.join()
+    return got[0]
+
+
+def test_devices_without_a_model_are_asked_once_and_small_counts_refused(world: World) -> None:
+    device, old = world.enrol("a"), world.enrol("b")
+    world.start_run("r", kind="statistics", runtimes=())
+    old.check_in(wire="1.3")
+    device.check_in(wire="1.4", runtimes={}, models=())
+    assert asking(world, device) == {"a": TOLD}
+    assert old.check_in(wire="1.3").task is None
+
+    again = StatisticsFleet(world.services, world.services.deployments.active()[0])
+    assert again.ask(0, REQUEST, PATIENCE) == {"a": TOLD}
+    assert device.check_in(wire="1.4").task is None
+
+
+def test_a_device_that_declines_is_told_apart(world: World) -> None:
+    device = world.enrol("a")
+    world.start_run("r", kind="statistics", runtimes=())
+    device.check_in(wire="1.4")
+    fleet = StatisticsFleet(world.services, world.services.deployments.active()[0])
+    thread = threading.Thread(target=lambda: fleet.ask(0, REQUEST, PATIENCE))
+    thread.start()
+    while (offer := device.check_in(wire="1.4").task) is None:
+        threading.Event().wait(0.01)
+    device.decline(offer.task, "opted_out", "the owner of this device lets it tell no statistics")
+    thread.join()
+    report = world.services.database.read(lambda at: statistics_run.read_report(at, "r"))
+    assert report["silent"] == {"the a": "the owner of this device lets it tell no statistics"}
+    assert report["sites"] == {}
+
+
+def test_a_statistics_run_of_too_few_devices_fails_and_is_no_training_run(tmp_path: Path) -> None:
+    with services_in(tmp_path / "home") as services:
+        service = RunService(services, answering)
+        devices = {"patience_seconds": 0, "evaluate_seconds": 1}
+        run = service.create_statistics({"data": {"dataset": "patients"}, "devices": devices})
+        assert service.join(run, 60)
+        row = services.database.read(lambda at: rows.require(at, run))
+        assert (row.state, row.kind) == ("failed", "statistics")
+        assert "0 of 0 devices" in row.error
+        assert services.database.read(lambda at: rows.newest(at, 10)) == []
+        with pytest.raises(UserError, match=r"data\.datset"):
+            service.create_statistics({"data": {"datset": "patients"}})

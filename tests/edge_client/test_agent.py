@@ -95,9 +95,39 @@ def test_an_evaluate_task_sends_sums_only(coordinator: FakeCoordinator, tmp_path
     }
 
 
+STATISTICS: dict[str, object] = {
+    "kind": "statistics",
+    "params": None,
+    "artifact": None,
+    "manifest": None,
+    "message": {"minimum_count": 10},
+}
+
+
+def test_statistics_are_told_within_the_owners_limit_and_are_on_the_ledger(
+    coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    enrolled(coordinator, tmp_path)
+    edge = daemon(tmp_path, ("labels.site=berlin", "statistics.minimum_count=20"))
+    offer = coordinator.offer(**STATISTICS, runtime="torch")  # which this device lacks, and does not need
+    edge.ticks(lambda: offer.task in coordinator.accepted)
+    told = json.loads(coordinator.accepted[offer.task])
+    assert told == {"rows": 40, "minimum_count": 20, "site": "berlin"}
+    edge.ticks(lambda: bool(edge.executor.ledger.entries()[0].outcome))
+    (entry,) = edge.executor.ledger.entries()
+    assert (entry.kind, entry.outcome, entry.treated) == (
+        "statistics",
+        "delivered",
+        "counts below 20 withheld",
+    )
+    assert json.loads(edge.executor.ledger.payload(entry)) == told
+
+
 @pytest.mark.parametrize(
     ("changes", "sets", "code"),
     [
+        (STATISTICS, ("statistics.allowed=false",), "opted_out"),
+        (STATISTICS | {"message": {"minimum_count": "few"}}, (), "failed"),
         ({"dataset": "faces"}, (), "no_data"),
         ({"runtime": "torch"}, (), "wrong_runtime"),
         ({"artifact": None}, (), "bad_artifact"),

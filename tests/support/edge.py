@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,9 @@ class FakeTraining:
         if job.kind == "evaluate":
             job.result.write_text('{"rows": 5, "labels": 5, "correct": 4, "loss_sum": 1.5}')
             return Done(rows=5, seconds=0.1, peak_memory_bytes=1)
+        if job.kind == "statistics":
+            job.result.write_text(json.dumps({"rows": 40, "minimum_count": job.message["minimum_count"]}))
+            return Done(rows=40, seconds=0.1, peak_memory_bytes=1, treated=("counts below 20 withheld",))
         rng = np.random.default_rng(len(self.jobs))
         job.result.write_bytes(arrays.encode({"delta/w": rng.standard_normal(self.size, np.float32)}))
         job.state_out.write_bytes(f"state {len(self.jobs)}".encode())
