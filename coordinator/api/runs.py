@@ -12,20 +12,35 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection, Row
 
+from coordinator.api.deps import RequestBody
 from coordinator.context.services import Services, ServicesDep
 from coordinator.db import runs as rows
 from coordinator.errors import Refusal
 from coordinator.experiments import experiment as experiments
+from coordinator.registry.registration import DeclaredFile
 from coordinator.reports import run_report
 
 router = APIRouter(tags=["runs"])
 
 
+class OwnModelFiles(RequestBody):
+    """The files of a user's own model: `.tflite`, its manifest, and the params to start from, in safetensors."""
+
+    artifact: DeclaredFile
+    manifest: DeclaredFile
+    params: DeclaredFile
+
+
 class RunRequest(BaseModel):
-    """An experiment, as the text of its TOML file or as the same document in JSON, and `--set` overrides."""
+    """An experiment, as the text of its TOML file or as the same document in JSON, and `--set` overrides.
+
+    `own_model`: if `model.name` is the user's own code or file, it may come as content, uploaded to `/model-files`; then the
+    coordinator needs neither.
+    """
 
     experiment: str | dict[str, Any]
     sets: list[str] = Field([], max_length=1000)
+    own_model: OwnModelFiles | None = None
 
 
 class Run(BaseModel):
@@ -46,7 +61,12 @@ class Run(BaseModel):
 class RunService(Protocol):
     """What these routes use of `coordinator.runs.service.RunService`."""
 
-    def create(self, document: Mapping[str, Any], sets: Sequence[str] = ()) -> str: ...
+    def create(
+        self,
+        document: Mapping[str, Any],
+        sets: Sequence[str] = (),
+        own_files: Mapping[str, DeclaredFile] | None = None,
+    ) -> str: ...
 
     def cancel(self, run: str) -> None: ...
 
@@ -65,12 +85,15 @@ def create_run(request: RunRequest, service: RunsDep, services: ServicesDep) -> 
     """Starts federated training on the fleet.
 
     422 `code_not_allowed`, `path_not_allowed`: the experiment names code or a file that this coordinator does not accept
-    from the API; the message says what its administrator can do.
+    from the API; the message says what its administrator can do. 409 `missing_files` lists under `missing` which files of
+    `own_model` to upload first; 422 `own_model_unfit`: the experiment cannot have one.
     """
     document = request.experiment
     if isinstance(document, str):
         document = experiments.parse_toml(document, "experiment")
-    return _render(_read(services, service.create(document, request.sets)))
+    own = request.own_model
+    files = None if own is None else {name: getattr(own, name) for name in OwnModelFiles.model_fields}
+    return _render(_read(services, service.create(document, request.sets, files)))
 
 
 @router.get("/runs")

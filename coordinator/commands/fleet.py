@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,8 +12,11 @@ from coordinator.commands.options import ExperimentFile, Json, RunFolder, Sets
 from coordinator.commands.output import RichProgress
 from coordinator.commands.summaries import show_report
 from coordinator.errors import UserError
-from coordinator.operator.client import Coordinator, connect, run_id
+from coordinator.operator.client import Coordinator, OperatorClient, connect, run_id
 from coordinator.output_folders import default_folder, require_new
+
+if TYPE_CHECKING:
+    from coordinator.experiments.schema import Experiment
 
 
 def run(
@@ -48,16 +51,23 @@ def run(
         _require_alone("--follow", experiment, sets, None, detach, None)
     if out is not None:
         require_new(out)
-    document = _document(experiment, sets or []) if follow is None else {}
+    submission = _document(experiment, sets or []) if follow is None else None
     client = connect(coordinator)
-    if follow is not None:
-        shown = client.get(f"/runs/{run_id(client, follow)}")
+    if submission is None:
+        shown = client.get(f"/runs/{run_id(client, follow or '')}")
     else:
-        shown = client.post("/runs", {"experiment": document})
+        shown = _submit(client, *submission)
     if detach:
         typer.echo(json.dumps(shown) if as_json else shown["id"])
         return
     _follow(client, shown, out, as_json)
+
+
+def _submit(client: OperatorClient, document: dict[str, Any], resolved: Experiment) -> dict[str, Any]:
+    from coordinator.operator import own_models
+
+    with RichProgress() as progress:
+        return own_models.submit(client, document, resolved, progress)
 
 
 def _follow(client: Any, shown: dict[str, Any], out: Path | None, as_json: bool) -> None:
@@ -70,8 +80,8 @@ def _follow(client: Any, shown: dict[str, Any], out: Path | None, as_json: bool)
     show_report(report, folder, as_json=as_json)
 
 
-def _document(experiment: Path | None, sets: list[str]) -> dict[str, Any]:
-    """The experiment as written, with absolute paths. Checked here so that errors name the file."""
+def _document(experiment: Path | None, sets: list[str]) -> tuple[dict[str, Any], Experiment]:
+    """The experiment as written, with absolute paths, and resolved. Checked here so that errors name the file."""
     from coordinator.experiments import experiment as experiments
 
     document = experiments.apply_settings(experiments.read_toml(experiment) if experiment else {}, sets)
@@ -80,7 +90,7 @@ def _document(experiment: Path | None, sets: list[str]) -> dict[str, Any]:
         value = getattr(getattr(resolved, table), key)
         if value is not None:
             document[table][key] = value
-    return document
+    return document, resolved
 
 
 def _require_alone(option: str, *others: object) -> None:

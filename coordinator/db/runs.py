@@ -36,7 +36,9 @@ def create(
     notices: Sequence[str],
     now: datetime,
     kind: RunKind = "train",
+    own_model: Mapping[str, Any] | None = None,
 ) -> None:
+    """`own_model`: hash and size of each file of the user's own model, by name, if it came with the experiment."""
     connection.execute(
         insert(t.runs).values(
             id=run,
@@ -47,6 +49,7 @@ def create(
             kind=kind,
             created_at=now,
             round=0,
+            own_model=own_model,
         )
     )
     events.record(connection, now, "run_created", run=run, name=name, notices=list(notices))
@@ -239,9 +242,13 @@ def blobs_of_round(connection: Connection, run: str, number: int) -> set[str]:
 def blobs_in_use(connection: Connection) -> set[str]:
     """Every blob that a row refers to: of runs, open work and registered models."""
     used = rounds.blobs_in_use(connection) | registry.blobs_in_use(connection)
-    columns = select(t.runs.c.params, t.runs.c.strategy_state, t.runs.c.best, t.runs.c.prepared)
-    for row in connection.execute(columns):
+    columns = (
+        t.runs.c.params, t.runs.c.strategy_state, t.runs.c.best, t.runs.c.prepared, t.runs.c.own_model,
+    )  # fmt: skip
+    for row in connection.execute(select(*columns)):
         refs = [(row.prepared or {}).get(key) for key in ("artifact", "manifest", "schema")]
+        if row.prepared is None:
+            refs += (row.own_model or {}).values()
         best = (row.best or {}).get("params")
         used |= {digest for digest in (row.params, row.strategy_state, best) if digest}
         used |= {ref["sha256"] for ref in refs if ref}

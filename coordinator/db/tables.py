@@ -141,6 +141,7 @@ runs = Table(
     Column("strategy_state", String(64), nullable=True),
     Column("best", JSON, nullable=True),  # records.Best; its params are a blob
     Column("figures", JSON, nullable=True),  # of the final model: keys of the report's `final` and `per_site`
+    Column("own_model", JSON, nullable=True),  # a user's own model, if it came with the run: files by name
 )
 
 rounds = Table(

@@ -122,11 +122,25 @@ def add(
         "parents": list(parents),
         "renumber": renumber,
     }
+    return post_with_files(client, f"/models/{quote(name, safe='')}/versions", request, contents, on_bytes)
+
+
+def post_with_files(
+    client: OperatorClient,
+    path: str,
+    request: Mapping[str, Any],
+    contents: Contents,
+    on_bytes: OnBytes = lambda count: None,
+) -> dict[str, Any]:
+    """The response to a request that names files by hash, after sending those that the coordinator lacks.
+
+    Raises: as `add`.
+    """
     by_hash = {content.sha256: content for content in contents.values()}
     while True:
         try:
-            version: dict[str, Any] = client.post(f"/models/{quote(name, safe='')}/versions", request)
-            return version
+            response: dict[str, Any] = client.post(path, request)
+            return response
         except Refused as refused:
             if refused.code != "missing_files":
                 raise

@@ -71,7 +71,7 @@ FILES: Mapping[Kind, tuple[str, ...]] = {
 }
 """Files that versions of each kind may have; `weights` also any safetensors, `onnx` also its external weight files."""
 
-_MODEL_KEYS = ("name", "options", "input_shape", "classes", "input_dtype", "task", "precision")
+_MODEL_KEYS = ("name", "options", "input_shape", "classes", "input_dtype", "task", "precision", "made_from")
 _ONNX_KEYS = ("ir_version", "opset", "producer", "inputs", "outputs")
 _LINEAGE_KEYS = ("config_sha256", "seed", "code_version")
 

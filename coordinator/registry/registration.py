@@ -85,11 +85,10 @@ def register(
         raise UserError(
             f"{len(files)} files, a version has 1 to {model_references.FILES_LIMIT}", "bad_number_of_files"
         )
-    for path, declared in files.items():
+    for path in files:
         check_file_path(path)
-        check_sha256(declared.sha256)
     with ExitStack() as stack:
-        contents = _hold_files(services, stack, files)
+        contents = hold_files(services, stack, files)
         version = examine(kind, contents)
         version = replace(version, inputs=[*version.inputs, *_parents(services, parents)])
         known = services.database.read(partial(_find_identical, model=model, version=version))
@@ -239,10 +238,16 @@ def _find_identical(connection: Connection, model: str, version: NewVersion) -> 
     return None if known is None else registry.find(connection, known)
 
 
-def _hold_files(
-    services: Services, stack: ExitStack, files: Mapping[str, DeclaredFile]
-) -> dict[str, Content]:
-    """The files as blobs, kept from being removed until the stack is closed."""
+def hold_files(services: Services, stack: ExitStack, files: Mapping[str, DeclaredFile]) -> dict[str, Content]:
+    """The files as blobs, made from their uploads if needed, and kept from being removed until the stack is closed.
+
+    Raises:
+        Refusal: 409 `missing_files` with `missing`, hashes to upload first; 422 `hash_mismatch`: an upload has another hash
+            or size than declared.
+        UserError: a hash is not a SHA-256.
+    """
+    for declared in files.values():
+        check_sha256(declared.sha256)
     missing = sorted({declared.sha256 for declared in files.values() if not _hold(services, stack, declared)})
     if missing:
         raise Refusal(
@@ -311,6 +316,8 @@ def _main_file(version: VersionRow) -> str:
 def _documents(connection: Connection, run: Row[Any]) -> dict[str, bytes]:
     prepared = run.prepared or {}
     model: dict[str, Any] = {**prepared.get("model", {}), "sha256": run.params}
+    if run.own_model is not None:
+        model["made_from"] = run_report.own_model_hashes(run)
     schema = (prepared.get("data") or {}).get("schema")
     described = schemas.from_document(schema).to_json().encode() if schema is not None else None
     return ({} if described is None else {schemas.SCHEMA_NAME: described}) | {

@@ -45,6 +45,8 @@ def make_report(connection: Connection, run: Row[Any]) -> dict[str, Any]:
             **judged.get("final", {}),
         },
     }
+    if run.own_model is not None:
+        report["own_model"] = own_model_hashes(run)
     if per_site := _per_site(last, records, judged, is_finished=is_finished):
         report["per_site"] = per_site
     return report
@@ -64,6 +66,11 @@ def _per_site(
         )
     scored = [record["per_site"] for record in records if record.get("per_site")]
     return scored[-1] if scored else None
+
+
+def own_model_hashes(run: Row[Any]) -> dict[str, str]:
+    """The SHA-256 of each file of the user's own model that came with a run, by name."""
+    return {f"{name}_sha256": ref["sha256"] for name, ref in run.own_model.items()}
 
 
 def find_versions(connection: Connection, run: str) -> list[str]:

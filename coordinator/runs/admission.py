@@ -27,15 +27,19 @@ from models import user_code
 from models.datasets import names
 
 
-def admit(experiment: Experiment, services: Services) -> Experiment:
+def admit(experiment: Experiment, services: Services, *, comes_with_model: bool = False) -> Experiment:
     """The experiment with an alias in `model.init` replaced by its version.
+
+    `comes_with_model`: the user's own model came with it as content, so that its names of code and files are not followed.
 
     Raises:
         UserError: `code_not_allowed`, `path_not_allowed`, `bad_file`, `no_params`; it says what to do.
         Refusal: 404, there is no such version.
     """
-    require_code(experiment, services.settings)
+    require_code(experiment, services.settings, comes_with_model=comes_with_model)
     for key, path in _named_files(experiment):
+        if comes_with_model and key.startswith("model."):
+            continue
         _open(key, path, services.settings).close()
     init = experiment.model.init
     if init is None or not is_version(init):
@@ -44,23 +48,30 @@ def admit(experiment: Experiment, services: Services) -> Experiment:
     return experiment.model_copy(update={"model": experiment.model.model_copy(update={"init": pinned})})
 
 
-def require_code(experiment: Experiment, settings: Settings) -> None:
-    """Checks that all code that the experiment names is allowed at present.
+def require_code(experiment: Experiment, settings: Settings, *, comes_with_model: bool = False) -> None:
+    """Checks that all code that the experiment names is allowed at present. `comes_with_model`: as for `admit`.
 
     Raises:
         UserError: `code_not_allowed`.
     """
     model, dataset = experiment.model.name or "", experiment.data.dataset
-    if user_code.is_reference(model) and model not in settings.allow_code:
+    if user_code.is_reference(model) and model not in settings.allow_code and not comes_with_model:
         raise _not_allowed(
-            "model.name", model, "; or install it, as an entry point of the group fedloop.models"
+            "model.name",
+            model,
+            "; or start the run with `fedloop run` where the code is; or install it, as an entry point of the group "
+            "fedloop.models",
         )
     if names.is_code(dataset) and dataset not in settings.allow_code:
         raise _not_allowed("data.dataset", dataset)
 
 
-def init_params(experiment: Experiment, services: Services) -> bytes | None:
+def init_params(
+    experiment: Experiment, services: Services, *, comes_with_model: bool = False
+) -> bytes | None:
     """Contents of the safetensors file that `model.init` of an admitted experiment names; None if it names none.
+
+    `comes_with_model`: as for `admit`; a file that it names came as the model's params.
 
     Raises:
         UserError: the file no longer exists, or is not a regular file.
@@ -71,6 +82,8 @@ def init_params(experiment: Experiment, services: Services) -> bytes | None:
         return None
     if is_version(init):
         return read_regular(services.blobs.path(_params_blob(_find_version(init, services))))
+    if comes_with_model:
+        return None
     with _open("model.init", init, services.settings) as file:
         return read_all(file)
 

@@ -17,7 +17,9 @@ from coordinator.experiments.schema import MODEL_KEYS, Experiment
 from coordinator.experiments.validation import dataset_name_problem
 from coordinator.reports import figures
 from coordinator.reports.figures import LabelledRows
+from coordinator.runs import own_model
 from coordinator.runs.model_setup import export_model, load_data, set_up_model
+from coordinator.runs.own_model import OwnModel
 from coordinator.sandbox import policy
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs
@@ -73,29 +75,38 @@ class Place:
     settings: Settings
 
 
-def prepare(experiment: Experiment, place: Place, init: bytes | None) -> tuple[Prepared, Params, list[str]]:
+def prepare(
+    experiment: Experiment, place: Place, init: bytes | None, own: OwnModel | None = None
+) -> tuple[Prepared, Params, list[str]]:
     """The run's model, its initial params, and notices where the run differs from its experiment file.
 
-    `init`: contents of the file that `model.init` names.
+    `init`: contents of the file that `model.init` names. `own`: the user's own model, if it came with the experiment.
 
     Raises:
         UserError: the data, the model or their combination is wrong.
+        BlobDamaged: a file of the user's own model is damaged.
     """
     notices: list[str] = []
     data = _data(experiment, place, notices)
     shape = _shape(experiment, data)
-    model = experiment.model.describe(shape)
-    model, params, trainable = set_up_model(
-        experiment, model, place.folder, place.pool, init, 0 if data is None else data.get("ids", 0)
-    )
+    ids = 0 if data is None else data.get("ids", 0)
     runtimes = tuple(name for name in _PREFERRED if name in experiment.federation.runtimes)
-    if experiment.model.adapt is not None:
-        runtimes = _runtimes_with_backbone(runtimes, experiment.model.adapt, notices)
     artifact: tuple[BlobRef, BlobRef] | None = None
-    if "litert" in runtimes:
-        artifact = _artifact(experiment, model, place, notices)
-    if artifact is None:
-        runtimes = tuple(name for name in runtimes if name != "litert")
+    if own is not None:
+        params, trainable = own_model.set_up(
+            experiment, shape, ids, own, place.blobs, place.folder, place.pool, init
+        )
+        artifact = own.artifact, own.manifest
+        runtimes = _runtimes_of_artifact(f"model.name = {experiment.model.name!r}", runtimes, notices)
+    else:
+        model = experiment.model.describe(shape)
+        model, params, trainable = set_up_model(experiment, model, place.folder, place.pool, init, ids)
+        if experiment.model.adapt is not None:
+            runtimes = _runtimes_with_backbone(runtimes, experiment.model.adapt, notices)
+        if "litert" in runtimes:
+            artifact = _artifact(experiment, model, place, notices)
+        if artifact is None:
+            runtimes = tuple(name for name in runtimes if name != "litert")
     reference = ModelRef(
         name=experiment.model.name or "",
         options=experiment.model.options,
@@ -157,19 +168,28 @@ class HeldOut:
 
 
 def open_held_out(
-    experiment: Experiment, prepared: Prepared, folder: Path, pool: WorkerPool, data_dir: Path | None
+    experiment: Experiment, prepared: Prepared, place: Place, own: OwnModel | None = None
 ) -> HeldOut | None:
     """The coordinator's held-out rows, loaded again if necessary; None if it has none.
 
+    `own`: the user's own model, if it came with the experiment.
+
     Raises:
+        BlobDamaged: a file of the user's own model is damaged.
         UserError: the data is not what the run began with.
     """
     if prepared.data is None:
         return None
-    data_info = load_data(experiment, folder, pool, data_dir, quotes=False)
+    folder, pool = place.folder, place.pool
+    data_info = load_data(experiment, folder, pool, place.settings.data_dir, quotes=False)
     if data_info["fingerprint"] != prepared.data["fingerprint"]:
         raise UserError("the data is not what the run began with (its fingerprint differs)")
-    model = adapters.adapt_model(experiment, experiment.model.describe(data_info), folder)
+    model = experiment.model.describe(data_info)
+    if own is not None:
+        own_model.place(place.blobs, own, folder)
+        model = own_model.for_scoring(model, folder)
+    else:
+        model = adapters.adapt_model(experiment, model, folder)
     pool.broadcast({"kind": "open", "folder": str(folder), "model": model})
     rows = open_workspace(folder)
     test, train = (
@@ -266,8 +286,13 @@ def _runtimes_with_backbone(
             f"model.adapt = {adapt!r}: devices get the frozen backbone with the LiteRT artifact; "
             "allow litert in federation.runtimes"
         )
+    return _runtimes_of_artifact(f"model.adapt = {adapt!r}", runtimes, notices)
+
+
+def _runtimes_of_artifact(
+    setting: str, runtimes: tuple[RuntimeName, ...], notices: list[str]
+) -> tuple[RuntimeName, ...]:
+    """LiteRT alone, with a notice if other runtimes were allowed: the artifact has what `setting` says."""
     if len(runtimes) > 1:
-        notices.append(
-            f"model.adapt = {adapt!r}: only LiteRT devices take part, whose artifact holds the backbone"
-        )
+        notices.append(f"{setting}: only LiteRT devices take part, whose artifact holds it")
     return ("litert",)

@@ -22,6 +22,7 @@ from coordinator.runs.live_evaluation import EvaluatingFleet, LiveEvaluation, st
 from coordinator.runs.live_preparation import HeldOut, Prepared
 from coordinator.runs.live_store import LiveStore, finish
 from coordinator.runs.model_setup import make_run_plan, require_scores
+from coordinator.runs.own_model import OwnModel
 from coordinator.scheduling.deployments import Deployment, Selection
 from coordinator.workers.pool import WorkerPool
 
@@ -47,6 +48,7 @@ class LiveRun:
         self._make_pool = make_pool
         self._row = self._read()
         self._experiment = Experiment.model_validate(self._row.experiment)
+        self._own = OwnModel.read(self._row.own_model)
         self._held_out: HeldOut | None = None
 
     def known_deployment(self) -> Deployment | None:
@@ -66,7 +68,9 @@ class LiveRun:
             BlobDamaged: the artifact that devices download is damaged.
             Stopped: the run was cancelled meanwhile.
         """
-        admission.require_code(self._experiment, self._services.settings)
+        admission.require_code(
+            self._experiment, self._services.settings, comes_with_model=self._own is not None
+        )
         if self._row.prepared is None:
             prepared = self._prepare()
         else:
@@ -137,11 +141,10 @@ class LiveRun:
 
     def _prepare(self) -> Prepared:
         services, experiment = self._services, self._experiment
-        experiment = admission.admit(experiment, services)
-        init = admission.init_params(experiment, services)
+        experiment = admission.admit(experiment, services, comes_with_model=self._own is not None)
+        init = admission.init_params(experiment, services, comes_with_model=self._own is not None)
         pool = self._make_pool()
-        place = live_preparation.Place(self._folder, pool, services.blobs, services.settings)
-        prepared, params, notices = live_preparation.prepare(experiment, place, init)
+        prepared, params, notices = live_preparation.prepare(experiment, self._place(pool), init, self._own)
         self._open_held_out(prepared, pool)
         require_scores(experiment, self._why_unscored())
         strategy = make_run_plan(experiment, prepared.trainable, 1).strategy
@@ -168,7 +171,7 @@ class LiveRun:
 
     def _open_held_out(self, prepared: Prepared, pool: WorkerPool) -> None:
         self._held_out = live_preparation.open_held_out(
-            self._experiment, prepared, self._folder, pool, self._services.settings.data_dir
+            self._experiment, prepared, self._place(pool), self._own
         )
         if self._held_out is None:
             pool.close()  # the workers have nothing more to do
@@ -178,6 +181,9 @@ class LiveRun:
         if self._held_out is not None or self._experiment.devices.evaluate_every:
             return None
         return UNSCORED
+
+    def _place(self, pool: WorkerPool) -> live_preparation.Place:
+        return live_preparation.Place(self._folder, pool, self._services.blobs, self._services.settings)
 
     def _deployment(self, prepared: Prepared) -> Deployment:
         devices = self._experiment.devices

@@ -16,6 +16,7 @@ from coordinator.experiments.validation import score_problem
 from coordinator.rounds.closing import Closing
 from coordinator.rounds.plan import LocalWork, RunPlan
 from coordinator.workers.pool import WorkerPool
+from edge_client.files import read_regular
 from edge_client.processes.process import Launch
 from edge_client.wire import arrays
 from models.conversion import request as export_request
@@ -135,6 +136,20 @@ def _require_statistics(experiment: Experiment, params: Params, layers: tuple[st
             f"keep as they are, and {begins} none yet (mean 0, variance 1): take GroupNorm or LayerNorm "
             '(the catalog\'s models: norm = "group"), or begin with a model that was pretrained, as model.init'
         )
+
+
+def read_init(experiment: Experiment) -> bytes | None:
+    """Contents of the file that `model.init` names; None if it names none.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    if experiment.model.init is None:
+        return None
+    try:
+        return read_regular(Path(experiment.model.init))
+    except OSError as error:
+        raise UserError(f"model.init = {experiment.model.init!r}: {error.strerror}") from None
 
 
 def decode_init(named: str, content: bytes, built: Params) -> Params:

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ from coordinator.experiments import experiment as experiments
 from coordinator.experiments.schema import Experiment
 from coordinator.fleets.device import sweep_uploads
 from coordinator.fleets.statistics import StatisticsFleet
+from coordinator.registry.registration import DeclaredFile, hold_files
 from coordinator.rounds.fleet import Stopped
-from coordinator.runs import admission, statistics_run
+from coordinator.runs import admission, own_model, statistics_run
 from coordinator.runs.live_evaluation import EvaluatingFleet
 from coordinator.runs.live_run import LiveRun
 from coordinator.sandbox import policy
@@ -73,16 +75,26 @@ class RunService:
         for run in services.database.read(rows.live):
             self._start_thread(run)
 
-    def create(self, document: Mapping[str, Any], sets: Sequence[str] = ()) -> str:
+    def create(
+        self,
+        document: Mapping[str, Any],
+        sets: Sequence[str] = (),
+        own_files: Mapping[str, DeclaredFile] | None = None,
+    ) -> str:
         """Starts a new run of this experiment and returns its id.
+
+        `own_files`: the files of the user's own model by their names in `OwnModel`, if it comes with the experiment.
 
         Raises:
             UserError: listing all problems of the experiment, or code or files that it may not name.
-            Refusal: 404, it names a version that does not exist.
+            Refusal: 404, it names a version that does not exist; 409 `missing_files`, 422 `hash_mismatch`: of `own_files`.
         """
         changed = experiments.apply_settings(dict(document), sets)
-        experiment = admission.admit(experiments.resolve(changed, "experiment", "devices"), self._services)
-        return self._create(experiment, _ignored_keys(changed, experiment), "train")
+        experiment = experiments.resolve(changed, "experiment", "devices")
+        experiment = admission.admit(experiment, self._services, comes_with_model=own_files is not None)
+        if own_files is not None:
+            own_model.require_fit(experiment)
+        return self._create(experiment, _ignored_keys(changed, experiment), "train", own_files)
 
     def create_statistics(self, document: Mapping[str, Any], sets: Sequence[str] = ()) -> str:
         """Starts a statistics round over the devices that this experiment selects, and returns its id.
@@ -133,21 +145,29 @@ class RunService:
             thread.join(seconds)
         return thread is None or not thread.is_alive()
 
-    def _create(self, experiment: Experiment, notices: list[str], kind: rows.RunKind) -> str:
+    def _create(
+        self,
+        experiment: Experiment,
+        notices: list[str],
+        kind: rows.RunKind,
+        own_files: Mapping[str, DeclaredFile] | None = None,
+    ) -> str:
         run = str(uuid.uuid4())
         resolved = experiment.model_dump(mode="json", exclude_none=True)
-        now = self._services.clock()
-        self._services.commit(
-            partial(
-                rows.create,
-                run=run,
-                name=experiment.name,
-                experiment=resolved,
-                notices=notices,
-                now=now,
-                kind=kind,
+        with ExitStack() as stack:
+            hold_files(self._services, stack, own_files or {})
+            self._services.commit(
+                partial(
+                    rows.create,
+                    run=run,
+                    name=experiment.name,
+                    experiment=resolved,
+                    notices=notices,
+                    now=self._services.clock(),
+                    kind=kind,
+                    own_model=own_files and {name: asdict(file) for name, file in own_files.items()},
+                )
             )
-        )
         self._start_thread(run)
         return run
 

@@ -40,13 +40,19 @@ from coordinator.rounds.events import Clock
 from coordinator.rounds.plan import generator
 from coordinator.rounds.records import Checkpoint, RunState, Score
 from coordinator.runs import local_baseline
-from coordinator.runs.model_setup import export_model, load_data, make_run_plan, require_scores, set_up_model
+from coordinator.runs.model_setup import (
+    export_model,
+    load_data,
+    make_run_plan,
+    read_init,
+    require_scores,
+    set_up_model,
+)
 from coordinator.runs.simulation_store import SimulationStore
 from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_by_group, evaluate
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
 from coordinator.workers.workspace_arrays import open_workspace
-from edge_client.files import read_regular
 from strategies.params import Params, ShapeMismatch, Tensors, require_same_shapes
 
 
@@ -304,7 +310,7 @@ def prepare(
     model = experiment.model.describe(data_info)
     progress.stage("building the model")
     model, params, trainable = set_up_model(
-        experiment, model, folder, pool, _read_init(experiment), data_info.get("ids", 0)
+        experiment, model, folder, pool, read_init(experiment), data_info.get("ids", 0)
     )
     if any(client.runtime == "litert" for client in clients):
         progress.stage("exporting the model to LiteRT")
@@ -324,16 +330,6 @@ def _describe_sites(experiment: Experiment, data_info: Mapping[str, Any]) -> lis
         f"The sites are not the clients: data.partition = {experiment.data.partition!r} deals the rows of all sites out to "
         f'{len(data_info["clients"])} clients; with data.partition = "natural" each site is a client.'
     ]
-
-
-def _read_init(experiment: Experiment) -> bytes | None:
-    """Contents of the file that `model.init` names."""
-    if experiment.model.init is None:
-        return None
-    try:
-        return read_regular(Path(experiment.model.init))
-    except OSError as error:
-        raise UserError(f"model.init = {experiment.model.init!r}: {error.strerror}") from None
 
 
 def _make_clients(experiment: Experiment, data_info: Mapping[str, Any]) -> tuple[SimulatedClient, ...]:

@@ -65,6 +65,7 @@ class Worker:
             "prepare": self._prepare,
             "framework": self._framework,
             "initial": self._initial,
+            "verify": self._verify,
             "open": self._open,
             "model": self._set_model,
             "train": self._train,
@@ -104,6 +105,14 @@ class Worker:
         has_twin = spec.tensorflow_twin is not None
         values, blobs = _initial_reply("torch", spec, trainable, has_twin, torch_trainer.read(module))
         return values | {"statistics": torch_trainer.statistics(module), "masked": spec.masked}, blobs
+
+    def _verify(self, frame: Frame) -> Reply:
+        """Checks an artifact that was made elsewhere: its operations, then its golden outputs, which it computes here."""
+        from models.conversion.operators import operators
+
+        operators(Path(frame.values["tflite"]).read_bytes())
+        _litert(frame.values)
+        return {}, []
 
     def _open(self, frame: Frame) -> Reply:
         self._run = workspace_arrays.open_workspace(Path(frame.values["folder"]))
@@ -198,17 +207,11 @@ class Worker:
         return self._runtimes[name]
 
     def _make_runtime(self, name: str) -> Runtime:
-        """`name` "evaluation" selects the model's own framework, whatever the clients run."""
+        """`name` "evaluation" selects the model's own framework, whatever the clients run; without its code, `litert`."""
         if name == "litert":
-            from edge_client.train.litert_trainer import LiteRTRuntime
-            from edge_client.wire import manifest
-
-            path = self._model["manifest"]
-            runtime = LiteRTRuntime(
-                Path(self._model["tflite"]), manifest.from_json(Path(path).read_bytes(), path)
-            )
-            runtime.self_test()
-            return runtime
+            return _litert(self._model)
+        if name == "evaluation" and self._model.get("evaluation") == "litert":
+            return self._runtime("litert")
         from models.zoo import KerasSpec
 
         spec = self._spec(self._model)
@@ -229,6 +232,17 @@ class Worker:
         if spec.tensorflow_twin is None:
             raise UserError(f"model {self._model['name']!r} has no TensorFlow twin")
         return TensorFlowRuntime(spec.tensorflow_twin(), trainable=torch_runtime.trainable)
+
+
+def _litert(model: dict[str, Any]) -> Runtime:
+    """The LiteRT runtime of the files `tflite` and `manifest`, once its golden outputs are right here."""
+    from edge_client.train.litert_trainer import LiteRTRuntime
+    from edge_client.wire import manifest
+
+    path = model["manifest"]
+    runtime = LiteRTRuntime(Path(model["tflite"]), manifest.from_json(Path(path).read_bytes(), path))
+    runtime.self_test()
+    return runtime
 
 
 def _initial_reply(
