@@ -40,7 +40,10 @@ def run(
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """Train on the fleet of devices of a running coordinator and report on it."""
+    """Train on the fleet of devices of a running coordinator and report on it.
+
+    A model of your own (package.module:build, or a .keras file) is built here and sent without its code.
+    """
     if cancel is not None:
         _require_alone("--cancel", experiment, sets, out, detach, follow)
         client = connect(coordinator)

@@ -24,7 +24,8 @@ from coordinator.operator.version_files import post_with_files
 from coordinator.registry.contents import Content, content_of
 from coordinator.registry.kinds import PARAMS
 from coordinator.reports.progress import Progress
-from coordinator.runs.model_setup import export_model, load_data, read_init, set_up_model
+from coordinator.runs.initial_params import read_init
+from coordinator.runs.model_setup import export_model, load_data, set_up_model
 from coordinator.runs.own_model import is_own, require_fit
 from coordinator.storage.private_folders import private_folder
 from coordinator.workers.pool import TORCH, WorkerPool

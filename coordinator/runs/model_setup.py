@@ -7,22 +7,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.schema import Experiment
 from coordinator.experiments.validation import score_problem
 from coordinator.rounds.closing import Closing
 from coordinator.rounds.plan import LocalWork, RunPlan
+from coordinator.runs.initial_params import decode_init
 from coordinator.workers.pool import WorkerPool
-from edge_client.files import read_regular
 from edge_client.processes.process import Launch
 from edge_client.wire import arrays
 from models.conversion import request as export_request
 from models.conversion.request_cache import Exported
 from strategies import presets
-from strategies.params import Params, ShapeMismatch, require_same_shapes
+from strategies.params import Params
 
 
 def load_data(
@@ -136,36 +134,6 @@ def _require_statistics(experiment: Experiment, params: Params, layers: tuple[st
             f"keep as they are, and {begins} none yet (mean 0, variance 1): take GroupNorm or LayerNorm "
             '(the catalog\'s models: norm = "group"), or begin with a model that was pretrained, as model.init'
         )
-
-
-def read_init(experiment: Experiment) -> bytes | None:
-    """Contents of the file that `model.init` names; None if it names none.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    if experiment.model.init is None:
-        return None
-    try:
-        return read_regular(Path(experiment.model.init))
-    except OSError as error:
-        raise UserError(f"model.init = {experiment.model.init!r}: {error.strerror}") from None
-
-
-def decode_init(named: str, content: bytes, built: Params) -> Params:
-    """The params of a safetensors file, as float32. `named`: its name in messages; `built`: the model's own params.
-
-    Raises:
-        UserError: it is not a safetensors file, or does not fit the model.
-    """
-    try:
-        params = arrays.decode(content)
-        require_same_shapes(params, built)
-    except arrays.Malformed:  # its message could quote a file of another kind
-        raise UserError(f"{named} is not a safetensors file") from None
-    except ShapeMismatch as error:
-        raise UserError(f"{named} does not fit the model: {error}") from None
-    return {name: value.astype(np.float32) for name, value in params.items()}
 
 
 def export_model(

@@ -20,7 +20,7 @@ import numpy as np
 
 from coordinator.errors import UserError
 from coordinator.experiments.schema import MODEL_KEYS, Experiment
-from coordinator.runs.model_setup import decode_init
+from coordinator.runs.initial_params import decode_init
 from coordinator.storage.blobs import Blobs
 from coordinator.workers.pool import WorkerPool
 from edge_client.files import read_regular, write_durably

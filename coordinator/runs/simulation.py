@@ -40,11 +40,11 @@ from coordinator.rounds.events import Clock
 from coordinator.rounds.plan import generator
 from coordinator.rounds.records import Checkpoint, RunState, Score
 from coordinator.runs import local_baseline
+from coordinator.runs.initial_params import read_init
 from coordinator.runs.model_setup import (
     export_model,
     load_data,
     make_run_plan,
-    read_init,
     require_scores,
     set_up_model,
 )

@@ -124,10 +124,8 @@ def test_code_that_is_merely_installed_never_runs(fleet: LocalFleet, folder: Pat
 
 def test_the_command_says_what_the_administrator_is_to_do(fleet: LocalFleet, folder: Path) -> None:
     env = {"FEDLOOP_COORDINATOR": fleet.operator_url, "FEDLOOP_ADMIN_TOKEN": read_admin_token(fleet.home)}
-    done = run_here("run", *options(["model.name=mine:build"]), cwd=folder, env=env)
-    assert_refused(
-        done, "model.name = 'mine:build'", "fedloop serve --allow-code mine:build", "fedloop.models"
-    )
+    done = run_here("run", *options(["data.dataset=mine:load"]), cwd=folder, env=env)
+    assert_refused(done, "data.dataset = 'mine:load'", "fedloop serve --allow-code mine:load")
     done = run_here("run", *options(["model.init=start.safetensors"]), cwd=folder, env=env)
     assert_refused(done, str(folder / "start.safetensors"), "--allow-path DIR", "digits:3")
 
