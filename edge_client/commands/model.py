@@ -69,12 +69,14 @@ def predict(
     from edge_client.serving.predict import accuracy, active_release, write_predictions
     from edge_client.serving.predict import predict as predict_rows
     from edge_client.serving.rows import Reading
+    from edge_client.train.interpreter import without_notices
 
     if file is None and data is None:
         raise UserError("there is nothing to predict: give FILE, or --data NAME, a data set of this device")
     with _release_errors():
-        loaded = load_release(release or active_release(configuration(context).state_dir, model))
-        golden_check.require(loaded)
+        with without_notices():
+            loaded = load_release(release or active_release(configuration(context).state_dir, model))
+            golden_check.require(loaded)
         x, y = _rows(context, loaded.manifest, file, data, Reading(tuple(leave_out or ()), encoding))
         predictions = predict_rows(loaded, x)
     scored = accuracy(predictions, y)

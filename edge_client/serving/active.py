@@ -12,6 +12,7 @@ from edge_client.infer.runtime import LoadedRelease, load
 from edge_client.ota.crash_counter import StartCounter
 from edge_client.serving.predict import NoRelease
 from edge_client.train.golden import SelfTestFailed
+from edge_client.train.interpreter import without_notices
 from edge_client.wire.manifest import ManifestError
 from edge_client.wire.rollouts import MANIFEST_NAME
 
@@ -96,8 +97,9 @@ class ActiveModel:
         if self._starts is not None:
             self._starts.count(folder)
         try:
-            loaded = load(folder)
-            golden_check.require(loaded)
+            with without_notices():
+                loaded = load(folder)
+                golden_check.require(loaded)
         except BaseException:
             self.clear_starts()
             raise

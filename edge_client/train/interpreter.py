@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,3 +40,26 @@ def interpreter() -> Any:
             f"{sys.executable} -m pip install ai-edge-litert"
         ) from None
     return Interpreter
+
+
+@contextmanager
+def without_notices() -> Iterator[None]:
+    """Drops what the runtime says on standard error about how it computes, which no option of it switches off.
+
+    Its warnings and errors, and all that other threads write meanwhile, follow at the end of the block; if the block crashes
+    this process they are lost.
+    """
+    try:
+        kept = os.dup(2)
+    except OSError:  # standard error is closed
+        yield
+        return
+    held = os.memfd_create("stderr")
+    os.dup2(held, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        with os.fdopen(held, "rb") as file, os.fdopen(kept, "wb") as stderr:
+            file.seek(0)
+            stderr.writelines(line for line in file if not line.startswith(b"INFO: "))

@@ -79,6 +79,11 @@ def test_a_daemon_enrols_trains_and_ends_clean_on_sigterm(
         coordinator.wait_for(lambda: offer.task in coordinator.accepted)
         process.send_signal(signal.SIGTERM)
         assert process.wait(SECONDS) == 0
+        assert process.stderr is not None
+        log = process.stderr.read()
+    assert all(
+        f" {each}: " in log for each in ("starting", "fetching", "training", "delivering", "stopped")
+    ), log
     assert json.loads(edge(tmp_path, "status", "--json").stdout)["running"] is False
 
 

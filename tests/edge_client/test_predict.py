@@ -103,7 +103,7 @@ def test_rows_of_a_file_are_predicted(kind: str, tmp_path: Path) -> None:
 
     done = edge("predict", path, "--json", *(["--leave-out", "label"] if kind == "csv" else []), state=state)
 
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     answer = json.loads(done.stdout)
     assert (answer["model"], answer["version"]) == ("digits", 4)
     assert [each["label"] for each in answer["predictions"]] == expected(x)
