@@ -23,7 +23,6 @@ from coordinator.experiments.grid import Combination
 from coordinator.extras import problems_with
 from coordinator.output_folders import begin, locked, require_new, resumable, undone_if_refused
 from coordinator.reports import sweep as reports
-from coordinator.reports.progress import Progress
 from coordinator.runs import simulation
 from coordinator.runs.simulation import Environment
 from edge_client.files import write_durably
@@ -83,6 +82,8 @@ def resume(
         plan: dict[str, Any] = json.loads((out / PLAN).read_text("utf-8"))
     except FileNotFoundError:
         raise UserError(f"--resume {out}: there is no sweep here (no {PLAN})") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{out / PLAN}: cannot be read: {error}") from None
     folders = [out / each for row in plan["rows"] for each in row["folders"]]
     how = f"nothing committed is lost; go on with: fedloop sweep --resume {out}"
     taken = UserError(f"{out}: another process is running this sweep")
@@ -131,8 +132,7 @@ class _Runs:
         self._count = len(folders)
         self._waiting = deque(each for each in folders if not simulation.is_finished(each))
         self._kept = [each for each in folders if simulation.is_finished(each)]
-        self._data_dir = environment.data_dir
-        self._progress: Progress = environment.progress
+        self._environment = environment
         self._on_finished = on_finished
         self._done = 0
 
@@ -158,7 +158,7 @@ class _Runs:
 
     def _start(self, folder: Path) -> _Started:
         launch = Launch()
-        data_dir = [] if self._data_dir is None else [str(self._data_dir)]
+        data_dir = [] if self._environment.data_dir is None else [str(self._environment.data_dir)]
         with (folder / _LOG).open("wb") as log:
             process = subprocess.Popen(
                 launch.command("-m", _WORKER, str(folder), *data_dir),
@@ -173,7 +173,6 @@ class _Runs:
         status = started.process.wait()
         log = started.folder / _LOG
         if status == 0:
-            log.unlink()
             self._finished(started.folder, "")
             return
         with log.open("rb") as file:
@@ -187,12 +186,15 @@ class _Runs:
 
     def _finished(self, folder: Path, remark: str) -> None:
         self._done += 1
-        report = json.loads((folder / "report.json").read_text("utf-8"))
+        (folder / _LOG).unlink(missing_ok=True)
+        report = simulation.resume(
+            folder, self._environment
+        )  # finished: this removes what a killed process left
         final = reports.final_figures(report)
         figures = ", ".join(
             f"{key.replace('_', ' ')} {value:.4f}"
             for key in reports.SCORES
             if (value := final[key]) is not None
         )
-        self._progress.note(f"{self._done}/{self._count} {folder.name}: {remark or figures}")
+        self._environment.progress.note(f"{self._done}/{self._count} {folder.name}: {remark or figures}")
         self._on_finished(folder, report)
