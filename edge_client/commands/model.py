@@ -17,6 +17,7 @@ from edge_client.errors import UserError
 from edge_client.wire.strict import printable
 
 if TYPE_CHECKING:
+    from edge_client.infer.runtime import LoadedRelease
     from edge_client.serving.predict import Prediction
     from edge_client.serving.rows import Reading
     from edge_client.wire.inference import InferenceManifest
@@ -64,19 +65,14 @@ def predict(
 
     Example: fedloop-edge predict readings.csv, or fedloop-edge predict --data digits
     """
-    from edge_client.infer import golden_check
-    from edge_client.infer.runtime import load as load_release
     from edge_client.serving.predict import accuracy, active_release, write_predictions
     from edge_client.serving.predict import predict as predict_rows
     from edge_client.serving.rows import Reading
-    from edge_client.train.interpreter import without_notices
 
     if file is None and data is None:
         raise UserError("there is nothing to predict: give FILE, or --data NAME, a data set of this device")
     with _release_errors():
-        with without_notices():
-            loaded = load_release(release or active_release(configuration(context).state_dir, model))
-            golden_check.require(loaded)
+        loaded = _load(release or active_release(configuration(context).state_dir, model))
         x, y = _rows(context, loaded.manifest, file, data, Reading(tuple(leave_out or ()), encoding))
         predictions = predict_rows(loaded, x)
     scored = accuracy(predictions, y)
@@ -91,6 +87,18 @@ def predict(
             typer.echo(_line(each))
     if scored is not None:
         typer.echo(f"accuracy {scored:.4f} on {len(predictions)} rows whose class is known", err=True)
+
+
+def _load(release: Path) -> LoadedRelease:
+    """The release, after its golden check."""
+    from edge_client.infer import golden_check
+    from edge_client.infer.runtime import load
+    from edge_client.train.interpreter import without_notices
+
+    with without_notices():
+        loaded = load(release)
+        golden_check.require(loaded)
+    return loaded
 
 
 def _line(prediction: Prediction) -> str:
