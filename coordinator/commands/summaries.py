@@ -200,6 +200,8 @@ def _chosen_result(report: Mapping[str, Any]) -> list[str]:
 
 
 def _scores(final: dict[str, Any]) -> str:
+    if "r2" in (final.get("metrics") or {}):
+        return f"{_errors(final['metrics'])} on {final['test_rows']} held-out rows"
     if final["test_accuracy"] is None:
         return "not scored: the coordinator has no rows of its own and devices.evaluate_every is 0;"
     loss = "not finite" if final["test_loss"] is None else f"{final['test_loss']:.4f}"
@@ -230,6 +232,8 @@ def _figure_lines(report: Mapping[str, Any]) -> list[str]:
         lines.append(figures + of_positive)
     elif metrics.get("perplexity") is not None:
         lines.append(f"perplexity {metrics['perplexity']:.2f}")
+    if "r2" in metrics:
+        return _regression_lines(report)
     if baselines := final.get("baselines"):
         lines.append(f"baselines: {_baselines(baselines)}")
     scored = {
@@ -242,6 +246,27 @@ def _figure_lines(report: Mapping[str, Any]) -> list[str]:
             f"lowest of {len(scored)} sites: {name}, accuracy {worst['test_accuracy']:.4f} on {worst['test_rows']} rows{compared}"
         )
     return lines
+
+
+def _regression_lines(report: Mapping[str, Any]) -> list[str]:
+    """The baselines, and the site with the largest error."""
+    shown = {"mean": "mean of the training rows", "local": "trained alone"}
+    baselines = report["final"]["baselines"]
+    lines = [
+        f"baseline, {name}: {_errors(baselines[key])}" for key, name in shown.items() if key in baselines
+    ]
+    sites = {name: each["metrics"] for name, each in report.get("per_site", {}).items()}
+    scored = {name: each for name, each in sites.items() if each["mae"] is not None}
+    if len(scored) > 1:
+        name, worst = max(scored.items(), key=lambda item: item[1]["mae"])
+        lines.append(f"largest error of {len(scored)} sites: {name}, {_errors(worst)}")
+    return lines
+
+
+def _errors(figures: Mapping[str, Any]) -> str:
+    """R2 and errors of a regression, in the labels' own unit."""
+    mae, rmse = ("-" if figures[key] is None else f"{figures[key]:.4g}" for key in ("mae", "rmse"))
+    return f"R2 {format_metric(figures['r2'], 4)}, MAE {mae}, RMSE {rmse}"
 
 
 def _baselines(baselines: Mapping[str, Any]) -> str:

@@ -74,12 +74,18 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
 def _data(data: Data, partition: str, seed: int) -> Data:
     return data.model_copy(
         update={
-            "partition": data.partition or ("natural" if data.site else partition),
+            "partition": data.partition or _partition(data, partition),
             "path": None if data.path is None else absolute(data.path),
             "seed": seed,
             **missing(data, _TEXT_DEFAULTS.get(data.dataset, {})),
         }
     )
+
+
+def _partition(data: Data, default: str) -> str:
+    if data.site:
+        return "natural"
+    return "iid" if data.task == "regression" else default
 
 
 def _model(model: Model, default: str, data: Data, fleet: FleetKind) -> Model:
@@ -100,6 +106,8 @@ def _model(model: Model, default: str, data: Data, fleet: FleetKind) -> Model:
 
 
 def _federation(federation: Federation, data: Data) -> Federation:
+    if data.task == "regression" and "runtimes" not in federation.model_fields_set:
+        federation = federation.model_copy(update={"runtimes": {"torch": 1.0}})
     if federation.clients is None and data.partition != "natural":
         federation = federation.model_copy(update={"clients": 20})
     if federation.clients_per_round is None and federation.clients is not None:

@@ -90,7 +90,7 @@ class Data(DataSection):
     input_shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=4)] | None = None
     classes: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
     input_dtype: Literal["float32", "int32"] | None = None
-    task: Literal["classification", "next_token"] | None = None
+    task: Literal["classification", "next_token", "regression"] | None = None
 
     @property
     def is_described(self) -> bool:

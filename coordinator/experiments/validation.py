@@ -254,6 +254,8 @@ def _data_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         parse_partition(data.partition or "")
     except DataError as error:
         yield f"data.partition: {error}"
+    if data.task == "regression":
+        yield from _regression_problems(experiment, fleet)
     if data.dataset == "csv" and data.path is None:
         yield 'data.dataset = "csv" needs data.path, the table to read'
     if (data.fixed is not None) != (data.scale == "fixed"):
@@ -262,6 +264,29 @@ def _data_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         if deviation <= 0:
             yield f"data.fixed: the deviation of {column!r} is {deviation:g}, expected more than 0"
     yield from own_key_problems(data, _OWN_KEYS)
+
+
+def _regression_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
+    data = experiment.data
+    if fleet == "devices":
+        yield 'data.task = "regression" is for fedloop simulate only so far, not for devices, compression and export'
+    if data.dataset in names.NAMES and data.dataset != "csv":
+        yield f'data.task = "regression" is for csv and loaders of your own, but data.dataset = {data.dataset!r} has classes'
+    if experiment.model.adapt is not None:
+        yield f'model.adapt = {experiment.model.adapt!r} does not train models for data.task = "regression"'
+    if problem := regression_runtime_problem(experiment):
+        yield problem
+
+
+def regression_runtime_problem(experiment: Experiment) -> str | None:
+    """A sentence if a runtime does not train models that predict a quantity."""
+    others = sorted(set(experiment.federation.runtimes) - {"torch"})
+    if not others:
+        return None
+    return (
+        f"federation.runtimes asks for {', '.join(others)}, but quantities are predicted in: torch; "
+        "--set 'federation.runtimes={torch=1}'"
+    )
 
 
 def score_problem(federation: Federation, why_not: str) -> str | None:

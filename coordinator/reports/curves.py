@@ -18,14 +18,18 @@ if TYPE_CHECKING:
 
 
 def draw_curves(
-    path: Path, title: str, start: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]
+    path: Path,
+    title: str,
+    start: Mapping[str, Any],
+    rounds: Sequence[Mapping[str, Any]],
+    loss: str = "cross-entropy",
 ) -> None:
     """Draws loss and accuracy per round, with the spread of accuracy over clients. Round 0 is the initial model.
 
-    Values that are None leave gaps.
+    Values that are None leave gaps. `loss`: what it is.
     """
     figure, left, right = make_figure()
-    _draw_loss(left, start, rounds)
+    _draw_loss(left, start, rounds, loss)
     _draw_accuracy(right, start, rounds)
     for axes in (left, right):
         axes.legend(frameon=False, fontsize=9)
@@ -55,7 +59,7 @@ def as_png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _draw_loss(axes: Axes, start: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> None:
+def _draw_loss(axes: Axes, start: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], loss: str) -> None:
     numbers = [row["round"] for row in rounds]
     trained = [row for row in rounds if row["train_loss"] is not None]
     axes.plot(
@@ -65,7 +69,7 @@ def _draw_loss(axes: Axes, start: Mapping[str, Any], rounds: Sequence[Mapping[st
         color="#8a8a8a",
     )
     _draw_test(axes, start, rounds, "test_loss", "test")
-    style_axes(axes, "loss (cross-entropy)", numbers)
+    style_axes(axes, f"loss ({loss})", numbers)
     axes.set_ylim(bottom=0)
 
 

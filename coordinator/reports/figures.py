@@ -23,9 +23,10 @@ _DETAILS = ("classes", "confusion")
 
 @dataclass(frozen=True)
 class LabelledRows:
-    """Labels of rows and their sites. `y`: [N], or [N, T] for sequences. `sites`: site index of each row, None without sites."""
+    """Labels of rows and their sites. `y`: [N], or [N, T] for sequences; standardised quantities for a
+    regression. `sites`: site index of each row, None without sites."""
 
-    y: npt.NDArray[np.int32]
+    y: npt.NDArray[Any]
     sites: npt.NDArray[np.int32] | None = None
 
 
@@ -49,7 +50,7 @@ def has_metrics(data_info: Mapping[str, Any], test_rows: int) -> bool:
     """Whether figures of classes are computed for this data, which needs the logits of every test row."""
     classes: int = data_info["classes"]
     is_moderate = classes <= metrics.MAX_CLASSES and classes * test_rows <= MAX_LOGITS
-    return data_info["task"] == "classification" and is_moderate
+    return data_info["task"] != "next_token" and is_moderate
 
 
 def of_all(judged: Judged, data_info: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,6 +69,8 @@ def by_site(judged: Judged, data_info: Mapping[str, Any]) -> dict[str, dict[str,
     if sites is None:
         return {}
     scored = score_sites(judged.final, sites, names)
+    if _is_regression(data_info):
+        scored = {name: {**each, "test_accuracy": None} for name, each in scored.items()}
     detailed = data_info["classes"] <= MAX_CLASSES_PER_SITE
     return {
         name: {**scored[name], **_figures(judged, data_info, sites == index, index, detailed=detailed)}
@@ -87,6 +90,9 @@ def _figures(
     baselines = _baselines(judged, data_info, chosen, site)
     if judged.final.logits is None:
         return baselines
+    if _is_regression(data_info):
+        outputs = judged.final.logits[chosen, 0]
+        return {"metrics": _regression(outputs, judged.test.y[chosen], data_info), **baselines}
     names = data_info["class_names"]
     figures = metrics.classification(judged.final.logits[chosen], judged.test.y[chosen], names)
     kept = {key: value for key, value in figures.items() if detailed or key not in _DETAILS}
@@ -96,6 +102,8 @@ def _figures(
 def _baselines(
     judged: Judged, data_info: Mapping[str, Any], chosen: npt.NDArray[np.bool_], site: int | None
 ) -> dict[str, Any]:
+    if _is_regression(data_info):
+        return {"baselines": _regression_baselines(judged, data_info, chosen, site)}
     found: dict[str, Any] = {}
     if judged.test.y.ndim == 1:
         found["majority"] = _majority(judged, data_info["class_names"], chosen, site)
@@ -108,9 +116,7 @@ def _majority(
     judged: Judged, names: Sequence[str], chosen: npt.NDArray[np.bool_], site: int | None
 ) -> dict[str, Any]:
     """The most frequent class of the site's training rows (of all, without a site), and its accuracy on the test rows."""
-    train, test = judged.train.y, judged.test.y[chosen]
-    if site is not None and judged.train.sites is not None:
-        train = train[judged.train.sites == site]
+    train, test = _training_labels(judged, site), judged.test.y[chosen]
     if not len(train):
         return {"class": None, "test_accuracy": None}
     winner = int(np.bincount(train[train >= 0], minlength=1).argmax())
@@ -118,6 +124,38 @@ def _majority(
         "class": str(names[winner]) if names else str(winner),
         "test_accuracy": float((test == winner).mean()) if len(test) else None,
     }
+
+
+def _training_labels(judged: Judged, site: int | None) -> npt.NDArray[Any]:
+    """Of the site, or of all rows."""
+    y, sites = judged.train.y, judged.train.sites
+    return y if site is None or sites is None else np.asarray(y[sites == site])
+
+
+def _is_regression(data_info: Mapping[str, Any]) -> bool:
+    return bool(data_info["task"] == "regression")
+
+
+def _regression(
+    outputs: npt.NDArray[np.float32], y: npt.NDArray[np.float32], data_info: Mapping[str, Any]
+) -> dict[str, Any]:
+    return metrics.regression(outputs, y, data_info["label_scale"][1])
+
+
+def _regression_baselines(
+    judged: Judged, data_info: Mapping[str, Any], chosen: npt.NDArray[np.bool_], site: int | None
+) -> dict[str, Any]:
+    """Always answering the mean of the training rows, and the models that the clients trained alone."""
+    train, test = _training_labels(judged, site), judged.test.y[chosen]
+    mean, deviation = data_info["label_scale"]
+    constant = float(train.mean(dtype=np.float64)) if len(train) else None
+    found: dict[str, Any] = {"mean": {"value": None, **dict.fromkeys(metrics.REGRESSION)}}
+    if constant is not None:
+        answers = np.full(len(test), constant, np.float32)
+        found["mean"] = {"value": constant * deviation + mean, **_regression(answers, test, data_info)}
+    if judged.alone is not None and judged.alone.logits is not None:
+        found["local"] = _regression(judged.alone.logits[chosen, 0], test, data_info)
+    return found
 
 
 def _alone(

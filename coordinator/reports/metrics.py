@@ -1,4 +1,4 @@
-"""Figures of a classifier on labelled rows: sensitivity, specificity, precision, F1, AUC, calibration and confusion.
+"""Figures of a classifier on labelled rows (sensitivity, specificity, precision, F1, AUC, calibration, confusion) and of a regression.
 
 The definitions are scikit-learn's, computed with NumPy, because importing scikit-learn would take longer than the figures. A
 figure that the rows do not define, such as the AUC of rows of one class, is None and never 0.
@@ -21,6 +21,7 @@ MAX_CLASSES = 100
 BINS = 10
 """Bins of the calibration, of equal width."""
 HEADLINE = ("balanced_accuracy", "sensitivity", "specificity", "precision", "f1", "auc", "brier", "ece")
+REGRESSION = ("r2", "mae", "rmse")
 _OF_CLASS = ("sensitivity", "specificity", "precision", "f1", "auc")
 
 
@@ -64,6 +65,25 @@ def classification(
 def headline(figures: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of `classification` that are single numbers."""
     return {key: figures[key] for key in HEADLINE}
+
+
+def regression(
+    outputs: npt.NDArray[np.float32], y: npt.NDArray[np.float32], deviation: float
+) -> dict[str, Any]:
+    """R2, and the mean absolute and the root mean squared error in the labels' own unit.
+
+    `outputs`, `y`: [N], standardised. `deviation`: by which they were divided. R2 is None of rows with equal labels.
+    """
+    if not len(y) or not np.isfinite(outputs).all():
+        return dict.fromkeys(REGRESSION)
+    errors = outputs.astype(np.float64) - y
+    spread = float(np.square(y - y.mean(dtype=np.float64)).sum())
+    squared = np.square(errors)
+    return {
+        "r2": float(1 - squared.sum() / spread) if spread else None,
+        "mae": float(np.abs(errors).mean()) * deviation,
+        "rmse": float(np.sqrt(squared.mean())) * deviation,
+    }
 
 
 def softmax(logits: npt.NDArray[np.float32]) -> Floats:

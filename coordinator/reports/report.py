@@ -47,7 +47,7 @@ def write(
         "final": {
             "round": kept_round,
             "stopped_early": len(rounds) < experiment.federation.rounds,
-            "test_accuracy": final.accuracy,
+            "test_accuracy": None if data_info["task"] == "regression" else final.accuracy,
             "test_loss": json_values.finite(final.loss),
             "test_rows": len(final.labels),
             "model_sha256": arrays.sha256(encoded),
@@ -56,6 +56,10 @@ def write(
     }
     if per_site := figures.by_site(judged, data_info):
         document["per_site"] = per_site
-    draw_curves(out / "curves.png", experiment.name, start, rounds)
+    loss = "cross-entropy"
+    if data_info["task"] == "regression":
+        loss = "squared error"
+        document["data"]["label_scale"] = data_info["label_scale"]
+    draw_curves(out / "curves.png", experiment.name, start, rounds, loss)
     write_durably(out / "report.json", json_values.dumps(document, indent=2).encode())
     return document

@@ -10,12 +10,12 @@ from statistics import fmean, stdev
 from typing import Any
 
 from coordinator import json_values
-from coordinator.reports.metrics import HEADLINE
+from coordinator.reports.metrics import HEADLINE, REGRESSION
 from coordinator.reports.sweep_curves import draw_sweep
 from edge_client.files import write_durably
 
 SCORES = ("test_accuracy", "test_loss")
-_OF_CLASSES = (*HEADLINE, "perplexity")
+_FIGURES = (*HEADLINE, *REGRESSION, "perplexity")
 
 
 def final_figures(report: Mapping[str, Any]) -> dict[str, float | None]:
@@ -24,7 +24,7 @@ def final_figures(report: Mapping[str, Any]) -> dict[str, float | None]:
     metrics = final.get("metrics") or {}
     return {
         **{key: final[key] for key in SCORES},
-        **{key: metrics[key] for key in _OF_CLASSES if key in metrics},
+        **{key: metrics[key] for key in _FIGURES if key in metrics},
     }
 
 

@@ -210,6 +210,11 @@ def _data(experiment: Experiment, place: Place, notices: list[str]) -> dict[str,
                 raise
             problem = str(error)
         else:
+            if data_info["task"] == "regression":
+                raise UserError(
+                    f"data.dataset = {data.dataset!r} holds quantities to predict, which devices do not train on so far: "
+                    "fedloop simulate"
+                )
             _require_described(experiment, data_info)
             notices.append(
                 f"test figures are of the coordinator's own held-out rows of {data.dataset!r} (seed {experiment.data_seed}); a test "

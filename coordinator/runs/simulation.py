@@ -29,6 +29,7 @@ from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.experiment import read_toml, resolve
 from coordinator.experiments.schema import Experiment, Runtime
+from coordinator.experiments.validation import regression_runtime_problem
 from coordinator.extras import problems_with
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, virtual_time
 from coordinator.output_folders import begin, locked, require_new, resumable, undone_if_refused
@@ -186,6 +187,8 @@ def _run_rounds(
 
     def score(number: int, params: Tensors) -> Score:
         scored = evaluate(pool, len(owners), params)
+        if prepared.data_info["task"] == "regression":
+            return Score(scored.loss, None, {})
         clients = accuracy_by_group(scored, owners, names)
         tested = {name: value for name, value in clients.items() if value is not None}
         return Score(scored.loss, scored.accuracy, tested)
@@ -306,6 +309,7 @@ def prepare(
     data_info = load_data(experiment, folder, pool, data_dir)
     for line in (*data_info["preview"], *_describe_sites(experiment, data_info)):
         progress.note(line)
+    _require_task(experiment, data_info["task"])
     clients = _make_clients(experiment, data_info)
     model = experiment.model.describe(data_info)
     progress.stage("building the model")
@@ -318,6 +322,15 @@ def prepare(
         model |= {"tflite": str(exported.tflite), "manifest": str(exported.manifest)}
     pool.broadcast({"kind": "open", "folder": str(folder), "model": model})
     return Prepared(folder, data_info, clients, params, trainable)
+
+
+def _require_task(experiment: Experiment, task: str) -> None:
+    """Refuses data whose labels are not what the experiment says, or that its runtimes do not train on."""
+    declared = experiment.data.task
+    if declared is not None and declared != task:
+        raise UserError(f"data.task = {declared!r}, but the data set is for {task!r}")
+    if task == "regression" and (problem := regression_runtime_problem(experiment)):
+        raise UserError(problem)
 
 
 def _describe_sites(experiment: Experiment, data_info: Mapping[str, Any]) -> list[str]:

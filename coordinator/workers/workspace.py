@@ -61,6 +61,7 @@ def _load_and_partition(request: Mapping[str, Any]) -> dict[str, Any]:
         "input_shape": list(dataset.input_shape),
         "input_dtype": dataset.input_dtype,
         "task": dataset.task,
+        "label_scale": dataset.label_scale,
         "ids": int(dataset.x.max(initial=-1)) + 1 if dataset.input_dtype == "int32" else 0,
         "site_names": list(dataset.site_names),
         "schema": asdict(dataset.described),

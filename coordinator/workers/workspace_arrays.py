@@ -20,7 +20,7 @@ class Workspace:
     """
 
     x: npt.NDArray[Any]
-    y: npt.NDArray[np.int32]
+    y: npt.NDArray[Any]
     test_rows: npt.NDArray[np.int64]
     owners: npt.NDArray[np.int32]
     parts: npt.NDArray[np.int64]

@@ -18,10 +18,10 @@ class NoExamples(ValueError):
 
 @dataclass(frozen=True)
 class Examples:
-    """Local data. `x`: [N, …] float32 or int32. `y`: int32 class indices, [N] or [N, T] for sequences."""
+    """Local data. `x`: [N, …] float32 or int32. `y`: int32 class indices, [N] or [N, T] for sequences; or float32 quantities [N]."""
 
     x: npt.NDArray[Any]
-    y: npt.NDArray[np.int32]
+    y: npt.NDArray[Any]
 
     def __len__(self) -> int:
         return len(self.x)

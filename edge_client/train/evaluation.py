@@ -1,9 +1,10 @@
-"""Cross-entropy and accuracy of logits, summed the same way in every runtime."""
+"""Cross-entropy and accuracy of logits, or squared error of quantities, summed the same way in every runtime."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,9 +40,18 @@ class Evaluation:
         return int(self.correct.sum()) / max(1, int(self.labels.sum()))
 
 
-def score(logits: npt.NDArray[np.float32], y: npt.NDArray[np.int32]) -> Evaluation:
-    """Evaluation of logits [n, (T,) classes] against labels [n, (T)]; `PADDING` labels do not count."""
+def score(logits: npt.NDArray[np.float32], y: npt.NDArray[Any]) -> Evaluation:
+    """Evaluation of logits [n, (T,) classes] against labels [n, (T)]; `PADDING` labels do not count.
+
+    Where `y` holds floats, they are quantities, and `logits` [n, 1] predicts them: no label is correct.
+    """
     wide = logits.astype(np.float64)
+    if y.dtype.kind == "f":
+        return Evaluation(
+            loss_sum=float(np.square(wide[:, 0] - y).sum()),
+            correct=np.zeros(len(y), np.int64),
+            labels=np.ones(len(y), np.int64),
+        )
     shifted = wide - wide.max(axis=-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     counted = y != PADDING

@@ -194,6 +194,10 @@ def _program(spec: ModelSpec | zoo.KerasSpec, batch_size: int) -> TorchProgram |
 def _draft(
     request: ExportRequest, spec: ModelSpec | zoo.KerasSpec, program: TorchProgram | KerasProgram
 ) -> Manifest:
+    if spec.task == "regression":
+        raise NotConvertible(
+            f"model {request.model!r} predicts a quantity, which no LiteRT client trains so far"
+        )
     names = [tensor.signature_name for tensor in program.tensors]
     changed = [tensor.signature_name for tensor in program.tensors if tensor.trainable]
     fills = {name: _fill(value) for name, value in program.values.items()}

@@ -138,9 +138,27 @@ def classes(table: TextTable, column: str) -> tuple[str, ...]:
     if len(cells) >= 10 and len(names) > len(cells) // 2:
         raise DataError(
             f"{table.name}: column {column!r} has {len(names):,} different values in {len(cells):,} rows, which is no "
-            "class label; name the label's column, or turn the quantity into classes first"
+            'class label; name the label\'s column, or predict the quantity: data.task = "regression"'
         )
     return tuple(names)
+
+
+def quantities(table: TextTable, column: str) -> npt.NDArray[np.float64]:
+    """The numbers of the label's column, to predict as such.
+
+    Raises:
+        DataError: a label is empty or no number.
+    """
+    values = []
+    for row, cell in enumerate(table.cells(column, "the label")):
+        value = number(cell, table.decimal_comma)
+        if value is None or not np.isfinite(value):
+            raise DataError(
+                f'{table.at(row, column)}: the label {quoted(cell)} is no number, and data.task = "regression" predicts one; '
+                "correct the cell or remove the row"
+            )
+        values.append(value)
+    return np.array(values, np.float64)
 
 
 def in_order(names: set[str]) -> list[str]:

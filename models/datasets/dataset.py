@@ -12,7 +12,7 @@ import numpy.typing as npt
 from edge_client.data.connector import DataProblem
 from edge_client.wire.schema import DataSchema
 
-TaskKind = Literal["classification", "next_token"]
+TaskKind = Literal["classification", "next_token", "regression"]
 
 
 DataError = DataProblem
@@ -26,20 +26,22 @@ class Dataset:
     Attributes:
         name: its name in the experiment file.
         x: [N, …], float32 features or int32 token ids, C order.
-        y: int32 class indices, [N] for `classification`, [N, T] for `next_token`.
+        y: int32 class indices, [N] for `classification`, [N, T] for `next_token`; for `regression` float32 quantities [N],
+            less `label_scale`'s mean and divided by its deviation.
         test: bool [N]; True rows are held out and never trained on.
-        classes: number of labels; for `next_token` also the number of token ids of the inputs.
+        classes: number of labels; for `next_token` also the number of token ids of the inputs; for `regression` 1.
         task: what the labels mean.
         class_names: of length `classes`, or empty.
         site: int32 [N], which natural client a row belongs to, or None where there are none.
         site_names: names of the natural clients, indexed by `site`.
         schema: how rows in natural form become inputs, of a table; `described` gives one for any data.
+        label_scale: for `regression`, mean and deviation of the training labels in their own unit.
         notes: what the loader found and decided, one sentence each, for the preview.
     """
 
     name: str
     x: npt.NDArray[Any]
-    y: npt.NDArray[np.int32]
+    y: npt.NDArray[Any]
     test: npt.NDArray[np.bool_]
     classes: int
     task: TaskKind = "classification"
@@ -48,6 +50,7 @@ class Dataset:
     site_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     schema: DataSchema | None = None
+    label_scale: tuple[float, float] | None = None
 
     @property
     def described(self) -> DataSchema:

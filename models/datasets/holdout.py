@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ def stream(seed: int, purpose: str) -> np.random.Generator:
 
 
 def held_out(
-    y: npt.NDArray[np.int32], seed: int, site: npt.NDArray[np.int32] | None = None
+    y: npt.NDArray[Any], seed: int, site: npt.NDArray[np.int32] | None = None
 ) -> npt.NDArray[np.bool_]:
     """A fifth of each site's rows (of all rows without sites), spread evenly over its classes.
 
@@ -29,7 +30,7 @@ def held_out(
     within one row, a site never loses its last training row, and without sites neither does any class that
     has two.
 
-    `y`: [N] class indices. Returns bool [N].
+    `y`: [N] class indices, or quantities, over which it is spread alike. Returns bool [N].
     """
     rng = stream(seed, "held-out")
     group = np.zeros(len(y), np.int32) if site is None else site

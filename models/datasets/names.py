@@ -23,6 +23,7 @@ KEYS = (
     "fixed",
     "units",
     "categories",
+    "task",
     "length",
     "vocab",
 )

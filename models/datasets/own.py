@@ -14,10 +14,11 @@ from edge_client.data.quoting import nearest
 from models import user_code
 from models.datasets.dataset import DataError, Dataset, TaskKind
 from models.datasets.holdout import held_out
+from models.datasets.standardise import standardised_labels
 from models.labels import PADDING
 
 KEYS = ("x", "y", "test", "x_test", "y_test", "site", "classes", "task", "class_names")
-TASKS: tuple[TaskKind, ...] = ("classification", "next_token")
+TASKS: tuple[TaskKind, ...] = ("classification", "next_token", "regression")
 
 
 def load(target: str, data_dir: Path | None, seed: int) -> Dataset:
@@ -26,7 +27,7 @@ def load(target: str, data_dir: Path | None, seed: int) -> Dataset:
     The function is called with `data_dir` (a Path or None) and `seed` where its signature has them, and returns
     a mapping: `x` [N, …] numbers, or whole numbers for tokens; `y` class indices [N], or [N, T] beside tokens
     [N, T]. Optional are `test` (bool [N]) or else `x_test` and `y_test`, `site` ([N], names or numbers),
-    `classes`, `class_names`, and `task` (`classification` or `next_token`).
+    `classes`, `class_names`, and `task` (`classification`, `next_token`, or `regression`, whose `y` holds quantities).
 
     Raises:
         DataError: it cannot be imported, fails, or returns something else; the message names what was expected.
@@ -68,19 +69,23 @@ def _dataset(target: str, mapping: Mapping[Any, Any], seed: int) -> Dataset:
     for key in ("x", "y"):
         if key not in returned:
             raise DataError(f"returned no {key!r}; it returned: {', '.join(returned) or 'nothing'}")
-    x, y = _inputs("x", returned["x"]), _labels("y", returned["y"])
+    read_labels: Callable[[str, Any], npt.NDArray[Any]] = (
+        _quantities if returned.get("task") == "regression" else _labels
+    )
+    x = _inputs("x", returned["x"])
+    y: npt.NDArray[Any] = read_labels("y", returned["y"])
     test = None
     if "x_test" in returned or "y_test" in returned:
-        x, y, test = _with_test_arrays(returned, x, y)
+        x, y, test = _with_test_arrays(returned, x, y, read_labels)
     elif "test" in returned:
         test = _mask(returned["test"], len(x))
     _same_rows("y", y, "x", x)
     task = _task(returned.get("task"), x, y)
-    classes, class_names = _classes(returned, x, y, task)
+    classes, class_names = (1, ()) if task == "regression" else _classes(returned, x, y, task)
     site, site_names = _sites(returned["site"], len(x)) if "site" in returned else (None, ())
     notes = (f"Loaded by {target}.", "It says which rows are held out.")
     if test is None:
-        flat = y if task == "classification" else np.zeros(len(y), np.int32)
+        flat = y if task != "next_token" else np.zeros(len(y), np.int32)
         test = held_out(flat, seed, site)
         notes = (
             notes[0],
@@ -90,7 +95,22 @@ def _dataset(target: str, mapping: Mapping[Any, Any], seed: int) -> Dataset:
         raise DataError(
             f"{int(test.sum())} of {len(test)} rows are held out for testing; expected some, and not all"
         )
-    return Dataset(target, x, y, test, classes, task, class_names, site, site_names, notes)
+    label_scale = None
+    if task == "regression":
+        y, label_scale = standardised_labels(y, test)
+    return Dataset(
+        target,
+        x,
+        y,
+        test,
+        classes,
+        task,
+        class_names,
+        site,
+        site_names,
+        notes,
+        label_scale=label_scale,
+    )
 
 
 def _inputs(key: str, value: Any) -> npt.NDArray[Any]:
@@ -118,6 +138,16 @@ def _labels(key: str, value: Any) -> npt.NDArray[np.int32]:
     if array.ndim not in (1, 2) or array.shape[1:] == (1,):
         raise DataError(f"{key} has shape {array.shape}, expected one label a row, or [rows, tokens]")
     return _int32(key, array, PADDING if array.ndim == 2 else 0, "labels count from 0")
+
+
+def _quantities(key: str, value: Any) -> npt.NDArray[Any]:
+    array = _array(key, value)
+    if array.dtype.kind not in "fiu" or array.ndim != 1:
+        raise DataError(f"{key} is {array.dtype} {array.shape}, expected one number a row for regression")
+    wrong = np.flatnonzero(~np.isfinite(array))
+    if len(wrong):
+        raise DataError(f"{key} is {array[wrong[0]]} in row {wrong[0]}; fill or drop such rows")
+    return array.astype(np.float64)
 
 
 def _array(key: str, value: Any) -> npt.NDArray[Any]:
@@ -149,8 +179,11 @@ def _all_finite(key: str, x: npt.NDArray[np.float32]) -> None:
 
 
 def _with_test_arrays(
-    returned: dict[str, Any], x: npt.NDArray[Any], y: npt.NDArray[np.int32]
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    returned: dict[str, Any],
+    x: npt.NDArray[Any],
+    y: npt.NDArray[Any],
+    read_labels: Callable[[str, Any], npt.NDArray[Any]],
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.bool_]]:
     if "x_test" not in returned or "y_test" not in returned:
         raise DataError("returned only one of x_test and y_test; return both or neither")
     for key in ("test", "site"):
@@ -158,7 +191,7 @@ def _with_test_arrays(
             raise DataError(
                 f"returned {key} beside x_test and y_test; return all rows in x and y and mark those held out in test"
             )
-    x_test, y_test = _inputs("x_test", returned["x_test"]), _labels("y_test", returned["y_test"])
+    x_test, y_test = _inputs("x_test", returned["x_test"]), read_labels("y_test", returned["y_test"])
     _same_rows("y", y, "x", x)
     _same_rows("y_test", y_test, "x_test", x_test)
     for key, first, second in (("x_test", x, x_test), ("y_test", y, y_test)):
@@ -183,7 +216,7 @@ def _mask(value: Any, rows: int) -> npt.NDArray[np.bool_]:
     return array
 
 
-def _task(task: Any, x: npt.NDArray[Any], y: npt.NDArray[np.int32]) -> TaskKind:
+def _task(task: Any, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> TaskKind:
     if task is not None and not (isinstance(task, str) and task in TASKS):
         raise DataError(f"task is {task!r}, expected {' or '.join(TASKS)}")
     chosen: TaskKind = task or ("next_token" if y.ndim == 2 else "classification")

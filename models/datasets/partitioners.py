@@ -137,7 +137,16 @@ def _one_label_a_row(chosen: Partition, dataset: Dataset) -> npt.NDArray[np.int3
             f"partition {chosen.kind} deals by label, and rows of {dataset.name!r} have a label for each token; "
             "use iid or natural"
         )
+    if dataset.task == "regression":
+        raise DataError(
+            f"partition {chosen.kind} deals by class, and the labels of {dataset.name!r} are quantities; use iid or natural"
+        )
     return dataset.y
+
+
+def _has_classes(dataset: Dataset) -> bool:
+    """Whether every row is of one class."""
+    return dataset.task == "classification"
 
 
 def _natural(dataset: Dataset, rows: Rows, clients: int | None) -> list[Rows]:
@@ -223,7 +232,7 @@ def owners(dataset: Dataset, parts: Sequence[npt.NDArray[np.int64]], seed: int) 
 
     Where clients are the sites, a row's site. Otherwise a row is assigned to a client at random, with probability
     proportional to how many training rows of its class the client holds, so that each client is tested on the
-    mix it trains on; sequences, and classes that no client trains on, are assigned by the clients' sizes.
+    mix it trains on; sequences, quantities, and classes that no client trains on, are assigned by the clients' sizes.
 
     `parts`: training rows of each client.
     """
@@ -231,7 +240,7 @@ def owners(dataset: Dataset, parts: Sequence[npt.NDArray[np.int64]], seed: int) 
     if dataset.site is not None and _by_site(dataset.site, parts, len(dataset.site_names)):
         return dataset.site[test].astype(np.int32)
     rng = stream(seed, "owners")
-    label = dataset.y if dataset.y.ndim == 1 else np.zeros(len(dataset.y), np.int32)
+    label = dataset.y if _has_classes(dataset) else np.zeros(len(dataset.y), np.int32)
     held = np.stack([np.bincount(label[part], minlength=int(label.max()) + 1) for part in parts])
     held[:, held.sum(axis=0) == 0] = np.array([[len(part)] for part in parts])
     drawn = rng.random(len(test))
@@ -250,7 +259,7 @@ def _by_site(site: npt.NDArray[np.int32], parts: Sequence[npt.NDArray[np.int64]]
 def public_rows(dataset: Dataset, count: int, seed: int) -> npt.NDArray[np.int64]:
     """`count` training rows, ascending, with classes as equal in number as the data allows.
 
-    Sequences have no class and are drawn evenly. A site's last training row is never taken.
+    Sequences and quantities have no class and are drawn evenly. A site's last training row is never taken.
 
     Raises:
         DataError: `count` is more than can be spared.
@@ -263,7 +272,7 @@ def public_rows(dataset: Dataset, count: int, seed: int) -> npt.NDArray[np.int64
             f"{count:,} public rows are asked for; {dataset.name!r} can spare 0 to {len(spare):,} of its "
             f"{len(rows):,} training rows"
         )
-    if dataset.y.ndim == 1:
+    if _has_classes(dataset):
         # First one of every class, then a second of every class, and so on; within a turn at random.
         spare = spare[np.lexsort((rng.random(len(spare)), _turn(dataset.y[spare])))]
     return np.sort(spare[:count])

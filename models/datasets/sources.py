@@ -8,7 +8,7 @@ from typing import Any
 
 from models.datasets import notation, own, table
 from models.datasets.columns import TextRules
-from models.datasets.dataset import DataError, Dataset
+from models.datasets.dataset import DataError, Dataset, TaskKind
 from models.datasets.names import KEYS, check_name, is_code
 from models.datasets.shipped import digits, mnist, phrasebank, shakespeare, synthetic
 
@@ -45,6 +45,7 @@ def load(
     split: str | None = None,
     features: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
+    task: str | None = None,
     reading: table.Reading = table.Reading(),  # noqa: B008 - a frozen value
     length: int = 32,
     vocab: int = 2048,
@@ -56,6 +57,7 @@ def load(
         data_dir: where downloaded files lie; the current folder when None.
         seed: of what is held out, and of synthetic data.
         clients: how many clients synthetic data is to serve.
+        task: of a csv: `regression` predicts the label as a quantity; other data says itself what its labels are.
         path: of a csv; `label` to `reading` are for `table.load`.
         length: tokens in a row of text.
         vocab: word ids of phrasebank, padding and unknown words included.
@@ -85,4 +87,5 @@ def load(
     if path is None:
         raise DataError("data set 'csv' needs `path`, the table to read")
     roles = table.Columns(label, site, split, features, exclude)
-    return table.load(Path(path), seed, roles, reading)
+    kind: TaskKind = "regression" if task == "regression" else "classification"
+    return table.load(Path(path), seed, roles, reading, kind)

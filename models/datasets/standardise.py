@@ -1,4 +1,4 @@
-"""Numeric columns filled and scaled by the training rows of each site."""
+"""Numeric columns filled and scaled by the training rows of each site, and quantities to predict by those of all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.standardise import Flags, Values, moments, scaled
+from models.datasets.dataset import DataError
 
 Rows = npt.NDArray[np.int64]
 
@@ -67,3 +68,17 @@ def _near(values: Values) -> tuple[Flags, Flags]:
     unbiased = deviation * np.sqrt(count / np.maximum(count - 1, 1))
     one = (np.abs(deviation - 1) <= NEAR) | (np.abs(unbiased - 1) <= NEAR)
     return deviation > 0, one & (np.abs(mean) <= NEAR)
+
+
+def standardised_labels(
+    y: npt.NDArray[np.float64], test: Flags
+) -> tuple[npt.NDArray[np.float32], tuple[float, float]]:
+    """Quantities [N] with mean 0 and deviation 1 over the training rows, and their mean and deviation before.
+
+    Raises:
+        DataError: the training labels are all equal.
+    """
+    mean, deviation = float(y[~test].mean()), float(y[~test].std())
+    if not deviation > 0:
+        raise DataError(f"every training label is {mean:g}; there is nothing to predict")
+    return ((y - mean) / deviation).astype(np.float32), (mean, deviation)

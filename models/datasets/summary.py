@@ -39,6 +39,13 @@ def _labels(dataset: Dataset) -> list[str]:
         return [
             f"labels: the next of {dataset.classes} tokens, {int((dataset.y >= 0).sum()):,} labels in all"
         ]
+    if dataset.label_scale is not None:
+        mean, deviation = dataset.label_scale
+        low, high = (float(value) * deviation + mean for value in (dataset.y.min(), dataset.y.max()))
+        return [
+            f"label: a quantity from {low:.4g} to {high:.4g}; training rows have mean {mean:.4g} and standard deviation {deviation:.4g}, "
+            "by which it is standardised"
+        ]
     names = dataset.class_names or [str(index) for index in range(dataset.classes)]
     return [
         f"{dataset.classes} classes: {_counted(names, np.bincount(dataset.y, minlength=dataset.classes))}"

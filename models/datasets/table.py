@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +22,9 @@ from edge_client.data.table_reader import EXCLUDED, feature_names, read_rows
 from edge_client.wire.schema import ColumnSchema, DataSchema, Scale
 from models.datasets import columns, table_notes
 from models.datasets.columns import TextRules, TextTable
-from models.datasets.dataset import DataError, Dataset
+from models.datasets.dataset import DataError, Dataset, TaskKind
 from models.datasets.holdout import held_out
-from models.datasets.standardise import standardised
+from models.datasets.standardise import standardised, standardised_labels
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,9 @@ class Columns:
     exclude: Sequence[str] = ()
 
 
-def load(path: Path, seed: int, named: Columns, reading: Reading) -> Dataset:
+def load(
+    path: Path, seed: int, named: Columns, reading: Reading, task: TaskKind = "classification"
+) -> Dataset:
     """x float32 [N, F]: numbers scaled, texts one-hot, in the order of the columns; with the schema that says how.
 
     Raises:
@@ -80,23 +83,29 @@ def load(path: Path, seed: int, named: Columns, reading: Reading) -> Dataset:
     """
     table = columns.read(path, reading.encoding)
     roles = _roles(table, named)
-    classes = columns.classes(table, roles.label)
+    is_quantity = task == "regression"
+    classes = () if is_quantity else columns.classes(table, roles.label)
     sites, site_names = _sites(table, roles.site)
-    y = Labels(classes, table.decimal_comma).indices(
-        table.cells(roles.label, "the label"), lambda row: table.at(row, roles.label)
+    y: npt.NDArray[Any] = (
+        columns.quantities(table, roles.label) if is_quantity else _class_indices(table, roles, classes)
     )
     test = _test_rows(table, y, roles, seed, sites)
+    label_scale = None
+    if is_quantity:
+        y, label_scale = standardised_labels(y, test)
     found = [columns.column_schema(table, name, reading.texts, ~test) for name in roles.features]
     schema = _describe(table, roles, classes, found, reading)
     _require_columns(table, schema, reading)
-    rows = read_rows(table, _options(schema, roles.split))
+    rows = read_rows(table, _options(schema, roles.split), labelled=not is_quantity)
     x, schema, scaling = _scale(rows, schema, reading, ~test, sites)
     return Dataset(
         name="csv",
         x=x,
-        y=rows.y,
+        y=y,
         test=test,
-        classes=len(classes),
+        classes=len(classes) or 1,
+        task=task,
+        label_scale=label_scale,
         class_names=classes,
         site=sites,
         site_names=site_names,
@@ -108,9 +117,15 @@ def load(path: Path, seed: int, named: Columns, reading: Reading) -> Dataset:
             *table_notes.left_out(found, reading.texts),
             *table_notes.column_notes(table, rows.x, schema.columns, reading.texts),
             *scaling,
-            *table_notes.class_notes(rows.y, test, classes),
-            *table_notes.device_notes(schema),
+            *(() if is_quantity else table_notes.class_notes(y, test, classes)),
+            *(() if is_quantity else table_notes.device_notes(schema)),
         ),
+    )
+
+
+def _class_indices(table: TextTable, roles: Roles, classes: tuple[str, ...]) -> npt.NDArray[Any]:
+    return Labels(classes, table.decimal_comma).indices(
+        table.cells(roles.label, "the label"), lambda row: table.at(row, roles.label)
     )
 
 
@@ -209,7 +224,7 @@ def _roles(table: TextTable, named: Columns) -> Roles:
 
 def _test_rows(
     table: TextTable,
-    y: npt.NDArray[np.int32],
+    y: npt.NDArray[Any],
     roles: Roles,
     seed: int,
     sites: npt.NDArray[np.int32] | None,

@@ -250,6 +250,8 @@ def _read_schema(job: jobs.Job, spec: ModelSpec | KerasSpec) -> DataSchema | Non
 def _draft(source: Source, options: ReleaseOptions) -> InferenceManifest:
     """The manifest before verification. It claims every runtime, so that every runtime is tested."""
     spec = source.spec
+    if spec.task == "regression":
+        raise NotReleasable(f"model {spec.name!r} predicts a quantity, for which there is no release so far")
     return InferenceManifest(
         model=options.name,
         version=options.version,

@@ -6,6 +6,7 @@ import difflib
 import functools
 import importlib
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from models import adaptation, user_code
-from models.zoo.spec import InputDtype, ModelSpec, TaskKind
+from models.zoo.spec import InputDtype, ModelSpec, TaskKind, masked_cross_entropy, squared_error
 from models.zoo.tensorflow import keras
 from models.zoo.tensorflow.keras import KerasSpec, KerasUnfit
 from models.zoo.trial import vocabulary
@@ -67,6 +68,8 @@ def find(
     Raises:
         ModelNotFound: unknown name, or the builder failed; `UserCodeError` when a user's module cannot be imported.
     """
+    if task == "regression":
+        return _regression(name, input_shape, classes, input_dtype, options)
     if name == adaptation.MODEL:
         return _adapted(input_shape, classes, input_dtype, task, **options)
     if name.endswith(user_code.KERAS_FILE):
@@ -100,6 +103,27 @@ def find(
         )
     found: ModelSpec = built
     return replace(found, name=name, options={**options, **found.options})  # so that it can be found again
+
+
+def _regression(
+    name: str,
+    input_shape: tuple[int, ...],
+    classes: int,
+    input_dtype: InputDtype,
+    options: Mapping[str, Any],
+) -> ModelSpec:
+    """The spec of a torch model that predicts a quantity: its single output, trained with squared error."""
+    if name == adaptation.MODEL:
+        raise ModelNotFound("model.adapt does not train models that predict a quantity")
+    spec = find(name, input_shape=input_shape, classes=classes, input_dtype=input_dtype, **options)
+    if isinstance(spec, KerasSpec):
+        raise ModelNotFound(
+            f"model {name!r} is a Keras model; a quantity is predicted by a torch.nn.Module so far"
+        )
+    if spec.task != "classification":
+        raise ModelNotFound(f"model {name!r} predicts tokens, and the labels are quantities")
+    loss = squared_error if spec.loss is masked_cross_entropy else spec.loss
+    return replace(spec, task="regression", loss=loss, tensorflow_twin=None)
 
 
 def _place(name: str, error: Exception, builder: Any) -> str:

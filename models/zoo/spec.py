@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from models.zoo.layout import Layout
 
-TaskKind = Literal["classification", "next_token"]
+TaskKind = Literal["classification", "next_token", "regression"]
 InputDtype = Literal["float32", "int32"]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -25,6 +25,11 @@ def masked_cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """
     one_hot = (y.unsqueeze(-1) == torch.arange(logits.shape[-1], device=logits.device)).to(logits.dtype)
     return -(one_hot * F.log_softmax(logits, -1)).sum() / one_hot.sum()
+
+
+def squared_error(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Mean squared error. `outputs`: [B, 1], `y`: float [B]."""
+    return torch.square(outputs.squeeze(-1) - y).mean()
 
 
 class VocabularyUnknown(ValueError):
@@ -40,8 +45,9 @@ class Spec:
         module: creates the untrained model.
         input_shape: of one example, without the batch.
         input_dtype: float32 features, or int32 token ids.
-        classes: size of the last logits axis.
+        classes: size of the last logits axis; 1 for `regression`.
         task: `classification` has labels [B], `next_token` has labels [B, T]; int32, `PADDING` is masked.
+            `regression` has float32 labels [B].
         options: as passed, for the record.
     """
 
@@ -129,4 +135,4 @@ class ModelSpec(Spec):
         x = ((numbers * 7) % self.tokens).int() if self.input_dtype == "int32" else numbers.sin() * 0.5 + 0.5
         label_shape = (batch_size, *self.input_shape) if self.task == "next_token" else (batch_size,)
         y = torch.arange(math.prod(label_shape)).reshape(label_shape) % self.classes
-        return x, y.int()
+        return x, y.float() if self.task == "regression" else y.int()

@@ -515,3 +515,34 @@ def test_half_a_description_of_the_rows_is_refused() -> None:
 def test_an_experiment_for_devices_resolves_to_itself() -> None:
     resolved = on_devices({"data": {"dataset": "vibration", "input_shape": [8], "classes": 3}})
     assert on_devices(resolved.model_dump(mode="json", exclude_none=True)) == resolved
+
+
+QUANTITY = ["data.dataset=csv", "data.path=prices.csv", "data.task=regression"]
+
+
+def test_quantities_are_predicted_in_torch_and_dealt_out_evenly() -> None:
+    resolved = experiment.load(None, QUANTITY)
+    assert (resolved.federation.runtimes, resolved.data.partition) == ({"torch": 1.0}, "iid")
+    assert experiment.load(None, [*QUANTITY, "data.site=shop"]).data.partition == "natural"
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (
+            ["federation.runtimes={litert=1, torch=1}"],
+            r"federation\.runtimes asks for litert, but quantities",
+        ),
+        (["data.dataset=digits"], "'digits' has classes"),
+        (["model.adapt=head", "model.init=m.safetensors"], r"model\.adapt = 'head' does not train"),
+    ],
+)
+def test_what_does_not_predict_quantities_is_refused(sets: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        experiment.load(None, [*QUANTITY, *sets])
+
+
+def test_devices_predict_no_quantities_so_far() -> None:
+    data = {"dataset": "csv", "path": "prices.csv", "task": "regression"}
+    with pytest.raises(UserError, match=r'data\.task = "regression" is for fedloop simulate only'):
+        on_devices({"data": data})

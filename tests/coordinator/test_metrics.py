@@ -171,3 +171,51 @@ def test_a_language_model_has_its_perplexity() -> None:
     final = score(np.zeros((2, 3, 4), np.float32), y)
     found = figures.of_all(Judged(final, LabelledRows(y), LabelledRows(y)), info(task="next_token"))
     assert found == {"metrics": {"perplexity": pytest.approx(4.0)}}
+
+
+def test_figures_of_a_regression_equal_those_of_scikit_learn() -> None:
+    rng = np.random.default_rng(5)
+    y = rng.normal(size=200).astype(np.float32)
+    outputs = (0.8 * y + rng.normal(scale=0.3, size=200)).astype(np.float32)
+    mean, deviation = 30.0, 12.0
+    real, predicted = y.astype(np.float64) * deviation + mean, outputs.astype(np.float64) * deviation + mean
+    assert metrics.regression(outputs, y, deviation) == {
+        "r2": pytest.approx(sklearn_metrics.r2_score(real, predicted)),
+        "mae": pytest.approx(sklearn_metrics.mean_absolute_error(real, predicted)),
+        "rmse": pytest.approx(sklearn_metrics.root_mean_squared_error(real, predicted)),
+    }
+
+
+def test_equal_labels_define_no_r2() -> None:
+    got = metrics.regression(np.array([1, 2], np.float32), np.array([1, 1], np.float32), 2.0)
+    assert got == {"r2": None, "mae": 1.0, "rmse": pytest.approx(2**0.5)}
+    empty = np.zeros(0, np.float32)
+    assert set(metrics.regression(empty, empty, 2.0).values()) == {None}
+    assert set(metrics.regression(np.array([np.nan], np.float32), empty[:1], 2.0).values()) == {None}
+
+
+def test_a_regression_is_judged_beside_the_mean_of_the_training_rows() -> None:
+    y = np.array([0.0, 1.0, 2.0], np.float32)
+    outputs = np.array([[0.0], [1.0], [1.0]], np.float32)
+    scored = score(outputs, y)
+    assert scored.loss == pytest.approx(1 / 3)
+    final = Evaluation(scored.loss_sum, scored.correct, scored.labels, outputs)
+    sites = np.array([0, 0, 1], np.int32)
+    own = Evaluation(0.0, scored.correct, scored.labels, y[:, None])
+    all_rows = Judged(
+        final, LabelledRows(y, sites), LabelledRows(np.array([1, 1, 3], np.float32), sites), own
+    )
+    described = info(task="regression", classes=1, class_names=[], label_scale=[100.0, 10.0])
+    found = figures.of_all(all_rows, described)
+    assert found["metrics"] == {"r2": 0.5, "mae": pytest.approx(10 / 3), "rmse": pytest.approx(10 / 3**0.5)}
+    assert found["baselines"]["mean"]["value"] == pytest.approx(100 + 10 * 5 / 3)
+    assert found["baselines"]["local"] == {"r2": 1.0, "mae": 0.0, "rmse": 0.0}
+    per_site = figures.by_site(all_rows, described)
+    assert per_site["a"]["baselines"]["mean"] == {
+        "value": 110.0,
+        "r2": -1.0,
+        "mae": 5.0,
+        "rmse": pytest.approx(50**0.5),
+    }
+    assert (per_site["b"]["test_accuracy"], per_site["b"]["metrics"]["r2"]) == (None, None)
+    assert per_site["c"]["baselines"]["mean"]["value"] is None

@@ -136,8 +136,8 @@ TOKENS = np.arange(40).reshape(10, 4) % 7
         ({"x": X, "y": Y, "class_names": ["a"]}, "1 class_names|1 classes"),
         ({"x": X, "y": Y, "class_names": "ab"}, "class_names is 'ab', expected a list of texts"),
         (
-            {"x": X, "y": Y, "task": "regression"},
-            "task is 'regression', expected classification or next_token",
+            {"x": X, "y": Y, "task": "clustering"},
+            "task is 'clustering', expected classification or next_token or regression",
         ),
         ({"x": X, "y": TOKENS[:, :3]}, "for next_token, x and y are whole numbers of one shape"),
         ({"x": TOKENS, "y": TOKENS, "task": "classification"}, r"y has shape \(10, 4\), expected \(10,\)"),
