@@ -14,6 +14,7 @@ from coordinator.accounts import enrolment
 from coordinator.context.services import Services, ServicesDep
 from coordinator.db import devices
 from coordinator.db.devices import DeviceRow, State
+from coordinator.scheduling.matching import Presence, presence
 
 _NO_NUL = "^[^\\x00]*$"  # PostgreSQL rejects NUL in text
 
@@ -32,6 +33,9 @@ class Device(BaseModel):
     certificate_until: datetime | None
     last_seen_at: datetime | None
     expected_at: datetime | None = Field(description="Time of its next check-in.")
+    presence: Presence = Field(
+        description="Late: that time has passed; offline: a minute ago or more, or it never checked in."
+    )
     report: dict[str, Any] = Field(description="Its report at the last check-in.")
 
 
@@ -58,13 +62,17 @@ def list_devices(
         lambda at: devices.listed(at, limit + 1, after=after, state=state, group=group, called=called)
     )
     page = rows[:limit]
-    return Devices(devices=[_render(row) for row in page], next=page[-1].id if len(rows) > limit else None)
+    now = services.clock()
+    return Devices(
+        devices=[_render(row, now) for row in page], next=page[-1].id if len(rows) > limit else None
+    )
 
 
 @router.get("/devices/{device}")
 def get_device(device: str, services: ServicesDep) -> Device:
     """One device."""
-    return _render(services.database.read(lambda at: enrolment.require_device(at, device)))
+    row = services.database.read(lambda at: enrolment.require_device(at, device))
+    return _render(row, services.clock())
 
 
 @router.post("/devices/{device}/approve")
@@ -83,8 +91,9 @@ def revoke_device(device: str, services: ServicesDep) -> Device:
 
 def _write(services: Services, device: str, work: Callable[[Connection], DeviceRow]) -> Device:
     live = (f"run:{deployment.run}" for deployment in services.deployments.active())
-    return _render(services.commit(work, f"device:{device}", "devices", *live))
+    return _render(services.commit(work, f"device:{device}", "devices", *live), services.clock())
 
 
-def _render(row: DeviceRow) -> Device:
-    return Device(group=row.device_group, **vars(row))
+def _render(row: DeviceRow, now: datetime) -> Device:
+    there = presence(row.last_seen_at, row.expected_at, now) if row.state == "active" else "offline"
+    return Device(group=row.device_group, presence=there, **vars(row))

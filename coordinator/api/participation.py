@@ -1,4 +1,4 @@
-"""Operator API: why a device takes part in each run, or does not (`fedloop device why`).
+"""Operator API: why a device takes part in each run (`fedloop device why`), and each device in a run (`fedloop runs show`).
 
 For a device that does not match a run, the answer is the reason of the matching; for one that matches, it follows from
 the rows of its tasks and of the rounds.
@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from sqlalchemy import Connection, Row
 
 from coordinator.context.services import Services, ServicesDep
@@ -56,6 +56,48 @@ class Why(BaseModel):
     state: str
     reasons: list[WhyReason]
     runs: list[WhyRun]
+
+
+class RunDevice(BaseModel):
+    """A device's part in one run. `matches`: it may be selected; None if the run is not in progress."""
+
+    device: str
+    name: str
+    matches: bool | None
+    reasons: list[WhyReason]
+
+
+class RunDevices(BaseModel):
+    """A page of the enrolled devices, by id."""
+
+    devices: list[RunDevice]
+    next: str | None = Field(description="`after` for the next page; null on the last one.")
+
+
+@router.get("/runs/{run}/devices")
+def list_run_devices(
+    run: str,
+    services: ServicesDep,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Annotated[str, Query(pattern="^[^\\x00]*$", description="Only ids after this one.")] = "",
+) -> RunDevices:
+    """What each enrolled device does in this run, or why it does not take part."""
+
+    def read(connection: Connection) -> RunDevices:
+        row, now = run_rows.require(connection, run), services.clock()
+        live = {each.run: each for each in services.deployments.active()}
+        found = participants.enrolled(connection, limit + 1, after)
+        page = [_explain_device(connection, each, row, live.get(run), now) for each in found[:limit]]
+        return RunDevices(devices=page, next=page[-1].device if len(found) > limit else None)
+
+    return services.database.read(read)
+
+
+def _explain_device(
+    connection: Connection, device: Candidate, run: Row[Any], deployment: Deployment | None, now: datetime
+) -> RunDevice:
+    part = _explain_run(connection, device, run, deployment, now)
+    return RunDevice(device=device.id, name=device.name, matches=part.matches, reasons=part.reasons)
 
 
 @router.get("/devices/{device}/why")

@@ -13,7 +13,9 @@ from pydantic import BaseModel, Field
 from sqlalchemy import Connection, Row
 
 from coordinator.api.deps import RequestBody
+from coordinator.api.events import as_json
 from coordinator.context.services import Services, ServicesDep
+from coordinator.db import events
 from coordinator.db import runs as rows
 from coordinator.errors import Refusal
 from coordinator.experiments import experiment as experiments
@@ -44,18 +46,28 @@ class RunRequest(BaseModel):
 
 
 class Run(BaseModel):
-    """A run. `round`: the last committed one. `notices`: settings of the experiment that do not apply here."""
+    """A run. `round`: the last committed one, whose model has `test_accuracy`; None if it was not scored.
+    `notices`: settings of the experiment that do not apply here.
+    """
 
     id: str
     name: str
     state: Literal["queued", "running", "finished", "failed", "cancelled"]
     round: int
     rounds: int
+    test_accuracy: float | None
     created_at: datetime
     finished_at: datetime | None
     error: str | None
     notices: list[str]
     experiment: dict[str, Any]
+
+
+class RunEvents(BaseModel):
+    """A page of a run's events."""
+
+    events: list[dict[str, Any]]
+    next: int | None = Field(description="`after` for the next page; null on the last one.")
 
 
 class RunService(Protocol):
@@ -93,7 +105,7 @@ def create_run(request: RunRequest, service: RunsDep, services: ServicesDep) -> 
         document = experiments.parse_toml(document, "experiment")
     own = request.own_model
     files = None if own is None else {name: getattr(own, name) for name in OwnModelFiles.model_fields}
-    return _render(_read(services, service.create(document, request.sets, files)))
+    return _show(services, service.create(document, request.sets, files))
 
 
 @router.get("/runs")
@@ -106,14 +118,19 @@ def list_runs(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> list[Run]:
     """Runs, newest first."""
-    page = services.database.read(partial(rows.newest, limit=limit, state=state, called=called))
-    return [_render(row) for row in page]
+
+    def read(connection: Connection) -> list[Run]:
+        page = rows.newest(connection, limit, state, called)
+        accuracies = rows.accuracies(connection, [row.id for row in page])
+        return [_render(row, accuracies.get(row.id)) for row in page]
+
+    return services.database.read(read)
 
 
 @router.get("/runs/{run}")
 def get_run(run: str, services: ServicesDep) -> Run:
     """One run."""
-    return _render(_read(services, run))
+    return _show(services, run)
 
 
 @router.get("/runs/{run}/rounds")
@@ -136,6 +153,24 @@ def get_report(run: str, services: ServicesDep) -> dict[str, Any]:
     return services.database.read(read)
 
 
+@router.get("/runs/{run}/events")
+def list_events(
+    run: str,
+    services: ServicesDep,
+    after: Annotated[int, Query(ge=0, description="Only events after this one.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+) -> RunEvents:
+    """The events of a run so far, oldest first, a page at a time; `/events` streams them as they happen."""
+
+    def read(connection: Connection) -> RunEvents:
+        rows.require(connection, run)
+        found = events.since(connection, after, limit + 1, run)
+        page = [as_json(row) for row in found[:limit]]
+        return RunEvents(events=page, next=page[-1]["id"] if len(found) > limit else None)
+
+    return services.database.read(read)
+
+
 @router.get("/runs/{run}/model", response_class=FileResponse)
 def get_model(run: str, services: ServicesDep) -> FileResponse:
     """The params of the last committed round, as a safetensors file."""
@@ -153,13 +188,22 @@ def get_model(run: str, services: ServicesDep) -> FileResponse:
 def cancel_run(run: str, service: RunsDep, services: ServicesDep) -> Run:
     """Ends a run now; committed rounds stay."""
     service.cancel(run)
-    return _render(_read(services, run))
+    return _show(services, run)
 
 
 def _read(services: Services, run: str) -> Row[Any]:
     return services.database.read(partial(rows.require, run=run))
 
 
-def _render(row: Row[Any]) -> Run:
-    columns = (key for key in Run.model_fields if key != "rounds")
-    return Run(rounds=row.experiment["federation"]["rounds"], **{key: getattr(row, key) for key in columns})
+def _show(services: Services, run: str) -> Run:
+    def read(connection: Connection) -> Run:
+        row = rows.require(connection, run)
+        return _render(row, rows.accuracies(connection, [run]).get(run))
+
+    return services.database.read(read)
+
+
+def _render(row: Row[Any], accuracy: float | None) -> Run:
+    derived = {"rounds": row.experiment["federation"]["rounds"], "test_accuracy": accuracy}
+    columns = (key for key in Run.model_fields if key not in derived)
+    return Run(**derived, **{key: getattr(row, key) for key in columns})

@@ -31,6 +31,7 @@ from coordinator.commands import (
     pretrain,
     release,
     rollout,
+    runs,
     statistics,
     sweep,
 )
@@ -86,7 +87,10 @@ def simulate(
     resume: Annotated[
         Path | None,
         typer.Option(
-            "--resume", help="Resume the run in this folder from its last committed round.", metavar="DIR"
+            "--resume",
+            help="Resume the run in this folder from its last committed round; --set may change federation.rounds and "
+            "simulation.workers.",
+            metavar="DIR",
         ),
     ] = None,
     data_dir: DataDir = None,
@@ -106,12 +110,10 @@ def simulate(
     with RichProgress() as progress:
         surroundings = simulation.Environment(data_dir=data_dir, progress=progress)
         if resume is not None:
-            if experiment is not None or sets or out is not None:
-                raise UserError("--resume takes everything from its folder: omit EXPERIMENT, --set and --out")
-            if simulation.is_finished(resume):
-                progress.print(f"{resume}: this run is already finished")
+            if experiment is not None or out is not None:
+                raise UserError("--resume takes the experiment from its folder: omit EXPERIMENT and --out")
             trackers.check()
-            report, folder = simulation.resume(resume, surroundings), resume
+            report, folder = simulation.resume(resume, surroundings, sets or []), resume
         else:
             loaded = experiments.load(experiment, sets or [])
             folder = out or default_folder(loaded.name)
@@ -199,6 +201,7 @@ app.add_typer(model.app, name="model")
 app.add_typer(pretrain.app, name="pretrain")
 app.add_typer(rollout.app, name="rollout")
 app.add_typer(release.app, name="release")
+app.add_typer(runs.app, name="runs")
 
 
 def main() -> None:

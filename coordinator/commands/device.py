@@ -115,7 +115,7 @@ def list_devices(
     ] = None,
     group: Annotated[str | None, typer.Option("--group", help="Only devices of this group.")] = None,
 ) -> Shown:
-    """List the enrolled devices."""
+    """List the enrolled devices: online, late for their next check-in, or offline since it is a minute overdue."""
     devices = list(client.pages("/devices", "devices", state=state, group=group))
     none = ["no devices; make a token for one: fedloop device token"]
     return devices, _table(devices) if devices else none
@@ -195,13 +195,14 @@ def _serials(file: Path) -> list[str]:
 
 
 def _table(devices: list[dict[str, Any]]) -> Table:
-    table = make_table("id", "name", "group", "state", "last seen", "runtimes")
+    table = make_table("id", "name", "group", "state", "presence", "last seen", "runtimes")
     for each in devices:
         cells = (
             each["id"],
             each["name"],
             each["group"],
             each["state"],
+            each["presence"],
             format_time(each["last_seen_at"]) if each["last_seen_at"] else "never",
             ", ".join(each["report"].get("runtimes", ())),
         )

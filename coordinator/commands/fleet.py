@@ -87,7 +87,7 @@ def _document(experiment: Path | None, sets: list[str]) -> tuple[dict[str, Any],
     """The experiment as written, with absolute paths, and resolved. Checked here so that errors name the file."""
     from coordinator.experiments import experiment as experiments
 
-    document = experiments.apply_settings(experiments.read_toml(experiment) if experiment else {}, sets)
+    document = experiments.read_document(experiment, sets, "devices")
     resolved = experiments.resolve(document, str(experiment) if experiment else "experiment", "devices")
     for table, key in (("data", "path"), ("model", "init")):
         value = getattr(getattr(resolved, table), key)

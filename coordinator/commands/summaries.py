@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from coordinator.errors import NothingLearnt
 _MAX_ROWS = 10
 
 
-def run_summary(report: dict[str, Any], folder: Path) -> str:
-    """The result of a run: accuracy, clients, traffic, rejections."""
+def run_summary(report: dict[str, Any], folder: Path | None) -> str:
+    """The result of a run: accuracy, clients, traffic, rejections. `folder`: where its files are, if they are here."""
     final = report["final"]
     runtimes = ", ".join(f"{count} {name}" for name, count in report["runtimes"].items())
     lines = [
@@ -32,21 +32,56 @@ def run_summary(report: dict[str, Any], folder: Path) -> str:
         lines.append(
             f"{unchanged} of {len(report['rounds'])} rounds changed nothing: too few updates by the deadline"
         )
-    lines.append(f"model {final['model_sha256'][:16]}…  report, curves and model in {folder}/")
+    files = f"  report, curves and model in {folder}/" if folder is not None else ""
+    lines.append(f"model {final['model_sha256'][:16]}…{files}")
     return "\n".join(lines)
 
 
 def show_report(report: dict[str, Any], folder: Path, *, as_json: bool) -> None:
-    """Prints the result of a run on standard output. Raises: NothingLearnt: no round changed the model."""
+    """Prints the result of a run on standard output.
+
+    Raises:
+        NothingLearnt: no round changed the model; with the reasons, from the events in `folder`.
+    """
     print_summary({"out": str(folder), **report}, run_summary(report, folder), as_json=as_json)
+    from coordinator.reports import folder_state  # imports what `fedloop --help` does not need
+
     rounds = report["rounds"]
     if rounds and not any(row["accepted"] for row in rounds):
         silent = sum(row["silent"] for row in rounds)
         on_devices = "; why a device sent none: fedloop device why DEVICE" if "run" in report else ""
         raise NothingLearnt(
-            f"no round changed the model: of {sum(row['selected'] for row in rounds)} clients selected, {silent} sent no update and "
-            f"{sum(row['rejected'] for row in rounds)} were rejected; the model is the initial one{on_devices}"
+            "\n  ".join(
+                [
+                    f"no round changed the model: of {sum(row['selected'] for row in rounds)} clients selected, {silent} sent no "
+                    f"update and {sum(row['rejected'] for row in rounds)} were rejected; the model is the initial one{on_devices}",
+                    *_unused_clients(folder_state.iterate_events(folder)),
+                ]
+            )
         )
+
+
+def _unused_clients(events: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The last reason why each client's update was not used, of some clients, and what rounds missed besides."""
+    why: dict[str, str] = {}
+    for event in events:
+        client, kind = event.get("client", event.get("device")), event["event"]
+        reason = event.get("words") or event.get("reason")
+        if client is not None and kind in ("client_silent", "update_rejected", "update_excluded"):
+            why[client] = (
+                f"{client[:8] if 'device' in event else client}: {reason}, in round {event['round']}"
+            )
+        elif kind == "quorum_missed":
+            why["quorum"] = (
+                f"round {event['round']} got {event['accepted']} updates that could be used, federation.min_updates = "
+                f"{event['min_updates']}"
+            )
+        elif kind == "model_not_finite":
+            why["model"] = (
+                f"the updates of round {event['round']}, each finite, give a model that is not ({event['tensor']})"
+            )
+    more = len(why) - _MAX_ROWS
+    return [*list(why.values())[:_MAX_ROWS], *([f"and {more} more: events.jsonl"] if more > 0 else [])]
 
 
 def pretraining_summary(report: dict[str, Any], folder: Path) -> str:

@@ -16,7 +16,7 @@ from pydantic import Field
 from coordinator.datacenter.training_data import StartModel, TrainingData
 from coordinator.errors import UserError
 from coordinator.experiments.defaults import absolute, complete_options, data_name, missing
-from coordinator.experiments.experiment import apply_settings, read_toml
+from coordinator.experiments.experiment import apply_settings, read_document
 from coordinator.experiments.schema import Section
 from coordinator.experiments.validation import (
     dataset_name_problem,
@@ -137,7 +137,7 @@ def load(
     Raises:
         UserError: naming the file, every bad key with its value, and what was expected.
     """
-    document = apply_settings(read_toml(path) if path else {}, sets)
+    document = read_document(path, sets)
     if profile:
         document = {"profile": {}} | dict(document)
     return resolve(document, str(path) if path else "pretraining", plan)
@@ -149,7 +149,7 @@ def load_with(path: Path | None, sets: Sequence[str], table: str) -> tuple[Pretr
     Raises:
         UserError: as `load`.
     """
-    document = apply_settings(read_toml(path) if path else {}, sets)
+    document = read_document(path, sets)
     own = document.pop(table, {})
     return resolve(document, str(path) if path else "pretraining"), own
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, select, update
+from sqlalchemy import Connection, Row, func, or_, select, update
 
+from coordinator.db.rounds import LEFT_AT_WORK
 from coordinator.db.tables import devices, tasks
 from coordinator.scheduling.matching import OVERDUE_AFTER, Candidate
 from edge_client.wire.device import CheckIn
@@ -25,7 +26,7 @@ _CANDIDATE = (
     select(func.max(tasks.c.answered_at))
     .where(
         tasks.c.device == devices.c.id,
-        tasks.c.state == "expired",
+        or_(tasks.c.state == "expired", tasks.c.reason == LEFT_AT_WORK),
         tasks.c.answered_at > devices.c.last_seen_at,
     )
     .scalar_subquery()
@@ -48,6 +49,12 @@ def everyone(connection: Connection) -> list[Candidate]:
     """Active devices that have ever checked in, by id."""
     query = select(*_CANDIDATE).where(devices.c.state == "active", devices.c.last_seen_at.is_not(None))
     return [_candidate(row) for row in connection.execute(query.order_by(devices.c.id))]
+
+
+def enrolled(connection: Connection, limit: int, after: str = "") -> list[Candidate]:
+    """At most `limit` devices that may check in or wait for approval, by id, after the id `after`."""
+    query = select(*_CANDIDATE).where(devices.c.state.in_(("active", "pending")), devices.c.id > after)
+    return [_candidate(row) for row in connection.execute(query.order_by(devices.c.id).limit(limit))]
 
 
 def candidate(connection: Connection, device: str) -> Candidate | None:

@@ -23,6 +23,9 @@ from edge_client.wire.device import TaskKind
 LIVE = ("waiting", "leased")
 """States of a task that may still be answered."""
 
+LEFT_AT_WORK = "left_at_work"
+"""Reason of a cancelled task that its device was working on."""
+
 
 @dataclass(frozen=True)
 class TaskRow:
@@ -184,15 +187,21 @@ def end_live_tasks(
     message: str,
     positions: Collection[int] | None = None,
 ) -> list[str]:
-    """Ends all live tasks of a round, or those at `positions`, and returns their devices."""
+    """Ends all live tasks of a round, or those at `positions`, and returns their devices.
+
+    The reason of a cancelled task that was leased is `LEFT_AT_WORK`.
+    """
     live = and_(of_round(run, number, kind), tasks.c.state.in_(LIVE))
     rows = [
         row
-        for row in connection.execute(select(tasks.c.id, tasks.c.device, tasks.c.position).where(live))
+        for row in connection.execute(
+            select(tasks.c.id, tasks.c.device, tasks.c.position, tasks.c.state).where(live)
+        )
         if positions is None or row.position in positions
     ]
     for row in rows:
-        end_task(connection, row.id, state, now, reason, message)
+        is_left = state == "cancelled" and row.state == "leased"
+        end_task(connection, row.id, state, now, LEFT_AT_WORK if is_left else reason, message)
     return [row.device for row in rows]
 
 

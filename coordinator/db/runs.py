@@ -209,6 +209,14 @@ def records(connection: Connection, run: str) -> list[dict[str, Any]]:
     return list(connection.execute(query).scalars())
 
 
+def accuracies(connection: Connection, runs: Sequence[str]) -> dict[str, float]:
+    """Run -> test accuracy after its last committed round, of those that were scored."""
+    latest = and_(t.runs.c.id == t.rounds.c.run, t.runs.c.round == t.rounds.c.number)
+    query = select(t.rounds.c.run, t.rounds.c.record).join(t.runs, latest).where(t.rounds.c.run.in_(runs))
+    found = {row.run: (row.record or {}).get("test_accuracy") for row in connection.execute(query)}
+    return {run: float(accuracy) for run, accuracy in found.items() if accuracy is not None}
+
+
 def runtimes_used(connection: Connection, run: str) -> dict[str, int]:
     """Runtime -> number of devices that trained with it."""
     query = (

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.errors import UserError
-from coordinator.experiments.defaults import with_defaults
+from coordinator.experiments.defaults import absolute, with_defaults
 from coordinator.experiments.schema import Experiment, FleetKind
 from coordinator.experiments.validation import find_problems, to_user_error, validate
+from coordinator.json_values import flatten
+from coordinator.model_references import is_version
+from models.user_code import KERAS_FILE
 
 _AFFECTED_KEYS = {
     "data.dataset": ("data", "model", "federation.clients"),
@@ -24,6 +27,9 @@ _AFFECTED_KEYS = {
     "strategy.name": ("strategy",),
 }
 """Keys whose default or meaning depends on a key."""
+
+MAY_CHANGE = ("federation.rounds", "simulation.workers")
+"""Keys that may change when a simulation is resumed, because no committed round depends on them."""
 
 LIMIT_BYTES = 4 * 2**20
 """Largest experiment file that is read."""
@@ -35,8 +41,37 @@ def load(path: Path | None, sets: Iterable[str] = ()) -> Experiment:
     Raises:
         UserError: naming the file, every bad key with its value, and what was expected.
     """
-    document = apply_settings(read_toml(path) if path else {}, sets)
-    return resolve(document, str(path) if path else "experiment")
+    return resolve(read_document(path, sets), str(path) if path else "experiment")
+
+
+def read_document(
+    path: Path | None, sets: Iterable[str] = (), fleet: FleetKind = "simulated"
+) -> dict[str, Any]:
+    """The document of a file (empty without one) after `--set` settings, not yet checked.
+
+    Relative paths in the file follow the file's folder and become absolute; those of `--set` follow the working directory.
+    """
+    document = {} if path is None else follow_folder(read_toml(path), path, fleet)
+    return apply_settings(document, sets)
+
+
+def follow_folder(document: dict[str, Any], file: Path, fleet: FleetKind = "simulated") -> dict[str, Any]:
+    """Makes the paths that a document names absolute, in place: relative ones follow the folder of `file`.
+
+    A file that is no regular one, such as the pipe of `<(…)`, has no folder of its own: the working directory counts.
+    """
+    if not file.is_file() or file.absolute().parent in (Path("/dev"), Path("/dev/fd")):
+        return document
+    for table, key in (("data", "path"), ("model", "init"), ("model", "name")):
+        section = document.get(table)
+        if not isinstance(section, dict) or not isinstance(value := section.get(key), str) or not value:
+            continue
+        if (key == "name" and not value.endswith(KERAS_FILE)) or (
+            key == "init" and fleet == "devices" and is_version(value)
+        ):
+            continue
+        section[key] = absolute(str(file.parent.resolve() / Path(value).expanduser()))
+    return document
 
 
 def apply_settings(document: dict[str, Any], sets: Iterable[str]) -> dict[str, Any]:
@@ -89,6 +124,27 @@ def resolve(
     if experiment is None or problems:
         raise to_user_error(source, problems)
     return complete(experiment)
+
+
+def change(before: Experiment, source: str, sets: Iterable[str]) -> Experiment:
+    """The resolved experiment of a simulation after `--set` settings on its resume.
+
+    Raises:
+        UserError: naming every key that may not change.
+    """
+    requested = apply_settings(before.model_dump(mode="json", exclude_none=True), sets)
+    after = resolve(requested, source, stored=True)
+    old, new = (flatten(each.model_dump(mode="json", exclude_none=True)) for each in (before, after))
+    refused = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in MAY_CHANGE]
+    if refused:
+        raise UserError(
+            "\n  ".join(
+                [f"{source}: cannot change when a run is resumed:"]
+                + [f"{key} was {old.get(key)!r}, requested is {new.get(key)!r}" for key in refused]
+                + [f"keys that can: {' and '.join(MAY_CHANGE)}; for all others, start a new run"]
+            )
+        )
+    return after
 
 
 def _apply(document: dict[str, Any], setting: str) -> None:

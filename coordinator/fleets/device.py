@@ -34,6 +34,7 @@ from coordinator.fleets.run_session import (
     LONGEST_WAIT_SECONDS,
     RunSession,
     WaitNotice,
+    find_blocked,
     invite,
     invite_eligible,
     wait_for_answers,
@@ -103,7 +104,10 @@ class DeviceFleet:
             if left <= 0 and len(eligible) >= self._deployment.quorum:
                 self._present = len(eligible)
                 return eligible
-            if notice.is_due(len(eligible), began):
+            blocked = self._session.read(
+                partial(find_blocked, deployment=self._deployment, now=self._services.clock())
+            )
+            if notice.is_due(len(eligible), blocked, began):
                 self._session.write(partial(notice.record, seconds=max(left, 0.0)))
                 self._session.notify(())
             # Matching a large fleet takes a while; a pause keeps it from running at every single check-in.

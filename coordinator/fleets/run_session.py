@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, TypeVar, get_args
@@ -19,13 +20,19 @@ from coordinator.db import events, participants, rounds
 from coordinator.rounds.fleet import Stopped
 from coordinator.scheduling import matching
 from coordinator.scheduling.deployments import Deployment
-from coordinator.scheduling.matching import Candidate
+from coordinator.scheduling.matching import Candidate, Reason
 from coordinator.scheduling.offers import Invitation
 from coordinator.storage.errors import is_temporary
 from edge_client.wire.device import RuntimeName, TaskKind
 
 LONGEST_WAIT_SECONDS = 5.0
 """Longest wait before the clock is read again, because it may be set."""
+
+_NOTICE_SECONDS = 2.0
+"""Between two looks at the devices that a run waits for, and between two notices: a change is told within twice that."""
+
+_MOST_NAMED, _MOST_COMPARED = 20, 1000
+"""Devices that a notice names with their reasons, and those that are looked at."""
 
 _RETRY_SECONDS = 2.0
 """Between attempts to write to a disk or database that fails temporarily."""
@@ -90,7 +97,7 @@ class RunSession:
     def wait_for_devices(self, seen: int, seconds: float, pause_seconds: float) -> None:
         """Waits for a check-in of any device, but at least `pause_seconds`."""
         self._stop.wait(min(seconds, pause_seconds))
-        self._services.signals.wait("devices", seen, min(seconds, LONGEST_WAIT_SECONDS))
+        self._services.signals.wait("devices", seen, min(seconds, _NOTICE_SECONDS))
 
     def notify(self, devices: Iterable[str]) -> None:
         """Wakes these devices and the event streams."""
@@ -125,38 +132,68 @@ def _end_late(connection: Connection, run: str, number: int, kind: TaskKind, now
 
 
 class WaitNotice:
-    """Decides when to record the notice: immediately, and when the number of devices changes, some seconds apart."""
+    """Decides when to record the notice: immediately, and when the devices that can take part or the reasons why others cannot
+    change, some seconds apart."""
 
     def __init__(self, services: Services, deployment: Deployment, number: int, wanted: int) -> None:
         self._services = services
         self._deployment = deployment
         self._number = number
         self._wanted = wanted
-        self._last: tuple[int, float] | None = None
+        self._last: tuple[int, tuple[Blocked, ...], float] | None = None
 
-    def is_due(self, eligible: int, moment: float) -> bool:
-        """Whether to record this number of devices now; if so, it counts as recorded."""
+    def is_due(self, eligible: int, blocked: Sequence[Blocked], moment: float) -> bool:
+        """Whether to record these devices now; if so, they count as recorded."""
         if self._last is not None:
-            before, since = self._last
-            if eligible == before or moment - since < LONGEST_WAIT_SECONDS:
+            before, reasons, since = self._last
+            is_same = eligible == before and _codes(blocked) == _codes(reasons)
+            if is_same or moment - since < _NOTICE_SECONDS:
                 return False
-        self._last = (eligible, moment)
+        self._last = (eligible, tuple(blocked), moment)
         return True
 
     def record(self, connection: Connection, seconds: float) -> None:
         """Writes the event and the line in the log."""
         assert self._last is not None
+        eligible, blocked, _ = self._last
         values: dict[str, Any] = {
             "round": self._number,
-            "eligible": self._last[0],
+            "eligible": eligible,
             "wanted": self._wanted,
             "least": self._deployment.quorum,
             "enrolled": participants.fleet_size(connection),
             "seconds": round(seconds),
         }
         run = self._deployment.run
-        events.record(connection, self._services.clock(), "round_waiting", run=run, **values)
+        named = [
+            {"device": each.device, "name": each.name, "reasons": [reason.message for reason in each.reasons]}
+            for each in blocked[:_MOST_NAMED]
+        ]
+        more: dict[str, Any] = {"blocked": named, "unnamed": len(blocked) - len(named)}
+        events.record(connection, self._services.clock(), "round_waiting", run=run, **values, **more)
         _log.info("round_waiting", run=run, **values)
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """A device that cannot take part in a run, and why."""
+
+    device: str
+    name: str
+    reasons: tuple[Reason, ...]
+
+
+def find_blocked(connection: Connection, deployment: Deployment, now: datetime) -> list[Blocked]:
+    """The enrolled devices that get no task of this run now; of a fleet of more than a thousand, those among the first."""
+    found = (
+        Blocked(each.id, each.name, matching.blocking_reasons(each, deployment, now))
+        for each in participants.enrolled(connection, _MOST_COMPARED)
+    )
+    return [each for each in found if each.reasons]
+
+
+def _codes(blocked: Sequence[Blocked]) -> list[tuple[str, tuple[str, ...]]]:
+    return [(each.device, tuple(reason.code for reason in each.reasons)) for each in blocked]
 
 
 def invite_eligible(

@@ -273,12 +273,17 @@ def device_id(client: OperatorClient, reference: str) -> str:
 
 def run_id(client: OperatorClient, reference: str) -> str:
     """The id of the run that `reference` means. Raises: UserError: it matches no run, or several."""
-    match = _unique(reference, client.get("/runs", called=reference, limit=100), "runs")
+    match = find_run_id(client, reference)
     if match is None:
         newest = client.get("/runs", limit=_MAX_LISTED)
         hint = f"the newest: {_list(newest)}" if newest else "there are no runs"
         raise UserError(f"no run matches {reference!r}; {hint}")
     return match
+
+
+def find_run_id(client: OperatorClient, reference: str) -> str | None:
+    """The id of the run that `reference` means, None if there is none. Raises: UserError: it matches several."""
+    return _unique(reference, client.get("/runs", called=reference, limit=100), "runs")
 
 
 def _unique(reference: str, matches: Sequence[dict[str, Any]], kind: str) -> str | None:

@@ -24,6 +24,7 @@ from coordinator.rounds.events import LineFile
 from coordinator.rounds.records import RoundRecord
 from edge_client.files import write_durably
 from edge_client.wire import arrays
+from edge_client.wire.strict import printable
 
 ENDS = ("run_finished", "run_failed", "run_cancelled")
 UNAVAILABLE = (503, 507)
@@ -57,8 +58,8 @@ def follow(
         last = _watch(client, run, lines, progress, experiment.federation.rounds, notices, wait)
     except KeyboardInterrupt:
         raise RunInterrupted(
-            f"stopped following; the run continues. Follow it with: fedloop run --follow {run}, "
-            f"cancel it with: fedloop run --cancel {run}"
+            f"stopped following; the run continues. Follow it with: fedloop run --follow {run[:8]}, "
+            f"cancel it with: fedloop run --cancel {run[:8]}"
         ) from None
     finally:
         for file in lines.values():
@@ -92,10 +93,18 @@ def events_of(
                 raise
             if waited >= patience_seconds:
                 raise RunInterrupted(
-                    f"{error}\nfollow the run again with: fedloop run --follow {run}"
+                    f"{error}\nfollow the run again with: fedloop run --follow {run[:8]}"
                 ) from None
         wait(_RETRY_SECONDS)
         waited += _RETRY_SECONDS
+
+
+def events_until_end(client: OperatorClient, run: str) -> Iterator[dict[str, Any]]:
+    """As `events_of`, up to the event that ends the run."""
+    for event in events_of(client, run, time.sleep):
+        yield event
+        if event["event"] in ENDS:
+            return
 
 
 def _watch(
@@ -122,7 +131,8 @@ def _watch(
             case "run_stalled":
                 progress.note(f"the run waits, and will continue by itself: {event['reason']}")
             case "round_waiting":
-                progress.note(_format_waiting(event))
+                for line in format_waiting(event):
+                    progress.note(line)
             case "round_committed":
                 record = RoundRecord(**{field.name: event[field.name] for field in fields(RoundRecord)})
                 run_files.append_round(lines["rounds.csv"], record)
@@ -136,8 +146,16 @@ def _watch(
     raise AssertionError("the stream of events has no end of its own")
 
 
-def _format_waiting(event: Mapping[str, Any]) -> str:
-    """How many devices can take part in a waiting round, how many it wants, and when it begins."""
+def format_waiting(event: Mapping[str, Any]) -> Iterator[str]:
+    """How many devices can take part in a waiting round, how many it wants, when it begins, and why others cannot."""
+    yield _format_counts(event)
+    for each in event.get("blocked", ()):
+        yield f"  {printable(each['name'])} ({each['device'][:8]}): {printable('; '.join(each['reasons']))}"
+    if event.get("unnamed"):
+        yield f"  and {event['unnamed']} more; why one of them cannot: fedloop device why DEVICE"
+
+
+def _format_counts(event: Mapping[str, Any]) -> str:
     eligible, wanted, enrolled = event["eligible"], event["wanted"], event["enrolled"]
     if not enrolled:
         return (
@@ -151,7 +169,7 @@ def _format_waiting(event: Mapping[str, Any]) -> str:
         start = f"it begins with the eligible ones in {event['seconds']} s (devices.patience_seconds)"
     else:
         start = f"it begins when {event['least']} can"
-    return f"round {event['round']} waits: {counts}; {start}; why one cannot: fedloop device why DEVICE"
+    return f"round {event['round']} waits: {counts}; {start}"
 
 
 def _save_results(client: OperatorClient, run: str, out: Path, name: str) -> dict[str, Any]:
@@ -160,7 +178,7 @@ def _save_results(client: OperatorClient, run: str, out: Path, name: str) -> dic
     if arrays.sha256(model) != document["final"]["model_sha256"]:
         raise RunInterrupted(
             f"the model of run {run} does not have the hash in its report; try again with: "
-            f"fedloop run --follow {run}; if that does not help, the coordinator's disk has damaged it"
+            f"fedloop run --follow {run[:8]}; if that does not help, the coordinator's disk has damaged it"
         )
     write_durably(out / "model.safetensors", model)
     run_files.write_schema(out, document["data"].get("schema"))

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,20 +27,20 @@ import numpy as np
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
-from coordinator.experiments.experiment import read_toml, resolve
+from coordinator.experiments.experiment import MAY_CHANGE
 from coordinator.experiments.schema import Experiment, Runtime
 from coordinator.experiments.validation import regression_runtime_problem
 from coordinator.extras import problems_with
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, virtual_time
 from coordinator.output_folders import begin, locked, require_new, resumable, undone_if_refused
-from coordinator.reports import report
+from coordinator.reports import folder_state, report
 from coordinator.reports.figures import Judged, LabelledRows, has_metrics
 from coordinator.reports.progress import Progress, Quiet
 from coordinator.rounds import engine
 from coordinator.rounds.events import Clock
 from coordinator.rounds.plan import generator
 from coordinator.rounds.records import Checkpoint, RunState, Score
-from coordinator.runs import local_baseline
+from coordinator.runs import local_baseline, resumption
 from coordinator.runs.initial_params import read_init
 from coordinator.runs.model_setup import (
     export_model,
@@ -82,34 +82,34 @@ def simulate(experiment: Experiment, out: Path, environment: Environment) -> dic
         return _run(experiment, out, environment)
 
 
-def resume(out: Path, environment: Environment) -> dict[str, Any]:
+def resume(out: Path, environment: Environment, sets: Sequence[str] = ()) -> dict[str, Any]:
     """Resumes the run in `out` from its last committed round; of a finished run it only returns the report.
 
+    `sets`: changes of the keys `experiment.MAY_CHANGE`. With more `federation.rounds`, a finished run goes on, and its result is
+    that of a run with so many rounds from the start.
+
     Raises:
-        UserError: `out` holds no run, or its experiment or data were changed since.
+        UserError: `out` holds no simulation, its experiment or data were changed since, or a key may not change.
         RunInterrupted: as `simulate`.
     """
-    path = out / "experiment.toml"
-    if not path.exists():
-        raise UserError(f"--resume {out}: there is no run here (no experiment.toml)")
-    if is_finished(out):
+    experiment = resumption.read(out, sets)
+    if folder_state.is_finished(out):
+        environment.progress.note(f"{out}: this run is already finished")
         shutil.rmtree(out / "work", ignore_errors=True)  # the process may have died before it could
         finished: dict[str, Any] = json.loads((out / "report.json").read_text("utf-8"))
         return finished
-    return _run(resolve(read_toml(path), str(path), stored=True), out, environment)
-
-
-def is_finished(out: Path) -> bool:
-    """Whether the run in `out` has its report."""
-    return (out / "report.json").exists()
+    return _run(experiment, out, environment)
 
 
 def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[str, Any]:
     work = out / "work"
     progress = environment.progress
     how = f"nothing committed is lost; go on with: fedloop simulate --resume {out}"
-    taken = UserError(f"{out}: another process is running this experiment")
-    with resumable(how, WorkerDied), locked(out / ".lock", taken), _start_workers(experiment, work) as pool:
+    with (
+        resumable(how, WorkerDied),
+        locked(out / folder_state.LOCK, resumption.taken(out)),
+        _start_workers(experiment, work) as pool,
+    ):
         for leftover in [*out.glob(".*.tmp"), *out.glob("checkpoint/**/.*.tmp")]:  # of a killed process
             leftover.unlink(missing_ok=True)
         store = SimulationStore(out, progress, environment.clock)
@@ -257,8 +257,8 @@ def _hash_experiment(experiment: Experiment) -> str:
 def _require_same(checkpoint: Checkpoint, prepared: Prepared, identity: Mapping[str, str], out: Path) -> None:
     if checkpoint.identity["experiment"] != identity["experiment"]:
         raise UserError(
-            f"{out / 'experiment.toml'} was changed since the run began; only federation.rounds and "
-            "simulation.workers may change on --resume"
+            f"{out / 'experiment.toml'} was changed since the run began; only {' and '.join(MAY_CHANGE)} may change on "
+            "--resume"
         )
     if checkpoint.identity["data"] != identity["data"]:
         raise UserError(f"--resume {out}: the data is not what the run began with (its fingerprint differs)")

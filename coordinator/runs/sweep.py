@@ -14,7 +14,7 @@ import select
 import subprocess
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from coordinator.experiments.grid import Combination
 from coordinator.extras import problems_with
 from coordinator.output_folders import begin, locked, require_new, resumable, undone_if_refused
 from coordinator.reports import sweep as reports
+from coordinator.reports.folder_state import is_finished
+from coordinator.reports.progress import Quiet
 from coordinator.runs import simulation
 from coordinator.runs.simulation import Environment
 from edge_client.files import write_durably
@@ -130,8 +132,8 @@ class _Runs:
     ) -> None:
         self._out = out
         self._count = len(folders)
-        self._waiting = deque(each for each in folders if not simulation.is_finished(each))
-        self._kept = [each for each in folders if simulation.is_finished(each)]
+        self._waiting = deque(each for each in folders if not is_finished(each))
+        self._kept = [each for each in folders if is_finished(each)]
         self._environment = environment
         self._on_finished = on_finished
         self._done = 0
@@ -187,9 +189,8 @@ class _Runs:
     def _finished(self, folder: Path, remark: str) -> None:
         self._done += 1
         (folder / _LOG).unlink(missing_ok=True)
-        report = simulation.resume(
-            folder, self._environment
-        )  # finished: this removes what a killed process left
+        # finished: this removes what a killed process left
+        report = simulation.resume(folder, replace(self._environment, progress=Quiet()))
         final = reports.final_figures(report)
         figures = ", ".join(
             f"{key.replace('_', ' ')} {value:.4f}"

@@ -34,6 +34,8 @@ Code = Literal[
     "no_model",
 ]
 
+Presence = Literal["online", "late", "offline"]
+
 OVERDUE_AFTER = timedelta(seconds=60)
 """How late a device may be for its next check-in before it counts as absent."""
 
@@ -63,7 +65,8 @@ class Candidate:
         state: pending, active, revoked or left.
         expected_at: when its next check-in is due.
         report: its last check-in; None before the first.
-        missed_at: when the coordinator gave up on one of its tasks, if it has not checked in since.
+        missed_at: when the coordinator gave up on one of its tasks, or ended the round that it was working on, if it has not
+            checked in since.
     """
 
     id: str
@@ -110,7 +113,7 @@ def _absence(device: Candidate, now: datetime) -> Reason | None:
         return Reason("certificate_expired", message)
     if device.report is None or device.last_seen_at is None:
         return Reason("never_seen", "it enrolled but never checked in; is `fedloop-edge run` running?")
-    if now > (device.expected_at or device.last_seen_at) + OVERDUE_AFTER:
+    if presence(device.last_seen_at, device.expected_at, now) == "offline":
         since = f"{device.last_seen_at:%Y-%m-%d %H:%M:%S} UTC"
         age = _age(now - device.last_seen_at)
         return Reason("not_seen", f"it was last seen on {since}, {age} ago, and is overdue")
@@ -121,6 +124,14 @@ def _absence(device: Candidate, now: datetime) -> Reason | None:
         )
         return Reason("missed_task", message)
     return None
+
+
+def presence(last_seen_at: datetime | None, expected_at: datetime | None, now: datetime) -> Presence:
+    """Whether a device is there, by its next expected check-in: offline if that is overdue or it never checked in."""
+    if last_seen_at is None:
+        return "offline"
+    late = now - (expected_at or last_seen_at)
+    return "offline" if late > OVERDUE_AFTER else "late" if late > timedelta() else "online"
 
 
 def runtime_for(report: CheckIn, deployment: Deployment) -> RuntimeName | None:

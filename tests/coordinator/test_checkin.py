@@ -215,8 +215,9 @@ def test_a_fleet_that_is_too_small_is_told_and_waited_for_once(tmp_path: Path, d
         world.enrol("a").check_in()
         world.enrol("b").check_in(ineligible=("on battery",))
         assert fleet.clients(9) == ["a"]
+        blocked = [{"device": "b", "name": "the b", "reasons": ["ineligible: on battery"]}]
         expected = {"round": 3, "eligible": 1, "wanted": 9, "least": 1, "enrolled": 2, "seconds": 0}
-        assert waits(world) == [expected]
+        assert waits(world) == [{**expected, "blocked": blocked, "unnamed": 0}]
         assert fleet.clients(9) == ["a"]
         assert len(waits(world)) == 1, "the second round waited again"
         TestDevice(world.url, "b").check_in()
@@ -241,6 +242,42 @@ def test_a_run_without_devices_says_so_and_begins_with_the_first(world: World) -
     waiting.join()
     assert found == [["a"]]
     assert (waits(world)[0]["eligible"], waits(world)[0]["enrolled"]) == (0, 0)
+
+
+@pytest.mark.slow
+def test_a_changed_reason_is_told_while_a_run_waits(world: World) -> None:
+    fleet = DeviceFleet(world.services, world.start_run("r", quorum=1), patience_seconds=0)
+    device = world.enrol("a")
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(fleet.clients(1)), daemon=True)
+    waiting.start()
+    for part in ("never checked in", "on battery", "is overdue"):
+        while not (told := waits(world)) or part not in told[-1]["blocked"][0]["reasons"][0]:
+            threading.Event().wait(0.01)
+        if part == "never checked in":
+            device.check_in(ineligible=("on battery",))
+        elif part == "on battery":
+            world.clock.pass_seconds(3600)
+    device.check_in()
+    waiting.join()
+    assert found == [["a"]]
+
+
+def test_a_device_killed_in_a_round_that_closed_without_it_is_chosen_once_it_checks_in(
+    tmp_path: Path, database: Database
+) -> None:
+    with serving(tmp_path, database, lease_seconds=7200.0) as world:
+        killed, alive, fleet = world.enrol("a"), world.enrol("b"), fleet_of(world)
+        killed.check_in()
+        alive.check_in()
+        _, tasks = submit(fleet, ("a", "b"))
+        killed.lease(wait_seconds=50.0)
+        world.clock.pass_seconds(1)
+        fleet.cancel(tasks)
+        assert fleet.clients(9) == ["b"]
+        assert codes(world, "a")[0] == "missed_task"
+        killed.check_in()
+        assert fleet.clients(9) == ["a", "b"]
 
 
 def test_a_device_that_left_a_task_unanswered_is_chosen_once_it_checks_in(

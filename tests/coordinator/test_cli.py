@@ -138,8 +138,13 @@ def test_resuming_without_a_run(fedloop: Fedloop, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_resuming_with_settings(fedloop: Fedloop, finished: Path, tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text("")
-    for more in (["--set", "local.lr=1"], ["--out", "x"], ["my.toml"]):
-        refused(fedloop("simulate", "--resume", finished, *more), "--resume takes everything from its folder")
+    for more in (["--out", "x"], ["my.toml"]):
+        refused(
+            fedloop("simulate", "--resume", finished, *more), "--resume takes the experiment from its folder"
+        )
+    refused(
+        fedloop("simulate", "--resume", finished, "--set", "local.lr=1"), "local.lr was 0.05, requested is 1"
+    )
 
 
 def test_an_unknown_option(fedloop: Fedloop) -> None:

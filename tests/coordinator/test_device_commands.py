@@ -154,9 +154,9 @@ def test_an_invalid_list_of_serials_is_refused_with_its_file(
 
 def test_devices_are_listed_as_a_table(fedloop: Any, enrolled: Device) -> None:
     lines = fedloop("list").stdout.splitlines()
-    assert lines[0].split() == ["id", "name", "group", "state", "last", "seen", "runtimes"]
+    assert lines[0].split() == ["id", "name", "group", "state", "presence", "last", "seen", "runtimes"]
     (line,) = [each for each in lines if each.startswith(enrolled.id[:8])]
-    assert line.split() == [enrolled.id, enrolled.name, "default", "active", "never"]
+    assert line.split() == [enrolled.id, enrolled.name, "default", "active", "offline", "never"]
 
 
 def test_an_empty_list_says_what_to_do(fedloop: Any) -> None:

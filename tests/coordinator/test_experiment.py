@@ -105,6 +105,32 @@ def test_every_key_has_a_default(tmp_path: Path) -> None:
     assert load() == load(path=file(tmp_path, DEFAULTS)) == load(path=file(tmp_path, ""))
 
 
+def test_paths_in_a_file_follow_its_folder_and_those_of_set_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    text = (
+        '[data]\ndataset = "csv"\npath = "rows.csv"\n[model]\nname = "net.keras"\ninit = "../a.safetensors"\n'
+    )
+    path = file(tmp_path / "there", text)
+    for named in (path, Path("../there/my.toml")):
+        loaded = load(path=named)
+        assert Path(loaded.data.path or "").resolve() == tmp_path / "there" / "rows.csv"
+        assert Path(loaded.model.name or "").resolve() == tmp_path / "there" / "net.keras"
+        assert Path(loaded.model.init or "").resolve() == tmp_path / "a.safetensors"
+    assert load("data.path=rows.csv", path=path).data.path == str(tmp_path / "here" / "rows.csv")
+    absolute = file(tmp_path / "there", '[data]\ndataset = "csv"\npath = "/data/rows.csv"\n')
+    assert load(path=absolute).data.path == "/data/rows.csv"
+
+
+def test_a_version_or_code_in_a_file_is_no_path(tmp_path: Path) -> None:
+    path = file(tmp_path, '[model]\nname = "mine:build"\ninit = "digits:3"\n')
+    read = experiment.read_document(path, (), "devices")
+    assert read["model"] == {"name": "mine:build", "init": "digits:3"}
+
+
 def test_the_resolved_experiment_is_written_down_with_all_its_keys(tmp_path: Path) -> None:
     assert tomllib.loads(load().to_toml()) == tomllib.loads(DEFAULTS)
 

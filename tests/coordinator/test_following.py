@@ -50,7 +50,12 @@ class Coordinator(OperatorClient):
         rounds = [record(1), record(2)]
         if path.endswith("/report"):
             final = {"model_sha256": arrays.sha256(MODEL)}
-            return {"start": {"test_loss": 2.3, "test_accuracy": 0.1}, "rounds": rounds, "final": final}
+            return {
+                "start": {"test_loss": 2.3, "test_accuracy": 0.1},
+                "rounds": rounds,
+                "final": final,
+                "data": {},
+            }
         self.asked += 1
         notices = ["as it was asked", *(["as it is prepared"] if self.asked > 1 else [])]
         return {"experiment": EXPERIMENT.model_dump(mode="json", exclude_none=True), "notices": notices}
@@ -150,6 +155,20 @@ def test_a_waiting_round_is_reported(tmp_path: Path, more: dict[str, int], messa
     client = Coordinator([EVENTS[0], {**WAITING, **more}, *EVENTS[1:], FINISHED])
     run_follower.follow(client, "r", tmp_path / "out", recorder, wait=lambda seconds: None)
     assert f"round 1 waits: {message}" in recorder.notes[1]
+
+
+def test_a_waiting_round_names_the_devices_that_cannot_take_part(tmp_path: Path) -> None:
+    blocked = [
+        {"device": "0123456789", "name": "pump-7", "reasons": ["ineligible: on battery", "it was revoked"]}
+    ]
+    recorder = Recorder()
+    event = {**WAITING, "blocked": blocked, "unnamed": 2}
+    client = Coordinator([EVENTS[0], event, *EVENTS[1:], FINISHED])
+    run_follower.follow(client, "r", tmp_path / "out", recorder, wait=lambda seconds: None)
+    assert recorder.notes[2:4] == [
+        "  pump-7 (01234567): ineligible: on battery; it was revoked",
+        "  and 2 more; why one of them cannot: fedloop device why DEVICE",
+    ]
 
 
 @pytest.mark.parametrize(

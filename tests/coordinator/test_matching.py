@@ -112,3 +112,15 @@ def test_the_runtime_is_the_first_allowed_one_that_the_device_can_use() -> None:
     assert matching.runtime_for(both, replace(RUN, runtimes=("torch", "litert"))) == "torch"
     assert matching.runtime_for(both, replace(RUN, artifact=None)) == "torch"
     assert matching.runtime_for(replace(both, models=()), replace(RUN, runtimes=("torch",))) is None
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected", "presence"),
+    [(-50, 10, "online"), (-50, 0, "online"), (-50, -1, "late"), (-90, -60, "late"), (-90, -61, "offline"),
+     (-60, None, "late"), (-61, None, "offline"), (None, None, "offline")],
+)  # fmt: skip
+def test_a_device_is_online_late_or_offline_by_its_next_check_in(
+    seen: int | None, expected: int | None, presence: str
+) -> None:
+    moments = (None if each is None else START + timedelta(seconds=each) for each in (seen, expected))
+    assert matching.presence(*moments, START) == presence

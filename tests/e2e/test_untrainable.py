@@ -50,4 +50,5 @@ def test_a_run_of_which_no_round_changed_the_model_ends_with_an_error(tmp_path: 
     assert "no round changed the model: of 6 clients selected, 6 sent no update" in " ".join(
         done.stderr.split()
     )
+    assert all(f"client-00{index}: " in done.stderr for index in range(3)), done.stderr
     assert (tmp_path / "run" / "report.json").exists()

@@ -1,0 +1,265 @@
+"""`fedloop runs`: the runs in folders and at a coordinator, by path, name or the beginning of an id.
+
+`coordinator.operator.run_references` says what RUN may be.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.commands.options import DataDir, Json, Sets, command_group
+from coordinator.commands.output import (
+    RichProgress,
+    format_metric,
+    format_time,
+    make_table,
+    print_json,
+    print_lines,
+    print_output,
+)
+from coordinator.commands.summaries import run_summary, show_report
+from coordinator.errors import UserError
+from coordinator.json_values import flatten
+from coordinator.operator.client import Coordinator
+from coordinator.operator.run_references import FOLDER, LocalRun, RemoteRun, find_run, reach
+from edge_client.wire.strict import printable
+
+app = command_group("Runs: in folders and at a coordinator; what they did, and how to go on with them.")
+
+_LIVE = ("queued", "running")
+_NOT_SETTINGS = ("time", "event", "id", "run")
+_FIGURES = ("test_accuracy", "test_loss", "test_rows", "model_sha256")
+
+RunReference = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A folder, the name of one in runs/, or the id or name of a run at the coordinator; the beginning is enough.",
+        show_default=False,
+    ),
+]
+
+
+@app.command("list", epilog="Example: fedloop runs list --folder experiments")
+def list_runs(
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", help="Folder that holds folders of runs. Default: runs", metavar="DIR"),
+    ] = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """List the runs in folders, and those at the coordinator if one is named or runs on this machine; newest first."""
+    from coordinator.reports import run_folders
+
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--folder {folder}: there is no such folder")
+    rows = [LocalRun(run).row() for run in run_folders.list_runs(folder or FOLDER)]
+    client = reach(coordinator)
+    if client is not None:
+        rows += [RemoteRun(client, shown).row() for shown in client.get("/runs", limit=1000)]
+    rows.sort(key=lambda row: row["started_at"] or "", reverse=True)
+    if as_json:
+        print_json(rows)
+    elif rows:
+        print_output(_table(rows))
+    else:
+        typer.echo(f"no runs in {folder or FOLDER}/; start one: fedloop simulate")
+
+
+@app.command(epilog="Example: fedloop runs show digits-20260105")
+def show(run: RunReference, coordinator: Coordinator = None, as_json: Json = False) -> None:
+    """Show a run: its result so far, its notices and, while it is in progress on devices, what each device does in it."""
+    found = find_run(run, coordinator)
+    report, row = found.report(), found.row()
+    devices = None
+    if isinstance(found, RemoteRun) and row["state"] in _LIVE:
+        devices = list(found.client.pages(f"/runs/{row['id']}/devices", "devices"))
+    if as_json:
+        print_json({**row, "report": report, **({"devices": devices} if devices is not None else {})})
+    else:
+        print_lines(_show_lines(found, row, report, devices))
+
+
+@app.command(epilog="Example: fedloop runs logs 3f2a --follow")
+def logs(
+    run: RunReference,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Wait for further events, until the run ends.")
+    ] = False,
+    coordinator: Coordinator = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each event as a line of JSON.")] = False,
+) -> None:
+    """Print the events of a run, oldest first."""
+    from coordinator.operator import run_follower
+
+    found = find_run(run, coordinator)
+    if follow and isinstance(found, LocalRun):
+        raise UserError(
+            f"--follow is for runs at a coordinator; of a folder: tail -f {found.run.folder}/events.jsonl"
+        )
+    events = found.events()
+    if follow and isinstance(found, RemoteRun):
+        events = run_follower.events_until_end(found.client, found.shown["id"])
+    for event in events:
+        typer.echo(json.dumps(event) if as_json else _format_event(event))
+
+
+@app.command(epilog="Example: fedloop runs compare runs/fedavg runs/fedadam")
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN …", help="Two runs or more, as for show.")],
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Compare runs: the keys of their experiments that differ, and their figures."""
+    if len(runs) < 2:
+        raise UserError("compare needs two runs or more")
+    found = [find_run(each, coordinator) for each in runs]
+    compared = _compare([each.label for each in found], [each.report() for each in found])
+    if as_json:
+        print_json(compared)
+    else:
+        print_output(_comparison_table(compared))
+
+
+@app.command(epilog="Example: fedloop runs cancel 3f2a")
+def cancel(run: RunReference, coordinator: Coordinator = None, as_json: Json = False) -> None:
+    """Cancel a run on devices; its committed rounds stay."""
+    found = find_run(run, coordinator, folders_too=False)
+    assert isinstance(found, RemoteRun)
+    shown = found.client.post(f"/runs/{found.shown['id']}/cancel")
+    typer.echo(json.dumps(shown) if as_json else f"run {found.label} is cancelled")
+
+
+@app.command(epilog="Example: fedloop runs resume mine --set simulation.workers=4")
+def resume(
+    run: RunReference,
+    sets: Sets = None,
+    data_dir: DataDir = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Resume a simulation from its last committed round, as `fedloop simulate --resume` does."""
+    found = find_run(run, coordinator)
+    found.require_simulation("resume")
+    _go_on(found, sets or [], data_dir, as_json)
+
+
+@app.command(epilog="Example: fedloop runs extend mine --rounds 60")
+def extend(
+    run: RunReference,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds in all, those done included.")],
+    data_dir: DataDir = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Go on with a simulation for more rounds; the result is that of a run with so many rounds from the start."""
+    found = find_run(run, coordinator)
+    found.require_simulation("extend")
+    planned = found.row()["rounds"]
+    if rounds <= planned:
+        raise UserError(f"--rounds {rounds}: {found.label} has {planned} rounds already; expected more")
+    _go_on(found, [f"federation.rounds={rounds}"], data_dir, as_json)
+
+
+def _go_on(found: LocalRun | RemoteRun, sets: Sequence[str], data_dir: Path | None, as_json: bool) -> None:
+    from coordinator.runs import simulation
+
+    assert isinstance(found, LocalRun)
+    with RichProgress() as progress:
+        surroundings = simulation.Environment(data_dir=data_dir, progress=progress)
+        report = simulation.resume(found.run.folder, surroundings, sets)
+    show_report(report, found.run.folder, as_json=as_json)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = make_table("id", "name", "state", "round", "test accuracy", "started", right=("test accuracy",))
+    for row in rows:
+        is_folder = row["id"] != row["run"]
+        cells = (
+            row["id"] if is_folder else row["id"][:8],
+            row["name"],
+            row["state"],
+            f"{row['round']}/{row['rounds']}",
+            format_metric(row["test_accuracy"], 4),
+            format_time(row["started_at"]) if row["started_at"] else "-",
+        )
+        table.add_row(*(Text(printable(cell)) for cell in cells))
+    return table
+
+
+def _show_lines(
+    found: LocalRun | RemoteRun,
+    row: Mapping[str, Any],
+    report: dict[str, Any],
+    devices: Sequence[Mapping[str, Any]] | None,
+) -> Iterator[str]:
+    yield f"{found.label}  {printable(row['name'])}: {row['state']}, round {row['round']} of {row['rounds']}"
+    if row["run"] is not None:
+        yield f"run {row['run']}"
+    if isinstance(found, RemoteRun) and found.shown["error"]:
+        yield printable(found.shown["error"], 1000)
+    if row["state"] == "finished":
+        yield run_summary(report, found.run.folder if isinstance(found, LocalRun) else None)
+    elif row["test_accuracy"] is not None:
+        yield f"test accuracy {row['test_accuracy']:.4f} after round {row['round']}"
+    for notice in report.get("notices", ()):
+        yield f"notice: {printable(notice)}"
+    if devices is None:
+        return
+    yield "devices:" if devices else "no device is enrolled; admit one: fedloop device token"
+    for device in devices:
+        part = "; ".join(reason["words"] for reason in device["reasons"]) or "can take part"
+        yield f"  {printable(device['name'])} ({device['device'][:8]}): {printable(part)}"
+
+
+def _format_event(event: Mapping[str, Any]) -> str:
+    moment = event["time"][:19].replace("T", " ")
+    values = (
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in event.items()
+        if key not in _NOT_SETTINGS
+    )
+    return printable(" ".join([moment, event["event"], *values]), 2000)
+
+
+def _compare(labels: Sequence[str], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`runs`, and for each differing key of `experiment` and each key of `final` a value per run; None where it has none."""
+    experiments = [flatten(report["experiment"]) for report in reports]
+    keys = {key: None for each in experiments for key in each}
+    settings = {key: [each.get(key) for each in experiments] for key in keys}
+    figures: dict[str, list[Any]] = {
+        "state": [report["state"] for report in reports],
+        "rounds": [len(report["rounds"]) for report in reports],
+    }
+    figures |= {key: [report["final"].get(key) for report in reports] for key in _FIGURES}
+    figures |= {key: [report.get(key) for report in reports] for key in ("bytes_up", "bytes_down", "clients")}
+    for key in ("rejected", "silent"):
+        figures[key] = [sum(row[key] for row in report["rounds"]) for report in reports]
+    differing = {key: values for key, values in settings.items() if any(each != values[0] for each in values)}
+    return {"runs": list(labels), "experiment": differing, "final": figures}
+
+
+def _comparison_table(compared: Mapping[str, Any]) -> Table:
+    table = make_table("", *compared["runs"])
+    for section in ("experiment", "final"):
+        for key, values in compared[section].items():
+            table.add_row(key.replace("_", " ") if section == "final" else key, *map(_format_cell, values))
+    return table
+
+
+def _format_cell(value: Any) -> Text:
+    if value is None:
+        return Text("-")
+    if isinstance(value, float):
+        return Text(f"{value:.6g}")
+    text = value if isinstance(value, str) else json.dumps(value)
+    is_hash = len(text) == 64
+    return Text(printable(f"{text[:16]}…" if is_hash else text))

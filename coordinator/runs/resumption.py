@@ -1,0 +1,48 @@
+"""What a resumed simulation goes on with: the experiment in its folder, after the settings that may change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from coordinator.errors import UserError
+from coordinator.experiments.experiment import change, read_toml, resolve
+from coordinator.experiments.schema import Experiment
+from coordinator.output_folders import begin, locked
+from coordinator.reports.folder_state import EXPERIMENT, LOCK, committed_round, fleet_run, is_finished
+
+
+def read(out: Path, sets: Sequence[str] = ()) -> Experiment:
+    """The experiment of the simulation in `out` after `--set` settings, which are stored there.
+
+    Of a finished simulation only more rounds are stored.
+
+    Raises:
+        UserError: `out` holds no simulation, another process works in it, or a key may not change so.
+    """
+    path = out / EXPERIMENT
+    if not path.exists():
+        raise UserError(f"--resume {out}: there is no run here (no {path.name})")
+    if (run := fleet_run(out)) is not None:
+        raise UserError(
+            f"--resume {out}: this is the report of run {run[:8]} on devices, which its coordinator resumes by itself; watch it: "
+            f"fedloop run --follow {run[:8]}"
+        )
+    before = resolve(read_toml(path), str(path), stored=True)
+    after = change(before, str(path), sets)
+    rounds, committed = after.federation.rounds, committed_round(out)
+    if rounds < committed:
+        raise UserError(
+            f"--resume {out}: federation.rounds = {rounds} is less than the {committed} rounds that it has committed; expected "
+            f"{committed} or more"
+        )
+    if after == before or (is_finished(out) and rounds == before.federation.rounds):
+        return before
+    with locked(out / LOCK, taken(out)):
+        begin(out, EXPERIMENT, after.to_toml())
+    return after
+
+
+def taken(out: Path) -> UserError:
+    """The error while another process runs the simulation in `out`."""
+    return UserError(f"{out}: another process is running this experiment")
