@@ -166,7 +166,8 @@ class Settings:
         tuple[str, ...],
         Option(
             "--allow-code",
-            "Code of your own, such as mine:build, that experiments may name and workers then run, in a sandbox; "
+            "Code of your own, such as mine:build or mine:Median, that experiments may name (model, data, strategy) and "
+            "workers then run, in a sandbox; "
             "may be repeated. Default: none.",
             parse.code_references,
             metavar="MODULE:FUNCTION",

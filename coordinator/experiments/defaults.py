@@ -125,7 +125,7 @@ def _local(local: Local, lr: float) -> Local:
 
 def _strategy(strategy: StrategySection) -> StrategySection:
     options = strategy.options
-    with suppress(presets.OptionError):
+    with suppress(presets.OptionError):  # also for a strategy that is not ours
         options = presets.resolve_options(strategy.name, options)
     return StrategySection.model_validate({"name": strategy.name, **options})
 

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import UserError
+from coordinator.experiments import strategy_names
 from coordinator.experiments.schema import Experiment, Federation, FleetKind
 from coordinator.json_values import is_finite
 from coordinator.model_references import parse_register_as
@@ -20,7 +21,6 @@ from models import adaptation, catalog, user_code
 from models.datasets import names
 from models.datasets.dataset import DataError
 from models.datasets.partitioners import parse_partition
-from strategies import presets
 
 UNSCORED = (
     "the coordinator has no rows of its own to score the model on, and devices.evaluate_every is 0; set it, such as "
@@ -32,7 +32,7 @@ Root = TypeVar("Root", bound=BaseModel)
 
 # Data sets that a key of [data] is for.
 _OWN_KEYS: dict[str, tuple[str, ...]] = {
-    "path": ("csv",),
+    "path": ("csv", "npz"),
     "site": ("csv",),
     "split": ("csv",),
     "features": ("csv",),
@@ -194,10 +194,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         yield f"local.epochs = {local.epochs} and local.steps = {local.steps} are both set; keep one of them"
     yield from _federation_problems(experiment.federation)
     yield from _simulation_problems(experiment)
-    try:
-        presets.resolve_options(experiment.strategy.name, experiment.strategy.options)
-    except presets.OptionError as error:
-        yield f"strategy.{error.option or 'name'}: {error}"
+    yield from strategy_names.find_problems(experiment.strategy.name, experiment.strategy.options)
 
 
 def _federation_problems(federation: Federation) -> Iterator[str]:
@@ -256,8 +253,8 @@ def _data_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         yield f"data.partition: {error}"
     if data.task == "regression":
         yield from _regression_problems(experiment, fleet)
-    if data.dataset == "csv" and data.path is None:
-        yield 'data.dataset = "csv" needs data.path, the table to read'
+    if data.dataset in _OWN_KEYS["path"] and data.path is None:
+        yield f'data.dataset = "{data.dataset}" needs data.path, the file to read'
     if (data.fixed is not None) != (data.scale == "fixed"):
         yield 'data.scale = "fixed" and data.fixed, mean and deviation of each column of numbers, need each other'
     for column, (_, deviation) in (data.fixed or {}).items():

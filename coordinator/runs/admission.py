@@ -18,6 +18,7 @@ from coordinator.context.services import Services
 from coordinator.db.registry import VersionRow
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
+from coordinator.experiments.strategy_names import GROUP
 from coordinator.model_references import is_version, parse_reference
 from coordinator.registry import registration
 from coordinator.registry.kinds import PARAMS
@@ -64,6 +65,11 @@ def require_code(experiment: Experiment, settings: Settings, *, comes_with_model
         )
     if names.is_code(dataset) and dataset not in settings.allow_code:
         raise _not_allowed("data.dataset", dataset)
+    strategy = experiment.strategy.name
+    if user_code.is_reference(strategy) and strategy not in settings.allow_code:
+        raise _not_allowed(
+            "strategy.name", strategy, f"; or install it, as an entry point of the group {GROUP}"
+        )
 
 
 def init_params(

@@ -13,6 +13,7 @@ from coordinator.db import runs as rows
 from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.schema import Experiment
+from coordinator.experiments.strategy_names import is_own
 from coordinator.experiments.validation import UNSCORED
 from coordinator.rounds import engine
 from coordinator.rounds.fleet import Stopped
@@ -23,6 +24,7 @@ from coordinator.runs.live_preparation import HeldOut, Prepared
 from coordinator.runs.live_store import LiveStore, finish
 from coordinator.runs.model_setup import make_run_plan, require_scores
 from coordinator.runs.own_model import OwnModel
+from coordinator.runs.own_strategy import make_strategy
 from coordinator.scheduling.deployments import Deployment, Selection
 from coordinator.workers.pool import WorkerPool
 
@@ -50,6 +52,7 @@ class LiveRun:
         self._experiment = Experiment.model_validate(self._row.experiment)
         self._own = OwnModel.read(self._row.own_model)
         self._held_out: HeldOut | None = None
+        self._pool: WorkerPool | None = None
 
     def known_deployment(self) -> Deployment | None:
         """The run's deployment if an earlier process prepared it.
@@ -71,6 +74,7 @@ class LiveRun:
         admission.require_code(
             self._experiment, self._services.settings, comes_with_model=self._own is not None
         )
+        self._strategy = make_strategy(self._experiment, self._workers, self._folder.parent)
         if self._row.prepared is None:
             prepared = self._prepare()
         else:
@@ -79,7 +83,7 @@ class LiveRun:
                 if ref is not None:
                     self._services.blobs.require_intact(ref.sha256)
             if prepared.data is not None:
-                self._open_held_out(prepared, self._make_pool())
+                self._open_held_out(prepared, self._workers())
             LiveStore(self._services, self._run).emit("run_resumed", round=self._row.round)
         self._prepared = prepared
         self._row = self._read()
@@ -93,7 +97,7 @@ class LiveRun:
         """
         experiment = self._experiment
         cohort = experiment.federation.clients_per_round or COHORT
-        run_plan = make_run_plan(experiment, self._prepared.trainable, cohort)
+        run_plan = make_run_plan(experiment, self._strategy, self._prepared.trainable, cohort)
         evaluation = LiveEvaluation(experiment, fleet, self._held_out)
         store = LiveStore(self._services, self._run, evaluation.more_figures)
         try:
@@ -143,12 +147,11 @@ class LiveRun:
         services, experiment = self._services, self._experiment
         experiment = admission.admit(experiment, services, comes_with_model=self._own is not None)
         init = admission.init_params(experiment, services, comes_with_model=self._own is not None)
-        pool = self._make_pool()
+        pool = self._workers()
         prepared, params, notices = live_preparation.prepare(experiment, self._place(pool), init, self._own)
         self._open_held_out(prepared, pool)
         require_scores(experiment, self._why_unscored())
-        strategy = make_run_plan(experiment, prepared.trainable, 1).strategy
-        state = RunState(0, params, strategy.init(params, prepared.trainable))
+        state = RunState(0, params, self._strategy.init(params, prepared.trainable))
         prepared = replace(prepared, start=start_figures(self._held_out, params))
         with services.blobs.reference_lock:
             digests = LiveStore(services, self._run).put(state)
@@ -169,11 +172,17 @@ class LiveRun:
             raise Stopped
         return prepared
 
+    def _workers(self) -> WorkerPool:
+        """The run's worker processes, started when they are first needed."""
+        if self._pool is None:
+            self._pool = self._make_pool()
+        return self._pool
+
     def _open_held_out(self, prepared: Prepared, pool: WorkerPool) -> None:
         self._held_out = live_preparation.open_held_out(
             self._experiment, prepared, self._place(pool), self._own
         )
-        if self._held_out is None:
+        if self._held_out is None and not is_own(self._experiment.strategy.name):
             pool.close()  # the workers have nothing more to do
 
     def _why_unscored(self) -> str | None:

@@ -19,8 +19,8 @@ from edge_client.processes.process import Launch
 from edge_client.wire import arrays
 from models.conversion import request as export_request
 from models.conversion.request_cache import Exported
-from strategies import presets
 from strategies.params import Params
+from strategies.strategy import Strategy
 
 
 def load_data(
@@ -176,14 +176,16 @@ def require_scores(experiment: Experiment, why_not: str | None) -> None:
         raise UserError(problem)
 
 
-def make_run_plan(experiment: Experiment, trainable: Sequence[str], clients_per_round: int) -> RunPlan:
+def make_run_plan(
+    experiment: Experiment, strategy: Strategy, trainable: Sequence[str], clients_per_round: int
+) -> RunPlan:
     """The plan of a resolved experiment. `trainable`: names of the tensors that clients train."""
     federation, local = experiment.federation, experiment.local
     assert local.lr is not None  # resolved
     return RunPlan(
         seed=experiment.seed,
         rounds=federation.rounds,
-        strategy=presets.get(experiment.strategy.name, **experiment.strategy.options),
+        strategy=strategy,
         local=LocalWork(local.batch_size, local.lr, local.epochs, local.steps),
         trainable=tuple(trainable),
         closing=Closing(clients_per_round, federation.deadline_seconds),

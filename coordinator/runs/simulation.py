@@ -49,12 +49,14 @@ from coordinator.runs.model_setup import (
     require_scores,
     set_up_model,
 )
+from coordinator.runs.own_strategy import make_strategy
 from coordinator.runs.simulation_store import SimulationStore
 from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_by_group, evaluate
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
 from coordinator.workers.workspace_arrays import open_workspace
 from strategies.params import Params, ShapeMismatch, Tensors, require_same_shapes
+from strategies.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,12 @@ class Environment:
     monotonic: Callable[[], float] = time.monotonic
 
 
-def simulate(experiment: Experiment, out: Path, environment: Environment) -> dict[str, Any]:
+def simulate(
+    experiment: Experiment, out: Path, environment: Environment, fill: Callable[[Path], None] | None = None
+) -> dict[str, Any]:
     """Runs an experiment into the empty or new folder `out` and returns its report.
+
+    `fill`: writes files into `out` that the experiment names.
 
     Raises:
         UserError: something in the experiment or its data is wrong, or `out` is not empty.
@@ -79,6 +85,8 @@ def simulate(experiment: Experiment, out: Path, environment: Environment) -> dic
         raise UserError("\n".join(lacking))
     with undone_if_refused(out, (out / "checkpoint" / "checkpoint.json").exists):
         begin(out, "experiment.toml", experiment.to_toml())
+        if fill is not None:
+            fill(out)
         return _run(experiment, out, environment)
 
 
@@ -179,7 +187,7 @@ def _run_rounds(
     environment: Environment,
 ) -> RunState:
     cohort = _cohort_size(experiment, len(prepared.clients))
-    run_plan = make_run_plan(experiment, prepared.trainable, cohort)
+    run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
     fleet = _make_fleet(experiment, pool, prepared)
     owners = np.load(prepared.folder / "owners.npy", allow_pickle=False)
     names = [client.name for client in prepared.clients]
@@ -290,6 +298,7 @@ class Prepared:
         params: initial params.
     """
 
+    strategy: Strategy
     folder: Path
     data_info: Mapping[str, Any]
     clients: tuple[SimulatedClient, ...]
@@ -305,6 +314,7 @@ def prepare(
     Raises:
         UserError: the data, the model or their combination is wrong.
     """
+    strategy = make_strategy(experiment, lambda: pool, folder.parent)
     progress.stage("loading and partitioning the data")
     data_info = load_data(experiment, folder, pool, data_dir)
     for line in (*data_info["preview"], *_describe_sites(experiment, data_info)):
@@ -321,7 +331,7 @@ def prepare(
         exported = export_model(experiment, model)
         model |= {"tflite": str(exported.tflite), "manifest": str(exported.manifest)}
     pool.broadcast({"kind": "open", "folder": str(folder), "model": model})
-    return Prepared(folder, data_info, clients, params, trainable)
+    return Prepared(strategy, folder, data_info, clients, params, trainable)
 
 
 def _require_task(experiment: Experiment, task: str) -> None:

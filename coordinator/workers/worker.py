@@ -59,6 +59,7 @@ class Worker:
         self._round: RoundStart | None = None
         self._candidate: Params = {}
         self._runtimes: dict[str, Runtime] = {}
+        self._updates: int | None = None
 
     def handle(self, frame: Frame) -> Reply:
         kinds: dict[str, Callable[[Frame], Reply]] = {
@@ -73,6 +74,9 @@ class Worker:
             "candidate": self._set_candidate,
             "evaluate": self._evaluate,
             "predict": self._predict,
+            "strategy": self._describe_strategy,
+            "updates": self._set_updates,
+            "aggregate": self._aggregate,
         }
         return kinds[frame.values["kind"]](frame)
 
@@ -188,6 +192,27 @@ class Worker:
         self._model = request["description"]
         runtime = self._runtime("evaluation")
         return prediction.run(request, lambda x: runtime.logits(self._candidate, x)), []
+
+    def _describe_strategy(self, frame: Frame) -> Reply:
+        """The base of a user's own strategy, and whose each option is."""
+        from coordinator.workers import own_strategy
+
+        return own_strategy.describe(frame.values["name"], frame.values["options"]), []
+
+    def _set_updates(self, frame: Frame) -> Reply:
+        if self._updates is not None:
+            os.close(self._updates)
+        self._updates = frame.file
+        return {}, []
+
+    def _aggregate(self, frame: Frame) -> Reply:
+        """The delta that a user's own strategy makes of a cohort's updates."""
+        from coordinator.workers import own_strategy
+
+        assert self._updates is not None
+        values = frame.values
+        delta = own_strategy.aggregate(values["name"], values["options"], self._updates, values["updates"])
+        return {}, [arrays.encode(delta)]
 
     def _spec(self, model: dict[str, Any]) -> Any:
         from models import zoo

@@ -63,6 +63,10 @@ CODE = [
     {"model": {"name": "mine:build.__globals__"}},
     {"data": {"dataset": "os:abort"}},
     {"data": {"dataset": "mine:other", "input_shape": [4], "classes": 2}},
+    {"strategy": {"name": "os:system"}},
+    {"strategy": {"name": "mine:build:x"}},
+    {"strategy": {"name": "/tmp/mine.py:build"}},
+    {"model": {"name": "/tmp/mine.py:build"}},
 ]
 
 
@@ -88,7 +92,6 @@ NESTED = [
     {"data": {"dataset": "mine:build.__globals__"}},
     {"data": {"dataset": "digits", "partition": "os:system"}},
     {"data": {"dataset": "digits(os:abort)"}},
-    {"strategy": {"name": "os:system"}},
     {"strategy": {"name": "fedavg", "weighting": "os:system"}},
     {"data": {"dataset": "digits", "tokenizer": "os:system"}},
 ]  # fmt: skip

@@ -1,0 +1,101 @@
+"""The strategy of a run. A user's own one runs in worker processes, which on a coordinator are in the sandbox.
+
+    strategy    once: which base it has, and which options are the base's
+    aggregate   each round: the deltas travel as one open file without a name, the result comes back with the reply
+
+So code that `--allow-code` lists never runs in the process that holds the coordinator's keys. The file has no name because
+workers can change everything in their run's folder, and could put a link to another file where this process writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import numpy as np
+
+from coordinator.errors import UserError
+from coordinator.experiments.schema import Experiment
+from coordinator.experiments.strategy_names import is_own
+from coordinator.workers.pool import WorkerPool
+from edge_client.wire import arrays
+from strategies import own, presets
+from strategies.params import (
+    NotFinite,
+    ShapeMismatch,
+    Tensors,
+    elementwise,
+    flatten,
+    require_finite,
+    require_same_shapes,
+)
+from strategies.strategy import Strategy
+from strategies.update import Update
+
+
+def make_strategy(experiment: Experiment, get_pool: Callable[[], WorkerPool], folder: Path) -> Strategy:
+    """The strategy of a resolved experiment. `get_pool`: the run's workers, which an own strategy needs.
+
+    `folder`: on the disk that takes the deltas of a round; workers cannot change it.
+
+    Raises:
+        UserError: an own strategy cannot be loaded, or an option is neither its nor its base's.
+    """
+    name, options = experiment.strategy.name, experiment.strategy.options
+    if not is_own(name):
+        return presets.get(name, **options)
+    pool = get_pool()
+    described = pool.run_one({"kind": "strategy", "name": name, "options": options}).values
+    base = described["base"]
+
+    def aggregate(updates: Sequence[Update]) -> Tensors:
+        return _aggregate(experiment, pool, folder, updates)
+
+    try:
+        return own.compose(name, base, described["options"], aggregate)
+    except presets.OptionError as error:
+        if error.option is None:
+            raise UserError(f"strategy.name = {name!r}: its base {base!r}: {error}") from None
+        takes = ", ".join(described["takes"]) or "none"
+        raise UserError(f"strategy.{error.option}: {error}; options of {name!r} itself: {takes}") from None
+
+
+def _aggregate(experiment: Experiment, pool: WorkerPool, folder: Path, updates: Sequence[Update]) -> Tensors:
+    """The delta that the strategy makes of the updates, float64.
+
+    Raises:
+        UserError: the strategy failed, or returned something else than a finite delta.
+    """
+    name = experiment.strategy.name
+    request = {
+        "kind": "aggregate",
+        "name": name,
+        "options": experiment.strategy.options,
+        "updates": [
+            {
+                "num_examples": update.num_examples,
+                "num_steps": update.num_steps,
+                "train_loss": update.train_loss,
+            }
+            for update in updates
+        ],
+    }
+    deltas = {str(index): elementwise(_float32, update.delta) for index, update in enumerate(updates)}
+    with TemporaryFile(dir=folder) as file:
+        arrays.write(Path(f"/proc/self/fd/{file.fileno()}"), flatten(deltas))
+        pool.broadcast({"kind": "updates"}, file=file.fileno())
+        delta = arrays.decode(pool.run_one(request).blobs[0])
+        pool.broadcast({"kind": "updates"})
+    try:
+        require_same_shapes(delta, updates[0].delta)
+        require_finite(delta, delta)
+    except (ShapeMismatch, NotFinite) as error:
+        raise UserError(
+            f"strategy.name = {name!r} returned something else than a delta of this model: {error}"
+        ) from None
+    return {key: value.astype(np.float64) for key, value in delta.items()}
+
+
+def _float32(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float32)

@@ -1,0 +1,188 @@
+"""A user's own strategy: the guide's example in simulation, in the sandbox of a coordinator, and on daemons."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedloop
+from coordinator.db import runs as rows
+from coordinator.demos.demo_fleet import client_data, device_config
+from coordinator.demos.local_fleet import local_fleet
+from coordinator.errors import UserError
+from coordinator.experiments import experiment as experiments
+from coordinator.operator import run_follower
+from coordinator.reports.progress import Quiet
+from coordinator.runs.service import RunService
+from coordinator.sandbox import enter
+from coordinator.workers import own_strategy
+from edge_client.wire import arrays
+from strategies.params import flatten
+from tests.support.fake_devices import DEVICES, answering
+from tests.support.require import require
+from tests.support.services import services_in
+
+ROOT = Path(__file__).parents[2]
+EXPERIMENT: dict[str, Any] = {
+    "model": {"name": "logreg"},
+    "data": {"partition": "iid"},
+    "federation": {"clients": 2, "rounds": 2, "runtimes": {"torch": 1.0}},
+    "local": {"epochs": 1},
+    "strategy": {"name": "mine:Median", "server_lr": 0.5},
+    "simulation": {"workers": 1},
+}
+OTHERS = """
+import numpy as np
+
+class Trimmed:
+    base = "fedadam"
+    def __init__(self, trim=0.1):
+        if not 0 <= trim < 0.5:
+            raise ValueError("trim must be below a half")
+    def aggregate(self, updates):
+        return updates[0].delta
+
+class Nothing: pass
+class Falls:
+    def aggregate(self, updates):
+        return {}[len(updates)]
+class Part:
+    def aggregate(self, updates):
+        return {"w": [[1.0]]}
+class Broken:
+    def aggregate(self, updates):
+        return {name: value * np.nan for name, value in updates[0].delta.items()}
+class Thief:
+    def __init__(self, path):
+        self.path = path
+    def aggregate(self, updates):
+        open(self.path).close()
+        return updates[0].delta
+class Base:
+    base = "fedavgg"
+    def aggregate(self, updates):
+        return updates[0].delta
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's working directory with the guide's `mine.py`."""
+    page = (ROOT / "docs" / "own-strategy.md").read_text("utf-8")
+    example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    assert len(example.splitlines()) <= 20
+    (tmp_path / "mine.py").write_text(example)
+    (tmp_path / "others.py").write_text(OTHERS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def failure(name: str, **options: object) -> str:
+    with pytest.raises(UserError) as raised:
+        fedloop.simulate({**EXPERIMENT, "strategy": {"name": name, **options}}, out="run")
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_a_simulation_aggregates_by_the_guides_median_and_keeps_its_options(folder: Path) -> None:
+    result = fedloop.simulate({**EXPERIMENT, "simulation": {"faults": {}, "workers": 2}}, out="run")
+    assert result.report["experiment"]["strategy"] == {"name": "mine:Median", "server_lr": 0.5}
+    assert result.report["rejections"] == {}
+    assert result.report["final"]["test_loss"] < result.report["start"]["test_loss"]
+    # The median of two is their mean; all clients have the same number of rows.
+    mean = fedloop.simulate({**EXPERIMENT, "strategy": {"name": "fedavg", "server_lr": 0.5}}, out="mean")
+    for name, value in mean.params.items():
+        np.testing.assert_allclose(result.params[name], value, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_what_is_wrong_with_a_strategy_is_told_before_the_first_round(folder: Path) -> None:
+    assert "no module 'absent'" in failure("absent:Median")
+    assert "mine has no function 'Mean'; it has: Median" in failure("mine:Mean")
+    assert "expected a class with a method aggregate" in failure("others:Nothing")
+    assert "trim must be below a half" in failure("others:Trimmed", trim=0.5)
+    told = failure("others:Trimmed", trimm=0.2)
+    assert "strategy.trimm: fedadam has no option 'trimm'" in told and "itself: trim" in told
+    assert "its base 'fedavgg'" in failure("others:Base")
+    assert (
+        "others.py, line" in failure("others:Falls") and not (folder / "run" / "model.safetensors").exists()
+    )
+    assert "tensor 'fc.bias' is missing" in failure("others:Part")
+    assert "holds NaN or infinity" in failure("others:Broken")
+
+
+def test_an_unknown_name_says_how_to_give_ones_own() -> None:
+    with pytest.raises(UserError, match=r"'medain' is unknown.* package\.module:Class"):
+        experiments.resolve({"strategy": {"name": "medain"}}, "experiment")
+    with pytest.raises(UserError, match=r"strategy\.trim = inf: expected finite numbers"):
+        experiments.resolve({"strategy": {"name": "mine:Median", "trim": float("inf")}}, "experiment")
+
+
+def test_a_worker_reads_deltas_from_an_open_file(folder: Path) -> None:
+    deltas = {
+        str(index): {"w": np.full((2, 2), value, np.float32)} for index, value in enumerate((1.0, 5.0, -1e9))
+    }
+    arrays.write(folder / "deltas", flatten(deltas))
+    figures = {"num_examples": 1, "num_steps": 1, "train_loss": 0.0}
+    with (folder / "deltas").open("rb") as file:
+        delta = own_strategy.aggregate("mine:Median", {}, file.fileno(), [figures] * 3)
+    assert delta["w"].tolist() == [[1.0, 1.0], [1.0, 1.0]] and delta["w"].dtype == np.float32
+
+
+@pytest.mark.slow
+def test_a_coordinator_runs_a_listed_strategy_in_its_workers_and_refuses_any_other(folder: Path) -> None:
+    document = {**EXPERIMENT, "federation": {"rounds": 2, "clients_per_round": 3, "runtimes": {"torch": 1.0}}}
+    with services_in(folder / "home", allow_code=("mine:Median",)) as services:
+        service = RunService(services, answering)
+        with pytest.raises(UserError, match="--allow-code others:Trimmed") as refused:
+            service.create({**document, "strategy": {"name": "others:Trimmed"}})
+        assert refused.value.code == "code_not_allowed"
+        run = service.create(document)
+        assert service.join(run, 120)
+        row = services.database.read(partial(rows.find, run=run))
+        assert row is not None and (row.state, row.round, row.error) == ("finished", 2, None)
+        assert len(rows_of(services, run)[-1]["rejections"]) == 0
+        assert rows_of(services, run)[-1]["accepted"] == len(DEVICES)
+
+
+@pytest.mark.slow
+def test_a_strategy_cannot_read_what_the_coordinator_keeps(folder: Path) -> None:
+    if reason := enter.unavailable_reason():
+        require("landlock", reason)
+    with services_in(folder / "home", allow_code=("others:Thief",)) as services:
+        service = RunService(services, answering)
+        secret = next(path for path in (folder / "home").iterdir() if path.is_file())
+        run = service.create({**EXPERIMENT, "strategy": {"name": "others:Thief", "path": str(secret)}})
+        assert service.join(run, 120)
+        row = services.database.read(partial(rows.find, run=run))
+        assert row is not None and row.state == "failed" and row.round == 0
+        assert "others:Thief" in row.error and "Permission denied" in row.error
+
+
+def rows_of(services: Any, run: str) -> list[dict[str, Any]]:
+    return list(services.database.read(lambda at: rows.records(at, run)))
+
+
+@pytest.mark.slow
+def test_daemons_and_a_simulation_of_them_get_the_same_model(folder: Path) -> None:
+    experiment = experiments.resolve(EXPERIMENT, "experiment")
+    with local_fleet(folder / "fleet", ["--allow-code", "mine:Median"]) as fleet:
+        for name in ("north", "south"):
+            fleet.add(name, device_config("torch"))
+        ids = fleet.ids()
+        names = sorted(ids, key=lambda name: ids[name])
+        for name, share in zip(names, client_data(experiment), strict=True):
+            fleet.write_data(name, share)
+            fleet.devices[name].start()
+        run = fleet.client.post("/runs", {"experiment": EXPERIMENT})
+        federated = run_follower.follow(fleet.client, run["id"], folder / "federated", Quiet())
+        fleet.stop()
+    document = {**EXPERIMENT, "simulation": {"names": [ids[name] for name in names]}}
+    simulated = fedloop.simulate(document, out=folder / "simulated")
+    assert [row["accepted"] for row in federated["rounds"]] == [2, 2]
+    assert federated["final"]["model_sha256"] == simulated.report["final"]["model_sha256"]
