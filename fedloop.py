@@ -3,17 +3,25 @@
     import fedloop
 
     result = fedloop.simulate({"local": {"lr": 0.1}, "federation": {"rounds": 10}}, out="runs/mine")
-    result.accuracy, result.rounds[-1]["test_loss"], result.params["fc.weight"].shape
+    result.accuracy, result.params["fc.weight"].shape
+
+    result = fedloop.simulate(model=Net, data={"x": x, "y": y})
+    result.plot()
+    labels, probabilities = result.predict(x[:5])
 
 The engine runs in the calling process, clients in worker processes that end with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version as _version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coordinator import import_guard as _ownership
 
@@ -23,16 +31,26 @@ if _wrong := _ownership.problems():
 
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment as _experiment
+from coordinator.output_folders import default_folder as _default_folder
+from coordinator.reports import curves as _curves
 from coordinator.reports.progress import Progress as _Progress
 from coordinator.reports.progress import Quiet as _Quiet
+from coordinator.runs import objects as _objects
+from coordinator.runs import prediction as _prediction
 from coordinator.runs import simulation as _run
+from coordinator.runs.prediction import Predictions
 from edge_client.wire import arrays as _arrays
 from strategies.params import Params
 
-__all__ = ["Result", "RunInterrupted", "UserError", "resume", "simulate"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Predictions", "Result", "RunInterrupted", "UserError", "resume", "simulate"]
+
+__version__ = _version("fedloop")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """A finished run.
 
@@ -46,22 +64,50 @@ class Result:
     report: dict[str, Any]
     params: Params
 
+    def __repr__(self) -> str:
+        rounds = len(self.report["rounds"])
+        return f"Result(out={str(self.out)!r}, rounds={rounds}, accuracy={self.accuracy:.4f})"
+
     @property
     def accuracy(self) -> float:
         """Accuracy of the final model, pooled over all held-out rows."""
         return float(self.report["final"]["test_accuracy"])
 
     @property
-    def rounds(self) -> list[dict[str, Any]]:
-        """One object per round, as in `report.json`."""
+    def rounds(self) -> Any:
+        """One row per round: a pandas DataFrame where pandas is installed, else the list `report["rounds"]`."""
         rounds: list[dict[str, Any]] = self.report["rounds"]
-        return rounds
+        try:
+            import pandas as pd
+        except ModuleNotFoundError:
+            return rounds
+        return pd.DataFrame(rounds)
+
+    def plot(self) -> Figure:
+        """Loss and accuracy over rounds, as in `curves.png`; a notebook shows the figure."""
+        report = self.report
+        figure = _curves.make_curves(report["experiment"]["name"], report["start"], report["rounds"])
+        figure._repr_png_ = partial(_curves.as_png, figure)  # a notebook calls this, whichever backend it has
+        return figure
+
+    def predict(self, x: Any) -> Predictions:
+        """Labels and probabilities for rows `x`, [N, …] or a single row, as the model takes them.
+
+        A table (`csv`) is standardised before training; its rows must be, too. Imports the model's framework and, for a
+        model of one's own, its code.
+
+        Raises:
+            UserError: the rows have another shape, or the model cannot be built here.
+        """
+        return _prediction.predict(self.report, self.params, x)
 
 
 def simulate(
     experiment: Mapping[str, Any] | str | Path | None = None,
     *,
-    out: str | Path,
+    model: Any = None,
+    data: Any = None,
+    out: str | Path | None = None,
     data_dir: str | Path | None = None,
     progress: _Progress | None = None,
 ) -> Result:
@@ -69,20 +115,28 @@ def simulate(
 
     Args:
         experiment: tables and keys of an experiment file, or the path of one; None for the defaults.
-        out: folder for the results, new or empty.
+        model: a `torch.nn.Module`, whose weights the run begins with; a function or class that builds one, called with
+            `input_shape`, `classes` and the options in `[model]` where it takes them; or a name. Functions and classes
+            travel as source, into `model.py` in `out`.
+        data: a mapping with `x` and `y`, and optionally `test` or `x_test` and `y_test`, `site`, `classes`,
+            `class_names`, `task`; a function of `data_dir` and `seed` that returns one; or a name. The rows are kept in
+            `out`, readable by its owner alone, until the run is finished.
+        out: folder for the results, new or empty; None: `runs/<name>-<time>`.
         data_dir: folder of data files.
-        progress: receives stages and rounds.
+        progress: receives stages and rounds; None: a notebook or IPython shows them, and otherwise nothing does.
 
     Raises:
         UserError: the experiment or its data is wrong; says what and what to do.
         RunInterrupted: the run stopped for another reason; `resume(out)` continues it.
     """
-    if isinstance(experiment, Mapping):
-        resolved = _experiment.resolve(experiment, "experiment")
-    else:
-        resolved = _experiment.load(Path(experiment) if experiment is not None else None)
-    folder = Path(out)
-    return _result(folder, _run.simulate(resolved, folder, _environment(data_dir, progress)))
+    path = None if experiment is None or isinstance(experiment, Mapping) else Path(experiment)
+    document = experiment if isinstance(experiment, Mapping) else _experiment.read_toml(path) if path else {}
+    source = str(path) if path else "experiment"
+    folder = Path(out) if out is not None else _default_folder(_objects.run_name(document, data))
+    with _environment(data_dir, progress) as environment:
+        named, fill = _objects.name_objects(document, folder, model, data, environment.data_dir)
+        report = _run.simulate(_experiment.resolve(named, source), folder, environment, fill)
+    return _result(folder, report)
 
 
 def resume(
@@ -90,16 +144,33 @@ def resume(
 ) -> Result:
     """Resumes the run in `out` from its last committed round; returns a finished one unchanged.
 
+    Model and data that were given as objects are read from `out`, which therefore must not have moved.
+
     Raises:
         UserError: there is no run, or its experiment or data were changed.
         RunInterrupted: as `simulate`.
     """
     folder = Path(out)
-    return _result(folder, _run.resume(folder, _environment(data_dir, progress)))
+    with _environment(data_dir, progress) as environment:
+        report = _run.resume(folder, environment)
+    return _result(folder, report)
 
 
-def _environment(data_dir: str | Path | None, progress: _Progress | None) -> _run.Environment:
-    return _run.Environment(Path(data_dir) if data_dir is not None else None, progress or _Quiet())
+@contextmanager
+def _environment(data_dir: str | Path | None, progress: _Progress | None) -> Iterator[_run.Environment]:
+    make = partial(_run.Environment, Path(data_dir) if data_dir is not None else None)
+    if progress is None and _in_ipython():
+        from coordinator.commands.progress import RichProgress
+
+        with RichProgress() as shown:
+            yield make(shown)
+    else:
+        yield make(progress or _Quiet())
+
+
+def _in_ipython() -> bool:
+    shell = sys.modules.get("IPython")
+    return shell is not None and shell.get_ipython() is not None
 
 
 def _result(folder: Path, report: dict[str, Any]) -> Result:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from itertools import chain, count
 from pathlib import Path
 
 from coordinator.errors import RunInterrupted, UserError
@@ -14,8 +15,10 @@ from edge_client.files import write_durably
 
 
 def default_folder(name: str) -> Path:
-    """Folder of results for which no `--out` was given: `runs/<name>-<time>`."""
-    return Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+    """Folder of results for which no `--out` was given: `runs/<name>-<time>`, and a number if that exists."""
+    first = Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+    more = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    return next(folder for folder in chain([first], more) if not folder.exists())
 
 
 def require_new(out: Path, *, may_continue: bool = False, hint: str = "") -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -23,6 +24,9 @@ from typing import Any
 
 REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 """A reference to user code: `package.module:function`."""
+
+FILE_REFERENCE = re.compile(r"(/.+\.py):([^\W\d]\w*)")
+"""A reference to user code in a file, wherever that is: `/folder/file.py:function`."""
 
 ALLOWED_VARIABLE = "FEDLOOP_ALLOWED_CODE"
 """Environment variable: if set, this process loads only the references in it, separated by spaces."""
@@ -45,19 +49,24 @@ def is_reference(name: str) -> bool:
 def load(target: str, folder: Path | None = None) -> Callable[..., Any]:
     """The callable `package.module:function`, imported from `folder` (by default the working directory).
 
+    It may also be `/folder/file.py:function`; then the file is executed, and finds other modules beside it first.
+
     Raises:
         UserCodeError: the module or function does not exist, the import fails, or this process may not run it.
     """
-    if not REFERENCE.fullmatch(target):
+    in_file = FILE_REFERENCE.fullmatch(target)
+    if not in_file and not REFERENCE.fullmatch(target):
         raise UserCodeError(f"{target!r} is not of the form package.module:function")
     allowed = os.environ.get(ALLOWED_VARIABLE)
     if allowed is not None and target not in allowed.split():
         raise UserCodeError(f"{target!r} is not among the code that this process may run")
-    module_name, _, attribute = target.partition(":")
-    where = folder or Path.cwd()
+    module_name, _, attribute = target.rpartition(":")
+    where = Path(module_name).parent if in_file else folder or Path.cwd()
     with user_modules_first(where):
         try:
-            module = importlib.import_module(module_name)
+            module = _execute(Path(module_name)) if in_file else importlib.import_module(module_name)
+        except FileNotFoundError as error:
+            raise UserCodeError(f"importing {module_name} failed: {error.filename} does not exist") from error
         except SyntaxError as error:
             raise UserCodeError(
                 f"importing {module_name} failed at {error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
@@ -86,6 +95,16 @@ def load(target: str, folder: Path | None = None) -> Callable[..., Any]:
 
     # `inspect.signature` then shows the user's parameters: callers pass only those.
     return functools.update_wrapper(call, function, updated=())
+
+
+def _execute(file: Path) -> ModuleType:
+    """A file as a module of its own, executed anew. It is in `sys.modules`, as some decorators need, by its path."""
+    spec = importlib.util.spec_from_file_location(f"fedloop_{file.stem}_{abs(hash(str(file)))}", file)
+    assert spec is not None and spec.loader is not None  # the file's name ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def error_location(error: BaseException, function: Callable[..., Any] | None = None) -> str:

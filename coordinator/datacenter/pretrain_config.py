@@ -99,7 +99,7 @@ _AFFECTS = {"data.dataset": ("data", "model"), "model.name": ("model",)}
 """Key -> tables whose defaults or meaning depend on it."""
 
 _OWN_KEYS: Mapping[str, tuple[str, ...]] = {
-    "path": ("csv", TEXT),
+    "path": ("csv", "npz", TEXT),
     "label": ("csv",),
     "split": ("csv",),
     "features": ("csv",),
@@ -213,7 +213,7 @@ def _problems(config: Pretraining, plan: str) -> Iterator[str]:
     data = config.data
     if data.dataset != TEXT and (problem := dataset_name_problem(data.dataset)):
         yield f"data.dataset: {problem}; for your own text file use {TEXT!r} with data.path"
-    if data.dataset in ("csv", TEXT) and data.path is None:
+    if data.dataset in _OWN_KEYS["path"] and data.path is None:
         yield f"data.dataset = {data.dataset!r} needs data.path, the file to read"
     if data.public_samples and data.dataset in ("shakespeare", TEXT):
         yield f"data.public_samples = {data.public_samples} is for data sets of rows, but data.dataset = {data.dataset!r} is one text"

@@ -24,7 +24,12 @@ def draw_curves(
     rounds: Sequence[Mapping[str, Any]],
     loss: str = "cross-entropy",
 ) -> None:
-    """Draws loss and accuracy per round, with the spread of accuracy over clients. Round 0 is the initial model.
+    """Writes the figure of `make_curves` as a PNG file."""
+    write_durably(path, as_png(make_curves(title, start, rounds)))
+
+
+def make_curves(title: str, start: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> Figure:
+    """Loss and accuracy per round, with the spread of accuracy over clients. Round 0 is the initial model.
 
     Values that are None leave gaps. `loss`: what it is.
     """
@@ -34,7 +39,7 @@ def draw_curves(
     for axes in (left, right):
         axes.legend(frameon=False, fontsize=9)
     figure.suptitle(title)
-    write_durably(path, as_png(figure))
+    return figure
 
 
 def make_figure() -> tuple[Figure, Axes, Axes]:

@@ -29,6 +29,11 @@ def content_hidden() -> Iterator[None]:
         _hidden.reset(token)
 
 
+def is_content_hidden() -> bool:
+    """Whether messages show nothing of what was read."""
+    return _hidden.get()
+
+
 def quoted(text: str) -> str:
     """A text from a file, in quotes and cut short."""
     return "a value (not shown)" if _hidden.get() else repr(_cut(text))

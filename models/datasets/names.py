@@ -8,7 +8,8 @@ from models.datasets import notation
 from models.datasets.dataset import DataError
 from models.datasets.shipped import synthetic
 
-NAMES = ("digits", "mnist", "shakespeare", "phrasebank", "csv", "synthetic")
+NAMES = ("digits", "mnist", "shakespeare", "phrasebank", "csv", "npz", "synthetic")
+"""Besides these, a name may be a user's own `package.module:load`."""
 
 KEYS = (
     "dataset",
@@ -28,7 +29,6 @@ KEYS = (
     "vocab",
 )
 """The keys of an experiment's `[data]` that say which data set it is and how it is read."""
-"""Besides these, a name may be a user's own `package.module:load`."""
 PUBLIC_NAMES = ("digits", "mnist", "shakespeare", "phrasebank", "synthetic")
 """Of `NAMES` those whose rows anyone may have: they are published, or made up."""
 

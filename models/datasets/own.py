@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.data.quoting import nearest
+from edge_client.data import numpy_file
+from edge_client.data.quoting import is_content_hidden, nearest
 from models import user_code
 from models.datasets.dataset import DataError, Dataset, TaskKind
 from models.datasets.holdout import held_out
@@ -36,15 +37,59 @@ def load(target: str, data_dir: Path | None, seed: int) -> Dataset:
         function = user_code.load(target)
     except user_code.UserCodeError as error:
         raise DataError(f"data set {target!r}: {error}") from error
-    returned = _call(function, target, {"data_dir": data_dir, "seed": seed})
-    if not isinstance(returned, Mapping):
-        raise DataError(
-            f"{target}{user_code.definition_location(function)} returned {type(returned).__name__}, expected a mapping such as {{'x': …, 'y': …}}"
-        )
+    returned = call(function, target, data_dir, seed)
     try:
         return _dataset(target, returned, seed)
     except DataError as error:
         raise DataError(f"{target}: {error}") from error
+
+
+def read_archive(path: Path, seed: int) -> Dataset:
+    """The data set in a `.npz` file, whose arrays are called as the keys of what a loader returns.
+
+    Raises:
+        DataError: it cannot be read, or holds something else.
+    """
+    arrays: dict[str, Any] = dict(numpy_file.read_archive(path))
+    for key in ("classes", "task", "class_names"):
+        if key in arrays:
+            arrays[key] = arrays[key].tolist()  # of an array without axes the value itself
+    try:
+        return _dataset(str(path), arrays, seed)
+    except DataError as error:
+        if is_content_hidden():
+            raise DataError(
+                f"{path}: holds something else than the x, y and further arrays of a data set"
+            ) from None
+        raise DataError(f"{path}: {error}") from error
+
+
+def archive(mapping: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of a `.npz` file from which `read_archive` reads what a loader returned.
+
+    Raises:
+        DataError: a value is no array of numbers, or x or y is missing.
+    """
+    _require_keys(mapping)
+    given = {key: value for key, value in mapping.items() if value is not None}
+    scalars: dict[str, npt.NDArray[Any]] = {
+        key: np.asarray(given.pop(key)) for key in ("classes", "task", "class_names") if key in given
+    }
+    return {**{key: _array(key, value) for key, value in given.items()}, **scalars}
+
+
+def call(function: Callable[..., Any], name: str, data_dir: Path | None, seed: int) -> Mapping[Any, Any]:
+    """What a loader returns, called as `load` calls it. `name`: of the loader in messages.
+
+    Raises:
+        DataError: it fails, or returns no mapping.
+    """
+    returned = _call(function, name, {"data_dir": data_dir, "seed": seed})
+    if not isinstance(returned, Mapping):
+        raise DataError(
+            f"{name}{user_code.definition_location(function)} returned {type(returned).__name__}, expected a mapping such as {{'x': …, 'y': …}}"
+        )
+    return returned
 
 
 def _call(function: Callable[..., Any], target: str, arguments: dict[str, Any]) -> Any:
@@ -61,14 +106,19 @@ def _call(function: Callable[..., Any], target: str, arguments: dict[str, Any]) 
         ) from error
 
 
-def _dataset(target: str, mapping: Mapping[Any, Any], seed: int) -> Dataset:
+def _require_keys(mapping: Mapping[Any, Any]) -> None:
     for key in mapping:
         if key not in KEYS:
             raise DataError(f"returned key {key!r}{nearest(str(key), KEYS)}; known: {', '.join(KEYS)}")
-    returned = {key: value for key, value in mapping.items() if value is not None}
     for key in ("x", "y"):
-        if key not in returned:
-            raise DataError(f"returned no {key!r}; it returned: {', '.join(returned) or 'nothing'}")
+        if mapping.get(key) is None:
+            present = [each for each, value in mapping.items() if value is not None]
+            raise DataError(f"returned no {key!r}; it returned: {', '.join(present) or 'nothing'}")
+
+
+def _dataset(target: str, mapping: Mapping[Any, Any], seed: int) -> Dataset:
+    _require_keys(mapping)
+    returned = {key: value for key, value in mapping.items() if value is not None}
     read_labels: Callable[[str, Any], npt.NDArray[Any]] = (
         _quantities if returned.get("task") == "regression" else _labels
     )

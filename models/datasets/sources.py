@@ -58,7 +58,7 @@ def load(
         seed: of what is held out, and of synthetic data.
         clients: how many clients synthetic data is to serve.
         task: of a csv: `regression` predicts the label as a quantity; other data says itself what its labels are.
-        path: of a csv; `label` to `reading` are for `table.load`.
+        path: of a csv or npz; `label` to `reading` are for `table.load`.
         length: tokens in a row of text.
         vocab: word ids of phrasebank, padding and unknown words included.
 
@@ -85,7 +85,9 @@ def load(
         case "synthetic":
             return synthetic.load(call, clients, seed)
     if path is None:
-        raise DataError("data set 'csv' needs `path`, the table to read")
+        raise DataError(f"data set {call.name!r} needs `path`, the file to read")
+    if call.name == "npz":
+        return own.read_archive(Path(path), seed)
     roles = table.Columns(label, site, split, features, exclude)
     kind: TaskKind = "regression" if task == "regression" else "classification"
     return table.load(Path(path), seed, roles, reading, kind)

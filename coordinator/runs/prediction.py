@@ -1,0 +1,82 @@
+"""Predictions of a finished run's model in the calling process, which imports the model's framework and code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.errors import UserError
+from coordinator.experiments.schema import MODEL_KEYS, Experiment
+from edge_client.train.evaluation import EVALUATION_ROWS
+from edge_client.train.trainer import Runtime
+from models import user_code
+from strategies.params import Params
+
+
+class Predictions(NamedTuple):
+    """Predictions for rows.
+
+    Attributes:
+        labels: the most probable class of each row, [N]: its name where the data has names, else its index; for next
+            tokens [N, T].
+        probabilities: float64 [N, classes]; for next tokens [N, T, classes].
+    """
+
+    labels: npt.NDArray[Any]
+    probabilities: npt.NDArray[np.float64]
+
+
+def predict(report: Mapping[str, Any], params: Params, x: Any) -> Predictions:
+    """Predictions for rows x, [N, …] or a single row, as the model takes them.
+
+    Raises:
+        UserError: the rows have another shape or are no finite numbers, or the model cannot be built here.
+    """
+    data = report["data"]
+    rows = _rows(x, tuple(data["input_shape"]), data["input_dtype"])
+    runtime = _runtime(Experiment.model_validate(report["experiment"]), data)
+    chunks = [
+        runtime.logits(params, rows[start : start + EVALUATION_ROWS])
+        for start in range(0, len(rows), EVALUATION_ROWS)
+    ]
+    logits = np.concatenate(chunks).astype(np.float64)
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    probabilities = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    best = probabilities.argmax(axis=-1)
+    return Predictions(np.array(data["class_names"])[best] if data["class_names"] else best, probabilities)
+
+
+def _rows(x: Any, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+    rows = np.asarray(x)
+    rows = rows[None] if rows.shape == shape else rows
+    if rows.shape[1:] != shape or not len(rows):
+        raise UserError(
+            f"predict: x has shape {list(rows.shape)}, expected [rows, {', '.join(map(str, shape))}] with at least one row"
+        )
+    kinds = "iu" if dtype == "int32" else "fiub"
+    if rows.dtype.kind not in kinds or not np.isfinite(rows).all():
+        raise UserError(f"predict: x is {rows.dtype}, expected finite numbers as {dtype}")
+    return np.ascontiguousarray(rows, dtype)
+
+
+def _runtime(experiment: Experiment, data: Mapping[str, Any]) -> Runtime:
+    from models.zoo import KerasSpec
+    from models.zoo.resolve import ModelNotFound, find
+
+    described = experiment.model.describe({key: data[key] for key in MODEL_KEYS})
+    options, shape = described.pop("options"), tuple(described.pop("input_shape"))
+    try:
+        spec = find(**described, **options, input_shape=shape)
+    except (ModelNotFound, user_code.UserCodeError) as error:
+        raise UserError(f"predict: {error}") from error
+    if isinstance(spec, KerasSpec):
+        from edge_client.train.tensorflow_trainer import TensorFlowRuntime
+
+        model = spec.build(0)
+        return TensorFlowRuntime(model, trainable=model.trainable)
+    from edge_client.train.torch_trainer import TorchRuntime
+
+    return TorchRuntime(spec.build(0), spec.loss)
