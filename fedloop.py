@@ -87,7 +87,8 @@ class Result:
         """Loss and accuracy over rounds, as in `curves.png`; a notebook shows the figure."""
         report = self.report
         figure = _curves.make_curves(report["experiment"]["name"], report["start"], report["rounds"])
-        figure._repr_png_ = partial(_curves.as_png, figure)  # a notebook calls this, whichever backend it has
+        # A notebook calls this, whichever backend it has.
+        figure._repr_png_ = partial(_curves.as_png, figure)  # type: ignore[attr-defined]
         return figure
 
     def predict(self, x: Any) -> Predictions:

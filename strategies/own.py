@@ -7,17 +7,18 @@ those on disk stay there, those in memory take a model each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from strategies import presets
 from strategies.params import Tensors
 from strategies.strategy import Fold, Strategy, WeightedMean
 from strategies.update import Aggregate, Update
 
 AggregateUpdates = Callable[[Sequence[Update]], Tensors]
 """The delta of a cohort, from its updates (at least one, in canonical order): tensors of their names and shapes."""
+
+GROUP = "fedloop.strategies"
+"""The entry points of packages that offer a strategy by a short name."""
 
 REPLACED = "weighting"
 """The option of a base that only its mean has."""
@@ -50,14 +51,6 @@ class OwnFold:
         return replace(rest, delta=self._aggregate([update for _, update in sorted(self._received.items())]))
 
 
-def compose(name: str, base: str, options: Mapping[str, Any], aggregate: AggregateUpdates) -> Strategy:
-    """The algorithm `base` with its options, aggregating by `aggregate`, under a new name.
-
-    Raises:
-        OptionError: the base is unknown, or an option is not one of its.
-    """
-    if REPLACED in options:
-        raise presets.OptionError(
-            f"{name} has no option {REPLACED!r}: it replaces the mean of its base, {base}", REPLACED
-        )
-    return replace(presets.get(base, **options), name=name, aggregator=OwnAggregator(aggregate))
+def compose(name: str, base: Strategy, aggregate: AggregateUpdates) -> Strategy:
+    """The algorithm `base`, aggregating by `aggregate`, under a new name."""
+    return replace(base, name=name, aggregator=OwnAggregator(aggregate))

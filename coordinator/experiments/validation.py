@@ -13,7 +13,6 @@ from typing import Any, TypeGuard, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import UserError
-from coordinator.experiments import strategy_names
 from coordinator.experiments.schema import Experiment, Federation, FleetKind
 from coordinator.json_values import is_finite
 from coordinator.model_references import parse_register_as
@@ -21,6 +20,8 @@ from models import adaptation, catalog, user_code
 from models.datasets import names
 from models.datasets.dataset import DataError
 from models.datasets.partitioners import parse_partition
+from strategies import presets
+from strategies.own import GROUP
 
 UNSCORED = (
     "the coordinator has no rows of its own to score the model on, and devices.evaluate_every is 0; set it, such as "
@@ -152,7 +153,7 @@ def find_model_problems(name: str, options: Mapping[str, Any]) -> Iterator[str]:
             if not is_finite(value):
                 yield f"model.{key} = {value!r}: expected finite numbers"
         is_own = user_code.is_reference(name) or name.endswith(user_code.KERAS_FILE)
-        if not is_own and name not in _installed_models():
+        if not is_own and name not in _installed("fedloop.models"):
             yield (
                 f"model.name = {name!r} is unknown{suggest(name, catalog.MODELS)}; known: "
                 f"{', '.join(catalog.MODELS)}; your own is given as package.module:build, or as a .keras file"
@@ -170,10 +171,11 @@ def find_model_problems(name: str, options: Mapping[str, Any]) -> Iterator[str]:
                 yield f"model.{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
-def _installed_models() -> set[str]:
+def _installed(group: str) -> set[str]:
+    """Names of the entry points of a group."""
     from importlib.metadata import entry_points
 
-    return {entry.name for entry in entry_points(group="fedloop.models")}
+    return {entry.name for entry in entry_points(group=group)}
 
 
 def to_user_error(source: str, problems: list[str]) -> UserError:
@@ -194,7 +196,26 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         yield f"local.epochs = {local.epochs} and local.steps = {local.steps} are both set; keep one of them"
     yield from _federation_problems(experiment.federation)
     yield from _simulation_problems(experiment)
-    yield from strategy_names.find_problems(experiment.strategy.name, experiment.strategy.options)
+    yield from _strategy_problems(experiment.strategy.name, experiment.strategy.options)
+
+
+def is_own_strategy(name: str) -> bool:
+    """Whether a strategy of this name is not ours: a reference to user code, or an entry point. Loads no code."""
+    return name not in presets.OPTIONS and (user_code.is_reference(name) or name in _installed(GROUP))
+
+
+def _strategy_problems(name: str, options: Mapping[str, Any]) -> Iterator[str]:
+    """Problems of the `[strategy]` table. A strategy that is not ours is checked in a worker, which loads it."""
+    if is_own_strategy(name):
+        for key, value in options.items():
+            if not is_finite(value):
+                yield f"strategy.{key} = {value!r}: expected finite numbers"
+        return
+    try:
+        presets.resolve_options(name, options)
+    except presets.OptionError as error:
+        own = "; your own is given as package.module:Class, or by the name that its package installs"
+        yield f"strategy.{error.option or 'name'}: {error}{'' if error.option else own}"
 
 
 def _federation_problems(federation: Federation) -> Iterator[str]:

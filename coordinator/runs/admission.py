@@ -18,7 +18,6 @@ from coordinator.context.services import Services
 from coordinator.db.registry import VersionRow
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
-from coordinator.experiments.strategy_names import GROUP
 from coordinator.model_references import is_version, parse_reference
 from coordinator.registry import registration
 from coordinator.registry.kinds import PARAMS
@@ -26,6 +25,7 @@ from coordinator.settings import Settings
 from edge_client.files import is_beneath, open_beneath, read_all, read_regular
 from models import user_code
 from models.datasets import names
+from strategies.own import GROUP
 
 
 def admit(experiment: Experiment, services: Services, *, comes_with_model: bool = False) -> Experiment:

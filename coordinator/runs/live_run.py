@@ -13,8 +13,7 @@ from coordinator.db import runs as rows
 from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.schema import Experiment
-from coordinator.experiments.strategy_names import is_own
-from coordinator.experiments.validation import UNSCORED
+from coordinator.experiments.validation import UNSCORED, is_own_strategy
 from coordinator.rounds import engine
 from coordinator.rounds.fleet import Stopped
 from coordinator.rounds.records import RunState
@@ -182,7 +181,7 @@ class LiveRun:
         self._held_out = live_preparation.open_held_out(
             self._experiment, prepared, self._place(pool), self._own
         )
-        if self._held_out is None and not is_own(self._experiment.strategy.name):
+        if self._held_out is None and not is_own_strategy(self._experiment.strategy.name):
             pool.close()  # the workers have nothing more to do
 
     def _why_unscored(self) -> str | None:

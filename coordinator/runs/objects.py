@@ -52,7 +52,7 @@ def name_objects(
         if isinstance(data, str):
             document["data"] = {**table, "dataset": data}
         else:
-            arrays = _arrays(data, data_dir, document.get("seed", SEED))
+            arrays = _arrays(data, data_dir, table.get("seed", document.get("seed", SEED)))
             document["data"] = {**table, "dataset": "npz", "path": str(folder / DATA)}
 
     def fill(run: Path) -> None:

@@ -9,15 +9,16 @@ workers can change everything in their run's folder, and could put a link to ano
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import numpy as np
 
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
-from coordinator.experiments.strategy_names import is_own
+from coordinator.experiments.validation import is_own_strategy
 from coordinator.workers.pool import WorkerPool
 from edge_client.wire import arrays
 from strategies import own, presets
@@ -43,17 +44,26 @@ def make_strategy(experiment: Experiment, get_pool: Callable[[], WorkerPool], fo
         UserError: an own strategy cannot be loaded, or an option is neither its nor its base's.
     """
     name, options = experiment.strategy.name, experiment.strategy.options
-    if not is_own(name):
+    if not is_own_strategy(name):
         return presets.get(name, **options)
     pool = get_pool()
     described = pool.run_one({"kind": "strategy", "name": name, "options": options}).values
-    base = described["base"]
 
     def aggregate(updates: Sequence[Update]) -> Tensors:
         return _aggregate(experiment, pool, folder, updates)
 
+    return own.compose(name, _base(name, described), aggregate)
+
+
+def _base(name: str, described: Mapping[str, Any]) -> Strategy:
+    """The strategy whose mean an own one replaces. `described`: by `coordinator.workers.own_strategy.describe`."""
+    base, options = described["base"], described["options"]
+    if own.REPLACED in options:
+        raise UserError(
+            f"strategy.{own.REPLACED}: {name!r} has no such option: it replaces the mean of its base, {base}"
+        )
     try:
-        return own.compose(name, base, described["options"], aggregate)
+        return presets.get(base, **options)
     except presets.OptionError as error:
         if error.option is None:
             raise UserError(f"strategy.name = {name!r}: its base {base!r}: {error}") from None

@@ -160,9 +160,8 @@ def _judge(
     alone = None
     if local_baseline.is_wanted(experiment, data_info):
         progress.stage("training each client alone, to compare")
-        run_plan = make_run_plan(
-            experiment, prepared.trainable, _cohort_size(experiment, len(prepared.clients))
-        )
+        cohort = _cohort_size(experiment, len(prepared.clients))
+        run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
         alone = local_baseline.train_alone(
             pool,
             run_plan,

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from coordinator.errors import UserError
-from coordinator.experiments.strategy_names import GROUP
 from edge_client.wire.arrays import StoredArrays
 from models import user_code
+from strategies.own import GROUP
 from strategies.params import Params, subtree
 from strategies.update import Update
 

@@ -109,6 +109,7 @@ def test_what_is_wrong_with_a_strategy_is_told_before_the_first_round(folder: Pa
     told = failure("others:Trimmed", trimm=0.2)
     assert "strategy.trimm: fedadam has no option 'trimm'" in told and "itself: trim" in told
     assert "its base 'fedavgg'" in failure("others:Base")
+    assert "it replaces the mean of its base, fedadam" in failure("others:Trimmed", weighting="uniform")
     assert (
         "others.py, line" in failure("others:Falls") and not (folder / "run" / "model.safetensors").exists()
     )

@@ -23,7 +23,7 @@ def update(*values: float, examples: int = 1) -> Update:
 
 
 def test_the_median_ignores_one_liar_and_no_weight_counts() -> None:
-    strategy = own.compose("mine:Median", "fedavg", {}, median)
+    strategy = own.compose("mine:Median", presets.get("fedavg"), median)
     fold = strategy.start(3)
     for position, each in enumerate((update(1, 2, 3), update(1, 2, 4), update(-9, 9e9, 0, examples=1000))):
         fold.add(position, strategy.transform(each))
@@ -40,7 +40,7 @@ def test_updates_come_in_canonical_order_whatever_their_arrival() -> None:
         seen.extend(float(each.delta["w"][0]) for each in updates)
         return updates[0].delta
 
-    fold = own.compose("mine:Look", "fedavg", {}, look).start(4)
+    fold = own.compose("mine:Look", presets.get("fedavg"), look).start(4)
     for position in (2, 0, 3):
         fold.add(position, update(position, 0, 0))
     fold.finish()
@@ -48,8 +48,8 @@ def test_updates_come_in_canonical_order_whatever_their_arrival() -> None:
 
 
 def test_the_base_clips_moves_and_tells_clients_how_to_train() -> None:
-    options = {"mu": 0.5, "server_lr": 0.5, "clip_norm": 1.0}
-    strategy = own.compose("mine:Median", "fedprox", options, median)
+    base = presets.get("fedprox", mu=0.5, server_lr=0.5, clip_norm=1.0)
+    strategy = own.compose("mine:Median", base, median)
     assert strategy.client_rule == presets.get("fedprox", mu=0.5).client_rule
     fold = strategy.start(1)
     fold.add(0, strategy.transform(update(3, 0, 4)))
@@ -58,7 +58,7 @@ def test_the_base_clips_moves_and_tells_clients_how_to_train() -> None:
 
 
 def test_streams_of_the_clients_rule_are_still_averaged() -> None:
-    strategy = own.compose("mine:Median", "scaffold", {}, median)
+    strategy = own.compose("mine:Median", presets.get("scaffold"), median)
     fold = strategy.start(2)
     for position, value in enumerate((1.0, 3.0)):
         control = {"control": {"w": np.full(3, value, np.float32)}}
@@ -67,22 +67,9 @@ def test_streams_of_the_clients_rule_are_still_averaged() -> None:
 
 
 def test_a_position_counts_once_and_a_cohort_without_updates_has_no_aggregate() -> None:
-    fold = own.compose("mine:Median", "fedavg", {}, median).start(2)
+    fold = own.compose("mine:Median", presets.get("fedavg"), median).start(2)
     with pytest.raises(ValueError, match="no update"):
-        own.compose("mine:Median", "fedavg", {}, median).start(2).finish()
+        own.compose("mine:Median", presets.get("fedavg"), median).start(2).finish()
     fold.add(0, update(1, 2, 3))
     with pytest.raises(ValueError, match="already"):
         fold.add(0, update(1, 2, 3))
-
-
-@pytest.mark.parametrize(
-    ("base", "options", "message"),
-    [
-        ("fedavgg", {}, "'fedavgg' is unknown, did you mean 'fedavg'"),
-        ("fedavg", {"trim": 0.1}, "fedavg has no option 'trim'"),
-        ("fedavg", {"weighting": "uniform"}, "no option 'weighting': it replaces the mean"),
-    ],
-)
-def test_a_wrong_base_or_option_is_told(base: str, options: dict[str, object], message: str) -> None:
-    with pytest.raises(presets.OptionError, match=message):
-        own.compose("mine:Median", base, options, median)
