@@ -92,13 +92,14 @@ class Result:
         return figure
 
     def predict(self, x: Any) -> Predictions:
-        """Labels and probabilities for rows `x`, [N, …] or a single row, as the model takes them.
+        """Labels and probabilities for rows `x`.
 
-        A table (`csv`) is standardised before training; its rows must be, too. Imports the model's framework and, for a
-        model of one's own, its code.
+        An array [N, …], or a single row, is taken as the model takes it: of a table's columns, numbers scaled and texts
+        one-hot. The path of a file is read in its natural form, as `fedloop-edge predict` reads it. Imports the model's
+        framework and, for a model of one's own, its code.
 
         Raises:
-            UserError: the rows have another shape, or the model cannot be built here.
+            UserError: the rows do not fit the model, or it cannot be built here.
         """
         return _prediction.predict(self.report, self.params, x)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from coordinator.errors import UserError
-from coordinator.experiments.schema import MODEL_KEYS, Experiment
+from coordinator.experiments.schema import Experiment
+from edge_client.data.connector import DataProblem
+from edge_client.serving.rows import read_inputs
 from edge_client.train.evaluation import EVALUATION_ROWS
 from edge_client.train.trainer import Runtime
+from edge_client.wire import schema as schemas
 from models import user_code
 from strategies.params import Params
 
@@ -30,14 +34,24 @@ class Predictions(NamedTuple):
 
 
 def predict(report: Mapping[str, Any], params: Params, x: Any) -> Predictions:
-    """Predictions for rows x, [N, …] or a single row, as the model takes them.
+    """Predictions for rows x: an array [N, …] or a single row, as the model takes them; or a file as `fedloop-edge predict` reads it.
 
     Raises:
-        UserError: the rows have another shape or are no finite numbers, or the model cannot be built here.
+        UserError: the rows do not fit the model, or it cannot be built here.
     """
-    data = report["data"]
-    rows = _rows(x, tuple(data["input_shape"]), data["input_dtype"])
-    runtime = _runtime(Experiment.model_validate(report["experiment"]), data)
+    data, schema = report["data"], schemas.from_document(report["data"]["schema"])
+    experiment = Experiment.model_validate(report["experiment"])
+    if isinstance(x, str | Path):
+        try:
+            x = read_inputs(Path(x), schema, f"model {experiment.model.name!r}").x
+        except DataProblem as error:
+            raise UserError(f"predict: {error}") from error
+    rows = _rows(x, schema)
+    shape = {
+        "input_dtype": schema.input_dtype,
+        **{key: data[key] for key in ("input_shape", "classes", "task")},
+    }
+    runtime = _runtime(experiment, shape)
     chunks = [
         runtime.logits(params, rows[start : start + EVALUATION_ROWS])
         for start in range(0, len(rows), EVALUATION_ROWS)
@@ -46,11 +60,11 @@ def predict(report: Mapping[str, Any], params: Params, x: Any) -> Predictions:
     exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
     probabilities = exponentials / exponentials.sum(axis=-1, keepdims=True)
     best = probabilities.argmax(axis=-1)
-    return Predictions(np.array(data["class_names"])[best] if data["class_names"] else best, probabilities)
+    return Predictions(np.array(schema.classes)[best] if schema.classes else best, probabilities)
 
 
-def _rows(x: Any, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
-    rows = np.asarray(x)
+def _rows(x: Any, schema: schemas.DataSchema) -> npt.NDArray[Any]:
+    rows, shape, dtype = np.asarray(x), schema.input_shape, schema.input_dtype
     rows = rows[None] if rows.shape == shape else rows
     if rows.shape[1:] != shape or not len(rows):
         raise UserError(
@@ -62,14 +76,14 @@ def _rows(x: Any, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
     return np.ascontiguousarray(rows, dtype)
 
 
-def _runtime(experiment: Experiment, data: Mapping[str, Any]) -> Runtime:
+def _runtime(experiment: Experiment, shape: Mapping[str, Any]) -> Runtime:
     from models.zoo import KerasSpec
     from models.zoo.resolve import ModelNotFound, find
 
-    described = experiment.model.describe({key: data[key] for key in MODEL_KEYS})
-    options, shape = described.pop("options"), tuple(described.pop("input_shape"))
+    described = experiment.model.describe(shape)
+    options, input_shape = described.pop("options"), tuple(described.pop("input_shape"))
     try:
-        spec = find(**described, **options, input_shape=shape)
+        spec = find(**described, **options, input_shape=input_shape)
     except (ModelNotFound, user_code.UserCodeError) as error:
         raise UserError(f"predict: {error}") from error
     if isinstance(spec, KerasSpec):
