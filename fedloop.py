@@ -162,7 +162,7 @@ def resume(
 def _environment(data_dir: str | Path | None, progress: _Progress | None) -> Iterator[_run.Environment]:
     make = partial(_run.Environment, Path(data_dir) if data_dir is not None else None)
     if progress is None and _in_ipython():
-        from coordinator.commands.progress import RichProgress
+        from coordinator.commands.output import RichProgress
 
         with RichProgress() as shown:
             yield make(shown)
