@@ -65,13 +65,17 @@ class Result:
     params: Params
 
     def __repr__(self) -> str:
-        rounds = len(self.report["rounds"])
-        return f"Result(out={str(self.out)!r}, rounds={rounds}, accuracy={self.accuracy:.4f})"
+        rounds, final = len(self.report["rounds"]), self.report["final"]
+        figure = "loss" if self.accuracy is None else "accuracy"
+        value = final[f"test_{figure}"]
+        shown = "None" if value is None else f"{value:.4f}"
+        return f"Result(out={str(self.out)!r}, rounds={rounds}, {figure}={shown})"
 
     @property
-    def accuracy(self) -> float:
-        """Accuracy of the final model, pooled over all held-out rows."""
-        return float(self.report["final"]["test_accuracy"])
+    def accuracy(self) -> float | None:
+        """Accuracy of the final model, pooled over all held-out rows; None where it predicts a quantity."""
+        accuracy: float | None = self.report["final"]["test_accuracy"]
+        return accuracy
 
     @property
     def rounds(self) -> Any:
@@ -86,7 +90,8 @@ class Result:
     def plot(self) -> Figure:
         """Loss and accuracy over rounds, as in `curves.png`; a notebook shows the figure."""
         report = self.report
-        figure = _curves.make_curves(report["experiment"]["name"], report["start"], report["rounds"])
+        loss = "squared error" if self.accuracy is None else "cross-entropy"
+        figure = _curves.make_curves(report["experiment"]["name"], report["start"], report["rounds"], loss)
         # A notebook calls this, whichever backend it has.
         figure._repr_png_ = partial(_curves.as_png, figure)  # type: ignore[attr-defined]
         return figure

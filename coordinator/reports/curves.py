@@ -25,10 +25,15 @@ def draw_curves(
     loss: str = "cross-entropy",
 ) -> None:
     """Writes the figure of `make_curves` as a PNG file."""
-    write_durably(path, as_png(make_curves(title, start, rounds)))
+    write_durably(path, as_png(make_curves(title, start, rounds, loss)))
 
 
-def make_curves(title: str, start: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> Figure:
+def make_curves(
+    title: str,
+    start: Mapping[str, Any],
+    rounds: Sequence[Mapping[str, Any]],
+    loss: str = "cross-entropy",
+) -> Figure:
     """Loss and accuracy per round, with the spread of accuracy over clients. Round 0 is the initial model.
 
     Values that are None leave gaps. `loss`: what it is.

@@ -25,12 +25,12 @@ class Predictions(NamedTuple):
 
     Attributes:
         labels: the most probable class of each row, [N]: its name where the data has names, else its index; for next
-            tokens [N, T].
-        probabilities: float64 [N, classes]; for next tokens [N, T, classes].
+            tokens [N, T]; for regression the quantity in its own unit, float64.
+        probabilities: float64 [N, classes]; for next tokens [N, T, classes]; None for regression.
     """
 
     labels: npt.NDArray[Any]
-    probabilities: npt.NDArray[np.float64]
+    probabilities: npt.NDArray[np.float64] | None
 
 
 def predict(report: Mapping[str, Any], params: Params, x: Any) -> Predictions:
@@ -57,6 +57,9 @@ def predict(report: Mapping[str, Any], params: Params, x: Any) -> Predictions:
         for start in range(0, len(rows), EVALUATION_ROWS)
     ]
     logits = np.concatenate(chunks).astype(np.float64)
+    if data["task"] == "regression":
+        mean, deviation = data["label_scale"]
+        return Predictions(logits[:, 0] * deviation + mean, None)
     exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
     probabilities = exponentials / exponentials.sum(axis=-1, keepdims=True)
     best = probabilities.argmax(axis=-1)

@@ -73,6 +73,20 @@ def test_an_interrupted_run_of_objects_goes_on_to_the_same_result(tmp_path: Path
     assert len(resumed.plot().axes) == 2
 
 
+@pytest.mark.slow
+def test_a_quantity_is_predicted_in_its_own_unit(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(120, 3))
+    y = 500 + 40 * x[:, 0]
+    experiment = {**EXPERIMENT, "local": {"epochs": 5, "lr": 0.1}}
+    data = {"x": x, "y": y, "task": "regression"}
+    found = fedloop.simulate(experiment, model="logreg", data=data, out=tmp_path / "run")
+    assert found.accuracy is None and ", loss=0." in repr(found)
+    values, probabilities = found.predict(x)
+    assert probabilities is None and np.abs(values - y).mean() < 20
+    assert len(found.plot().axes) == 2
+
+
 def result(rounds: list[dict[str, Any]]) -> fedloop.Result:
     return fedloop.Result(Path("x"), {"rounds": rounds, "final": {"test_accuracy": 0.5}}, {})
 
