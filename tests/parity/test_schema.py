@@ -1,0 +1,212 @@
+"""One data schema from the table to the device to the prediction: an awkward table, read alike everywhere."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_client.data import DataConfig, DataProblem, open_data
+from edge_client.serving.rows import Reading, read_inputs
+from edge_client.train.torch_trainer import TorchRuntime
+from edge_client.train.trainer import Trainer, TrainTask
+from edge_client.wire import schema as schemas
+from edge_client.wire.schema import DataSchema
+from edge_client.wire.strict import InvalidDocument
+from models import zoo
+from models.datasets import Dataset, from_settings
+
+COLUMNS = ["patient", "age", "dose", "ward", "code", "admitted", "site", "split", "outcome"]
+WARDS = ["Chirurgie; Süd", 'intensive "ICU"', "Innere | 2", "Kinder"]
+SITES = ["nord", "süd", "ost", "west"]
+RAREST = "once only"
+OLDEST = "119"
+
+
+def awkward_rows(count: int = 480) -> list[list[str]]:
+    rng = np.random.default_rng(4)
+    rows = []
+    for row in range(count):
+        dose = "" if row % 9 == 0 else f"{rng.normal(1000, 300):.3f}".replace(".", ",")
+        code = f"C{int(rng.zipf(1.3)) % 3000:04d}"
+        date = f"{int(rng.integers(1, 29)):02d}.{int(rng.integers(1, 13)):02d}.{int(rng.integers(2015, 2024))}"
+        outcome = ("genesen", "verstorben", "unverändert")[int(rng.integers(3))]
+        split = "test" if row % 5 == 0 else "train"
+        rows.append(
+            [f"P{row:06d}", str(int(rng.integers(20, 90))), dose, WARDS[int(rng.integers(4))], code, date]
+            + [SITES[row % 4], split, outcome]
+        )
+    rows[1][COLUMNS.index("code")], rows[1][COLUMNS.index("age")] = RAREST, OLDEST
+    return rows
+
+
+def write(path: Path, rows: list[list[str]], columns: list[str], encoding: str, delimiter: str) -> Path:
+    text = io.StringIO()
+    writer = csv.writer(text, delimiter=delimiter)
+    writer.writerow(columns)
+    writer.writerows([row[COLUMNS.index(name)] for name in columns] for row in rows)
+    path.write_bytes(text.getvalue().encode(encoding))
+    return path
+
+
+def load(path: Path, scale: str = "federated", **more: object) -> Dataset:
+    return from_settings(
+        {
+            "dataset": "csv",
+            "path": str(path),
+            "label": "outcome",
+            "site": "site",
+            "exclude": ["patient"],
+            "scale": scale,
+            "categories": {"max": 100, "minimum_count": 10},
+            **more,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("table") / "all.csv"
+    return write(path, awkward_rows(), COLUMNS, "utf-8-sig", ";")
+
+
+def schema_of(dataset: Dataset) -> DataSchema:
+    """The schema as it travels: written and read again."""
+    assert dataset.schema is not None
+    return schemas.from_json(dataset.schema.to_json())
+
+
+@pytest.mark.parametrize("scale", ["federated", "site", "fixed"])
+def test_a_device_reads_its_site_as_the_simulation_does(table: Path, tmp_path: Path, scale: str) -> None:
+    given = {"age": [40, 11], "dose": [1000, 300], "admitted": [17000, 900]}
+    dataset = load(table, scale, **({"fixed": given} if scale == "fixed" else {}))
+    shuffled = ["outcome", "dose", "split", "code", "admitted", "ward", "age", "patient"]
+    assert dataset.site is not None
+    for index, site in enumerate(dataset.site_names):
+        own = [row for row in awkward_rows() if row[COLUMNS.index("site")] == site]
+        path = write(tmp_path / f"{index}.csv", own, shuffled, "latin-1", "|")
+        options = {"split": "split", "encoding": "latin-1"}
+        device = open_data(DataConfig("csv", path, options), schema_of(dataset))
+        for examples, held_out in ((device.train(), False), (device.held_out(), True)):
+            rows = (dataset.site == index) & (dataset.test == held_out)
+            np.testing.assert_array_equal(examples.x, dataset.x[rows])
+            np.testing.assert_array_equal(examples.y, dataset.y[rows])
+
+
+def test_a_device_trains_to_the_same_update(table: Path, tmp_path: Path) -> None:
+    dataset = load(table)
+    path = write(tmp_path / "own.csv", awkward_rows(), COLUMNS[1:], "utf-8", ";")
+    device = open_data(DataConfig("csv", path, {"split": "split"}), schema_of(dataset)).train()
+    width = dataset.input_shape[0]
+    spec = zoo.get("mlp", input_shape=(width,), classes=3, hidden=[8])
+    trainer = Trainer(TorchRuntime(spec.build(0), spec.loss))
+    params = {name: value.detach().numpy() for name, value in spec.build(3).state_dict().items()}
+    task = TrainTask(seed=5, batch_size=16, lr=0.1, epochs=1)
+    simulated = replace(device, x=dataset.x[~dataset.test], y=dataset.y[~dataset.test])
+    first, second = (trainer.train(params, task, data).update for data in (device, simulated))
+    for name, delta in first.delta.items():
+        np.testing.assert_array_equal(delta, second.delta[name])
+
+
+def test_rows_to_predict_are_read_as_the_training_rows_were(table: Path, tmp_path: Path) -> None:
+    dataset = load(table)
+    columns = ["dose", "admitted", "ward", "code", "age"]
+    path = write(tmp_path / "new.csv", awkward_rows(), columns, "latin-1", "|")
+    inputs = read_inputs(path, schema_of(dataset), "patients:1", Reading(encoding="latin-1"))
+    np.testing.assert_array_equal(inputs.x, dataset.x)
+    assert inputs.y is None
+    known = read_inputs(table, schema_of(dataset), "patients:1")
+    assert known.y is not None
+    np.testing.assert_array_equal(known.y, dataset.y)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (["dose", "admitted", "ward", "code", "agee"], "no column 'age' for a feature, did you mean 'agee'"),
+        (["dose", "admitted", "ward", "code", "age", "site", "weight"], "no column 'weight'"),
+    ],
+)
+def test_columns_that_are_missing_or_unknown_are_refused(
+    table: Path, tmp_path: Path, columns: list[str], message: str
+) -> None:
+    path = tmp_path / "new.csv"
+    path.write_text(";".join(columns) + "\n" + ";".join(["1"] * len(columns)) + "\n")
+    with pytest.raises(DataProblem, match=message):
+        read_inputs(path, schema_of(load(table)), "patients:1")
+
+
+def test_a_site_scaled_model_needs_the_sites_rows(table: Path) -> None:
+    with pytest.raises(DataProblem, match="--site-rows TABLE"):
+        read_inputs(table, schema_of(load(table, "site")), "patients:1")
+
+
+def test_the_schema_gives_no_rare_text_and_no_single_value_away(table: Path) -> None:
+    text = schema_of(load(table)).to_json()
+    assert RAREST not in text and OLDEST not in text and "P000001" not in text
+    document = json.loads(text)
+    listed = [name for column in document["columns"] for name in column["categories"]]
+    rows = [row for row in awkward_rows() if row[COLUMNS.index("split")] == "train"]
+    for name in listed:
+        assert sum(name in (row[3], row[4]) for row in rows) >= 10
+    code = next(column for column in document["columns"] if column["name"] == "code")
+    assert code["other"] and code["categories"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("classes", ["a", "b", "c"]),
+        ("standardise", "local"),
+        ("features", ["age"]),
+        ("scale", 0.5),
+        ("categories", {"ward": ["x"]}),
+    ],
+)
+def test_a_device_whose_configuration_contradicts_the_schema_is_refused(
+    table: Path, option: str, value: object
+) -> None:
+    with pytest.raises(DataProblem, match=f"option {option}"):
+        open_data(DataConfig("csv", table, {"split": "split", option: value}), schema_of(load(table)))
+
+
+def test_spellings_are_told_and_folded_when_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    cells = ["Male", "male ", "FEMALE", "female"] * 20
+    path.write_text("sex,label\n" + "".join(f"{cell},{row % 2}\n" for row, cell in enumerate(cells)))
+    settings = {"dataset": "csv", "path": str(path), "scale": "federated"}
+    plain = from_settings({**settings, "categories": {"minimum_count": 1}})
+    folded = from_settings({**settings, "categories": {"minimum_count": 1, "fold": True}})
+    assert plain.input_shape == (4,) and folded.input_shape == (2,)
+    assert any("data.categories.fold = true" in note for note in plain.notes)
+
+
+def test_all_columns_with_a_problem_are_named_at_once(tmp_path: Path, table: Path) -> None:
+    schema = schema_of(load(table))
+    path = tmp_path / "bad.csv"
+    path.write_text("age;dose;ward;code;admitted\nold;much;nowhere;C0001;yesterday\n")
+    with pytest.raises(DataProblem) as raised:
+        read_inputs(path, schema, "patients:1")
+    assert [name for name in ("age", "dose", "ward", "admitted") if f"'{name}'" in str(raised.value)] == [
+        "age",
+        "dose",
+        "ward",
+        "admitted",
+    ]
+
+
+def test_a_schema_that_contradicts_itself_is_refused(table: Path) -> None:
+    document = json.loads(schema_of(load(table)).to_json())
+    for change, message in (
+        ({"format": 9}, "format is 9"),
+        ({"input_shape": [3]}, "values of an example"),
+        ({"scale": "none"}, "do not fit scale"),
+        ({"columns": [*document["columns"], document["columns"][0]]}, "twice"),
+    ):
+        with pytest.raises(InvalidDocument, match=message):
+            schemas.from_document({**document, **change})
