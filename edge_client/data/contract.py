@@ -33,7 +33,7 @@ def with_schema(config: DataConfig, schema: DataSchema) -> DataConfig:
         raise DataProblem(
             f"{config.kind} data: option {surplus[0]} does not fit the model's schema, which says how every column is read; remove it"
         )
-    said = options_of(schema)
+    said = _options(schema)
     if config.kind != "csv":
         said.pop("encoding", None)
     said["exclude"] = [*said["exclude"], *given.pop("exclude", ())]
@@ -50,7 +50,7 @@ def with_schema(config: DataConfig, schema: DataSchema) -> DataConfig:
     return replace(config, options=given | said)
 
 
-def options_of(schema: DataSchema) -> dict[str, Any]:
+def _options(schema: DataSchema) -> dict[str, Any]:
     """The options of a data set that say the same as the schema."""
     texts = [column for column in schema.columns if column.kind == "category"]
     options: dict[str, Any] = {

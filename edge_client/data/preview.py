@@ -109,9 +109,13 @@ def _stamp(path: Path | None) -> tuple[int, int] | None:
 
 def _rows(document: Mapping[str, Any]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
+    from edge_client.data import tables
+
     for name, table in document.items():
         try:
-            rows[name] = {"rows": len(open_data(parse(DataConfig, table, "data")).train())}
+            config = parse(DataConfig, table, "data")
+            awaits = tables.awaits_schema(config)
+            rows[name] = {"rows": tables.count_rows(config) if awaits else len(open_data(config).train())}
         except DataProblem as problem:
             rows[name] = {"problem": str(problem)}
         except MemoryError:

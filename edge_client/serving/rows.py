@@ -12,17 +12,17 @@ import numpy.typing as npt
 
 from edge_client.data.cells import numbers
 from edge_client.data.connector import DataConfig, DataProblem
-from edge_client.data.contract import options_of
-from edge_client.data.csv_file import CsvOptions, open_table
+from edge_client.data.contract import with_schema
+from edge_client.data.csv_file import open_table
 from edge_client.data.examples import PADDING
 from edge_client.data.numpy_file import read_archive, read_array
-from edge_client.data.options import TableOptions, read_options
-from edge_client.data.parquet_file import read_parquet
+from edge_client.data.options import TableOptions
 from edge_client.data.quoting import quoted
 from edge_client.data.rows import Rows
 from edge_client.data.standardise import Moments
 from edge_client.data.table import Table
 from edge_client.data.table_reader import read_rows as read_table_rows
+from edge_client.data.tables import read_table
 from edge_client.infer.runtime import InvalidRows, check_rows
 from edge_client.wire.inference import InferenceManifest
 from edge_client.wire.schema import DataSchema
@@ -116,14 +116,8 @@ def _table(path: Path, schema: DataSchema, model: str, reading: Reading) -> Inpu
 
 def read_natural(path: Path, schema: DataSchema) -> Rows:
     """The rows of a table as the schema's columns, not yet scaled; labels are `PADDING` where the table has none."""
-    options = options_of(schema)
-    if path.suffix.lower() == ".parquet":
-        options.pop("encoding", None)
-        plain, _ = read_options(TableOptions, DataConfig("parquet", path, options))
-        return read_parquet(path, plain, _all_rows)
-    read, _ = read_options(CsvOptions, DataConfig("csv", path, options))
-    with open_table(path, encoding=read.encoding, limit_bytes=sys.maxsize) as table:
-        return _all_rows(table, read)
+    kind = "parquet" if path.suffix.lower() == ".parquet" else "csv"
+    return read_table(with_schema(DataConfig(kind, path), schema), _all_rows)
 
 
 def _all_rows(table: Table, options: TableOptions) -> Rows:

@@ -58,9 +58,9 @@ def test_own_table_tutorial_runs(tmp_path: Path) -> None:
     (tmp_path / "table.py").write_text(blocks(page, "python")[0])
     for name, text in zip(("patients.toml", "edge.toml"), blocks(page, "toml"), strict=True):
         (tmp_path / name).write_text(text)
-    simulate, cut, preview = blocks(page, "sh")
+    simulate, predict, cut, preview = blocks(page, "sh")
     bin_folder = Path(sys.executable).parent
-    script = f"set -e\nPATH={bin_folder}:$PATH\npython -P table.py\n{simulate}{cut}{preview}"
+    script = f"set -e\nPATH={bin_folder}:$PATH\npython -P table.py\n{simulate}{predict}{cut}{preview}"
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     first_lines, notes = blocks(page, "text")

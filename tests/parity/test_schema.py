@@ -34,13 +34,13 @@ def awkward_rows(count: int = 480) -> list[list[str]]:
     for row in range(count):
         dose = "" if row % 9 == 0 else f"{rng.normal(1000, 300):.3f}".replace(".", ",")
         code = f"C{int(rng.zipf(1.3)) % 3000:04d}"
-        date = f"{int(rng.integers(1, 29)):02d}.{int(rng.integers(1, 13)):02d}.{int(rng.integers(2015, 2024))}"
+        date = (
+            f"{int(rng.integers(1, 29)):02d}.{int(rng.integers(1, 13)):02d}.{int(rng.integers(2015, 2024))}"
+        )
         outcome = ("genesen", "verstorben", "unverändert")[int(rng.integers(3))]
         split = "test" if row % 5 == 0 else "train"
-        rows.append(
-            [f"P{row:06d}", str(int(rng.integers(20, 90))), dose, WARDS[int(rng.integers(4))], code, date]
-            + [SITES[row % 4], split, outcome]
-        )
+        age, ward, site = str(int(rng.integers(20, 90))), WARDS[int(rng.integers(4))], SITES[row % 4]
+        rows.append([f"P{row:06d}", age, dose, ward, code, date, site, split, outcome])
     rows[1][COLUMNS.index("code")], rows[1][COLUMNS.index("age")] = RAREST, OLDEST
     return rows
 
