@@ -37,7 +37,7 @@ def gather(folder: Path) -> Gathered:
         raise UserError(f"{folder}: there is no such folder")
     if (folder / MANIFEST_NAME).is_file():
         return "inference", _files(folder, FILES["inference"])
-    files = _files(folder, FILES["compressed"])
+    files = _files(folder, tuple(dict.fromkeys((*FILES["compressed"], *FILES["params"]))))
     if LINEAGE in files and is_compression(document(files, LINEAGE)):
         return "compressed", files
     if PARAMS in files:

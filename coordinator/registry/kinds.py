@@ -1,6 +1,7 @@
 """The kinds of versions: the files of each, and what is read from them.
 
-    params      output of `fedloop pretrain`, `simulate` or `run`: model.safetensors, and lineage.json or report.json
+    params      output of `fedloop pretrain`, `simulate` or `run`: model.safetensors, and lineage.json or report.json; of a
+                run whose model came as content also that artifact and its manifest, own-model.tflite and own-model.json
     compressed  output of `fedloop compress`: model.safetensors, model.tflite if there is one, and lineage.json
     inference   a release folder: manifest.json, model.tflite and the report of its export
     weights     imported safetensors: one file, or a Hugging Face folder with config.json
@@ -61,8 +62,11 @@ DOCUMENTS = (
 )
 """What pretrain, simulate, run and compress write beside their model."""
 
+OWN_FILES = {"artifact": "own-model.tflite", "manifest": "own-model.json"}
+"""Training artifact and manifest of a user's own model that came with a run as content; `made_from` of model.json has the hashes."""
+
 FILES: Mapping[Kind, tuple[str, ...]] = {
-    "params": (PARAMS, *DOCUMENTS),
+    "params": (PARAMS, *DOCUMENTS, *OWN_FILES.values()),
     "compressed": (PARAMS, MODEL_NAME, *DOCUMENTS),
     "inference": (MANIFEST_NAME, MODEL_NAME, REPORT),
     "weights": (HF_CONFIG, HF_INDEX),
@@ -316,10 +320,14 @@ def _require_index(index: Mapping[str, Any], headers: Mapping[str, Header]) -> N
 
 
 def _described(contents: Contents) -> dict[str, Any]:
-    """The model's description from model.json."""
-    if MODEL not in contents:
+    """The model's description from model.json, which must name the files of a user's own model."""
+    own = {name: path for name, path in OWN_FILES.items() if path in contents}
+    if MODEL not in contents and not own:
         return {}
     model = document(contents, MODEL)
+    for name, path in own.items():
+        key = f"{name}_sha256"
+        _require_hash(contents, path, MODEL, f"made_from.{key}", _table(model, "made_from").get(key))
     if PARAMS in contents and model.get("sha256") is not None:
         _require_hash(contents, PARAMS, MODEL, "sha256", model["sha256"])
     return {key: model[key] for key in _MODEL_KEYS if key in model}

@@ -39,7 +39,7 @@ from coordinator.model_references import (
     parse_reference,
 )
 from coordinator.registry.contents import Content
-from coordinator.registry.kinds import MODEL, PARAMS, REPORT, Kind, examine, read_manifest
+from coordinator.registry.kinds import MODEL, OWN_FILES, PARAMS, REPORT, Kind, examine, read_manifest
 from coordinator.reports import run_report
 from edge_client.files import file_sha256
 from edge_client.wire import schema as schemas
@@ -127,7 +127,7 @@ def register_run(services: Services, model: str, run: str) -> tuple[VersionRow, 
 
 
 def version_of_run(services: Services, stack: ExitStack, run: Row[Any]) -> NewVersion:
-    """A run as a version: its params, and the documents that `fedloop run` writes beside them.
+    """A run as a version: its params, the documents that `fedloop run` writes beside them, and its model if it came as content.
 
     Its files become blobs, held until the stack is closed. The caller must hold `services.blobs.reference_lock`.
 
@@ -138,6 +138,8 @@ def version_of_run(services: Services, stack: ExitStack, run: Row[Any]) -> NewVe
     for path, content in services.database.read(partial(_documents, run=run)).items():
         contents[path] = _stored(services, services.blobs.put(content))
     contents[PARAMS] = _stored(services, run.params)
+    for name, path in OWN_FILES.items() if run.own_model is not None else ():
+        contents[path] = _stored(services, run.own_model[name]["sha256"])
     stack.enter_context(services.blobs.held(*(content.sha256 for content in contents.values())))
     return examine("params", contents)
 

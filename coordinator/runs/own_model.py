@@ -20,6 +20,7 @@ import numpy as np
 
 from coordinator.errors import UserError
 from coordinator.experiments.schema import MODEL_KEYS, Experiment
+from coordinator.registry.kinds import OWN_FILES
 from coordinator.runs.initial_params import decode_init
 from coordinator.storage.blobs import Blobs
 from coordinator.workers.pool import WorkerPool
@@ -32,8 +33,6 @@ from models import user_code
 from strategies.params import Params
 
 MANIFEST_LIMIT_BYTES = 16 * 2**20
-TFLITE, MANIFEST = "own-model.tflite", "own-model.json"
-"""Names of the copies in the run's folder, which its workers may change; they are made again from the blobs at each start."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,13 @@ def set_up(
 def place(blobs: Blobs, own: OwnModel, folder: Path) -> None:
     """Copies artifact and manifest into the run's folder, where its workers can read them.
 
+    They may change them too, so that the copies are made again at each start.
+
     Raises:
         BlobDamaged: a blob is damaged.
     """
-    for name, ref in ((TFLITE, own.artifact), (MANIFEST, own.manifest)):
-        write_durably(folder / name, read_regular(blobs.require_intact(ref.sha256)))
+    for path, ref in ((OWN_FILES["artifact"], own.artifact), (OWN_FILES["manifest"], own.manifest)):
+        write_durably(folder / path, read_regular(blobs.require_intact(ref.sha256)))
 
 
 def for_scoring(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def for_scoring(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    return {"tflite": str(folder / TFLITE), "manifest": str(folder / MANIFEST)}
+    return {"tflite": str(folder / OWN_FILES["artifact"]), "manifest": str(folder / OWN_FILES["manifest"])}
 
 
 def _read_manifest(blobs: Blobs, own: OwnModel) -> Manifest:

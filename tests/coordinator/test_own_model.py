@@ -201,9 +201,11 @@ def test_an_artifact_is_checked_and_trained_without_code_and_recorded_by_hash(se
     assert run.prepared["runtimes"] == ["litert"]
     assert any("'mine:build': only LiteRT devices take part" in notice for notice in run.notices)
     version = services.database.read(partial(registration.require_version, which=parse_reference("mine:1")))
+    hashes = {file.path: file.sha256 for file in version.files}
+    assert hashes["own-model.tflite"] == arrays.sha256(artifact)
     assert version.about["model"]["made_from"] == {
         "artifact_sha256": arrays.sha256(artifact),
-        "manifest_sha256": arrays.sha256(manifest.to_json().encode()),
+        "manifest_sha256": hashes["own-model.json"],
         "params_sha256": arrays.sha256(arrays.encode(params_of(manifest))),
     }
 
