@@ -46,6 +46,11 @@ def is_reference(name: str) -> bool:
     return ":" in name and not name.endswith(KERAS_FILE)
 
 
+def is_own(name: str) -> bool:
+    """Whether a model's name refers to a user's code or Keras file."""
+    return is_reference(name) or name.endswith(KERAS_FILE)
+
+
 def load(target: str, folder: Path | None = None) -> Callable[..., Any]:
     """The callable `package.module:function`, imported from `folder` (by default the working directory).
 

@@ -97,6 +97,12 @@ class Data(DataSection):
         """Whether the file describes the rows, so that the coordinator does not need the data."""
         return self.input_shape is not None and self.classes is not None
 
+    @property
+    def described_shape(self) -> dict[str, Any]:
+        """The `MODEL_KEYS` of rows that the file describes."""
+        defaults = {"input_dtype": "float32", "task": "classification"}
+        return {key: getattr(self, key) or defaults[key] for key in MODEL_KEYS}
+
 
 class OpenSection(BaseModel):
     """A table in which every key that is not a field is an option."""

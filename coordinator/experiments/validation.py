@@ -152,8 +152,7 @@ def find_model_problems(name: str, options: Mapping[str, Any]) -> Iterator[str]:
         for key, value in options.items():
             if not is_finite(value):
                 yield f"model.{key} = {value!r}: expected finite numbers"
-        is_own = user_code.is_reference(name) or name.endswith(user_code.KERAS_FILE)
-        if not is_own and name not in _installed("fedloop.models"):
+        if not user_code.is_own(name) and name not in _installed("fedloop.models"):
             yield (
                 f"model.name = {name!r} is unknown{suggest(name, catalog.MODELS)}; known: "
                 f"{', '.join(catalog.MODELS)}; your own is given as package.module:build, or as a .keras file"

@@ -26,7 +26,7 @@ from coordinator.registry.kinds import PARAMS
 from coordinator.reports.progress import Progress
 from coordinator.runs.initial_params import read_init
 from coordinator.runs.model_setup import export_model, load_data, set_up_model
-from coordinator.runs.own_model import is_own, require_fit
+from coordinator.runs.own_model import require_fit
 from coordinator.storage.private_folders import private_folder
 from coordinator.workers.pool import TORCH, WorkerPool
 from edge_client.files import file_sha256, read_regular, write_durably
@@ -49,7 +49,7 @@ def submit(
         UserError: the model cannot be built, exported or sent; Refused, Unreachable: from the client.
     """
     name = experiment.model.name or ""
-    if not is_own(name):
+    if not user_code.is_own(name):
         run: dict[str, Any] = client.post("/runs", {"experiment": document})
         return run
     require_fit(experiment)
@@ -93,10 +93,8 @@ def _make(
 
 def _shape(experiment: Experiment, folder: Path, pool: WorkerPool) -> tuple[Mapping[str, Any], int]:
     """The `MODEL_KEYS` of the data, and the number of its token ids, 0 if it has none or they are unknown."""
-    data = experiment.data
-    if data.is_described:
-        defaults = {"input_dtype": "float32", "task": "classification"}
-        return {key: getattr(data, key) or defaults[key] for key in MODEL_KEYS}, 0
+    if experiment.data.is_described:
+        return experiment.data.described_shape, 0
     try:
         data_info = load_data(experiment, folder, pool, None)
     except UserError as error:

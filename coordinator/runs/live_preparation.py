@@ -238,15 +238,9 @@ def _require_described(experiment: Experiment, data_info: Mapping[str, Any]) -> 
 
 
 def _shape(experiment: Experiment, data_info: Mapping[str, Any] | None) -> dict[str, Any]:
-    if data_info is not None:
-        return {key: data_info[key] for key in MODEL_KEYS}
-    data = experiment.data
-    return {
-        "input_shape": data.input_shape,
-        "classes": data.classes,
-        "input_dtype": data.input_dtype or "float32",
-        "task": data.task or "classification",
-    }
+    return (
+        experiment.data.described_shape if data_info is None else {key: data_info[key] for key in MODEL_KEYS}
+    )
 
 
 def _artifact(

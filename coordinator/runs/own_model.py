@@ -49,11 +49,6 @@ class OwnModel:
         return None if document is None else strict.parse(OwnModel, document, "own_model")
 
 
-def is_own(name: str) -> bool:
-    """Whether a model's name refers to a user's code or file."""
-    return user_code.is_reference(name) or name.endswith(user_code.KERAS_FILE)
-
-
 def require_fit(experiment: Experiment) -> None:
     """Checks that a run of this experiment can have its model as content.
 
@@ -61,7 +56,7 @@ def require_fit(experiment: Experiment) -> None:
         UserError: `own_model_unfit`: the model is the coordinator's, is adapted, or no LiteRT device may take part.
     """
     name, problem = experiment.model.name or "", ""
-    if not is_own(name):
+    if not user_code.is_own(name):
         problem = (
             "is a model that coordinators and devices have; only package.module:build and .keras files travel"
         )
