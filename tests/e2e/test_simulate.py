@@ -56,6 +56,7 @@ def test_a_run_leaves_all_its_outputs_and_nothing_else(default_run: Path) -> Non
         "report.json",
         "curves.png",
         "model.safetensors",
+        "schema.json",
         "checkpoint",
     }
     resolved = tomllib.loads((default_run / "experiment.toml").read_text())
