@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, or_, select, update
+from sqlalchemy import Connection, Row, and_, func, or_, select, update
 
-from coordinator.db.rounds import LEFT_AT_WORK
+from coordinator.db.rounds import LEFT_AT_WORK, OPTED_OUT
 from coordinator.db.tables import devices, tasks
 from coordinator.scheduling.matching import OVERDUE_AFTER, Candidate
 from edge_client.wire.device import CheckIn
@@ -26,7 +26,11 @@ _CANDIDATE = (
     select(func.max(tasks.c.answered_at))
     .where(
         tasks.c.device == devices.c.id,
-        or_(tasks.c.state == "expired", tasks.c.reason == LEFT_AT_WORK),
+        or_(
+            tasks.c.state == "expired",
+            and_(tasks.c.state == "declined", tasks.c.reason != OPTED_OUT),
+            tasks.c.reason == LEFT_AT_WORK,
+        ),
         tasks.c.answered_at > devices.c.last_seen_at,
     )
     .scalar_subquery()

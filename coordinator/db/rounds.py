@@ -26,6 +26,9 @@ LIVE = ("waiting", "leased")
 LEFT_AT_WORK = "left_at_work"
 """Reason of a cancelled task that its device was working on."""
 
+OPTED_OUT = "opted_out"
+"""Reason of a task that is declined at a check-in, because the device's owner opted out of the run."""
+
 
 @dataclass(frozen=True)
 class TaskRow:

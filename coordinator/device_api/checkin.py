@@ -146,7 +146,7 @@ def _next_task(connection: Connection, services: Services, caller: str, report: 
     declined: list[str] = []
     for task in live:
         if matching.has_opted_out(report, task.run, task.offer["run_name"]):
-            answers.decline(connection, task, "opted_out", "its owner opted out of this run", now)
+            answers.decline(connection, task, rounds.OPTED_OUT, "its owner opted out of this run", now)
             declined.append(task.run)
         elif (
             _is_open(task)

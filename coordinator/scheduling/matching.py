@@ -65,8 +65,8 @@ class Candidate:
         state: pending, active, revoked or left.
         expected_at: when its next check-in is due.
         report: its last check-in; None before the first.
-        missed_at: when the coordinator gave up on one of its tasks, or ended the round that it was working on, if it has not
-            checked in since.
+        missed_at: when it declined a task, the coordinator gave up on one, or the round that it was working on ended, if it
+            has not checked in since.
     """
 
     id: str

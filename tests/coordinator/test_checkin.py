@@ -391,6 +391,20 @@ def test_a_run_that_its_owner_opted_out_of_is_declined_for_the_device(world: Wor
     ]
 
 
+def test_each_device_of_a_run_is_told_with_its_reasons(world: World) -> None:
+    fleet_of(world)
+    world.enrol("a").check_in()
+    world.enrol("b", state="pending")
+    world.enrol("c").check_in(datasets={})
+    world.enrol("d", state="left")
+    url = f"{world.url}/api/v1/runs/r/devices"
+    page = httpx.get(url, params={"limit": 2}).json()
+    assert [(each["device"], each["matches"]) for each in page["devices"]] == [("a", True), ("b", False)]
+    (last,) = httpx.get(url, params={"after": page["next"]}).json()["devices"]
+    assert (last["name"], [each["code"] for each in last["reasons"]]) == ("the c", ["no_dataset"])
+    assert httpx.get(f"{world.url}/api/v1/runs/nobody/devices").status_code == 404
+
+
 def test_why_tells_what_keeps_a_device_out(world: World) -> None:
     device = world.enrol("a")
     fleet_of(world)
@@ -424,8 +438,10 @@ def test_why_tells_what_became_of_a_device_in_a_round(world: World) -> None:
     assert devices["accepted"].upload(offers["accepted"].task, result_of(offers["accepted"])).accepted
     with pytest.raises(Refused):
         devices["rejected"].upload(offers["rejected"].task, b"nonsense, and too short")
+    world.clock.pass_seconds(1)
     devices["declined"].decline(offers["declined"].task, "limits", "out of memory")
-    world.clock.pass_seconds(119)
+    assert codes(world, "declined") == ["missed_task", "declined"]
+    world.clock.pass_seconds(118)
     for name in names:
         if name != "silent":
             devices[name].check_in(working_on=offers[name].task if name == "training" else None)

@@ -173,7 +173,7 @@ BAD = {
     "endless starting params": (["--set", "model.init=/dev/zero"], ["model.init", "it is a device"]),
     "endless experiment": (["/dev/zero"], ["/dev/zero", "4,194,304 bytes"]),
     "no run to resume": (["--resume", "nothing-here"], ["nothing-here", "no run"]),
-    "resume with settings": (["--resume", "x", "--set", "local.lr=1"], ["--resume", "--set"]),
+    "resume with settings": (["--resume", "x", "--set", "local.lr=1"], ["--resume x", "no run here"]),
     "folder that cannot be": (["--out", "/dev/null/x"], ["/dev/null/x"]),
     "missing data files": (["--set", "data.dataset=mnist", "--data-dir", "."], ["mnist", "ubyte"]),
     "missing table": (
