@@ -31,6 +31,7 @@ from edge_client.train.evaluation import Evaluation
 from edge_client.wire import schema as schemas
 from edge_client.wire import strict
 from edge_client.wire.device import BlobRef, ModelRef, RuntimeName
+from edge_client.wire.schema import DataSchema
 from models.conversion import request as export_request
 from models.conversion import request_cache
 from strategies.params import Params, Tensors
@@ -47,6 +48,7 @@ class Prepared:
         runtimes: allowed runtimes, the preferred one first.
         data: description of the data if the coordinator could load it; then it scores every round.
         schema: how devices read a table.
+        fixed: column -> mean and deviation that the coordinator's rows are scaled by, if devices told them.
         start: `test_loss` and `test_accuracy` of the initial params, and the number of `test_rows`.
     """
 
@@ -58,6 +60,7 @@ class Prepared:
     data: Mapping[str, Any] | None
     start: Mapping[str, Any] = field(default_factory=dict)
     schema: BlobRef | None = None
+    fixed: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 def read(document: Mapping[str, Any]) -> Prepared:
@@ -125,8 +128,22 @@ def _schema(data: Mapping[str, Any] | None, place: Place) -> BlobRef | None:
     """The schema of the coordinator's own table as a blob; None of other data, whose rows devices describe themselves."""
     if data is None or data["schema"]["kind"] != "table":
         return None
-    content = schemas.from_document(data["schema"]).to_json().encode()
-    return BlobRef(place.blobs.put(content), len(content))
+    return put_schema(schemas.from_document(data["schema"]), place.blobs)
+
+
+def put_schema(schema: DataSchema, blobs: Blobs) -> BlobRef:
+    """The schema as a blob that devices download."""
+    content = schema.to_json().encode()
+    return BlobRef(blobs.put(content), len(content))
+
+
+def with_moments(experiment: Experiment, prepared: Prepared) -> Experiment:
+    """The experiment that reads the coordinator's rows scaled as the run is."""
+    if not prepared.fixed:
+        return experiment
+    fixed = {name: list(given) for name, given in prepared.fixed.items()}
+    data = experiment.data.model_copy(update={"scale": "fixed", "fixed": fixed})
+    return experiment.model_copy(update={"data": data})
 
 
 @dataclass(frozen=True)
@@ -181,7 +198,9 @@ def open_held_out(
     if prepared.data is None:
         return None
     folder, pool = place.folder, place.pool
-    data_info = load_data(experiment, folder, pool, place.settings.data_dir, quotes=False)
+    data_info = load_data(
+        with_moments(experiment, prepared), folder, pool, place.settings.data_dir, quotes=False
+    )
     if data_info["fingerprint"] != prepared.data["fingerprint"]:
         raise UserError("the data is not what the run began with (its fingerprint differs)")
     model = experiment.model.describe(data_info)

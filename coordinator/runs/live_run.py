@@ -17,7 +17,7 @@ from coordinator.experiments.validation import UNSCORED, is_own_strategy
 from coordinator.rounds import engine
 from coordinator.rounds.fleet import Stopped
 from coordinator.rounds.records import RunState
-from coordinator.runs import admission, live_preparation
+from coordinator.runs import admission, federated_scale, live_preparation
 from coordinator.runs.live_evaluation import EvaluatingFleet, LiveEvaluation, start_figures
 from coordinator.runs.live_preparation import HeldOut, Prepared
 from coordinator.runs.live_store import LiveStore, finish
@@ -147,7 +147,14 @@ class LiveRun:
         experiment = admission.admit(experiment, services, comes_with_model=self._own is not None)
         init = admission.init_params(experiment, services, comes_with_model=self._own is not None)
         pool = self._workers()
-        prepared, params, notices = live_preparation.prepare(experiment, self._place(pool), init, self._own)
+        place = self._place(pool)
+        prepared, params, notices = live_preparation.prepare(experiment, place, init, self._own)
+        schema, more = federated_scale.ask(
+            services, self._deployment(prepared), experiment, (prepared.data or {}).get("schema")
+        )
+        if schema is not None:
+            prepared = live_preparation.scaled(experiment, prepared, schema, place)
+        notices += more
         self._open_held_out(prepared, pool)
         require_scores(experiment, self._why_unscored())
         state = RunState(0, params, self._strategy.init(params, prepared.trainable))

@@ -1,4 +1,4 @@
-"""A statistics round on devices: a run of its own for `fedloop statistics`, and the moments that a training run scales by.
+"""A statistics round on devices, as a run of its own, for `fedloop statistics`.
 
     1. ask for counts, means and bounds
     2. from all bounds, agree on the bins of the histograms, and ask for these
@@ -27,7 +27,7 @@ from coordinator.experiments.validation import to_user_error, validate
 from coordinator.fleets.statistics import Patience, StatisticsFleet
 from coordinator.reports import statistics as report
 from coordinator.scheduling.deployments import Deployment, Selection
-from edge_client.data.statistics import Moments, bin_edges, moments, pooled
+from edge_client.data.statistics import bin_edges, pooled
 from edge_client.wire.device import ModelRef
 from edge_client.wire.statistics import StatisticsRequest, StatisticsResult
 
@@ -88,21 +88,6 @@ def run_statistics(services: Services, run: str, experiment: Experiment, fleet: 
         partial(rows.end, run=run, state="finished", now=services.clock())
     ).result()
     services.signals.notify("events", *(f"device:{device}" for device in ended or ()))
-
-
-def federated_moments(
-    services: Services, deployment: Deployment, experiment: Experiment
-) -> tuple[dict[str, Moments], dict[str, int]]:
-    """Before round 1 of a training run: column -> count, mean and deviation over all devices that tell them, and the rows of
-    each of these devices.
-
-    Raises:
-        UserError: fewer than two devices told anything.
-        Stopped: the process is ending.
-    """
-    fleet = StatisticsFleet(services, replace(deployment, kind="statistics"))
-    told = _require_enough(fleet.ask(_SUMS, _request(experiment), _patience(experiment)))
-    return moments(pooled(told.values())), {device: result.rows for device, result in told.items()}
 
 
 def read_report(connection: Connection, run: str) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from coordinator.reports.statistics import make_report, stability_index
 from coordinator.runs import statistics_run
 from coordinator.runs.service import RunService
 from edge_client.data.statistics import moments
+from edge_client.wire import schema as schemas
 from edge_client.wire.device import to_json
 from edge_client.wire.statistics import ColumnStatistics, StatisticsRequest, StatisticsResult
 from edge_client.wire.strict import parse_message
@@ -42,9 +44,11 @@ def table(tmp_path: Path) -> Path:
             rows.append(
                 [age, ward, site, "test" if number % 5 == 1 else "train", ["no", "yes"][rng.integers(2)]]
             )
-    with (tmp_path / "t.csv").open("w", newline="") as file:
+    path = tmp_path / "tables" / "t.csv"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", newline="") as file:
         csv.writer(file).writerows([["age", "ward", "site", "split", "y"], *rows])
-    return tmp_path / "t.csv"
+    return path
 
 
 def settings(path: Path) -> list[str]:
@@ -127,7 +131,10 @@ PATIENCE = Patience(least=2, devices_seconds=0.0, answers_seconds=600.0)
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    with sqlite(tmp_path) as database, serving(tmp_path, database) as made:
+    home, tables = tmp_path / "home", tmp_path / "tables"
+    home.mkdir()
+    tables.mkdir(exist_ok=True)
+    with sqlite(home) as database, serving(home, database, allow_paths=(tables,)) as made:
         yield made
 
 
@@ -191,3 +198,65 @@ def test_a_statistics_run_of_too_few_devices_fails_and_is_no_training_run(tmp_pa
         assert services.database.read(lambda at: rows.newest(at, 10)) == []
         with pytest.raises(UserError, match=r"data\.datset"):
             service.create_statistics({"data": {"datset": "patients"}})
+
+
+def trained(world: World, table: Path, devices: Mapping[str, StatisticsResult]) -> Any:
+    """The row of a run on the coordinator's `table`, whose devices tell this before round 1; their training is made up."""
+    document = {
+        "data": {"dataset": "csv", "path": str(table), "label": "y", "scale": "federated"},
+        "model": {"name": "logreg"},
+        "federation": {"rounds": 1, "clients_per_round": max(1, len(devices)), "runtimes": {"torch": 1.0}},
+        "local": {"epochs": 1},
+        "devices": {"patience_seconds": 60 if devices else 0},
+    }
+    service = RunService(world.services, answering)
+    run = service.create(document)
+    tellers = {name: world.enrol(name) for name in devices}
+    waiting = dict(devices)
+    while waiting:
+        for name, device in tellers.items():
+            offer = device.check_in(wire="1.4", datasets={"csv": 100}, wait_seconds=0.2).task
+            if offer is not None and name in waiting:
+                assert offer.kind == "statistics" and offer.schema is not None
+                device.tell(offer.task, to_json(waiting.pop(name)))
+    assert service.join(run, 120)
+    return world.services.database.read(lambda at: rows.require(at, run))
+
+
+@pytest.mark.slow
+def test_a_run_with_federated_scale_is_scaled_by_what_devices_tell(world: World, table: Path) -> None:
+    ages = np.array([10.0] * 10 + [30.0] * 30)
+    told = {
+        name: StatisticsResult(
+            len(part),
+            10,
+            {"age": ColumnStatistics("number", len(part), mean=part.mean(), squares=0.0)},
+            other_labels=len(part),
+        )
+        for name, part in (("ada", ages[:10]), ("bob", ages[10:]))
+    }
+    row = trained(world, table, told)
+    assert (row.state, row.error) == ("finished", None)
+    assert "scaled by the means and deviations of 2 devices" in " ".join(row.notices)
+    schema = schemas.from_document(row.prepared["data"]["schema"])
+    (age,) = (column for column in schema.columns if column.name == "age")
+    assert (age.mean, age.deviation) == (ages.mean(), pytest.approx(ages.std()))
+    assert schema.scale == "federated"
+    sent = world.services.blobs.path(row.prepared["schema"]["sha256"]).read_bytes()
+    assert schemas.from_json(sent) == schema
+
+
+@pytest.mark.slow
+def test_without_two_devices_the_coordinators_own_table_scales_and_the_run_says_so(
+    world: World, table: Path
+) -> None:
+    row = trained(world, table, {})
+    assert row.state == "finished"
+    assert "0 devices told statistics, 2 are needed" in " ".join(row.notices)
+    (age,) = (each for each in row.prepared["data"]["schema"]["columns"] if each["name"] == "age")
+    own = [
+        float(each["age"])
+        for each in csv.DictReader(table.open())
+        if each["age"] and each["split"] == "train"
+    ]
+    assert age["mean"] == pytest.approx(np.mean(own))
