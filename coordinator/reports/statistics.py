@@ -1,14 +1,15 @@
 """The report of federated statistics: each site beside all sites together.
 
 Drift of a column of numbers is the standardised mean difference to the pool, and its population stability index (PSI) over
-the bins of the histogram; of categories and classes the PSI over those that are told. PSI below 0.1 counts as no drift, from
-0.25 as large (Siddiqi 2006, chapter 8). Counts that a site does not tell are one cell together.
+the bins of the histogram; of categories and classes the PSI over those that some site tells. PSI below 0.1 counts as no drift,
+from 0.25 as large (Siddiqi 2006, chapter 8).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from edge_client.data.statistics import deviation, pooled
@@ -17,8 +18,8 @@ from edge_client.wire.statistics import EMPTY, ColumnStatistics, StatisticsResul
 BINS = 10
 """Bins of a histogram."""
 
-MODERATE, LARGE = 0.1, 0.25
-"""PSI from which drift is moderate, and large."""
+_REST = "\0"
+"""Names what a site withholds where it is a cell of its own; no text is called so."""
 
 
 def make_report(
@@ -29,6 +30,11 @@ def make_report(
     `sites` with fewer training rows than the minimum count have `rows` null.
     """
     pool = pooled(results.values())
+    useful = {name: result for name, result in results.items() if result.rows}
+    drifts = {name: _column_drifts(name, column.kind, useful) for name, column in pool.columns.items()}
+    label_drifts = _drifts(
+        {name: _Counts(each.labels, each.rows, each.minimum_count) for name, each in useful.items()}
+    )
     return {
         "minimum_count": max((result.minimum_count for result in results.values()), default=0),
         "pooled": {
@@ -36,7 +42,20 @@ def make_report(
             "columns": {name: _figures(column, pool) for name, column in pool.columns.items()},
             "labels": _shares(pool.labels, pool.other_labels),
         },
-        "sites": {name: _site(result, pool) for name, result in sorted(results.items())},
+        "sites": {
+            name: {
+                "rows": result.rows or None,
+                "columns": {
+                    column: _figures(told, result)
+                    | {"drift": drifts[column].get(name)}
+                    | _mean_difference(told, pool.columns[column])
+                    for column, told in result.columns.items()
+                },
+                "labels": _shares(result.labels, result.other_labels),
+                "label_drift": label_drifts.get(name),
+            }
+            for name, result in sorted(results.items())
+        },
         "silent": dict(sorted((silent or {}).items())),
     }
 
@@ -51,19 +70,72 @@ def stability_index(shares: Mapping[str, float], expected: Mapping[str, float], 
     return total
 
 
-def _site(result: StatisticsResult, pool: StatisticsResult) -> dict[str, Any]:
-    if not result.rows:
-        return {"rows": None, "columns": {}, "labels": {}, "label_drift": None}
-    labels = _told_and_rest(result.labels, result.rows)
-    return {
-        "rows": result.rows,
-        "columns": {
-            name: _figures(column, result) | _drift(column, pool.columns[name], _least(result))
-            for name, column in result.columns.items()
-        },
-        "labels": _shares(result.labels, result.other_labels),
-        "label_drift": _index(labels, pool.labels, pool.rows, _least(result)),
+@dataclass(frozen=True)
+class _Counts:
+    """Cells that a site tells of one partition of its rows, and all these rows. `cells`: all there are, if that is known."""
+
+    told: Mapping[str, int]
+    rows: int
+    least: int
+    cells: tuple[str, ...] = ()
+
+
+def _column_drifts(name: str, kind: str, results: Mapping[str, StatisticsResult]) -> dict[str, float]:
+    """Site -> drift of a column, of those that tell it as what it is at most sites."""
+    parts = {}
+    for site, result in results.items():
+        column = result.columns.get(name)
+        if column is None or not column.count or column.kind != kind:
+            continue
+        if kind == "category":
+            parts[site] = _Counts(column.categories, column.count, result.minimum_count)
+        elif column.histogram:
+            bins = {str(place): count for place, count in enumerate(column.histogram)}
+            told = {place: count for place, count in bins.items() if count}
+            parts[site] = _Counts(told, column.count, result.minimum_count, tuple(bins))
+    return _drifts(parts)
+
+
+def _drifts(parts: Mapping[str, _Counts]) -> dict[str, float]:
+    """Site -> PSI of its shares against those of all sites; without sites that tell no cell.
+
+    What a site withholds is spread over the cells that it does not tell as other sites have them, so that withholding alone
+    is no drift.
+    """
+    cells = list(dict.fromkeys(cell for part in parts.values() for cell in (*part.cells, *part.told)))
+    least = max((part.least for part in parts.values()), default=0)
+    weights = {cell: sum(part.told.get(cell, 0) for part in parts.values()) or least / 2 for cell in cells}
+    spread = {site: _spread(part, weights) for site, part in parts.items()}
+    rows = sum(part.rows for part in parts.values()) or 1
+    expected = {
+        cell: sum(counts.get(cell, 0.0) for counts in spread.values()) / rows for cell in (*cells, _REST)
     }
+    return {
+        site: stability_index(
+            {cell: count / part.rows for cell, count in spread[site].items()},
+            expected,
+            part.least / (2 * part.rows),
+        )
+        for site, part in parts.items()
+        if part.told
+    }
+
+
+def _spread(part: _Counts, weights: Mapping[str, float]) -> dict[str, float]:
+    """Rows by cell. Without a cell to spread it over, what is withheld is a cell of its own."""
+    untold = {cell: weight for cell, weight in weights.items() if cell not in part.told}
+    rest, whole = part.rows - sum(part.told.values()), sum(untold.values())
+    if not whole:
+        return {**part.told, _REST: rest}
+    return {**part.told, **{cell: rest * weight / whole for cell, weight in untold.items()}}
+
+
+def _mean_difference(column: ColumnStatistics, pool: ColumnStatistics) -> dict[str, float]:
+    """How far the site's mean is from the pooled one, in pooled deviations."""
+    if column.mean is None or pool.mean is None:
+        return {}
+    spread = deviation(pool)
+    return {"mean_difference": (column.mean - pool.mean) / spread if spread > 0 else 0.0}
 
 
 def _figures(column: ColumnStatistics, result: StatisticsResult) -> dict[str, Any]:
@@ -89,49 +161,6 @@ def _figures(column: ColumnStatistics, result: StatisticsResult) -> dict[str, An
         "high": column.high,
         "histogram": list(column.histogram),
     }
-
-
-def _least(result: StatisticsResult) -> float:
-    """The share that stands for cells that may be withheld: half of the smallest that is told."""
-    return result.minimum_count / (2 * result.rows)
-
-
-def _index(shares: Mapping[str, float], told: Mapping[str, int], whole: int, least: float) -> float:
-    return stability_index(shares, _same_cells(shares, told, whole), least)
-
-
-def _drift(column: ColumnStatistics, pool: ColumnStatistics, least: float) -> dict[str, Any]:
-    if not column.count or column.kind != pool.kind:
-        return {"drift": None}
-    if column.kind == "category":
-        shares = _told_and_rest(column.categories, column.count)
-        return {"drift": _index(shares, pool.categories, pool.count, least)}
-    spread = deviation(pool)
-    apart = (column.mean or 0.0) - (pool.mean or 0.0)
-    difference = apart / spread if spread > 0 else 0.0
-    drift = None
-    if column.histogram and pool.histogram:
-        shares = _told_and_rest(_by_bin(column), column.count)
-        drift = _index(shares, _by_bin(pool), pool.count, least)
-    return {"drift": drift, "mean_difference": difference}
-
-
-def _by_bin(column: ColumnStatistics) -> dict[str, int]:
-    return {str(place): count for place, count in enumerate(column.histogram) if count}
-
-
-def _told_and_rest(told: Mapping[str, int], whole: int) -> dict[str, float]:
-    """Share of each cell that is told, and `rest`: of all others together."""
-    shares = {f"={name}": count / whole for name, count in told.items()}
-    rest = whole - sum(told.values())
-    return shares | ({"rest": rest / whole} if rest else {})
-
-
-def _same_cells(shares: Mapping[str, float], told: Mapping[str, int], whole: int) -> dict[str, float]:
-    """The pool's shares of the cells of a site; the other cells are the rest."""
-    expected = {f"={name}": count / whole for name, count in told.items() if f"={name}" in shares}
-    rest = 1 - sum(expected.values())
-    return expected | ({"rest": rest} if rest > 1e-12 else {})
 
 
 def _shares(told: Mapping[str, int], other: int) -> dict[str, Any]:

@@ -7,16 +7,14 @@ its own held-out rows, which are read again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from coordinator.context.services import Services
 from coordinator.experiments.defaults import COHORT, minimum_count
 from coordinator.experiments.schema import Experiment
 from coordinator.fleets.statistics import Patience, StatisticsFleet
-from coordinator.runs.live_preparation import Place, Prepared, put_schema, with_moments
-from coordinator.runs.model_setup import load_data
 from coordinator.scheduling.deployments import Deployment
 from edge_client.data.statistics import Moments, moments, pooled
 from edge_client.wire import schema as schemas
@@ -27,26 +25,26 @@ LEAST_SITES = 2
 """Below, means would be those of a single device."""
 
 
-def scale(
-    services: Services, deployment: Deployment, experiment: Experiment, prepared: Prepared, place: Place
-) -> tuple[Prepared, list[str]]:
-    """The prepared run scaled by its devices, and a notice; the same run where its scale is another.
+def ask(
+    services: Services, deployment: Deployment, experiment: Experiment, document: Mapping[str, Any] | None
+) -> tuple[DataSchema | None, list[str]]:
+    """The data schema scaled by the run's devices, and notices; None where its scale is another, or stays as it is.
 
-    With fewer than two devices that tell statistics, the coordinator's own table keeps its say, and the notice says so.
+    `document`: the schema of the coordinator's own table. With fewer than two devices that tell statistics it keeps its say,
+    and a notice says so.
 
     Raises:
         Stopped: the process is ending.
-        UserError: the coordinator's table cannot be read again.
     """
-    schema = None if prepared.data is None else schemas.from_document(prepared.data["schema"])
+    schema = None if document is None else schemas.from_document(document)
     if schema is None or schema.scale != "federated":
-        return prepared, []
+        return None, []
     numbers = tuple(column.name for column in schema.columns if column.mean is not None)
     if not numbers:
-        return prepared, []
+        return None, []
     found, sites = _ask(services, deployment, experiment, numbers)
     if sites < LEAST_SITES:
-        return prepared, [
+        return None, [
             f'data.scale = "federated": {sites} devices told statistics, {LEAST_SITES} are needed; numbers are scaled by the '
             "coordinator's own table"
         ]
@@ -56,8 +54,9 @@ def scale(
         if untold
         else ""
     )
-    notice = f"numbers are scaled by the means and deviations of {sites} devices{rest}"
-    return _read_again(experiment, prepared, _scaled(schema, found), place), [notice]
+    return _scaled(schema, found), [
+        f"numbers are scaled by the means and deviations of {sites} devices{rest}"
+    ]
 
 
 def _ask(
@@ -82,20 +81,3 @@ def _scaled(schema: DataSchema, found: Mapping[str, Moments]) -> DataSchema:
             column = replace(column, mean=mean, deviation=deviation)
         columns.append(column)
     return replace(schema, columns=tuple(columns))
-
-
-def _read_again(experiment: Experiment, prepared: Prepared, schema: DataSchema, place: Place) -> Prepared:
-    """The run with this schema, and the coordinator's rows in its workspace scaled by it."""
-    assert prepared.data is not None, "there is a schema"
-    fixed = {
-        column.name: (column.mean, column.deviation)
-        for column in schema.columns
-        if column.mean is not None and column.deviation is not None
-    }
-    scaled = replace(prepared, fixed=fixed)
-    (place.folder / "found.json").unlink()
-    data_info = load_data(
-        with_moments(experiment, scaled), place.folder, place.pool, place.settings.data_dir, quotes=False
-    )
-    data = {**prepared.data, "fingerprint": data_info["fingerprint"], "schema": json.loads(schema.to_json())}
-    return replace(scaled, data=data, schema=put_schema(schema, place.blobs))

@@ -6,8 +6,9 @@ coordinator continues with the same model, and detects changed data.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,26 @@ def put_schema(schema: DataSchema, blobs: Blobs) -> BlobRef:
     """The schema as a blob that devices download."""
     content = schema.to_json().encode()
     return BlobRef(blobs.put(content), len(content))
+
+
+def scaled(experiment: Experiment, prepared: Prepared, schema: DataSchema, place: Place) -> Prepared:
+    """The run with this schema, and the coordinator's rows read again, scaled by its means and deviations.
+
+    Raises:
+        UserError: the coordinator's data cannot be read again.
+    """
+    assert prepared.data is not None, "there is a schema"
+    fixed = {
+        column.name: (column.mean, column.deviation)
+        for column in schema.columns
+        if column.mean is not None and column.deviation is not None
+    }
+    changed = replace(prepared, fixed=fixed, schema=put_schema(schema, place.blobs))
+    (place.folder / "found.json").unlink()
+    read_by = with_moments(experiment, changed)
+    data_info = load_data(read_by, place.folder, place.pool, place.settings.data_dir, quotes=False)
+    described = {"fingerprint": data_info["fingerprint"], "schema": json.loads(schema.to_json())}
+    return replace(changed, data={**prepared.data, **described})
 
 
 def with_moments(experiment: Experiment, prepared: Prepared) -> Experiment:

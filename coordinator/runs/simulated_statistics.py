@@ -62,7 +62,10 @@ def _clients(experiment: Experiment, path: Path) -> tuple[Table, TableOptions, d
     records = {
         name: [table.records[row] for row in rows.tolist()] for name, rows in zip(names, parts, strict=True)
     }
-    return table, _options(dataset.described), records
+    options = _options(dataset.described)
+    if dataset.task == "regression":  # a quantity has no classes
+        options = replace(options, features=(*options.features, options.label))
+    return table, options, records
 
 
 def _options(schema: DataSchema) -> TableOptions:
