@@ -14,10 +14,11 @@ from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.schema import Experiment
 from coordinator.experiments.validation import UNSCORED, is_own_strategy
+from coordinator.fleets import federated_scale
 from coordinator.rounds import engine
 from coordinator.rounds.fleet import Stopped
 from coordinator.rounds.records import RunState
-from coordinator.runs import admission, federated_scale, live_preparation
+from coordinator.runs import admission, live_preparation
 from coordinator.runs.live_evaluation import EvaluatingFleet, LiveEvaluation, start_figures
 from coordinator.runs.live_preparation import HeldOut, Prepared
 from coordinator.runs.live_store import LiveStore, finish

@@ -65,7 +65,8 @@ def _of_table(table: Table, options: TableOptions, request: StatisticsRequest) -
     if not records:
         raise DataProblem(f"{table.name}: has column names but no rows")
     table = replace(table, records=records)
-    roles = dict.fromkeys(options.exclude, EXCLUDED) | {options.label: "label"}
+    roles = dict.fromkeys(options.exclude, EXCLUDED)
+    roles |= {options.label: "label"} if options.label else {}
     roles |= {options.split: "split"} if options.split else {}
     features = feature_names(table, roles, options.features or None)
     training = ~_held_out_rows(table, records, features, options)
@@ -96,6 +97,8 @@ def of_records(
         if any(isinstance(cell, list | tuple) for cell in column.cells):
             continue  # an array, such as an image
         columns[name] = _statistics(column, options, request)
+    if not options.label:
+        return StatisticsResult(len(records), least, columns, other_labels=len(records))
     classes = Counter(_class(cell, table) for cell in _column(table, options.label, records).cells)
     labels, other = told(classes, least)
     return StatisticsResult(len(records), least, columns, labels, other)
@@ -284,10 +287,10 @@ def _held_out_rows(
         options,
         features=few,
         categories={name: names for name, names in texts.items() if name in few},
-        classes=options.classes or _own_classes(table, records, options.label),
+        classes=options.classes or (_own_classes(table, records, options.label) if options.label else ()),
         standardise=options.standardise if options.dtype == "int32" else "local",
     )
-    rows = read_rows(table, chosen)
+    rows = read_rows(table, chosen, labelled=bool(options.label))
     return held_out_rows(rows.x, rows.y, share)
 
 

@@ -180,6 +180,14 @@ def test_the_training_rows_are_those_that_training_reads(tmp_path: Path, patient
     assert read_statistics(config, StatisticsRequest()).rows == len(open_data(config).train())
 
 
+def test_a_table_whose_label_is_not_configured_has_columns_only(
+    tmp_path: Path, patients: list[list[str]]
+) -> None:
+    result = read_statistics(DataConfig("csv", tmp_path / "p.csv", {"split": "split"}), StatisticsRequest())
+    assert set(result.columns) == {"age", "label", "ward"}
+    assert (result.labels, result.other_labels) == ({}, result.rows) == ({}, 150)
+
+
 def test_what_is_no_table_or_no_number_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NoExamples, match=r"csv, parquet, sqlite.*numpy"):
         read_statistics(DataConfig("numpy", tmp_path / "x.npz"), REQUEST)
