@@ -9,6 +9,7 @@ import numpy as np
 from coordinator.experiments import experiment
 from coordinator.runs.model_setup import load_data, make_run_plan
 from coordinator.workers.pool import WorkerPool
+from strategies import presets
 
 
 def test_trainings_of_one_data_seed_have_the_same_rows(tmp_path: Path) -> None:
@@ -26,5 +27,8 @@ def test_trainings_of_one_data_seed_have_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_the_data_seed_changes_neither_cohorts_nor_batches() -> None:
-    plans = [make_run_plan(experiment.load(None, [f"data.seed={seed}"]), ["w"], 10) for seed in (1, 2)]
+    plans = [
+        make_run_plan(experiment.load(None, [f"data.seed={seed}"]), presets.get("fedavg"), ["w"], 10)
+        for seed in (1, 2)
+    ]
     assert plans[0].seed == plans[1].seed == 7
