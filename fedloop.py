@@ -31,11 +31,11 @@ if _wrong := _ownership.problems():
 
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment as _experiment
+from coordinator.experiments import objects as _objects
 from coordinator.output_folders import default_folder as _default_folder
 from coordinator.reports import curves as _curves
 from coordinator.reports.progress import Progress as _Progress
 from coordinator.reports.progress import Quiet as _Quiet
-from coordinator.runs import objects as _objects
 from coordinator.runs import prediction as _prediction
 from coordinator.runs import simulation as _run
 from coordinator.runs.prediction import Predictions

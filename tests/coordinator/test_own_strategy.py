@@ -16,8 +16,10 @@ from coordinator.demos.demo_fleet import client_data, device_config
 from coordinator.demos.local_fleet import local_fleet
 from coordinator.errors import UserError
 from coordinator.experiments import experiment as experiments
+from coordinator.experiments.validation import is_own_strategy
 from coordinator.operator import run_follower
 from coordinator.reports.progress import Quiet
+from coordinator.runs import admission
 from coordinator.runs.service import RunService
 from coordinator.sandbox import enter
 from coordinator.workers import own_strategy
@@ -135,6 +137,30 @@ def test_a_worker_reads_deltas_from_an_open_file(folder: Path) -> None:
     assert delta["w"].tolist() == [[1.0, 1.0], [1.0, 1.0]] and delta["w"].dtype == np.float32
 
 
+def test_an_installed_package_offers_its_strategy_under_a_short_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = folder / "site"
+    about = site / "robust-1.0.dist-info"
+    about.mkdir(parents=True)
+    (site / "robust_rules.py").write_text((folder / "mine.py").read_text())
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: robust\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(
+        "[fedloop.strategies]\nmedian = robust_rules:Median\nfedavg = robust_rules:Median\n"
+    )
+    monkeypatch.syspath_prepend(str(site))
+    resolved = experiments.resolve({"strategy": {"name": "median", "server_lr": 0.5}}, "experiment")
+    assert resolved.strategy.options == {"server_lr": 0.5}
+    assert own_strategy.describe("median", {"server_lr": 0.5}) == {
+        "base": "fedavg",
+        "takes": [],
+        "options": {"server_lr": 0.5},
+    }
+    assert not is_own_strategy("fedavg")  # a package cannot take the name of one of ours
+    with services_in(folder / "home") as services:
+        admission.require_code(resolved, services.settings)  # needs no permission
+
+
 @pytest.mark.slow
 def test_a_coordinator_runs_a_listed_strategy_in_its_workers_and_refuses_any_other(folder: Path) -> None:
     document = {**EXPERIMENT, "federation": {"rounds": 2, "clients_per_round": 3, "runtimes": {"torch": 1.0}}}
@@ -143,10 +169,13 @@ def test_a_coordinator_runs_a_listed_strategy_in_its_workers_and_refuses_any_oth
         with pytest.raises(UserError, match="--allow-code others:Trimmed") as refused:
             service.create({**document, "strategy": {"name": "others:Trimmed"}})
         assert refused.value.code == "code_not_allowed"
-        run = service.create(document)
-        assert service.join(run, 120)
-        row = services.database.read(partial(rows.find, run=run))
-        assert row is not None and (row.state, row.round, row.error) == ("finished", 2, None)
+        # Also where only the devices have rows, so that the workers have nothing to evaluate.
+        of_devices = {"dataset": "vibration", "input_shape": [8], "classes": 3}
+        for data in (EXPERIMENT["data"], of_devices):
+            run = service.create({**document, "data": data})
+            assert service.join(run, 120)
+            row = services.database.read(partial(rows.find, run=run))
+            assert row is not None and (row.state, row.round, row.error) == ("finished", 2, None)
         assert len(rows_of(services, run)[-1]["rejections"]) == 0
         assert rows_of(services, run)[-1]["accepted"] == len(DEVICES)
 
