@@ -171,7 +171,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(tmp_path: Path
     out = tmp_path / "run"
     done = run_here("pretrain", "--plan", "tp=2,pp=2,ep=2", "--out", out)
     assert_refused(done, "tp needs a model", "2 stages need as many layers", "ep needs a model with experts")
-    assert list(out.iterdir()) == []
+    assert not out.exists()
     done = run_here("pretrain", "--plan", "dp=2,zerro=1", "--set", "train.lrr=1", "--out", out)
     assert_refused(done, "2 problems", "did you mean 'zero'", "did you mean 'lr'")
     done = run_here(
