@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markdown import Markdown
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import Markdown, TableElement
+from rich.table import Table
 
 from coordinator.errors import UserError
 from edge_client.data.quoting import nearest
@@ -42,7 +43,22 @@ def docs(
         typer.echo(text, nl=False)  # laid out, it would be cut to a width that nobody has
         return
     with console.pager(styles=True):
-        console.print(Markdown(text))
+        console.print(_Page(text))
+
+
+class _WholeTable(TableElement):
+    """A table whose long words continue below, where the library would cut them."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for part in super().__rich_console__(console, options):
+            if isinstance(part, Table):
+                for column in part.columns:
+                    column.overflow = "fold"
+            yield part
+
+
+class _Page(Markdown):
+    elements = {**Markdown.elements, "table_open": _WholeTable}  # noqa: RUF012 - as the library declares it
 
 
 def _pages(folder: Path) -> dict[str, Path]:

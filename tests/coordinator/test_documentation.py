@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from tests.support.cli import run_here
+from tests.support.cli import FEDLOOP, run_here
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +25,15 @@ def test_every_guide_is_listed_and_shown() -> None:
     shown = run_here("docs", "docs/rollouts.md")
     assert shown.returncode == 0
     assert "fedloop rollout start" in shown.stdout
+
+
+def test_a_page_is_whole_on_a_narrow_terminal() -> None:
+    narrow = {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "60", "PAGER": "cat"}
+    done = subprocess.run(
+        [FEDLOOP, "docs", "architecture"], env={**os.environ, **narrow}, capture_output=True, text=True
+    )
+    assert "edge_client/daemon/" in done.stdout
+    assert "…" not in done.stdout
 
 
 def test_an_unknown_page_is_refused_with_the_nearest_name() -> None:
