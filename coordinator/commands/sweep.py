@@ -30,7 +30,6 @@ Seeds = Annotated[
     typer.Option(
         "--seeds",
         min=1,
-        max=10_000,
         help="Seeds of each combination, counted up from the experiment's. Default: 1.",
     ),
 ]
@@ -70,7 +69,7 @@ def sweep(
 ) -> None:
     """Simulate an experiment over values of its keys and over seeds; compare them in one table and one plot.
 
-    Writes sweep.csv, sweep.json, sweep.png and a folder for each run. docs/experiment.md describes it.
+    Writes sweep.csv, sweep.json, sweep.png and a folder for each run. docs/sweeps.md describes them.
     """
     from coordinator.reports.trackers import Trackers
     from coordinator.runs import sweep as runs
