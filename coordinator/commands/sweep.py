@@ -35,7 +35,7 @@ Seeds = Annotated[
 ]
 
 
-_SHOWN = ("test_accuracy", "test_loss", "auc", "perplexity")
+_SHOWN = ("test_accuracy", "test_loss", "auc", "perplexity", "r2", "mae")
 """Figures of the printed table; `sweep.csv` has all."""
 
 

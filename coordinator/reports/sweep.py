@@ -33,7 +33,8 @@ def write(out: Path, plan: Mapping[str, Any], reports: Mapping[str, Mapping[str,
 
     `plan`: contents of `plan.json`. `reports`: by folder, each as `report.json`.
     """
-    names = list(dict.fromkeys(name for report in reports.values() for name in final_figures(report)))
+    found = (each for report in reports.values() for each in final_figures(report).items())
+    names = list(dict.fromkeys(name for name, value in found if value is not None))
     rows = [_row(row, [reports[folder] for folder in row["folders"]], names) for row in plan["rows"]]
     document = {"name": plan["name"], "keys": plan["keys"], "figures": names, "rows": rows}
     write_durably(out / "sweep.csv", _as_csv(document).encode())

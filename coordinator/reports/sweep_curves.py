@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,10 @@ _ROOM = 1.1
 
 
 def draw_sweep(path: Path, title: str, reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Draws the mean over seeds as a line, minimum to maximum as a band. `reports`: by the label of the combination."""
+    """Draws the mean over seeds as a line, minimum to maximum as a band; a regression has no accuracy.
+
+    `reports`: by the label of the combination.
+    """
     figure, left, right = make_figure()
     colours = _colours(len(reports))
     for colour, (label, of_seeds) in zip(colours, reports.items(), strict=True):
@@ -34,9 +37,10 @@ def draw_sweep(path: Path, title: str, reports: Mapping[str, Sequence[Mapping[st
     highest = max((loss for loss in losses if loss is not None), default=math.nan)
     left.set_ylim(0, _ROOM * highest if math.isfinite(highest) else None)
     right.set_ylim(0, 1.01)
+    right.set_visible(any(math.isfinite(value) for line in right.lines for value in line.get_ydata()))
     lines = -(-len(reports) // _LEGEND_COLUMNS)
     figure.set_figheight(figure.get_figheight() + _LEGEND_INCHES * lines)
-    handles, labels = right.get_legend_handles_labels()
+    handles, labels = left.get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside lower center", ncols=_LEGEND_COLUMNS, frameon=False, fontsize=9
     )
@@ -46,18 +50,15 @@ def draw_sweep(path: Path, title: str, reports: Mapping[str, Sequence[Mapping[st
 
 
 def _draw(axes: Axes, curves: Sequence[Sequence[float]], label: str, colour: Any) -> None:
-    length = min(map(len, curves))
-    points = [[each[number] for each in curves] for number in range(length)]
+    """Draws the rounds in which every seed has a value; a diverged model has none."""
+    points = list(enumerate(zip(*curves, strict=False)))  # a seed may have stopped early
+    scored = [(number, values) for number, values in points if not any(map(math.isnan, values))]
+    numbers = [number for number, _ in scored]
     if len(curves) > 1:
-        low, high = ([_extreme(choose, point) for point in points] for choose in (min, max))
-        axes.fill_between(range(length), low, high, color=colour, alpha=0.15, lw=0)
-    mean = [math.fsum(point) / len(point) for point in points]
-    axes.plot(range(length), mean, color=colour, label=label)
-
-
-def _extreme(choose: Callable[[Sequence[float]], float], values: Sequence[float]) -> float:
-    """The least or largest value; NaN if one is NaN, which `min` and `max` would pass over."""
-    return choose(values) if not any(map(math.isnan, values)) else math.nan
+        low, high = ([choose(values) for _, values in scored] for choose in (min, max))
+        axes.fill_between(numbers, low, high, color=colour, alpha=0.15, lw=0)
+    means = [math.fsum(values) / len(values) for _, values in scored]
+    axes.plot(numbers, means, color=colour, label=label, marker="." * (len(scored) < len(points)))
 
 
 def _colours(count: int) -> list[Any]:
