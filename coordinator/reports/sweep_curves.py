@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from coordinator.reports.curves import as_png, curve, make_figure, style_axes
 from edge_client.files import write_durably
 
@@ -37,7 +39,7 @@ def draw_sweep(path: Path, title: str, reports: Mapping[str, Sequence[Mapping[st
     highest = max((loss for loss in losses if loss is not None), default=math.nan)
     left.set_ylim(0, _ROOM * highest if math.isfinite(highest) else None)
     right.set_ylim(0, 1.01)
-    right.set_visible(any(math.isfinite(value) for line in right.lines for value in line.get_ydata()))
+    right.set_visible(any(np.size(line.get_xdata()) for line in right.lines))
     lines = -(-len(reports) // _LEGEND_COLUMNS)
     figure.set_figheight(figure.get_figheight() + _LEGEND_INCHES * lines)
     handles, labels = left.get_legend_handles_labels()
