@@ -39,7 +39,9 @@ def draw_sweep(path: Path, title: str, reports: Mapping[str, Sequence[Mapping[st
     highest = max((loss for loss in losses if loss is not None), default=math.nan)
     left.set_ylim(0, _ROOM * highest if math.isfinite(highest) else None)
     right.set_ylim(0, 1.01)
-    right.set_visible(any(np.size(line.get_xdata()) for line in right.lines))
+    if not any(np.size(line.get_xdata()) for line in right.lines):
+        right.remove()
+        left.set_subplotspec(figure.add_gridspec(1, 1)[0, 0])
     lines = -(-len(reports) // _LEGEND_COLUMNS)
     figure.set_figheight(figure.get_figheight() + _LEGEND_INCHES * lines)
     handles, labels = left.get_legend_handles_labels()
