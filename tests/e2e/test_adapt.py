@@ -54,6 +54,7 @@ def test_few_params_trained_federatedly_improve_the_model_for_a_twentieth_of_the
     assert {name for name in begun if not np.array_equal(found.params[name], begun[name])} == trained
 
 
+@pytest.mark.extended
 def test_daemons_train_a_head_and_the_model_they_end_with_can_be_compressed(tmp_path: Path) -> None:
     (models := tmp_path / "models").mkdir()
     document = experiment(shipped_in(models, MLP, 15), MLP, rounds=4, adapt="head")

@@ -19,6 +19,7 @@ from tests.support.cli import assert_refused, report_of, run_cli, run_here
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.extended
 def test_a_resnet_is_brought_into_an_arena_and_runs_in_it(tmp_path: Path) -> None:
     model = ("model.name=resnet8", "model.norm=batch", "model.width=8", "train.epochs=6")
     sets = [word for each in model for word in ("--set", each)]

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 SMALL = 20_000
 
 
+@pytest.mark.extended
 def test_a_device_behind_an_http_proxy_enrols_and_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,6 +190,7 @@ def test_a_clock_a_day_behind_is_told_and_works_again_when_mended(
     assert _identity(fleet) == identity
 
 
+@pytest.mark.extended
 def test_a_clock_a_day_ahead_is_told_and_does_no_damage(one: tuple[LocalFleet, Daemon], clocks: Path) -> None:
     """Certificates are valid on either day, so the device goes on, by the coordinator's clock."""
     fleet, daemon = one

@@ -37,6 +37,7 @@ def test_after_a_while_without_network_the_device_delivers_to_the_same_round(
         assert [line["accepted"] for line in noop.finish(fleet.client, run)] == [2, 2]
 
 
+@pytest.mark.extended
 def test_a_round_closes_at_its_quorum_without_a_device_that_lost_its_network(
     tmp_path: Path, served_on: Mapping[str, str]
 ) -> None:

@@ -77,6 +77,7 @@ def test_workers_never_meet_at_the_store_of_the_rendezvous() -> None:
     assert done.stdout.split() == ["True", "False"]
 
 
+@pytest.mark.extended
 def test_hosts_die_and_join(tmp_path: Path) -> None:
     """4 -> 3 -> 4 agents of a process each; the global batch of 11 rows stays, shared by however many there are."""
     job = write_job(tmp_path / "spread", 20_000)

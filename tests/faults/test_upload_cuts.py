@@ -31,7 +31,10 @@ def wired(
         yield fleet, line
 
 
-@pytest.mark.parametrize("percent", [10, 50, 90])
+EXTENDED = [pytest.param(percent, marks=pytest.mark.extended) for percent in (10, 90)]
+
+
+@pytest.mark.parametrize("percent", [50, *EXTENDED])
 def test_a_cut_upload_goes_on_where_it_was_cut(wired: tuple[LocalFleet, Line], percent: int) -> None:
     fleet, line = wired
     line.cut_after(MODEL_BYTES * percent // 100)

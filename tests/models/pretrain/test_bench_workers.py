@@ -43,6 +43,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "job.json"
 
 
+@pytest.mark.extended
 def test_the_fastest_measured_of_several_kinds_is_chosen(path: Path) -> None:
     command = [sys.executable, "-P", "-m", "models.pretrain.planner", str(path)]
     subprocess.run(command, check=True, env=process.worker_environment(), stdout=subprocess.PIPE)

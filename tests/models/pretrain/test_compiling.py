@@ -31,6 +31,7 @@ def curve_without_compiler(plan: str) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+@pytest.mark.extended
 def test_compiled_blocks_train_as_others() -> None:
     (plain,) = ranks.run(1, "tests.models.pretrain.curves:curve", "dp=1", SMALL, steps=3)
     ((losses, graphs),) = ranks.run(1, "tests.models.pretrain.test_compiling:compiled_curve", "compile=true")
