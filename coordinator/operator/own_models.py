@@ -19,7 +19,7 @@ from urllib.parse import quote
 from coordinator.errors import UserError
 from coordinator.experiments.schema import MODEL_KEYS, Experiment
 from coordinator.model_references import is_version
-from coordinator.operator.client import OnBytes, OperatorClient
+from coordinator.operator.client import OperatorClient
 from coordinator.operator.version_files import post_with_files
 from coordinator.registry.contents import Content, content_of
 from coordinator.registry.kinds import PARAMS
@@ -35,11 +35,7 @@ from models import user_code
 
 
 def submit(
-    client: OperatorClient,
-    document: dict[str, Any],
-    experiment: Experiment,
-    progress: Progress,
-    on_bytes: OnBytes = lambda count: None,
+    client: OperatorClient, document: dict[str, Any], experiment: Experiment, progress: Progress
 ) -> dict[str, Any]:
     """Starts a run of the experiment `document`, with its model as content if it is the user's own. Returns the run.
 
@@ -62,7 +58,8 @@ def submit(
             for each, content in contents.items()
         }
         request = {"experiment": document, "own_model": declared}
-        return post_with_files(client, "/runs", request, contents, on_bytes)
+        progress.stage(f"sending the model, {sum(each.size_bytes for each in contents.values()):,} bytes")
+        return post_with_files(client, "/runs", request, contents)
 
 
 def _make(

@@ -133,13 +133,14 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def _read_manifest(blobs: Blobs, own: OwnModel) -> Manifest:
-    path = blobs.require_intact(own.manifest.sha256)
+    size = own.manifest.size_bytes
+    if size > MANIFEST_LIMIT_BYTES:
+        raise UserError(f"own_model.manifest has {size:,} bytes, expected at most {MANIFEST_LIMIT_BYTES:,}")
+    content = read_regular(blobs.require_intact(own.manifest.sha256))
     try:
-        return manifests.from_json(read_regular(path, MANIFEST_LIMIT_BYTES), "own_model.manifest")
+        return manifests.from_json(content, "own_model.manifest")
     except manifests.ManifestError as error:
         raise UserError(str(error)) from None
-    except OSError as error:
-        raise UserError(f"own_model.manifest: {error.strerror}") from None
 
 
 def _require_experiment(experiment: Experiment, manifest: Manifest, own: OwnModel) -> None:

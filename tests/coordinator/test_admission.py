@@ -108,6 +108,22 @@ def test_listed_code_the_catalog_and_installed_models_are_admitted(services: Ser
     assert admitted(services, data={"dataset": "mine:load"}).data.dataset == "mine:load"
 
 
+def test_a_model_that_came_as_content_is_neither_imported_nor_opened(services: Services) -> None:
+    for model in (
+        {"name": "os:system"},
+        {"name": "/etc/net.keras"},
+        {"name": "os:system", "init": "/etc/shadow"},
+    ):
+        tables = {"model": model}
+        asked = resolve(tables, "experiment", "devices")
+        assert admission.admit(asked, services, comes_with_model=True) == asked
+        assert admission.init_params(asked, services, comes_with_model=True) is None
+    for tables in ({"data": {"dataset": "os:abort"}}, {"data": {"dataset": "csv", "path": "/etc/shadow"}}):
+        with pytest.raises(UserError, match=r"os:abort|/etc/shadow"):
+            asked = resolve({"model": {"name": "mine:other"}, **tables}, "experiment", "devices")
+            admission.admit(asked, services, comes_with_model=True)
+
+
 def test_a_run_whose_code_is_not_listed_any_more_does_not_go_on(tmp_path: Path) -> None:
     experiment = resolve({"model": {"name": "was:allowed"}}, "experiment", "devices")
     document = experiment.model_dump(mode="json", exclude_none=True)

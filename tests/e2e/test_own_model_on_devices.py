@@ -26,7 +26,10 @@ from tests.support.require import require
 pytestmark = pytest.mark.slow
 
 GUIDE = Path(__file__).parents[2] / "docs" / "own-model.md"
-TORCH, KERAS = re.findall(r"```python\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)[:2]
+BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)
+TORCH, KERAS = (
+    next(each for each in BLOCKS if text in each) for text in ("nn.Sequential", "keras.Sequential")
+)
 SAVE = "from mine import build; build((8, 8), 10, width=4).save('net.keras')"
 NOBODY = 65534
 SETTINGS = [
