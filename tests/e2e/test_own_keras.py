@@ -21,7 +21,8 @@ from tests.support.cli import assert_refused, options, report_of, run_cli, run_h
 pytestmark = pytest.mark.slow
 
 GUIDE = Path(__file__).parents[2] / "docs" / "own-model.md"
-MINE = re.findall(r"```python\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)[1]
+BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)
+MINE = next(each for each in BLOCKS if "keras.Sequential" in each)
 SETTINGS = [
     "model.name=mine:build",
     "model.width=6",
