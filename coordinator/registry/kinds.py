@@ -35,6 +35,7 @@ from coordinator.registry.contents import (
     tensors,
 )
 from coordinator.registry.onnx_structure import external_files
+from coordinator.reports.metrics import HEADLINE, REGRESSION
 from edge_client.wire import inference
 from edge_client.wire.arrays import Header
 from edge_client.wire.inference import InferenceManifest
@@ -157,6 +158,7 @@ def _of_run(contents: Contents, header: Header) -> _Description:
         inputs.append(Input("run", str(run)))
     rounds = report.get("rounds")
     metrics = figures(final, "test_accuracy", "test_loss", "test_rows")
+    metrics |= figures(_table(final, "metrics"), *HEADLINE, *REGRESSION)
     metrics |= figures(report, "clients", "bytes_up", "bytes_down")
     if isinstance(rounds, list):
         metrics["rounds"] = len(rounds)
