@@ -21,12 +21,11 @@ from strategies.params import Params
 
 
 class Predictions(NamedTuple):
-    """Predictions for rows.
+    """Predictions for rows: `labels, probabilities = result.predict(x)`.
 
-    Attributes:
-        labels: the most probable class of each row, [N]: its name where the data has names, else its index; for next
-            tokens [N, T]; for regression the quantity in its own unit, float64.
-        probabilities: float64 [N, classes]; for next tokens [N, T, classes]; None for regression.
+    `labels`: the most probable class of each row, [N]: its name where the data has names, else its index; for next tokens
+    [N, T]; for regression the quantity in its own unit, float64. `probabilities`: float64 [N, classes]; for next tokens
+    [N, T, classes]; None for regression.
     """
 
     labels: npt.NDArray[Any]
