@@ -15,7 +15,7 @@ from functools import reduce
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.data.cells import LARGEST, folded, is_missing, number, numbers
+from edge_client.data.cells import folded, is_missing, number, numbers
 from edge_client.data.connector import DataConfig, DataProblem
 from edge_client.data.contract import TABLE_KINDS, with_schema
 from edge_client.data.examples import NoExamples
@@ -28,6 +28,7 @@ from edge_client.data.tables import read_table
 from edge_client.wire.schema import DataSchema
 from edge_client.wire.statistics import (
     EMPTY,
+    LARGEST,
     MOST_CATEGORIES,
     MOST_COLUMNS,
     ColumnStatistics,

@@ -22,9 +22,14 @@ from edge_client.wire.strict import InvalidDocument
 MINIMUM_COUNT = 10
 """Rows from which a count is told, unless the owner or the request wants more."""
 
+MOST_ROWS = 2**53
+"""The integers that float64 holds."""
 MOST_COLUMNS = 256
 MOST_CATEGORIES = 100
 MOST_EDGES = 64
+
+LARGEST = 1e30
+"""Largest number that a device trains on; sums of a fleet's squares stay finite."""
 
 EMPTY = ""
 """The category of cells without a text."""
@@ -130,6 +135,7 @@ def require_valid(result: StatisticsResult, request: StatisticsRequest) -> Stati
 def _checks(result: StatisticsResult, request: StatisticsRequest) -> Iterator[tuple[bool, str]]:
     least = result.minimum_count
     yield least >= request.minimum_count, f"minimum_count is {least}, asked for {request.minimum_count}"
+    yield result.rows <= MOST_ROWS, f"rows is {result.rows}, expected {MOST_ROWS} at most"
     yield result.rows == 0 or result.rows >= least, f"rows is {result.rows}, fewer than {least}"
     yield result.rows > 0 or not (result.columns or result.labels), "columns or labels without rows"
     yield _is_partition(result.labels, result.other_labels, result.rows, least), "labels do not add up"
@@ -148,6 +154,12 @@ def _checks(result: StatisticsResult, request: StatisticsRequest) -> Iterator[tu
         yield not column.categories and not column.other, f"{place} is of numbers and has categories"
         told = column.mean is not None and column.squares is not None and column.squares >= 0
         yield told == (column.count > 0), f"{place}.mean and squares do not fit its count"
+        values = (column.mean, column.low, column.high)
+        bounded = all(abs(value) <= LARGEST for value in values if value is not None)
+        yield (
+            bounded and (column.squares or 0) <= column.count * (2 * LARGEST) ** 2,
+            f"{place} has too large numbers",
+        )
         bins = len(request.edges.get(name, ())) + 1 if name in request.edges else 0
         yield (
             len(column.histogram) in (0, bins),
