@@ -78,6 +78,8 @@ def predict(
 
 
 def _line(prediction: Mapping[str, Any]) -> str:
+    if prediction["value"] is not None:
+        return f"{prediction['value']:.6g}"
     if isinstance(prediction["label"], list):
         pairs = zip(prediction["label"], prediction["probability"], strict=True)
         return "  ".join(f"{label} {probability:.4f}" for label, probability in pairs)
@@ -92,7 +94,8 @@ def _explain(schema: Any, as_json: bool) -> None:
     for column in schema.columns:
         table.add_row(column.name, column.kind, column.unit, _reading(column, schema.scale))
     if schema.label:
-        table.add_row(schema.label, "label", "", f"one of {', '.join(schema.classes)}")
+        kind = "a quantity" if schema.label_scale is not None else f"one of {', '.join(schema.classes)}"
+        table.add_row(schema.label, "label", "", kind)
     for name in schema.ignored:
         table.add_row(name, "ignored", "", "")
     if not schema.columns:

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.datacenter.compression_sources import run_in
 from coordinator.datacenter.documents import EXPERIMENT, MODEL, PARAMS, REPORT, read_document
 from coordinator.errors import UserError
+from coordinator.experiments.experiment import read_toml, resolve
 from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.workers.pool import TORCH, WorkerPool
 from edge_client.files import read_regular
@@ -111,7 +111,9 @@ def _description(folder: Path) -> dict[str, Any]:
     data = read_document(folder / REPORT, "data")["data"]
     schema = _read_schema(folder)
     dtype = schema.input_dtype if schema is not None else "float32"
-    return run_in(folder).model.describe({"input_dtype": dtype, **data})
+    path = folder / EXPERIMENT
+    experiment = resolve(read_toml(path), str(path), stored=True)
+    return experiment.model.describe({"input_dtype": dtype, **data})
 
 
 def _schema(folder: Path, description: Mapping[str, Any]) -> DataSchema:

@@ -102,6 +102,8 @@ def _load(release: Path) -> LoadedRelease:
 
 
 def _line(prediction: Prediction) -> str:
+    if prediction.value is not None:
+        return f"{prediction.value:.6g}"
     if isinstance(prediction.label, list) and isinstance(prediction.probability, list):
         pairs = zip(prediction.label, prediction.probability, strict=True)
         return "  ".join(f"{label} {probability:.4f}" for label, probability in pairs)

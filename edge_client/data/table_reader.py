@@ -17,7 +17,7 @@ from edge_client.data.connector import DataProblem
 from edge_client.data.examples import PADDING
 from edge_client.data.labels import Labels
 from edge_client.data.options import TableOptions
-from edge_client.data.quoting import MOST, column_name, column_names, nearest_column
+from edge_client.data.quoting import MOST, column_name, column_names, listed, nearest_column
 from edge_client.data.rows import Rows, scaled, shaped
 from edge_client.data.standardise import Moments
 from edge_client.data.table import BLOCK_ROWS, Column, Record, Table, feature, held_out
@@ -63,6 +63,11 @@ def feature_names(table: Table, roles: Mapping[str, str], features: Sequence[str
     names = (
         tuple(name for name in table.columns if name not in roles) if features is None else tuple(features)
     )
+    missing = [name for name in names if name not in table.columns]
+    if len(missing) > 1:
+        raise DataProblem(
+            f"{table.name}: no columns {listed(missing)} for features; {column_names(table.columns)}"
+        )
     for name in names:
         table.index(name, "a feature")
         if name in roles:

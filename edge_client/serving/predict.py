@@ -31,12 +31,14 @@ class Prediction:
     Attributes:
         label: the class with the largest logit; probability: its softmax.
         class_name: of the label; probabilities: of all classes, by name; both empty for a sequence.
+        value: of a model that predicts a quantity, in its own unit; then the others say nothing.
     """
 
     label: int | list[int]
     probability: float | list[float]
     class_name: str = ""
     probabilities: Mapping[str, float] = field(default_factory=dict)
+    value: float | None = None
 
 
 def active_release(state_dir: Path, model: str | None = None) -> Path:
@@ -94,6 +96,9 @@ def from_logits(logits: npt.NDArray[Any], model: str, schema: DataSchema) -> lis
     if not finite.all():
         row = int(np.argwhere(~finite)[0][0])
         raise InvalidRows(f"row {row}: {model} answers with a number that is not finite")
+    if schema.label_scale is not None:
+        mean, deviation = schema.label_scale
+        return [Prediction(0, 1.0, value=value) for value in (logits[:, 0] * deviation + mean).tolist()]
     softmax = np.exp(logits - logits.max(-1, keepdims=True))
     softmax /= softmax.sum(-1, keepdims=True)
     labels, best = logits.argmax(-1), softmax.max(-1)
@@ -124,7 +129,10 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
     Raises:
         UserError: another suffix, sequences, a missing library, or the file cannot be written.
     """
-    rows = [{"class": each.class_name, **each.probabilities} for each in predictions]
+    rows: list[dict[str, Any]] = [
+        {"class": each.class_name, **each.probabilities} if each.value is None else {"value": each.value}
+        for each in predictions
+    ]
     if any(isinstance(each.label, list) for each in predictions):
         raise UserError(f"--out {path}: is for one class a row; of sequences, --json prints the predictions")
     try:

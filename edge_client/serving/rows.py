@@ -117,11 +117,13 @@ def _table(path: Path, schema: DataSchema, model: str, reading: Reading) -> Inpu
 def read_natural(path: Path, schema: DataSchema) -> Rows:
     """The rows of a table as the schema's columns, not yet scaled; labels are `PADDING` where the table has none."""
     kind = "parquet" if path.suffix.lower() == ".parquet" else "csv"
-    return read_table(with_schema(DataConfig(kind, path), schema), _all_rows)
+    known = schema if schema.label_scale is None else replace(schema, ignored=(*schema.ignored, schema.label))
+    return read_table(with_schema(DataConfig(kind, path), known), _all_rows)
 
 
 def _all_rows(table: Table, options: TableOptions) -> Rows:
-    return read_table_rows(table, options, labelled=options.label in table.columns)
+    labelled = options.label in table.columns and options.label not in options.exclude
+    return read_table_rows(table, options, labelled=labelled)
 
 
 def _numpy(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:

@@ -70,6 +70,7 @@ class DataSchema:
         classes: their names in the order of their indices; empty: the indices themselves.
         columns: of a table, in the order of the input.
         label: the label's column.
+        label_scale: mean and deviation of a label that is a quantity, by which the model's output is scaled back; None: classes.
         ignored: columns that are no input, such as the site; a table may have them.
         scale: of the numbers of a table; gaps are filled with the mean, and refused with `none`.
         encoding: of text files; empty: UTF-8 or UTF-16 by their first bytes.
@@ -82,6 +83,7 @@ class DataSchema:
     classes: tuple[str, ...] = ()
     columns: tuple[ColumnSchema, ...] = ()
     label: str = ""
+    label_scale: tuple[float, ...] | None = None
     ignored: tuple[str, ...] = ()
     scale: Scale = "none"
     encoding: str = ""
@@ -130,6 +132,7 @@ def checks(schema: DataSchema) -> Iterable[tuple[bool, str]]:
     """What the types of its values do not express: a condition, and what is wrong if it is false."""
     names = [column.name for column in schema.columns]
     yield len(set(names)) == len(names), "a column is there twice"
+    yield len(schema.label_scale or (0, 1)) == 2, "label_scale is not mean and deviation"
     yield len(set(schema.classes)) == len(schema.classes), "a class is there twice"
     yield all(extent > 0 for extent in schema.input_shape), "input_shape has an extent below 1"
     if schema.kind == "table":

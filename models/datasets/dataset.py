@@ -55,7 +55,10 @@ class Dataset:
     @property
     def described(self) -> DataSchema:
         """Its schema; of data that is no table, the form of its arrays."""
-        return self.schema or DataSchema("array", self.input_shape, self.input_dtype, self.class_names)
+        array = DataSchema(
+            "array", self.input_shape, self.input_dtype, self.class_names, label_scale=self.label_scale
+        )
+        return self.schema or array
 
     @property
     def input_shape(self) -> tuple[int, ...]:

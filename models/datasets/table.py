@@ -94,7 +94,7 @@ def load(
     if is_quantity:
         y, label_scale = standardised_labels(y, test)
     found = [columns.column_schema(table, name, reading.texts, ~test) for name in roles.features]
-    schema = _describe(table, roles, classes, found, reading)
+    schema = replace(_describe(table, roles, classes, found, reading), label_scale=label_scale)
     _require_columns(table, schema, reading)
     rows = read_rows(table, _options(schema, roles.split), labelled=not is_quantity)
     x, schema, scaling = _scale(rows, schema, reading, ~test, sites)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from edge_client.data import DataConfig, DataProblem, open_data
+from edge_client.serving.predict import from_logits
 from edge_client.serving.rows import Reading, read_inputs
 from edge_client.train.torch_trainer import TorchRuntime
 from edge_client.train.trainer import Trainer, TrainTask
@@ -210,3 +211,15 @@ def test_a_schema_that_contradicts_itself_is_refused(table: Path) -> None:
     ):
         with pytest.raises(InvalidDocument, match=message):
             schemas.from_document({**document, **change})
+
+
+def test_quantities_are_predicted_in_their_own_unit(tmp_path: Path) -> None:
+    path = tmp_path / "prices.csv"
+    path.write_text("size,price\n" + "".join(f"{row},{1000 + 10 * row}\n" for row in range(40)))
+    dataset = from_settings({"dataset": "csv", "path": str(path), "label": "price", "task": "regression"})
+    schema = schema_of(dataset)
+    found = from_logits(dataset.y[:, None].astype(np.float32), "prices", schema)
+    np.testing.assert_allclose(
+        [each.value for each in found], [1000 + 10 * row for row in range(40)], rtol=1e-6
+    )
+    assert read_inputs(path, replace(schema, scale="none"), "prices").y is None
