@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from coordinator import extras
 from coordinator.errors import UserError
 from coordinator.experiments.schema import MODEL_KEYS, Experiment
 from coordinator.model_references import is_version
@@ -37,7 +38,7 @@ from models import user_code
 def submit(
     client: OperatorClient, document: dict[str, Any], experiment: Experiment, progress: Progress
 ) -> dict[str, Any]:
-    """Starts a run of the experiment `document`, with its model as content if it is the user's own. Returns the run.
+    """Starts a run of the experiment `document`, with its model, the user's own, as content. Returns the run.
 
     `experiment`: the document, resolved.
 
@@ -45,10 +46,12 @@ def submit(
         UserError: the model cannot be built, exported or sent; Refused, Unreachable: from the client.
     """
     name = experiment.model.name or ""
-    if not user_code.is_own(name):
-        run: dict[str, Any] = client.post("/runs", {"experiment": document})
-        return run
     require_fit(experiment)
+    if lacking := extras.missing("export to LiteRT"):
+        raise UserError(
+            f"model.name = {name!r} is built and exported here, which needs {', '.join(lacking)}, not installed here; "
+            f"{extras.how_to_install('export to LiteRT')}"
+        )
     if name.endswith(user_code.KERAS_FILE):
         document = {**document, "model": {**document["model"], "name": Path(name).name}}
     with private_folder() as folder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,14 @@ from coordinator.runs.model_setup import make_run_plan, require_scores
 from coordinator.runs.own_model import OwnModel
 from coordinator.runs.own_strategy import make_strategy
 from coordinator.scheduling.deployments import Deployment, Selection
-from coordinator.workers.pool import WorkerPool
+from coordinator.workers.pool import LITERT, TORCH, WorkerPool
 
 
 class LiveRun:
     """A run in the thread that calls it.
 
-    `make_pool` starts the worker processes; it is called at most once, and only if they are needed.
+    `make_pool` starts the worker processes, which import the modules it is called with; it is called at most once, and only
+    if they are needed.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class LiveRun:
         run: str,
         folder: Path,
         monotonic: Callable[[], float],
-        make_pool: Callable[[], WorkerPool],
+        make_pool: Callable[[Sequence[str]], WorkerPool],
     ) -> None:
         self._services = services
         self._run = run
@@ -182,7 +183,7 @@ class LiveRun:
     def _workers(self) -> WorkerPool:
         """The run's worker processes, started when they are first needed."""
         if self._pool is None:
-            self._pool = self._make_pool()
+            self._pool = self._make_pool(TORCH if self._own is None else LITERT)
         return self._pool
 
     def _open_held_out(self, prepared: Prepared, pool: WorkerPool) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from coordinator import extras
 from coordinator.errors import UserError
 from coordinator.experiments.schema import MODEL_KEYS, Experiment
 from coordinator.registry.kinds import OWN_FILES
@@ -73,6 +74,20 @@ def require_fit(experiment: Experiment) -> None:
         )
     if problem:
         raise UserError(f"model.name = {name!r} {problem}", "own_model_unfit")
+
+
+def require_interpreter() -> None:
+    """Checks that this installation can run artifacts.
+
+    Raises:
+        UserError: `no_interpreter`.
+    """
+    if lacking := extras.missing("LiteRT clients"):
+        raise UserError(
+            f"to check and score the model, the coordinator needs {', '.join(lacking)}, not installed there; "
+            f"{extras.how_to_install('LiteRT clients')}",
+            "no_interpreter",
+        )
 
 
 def set_up(

@@ -40,7 +40,7 @@ from coordinator.runs.live_run import LiveRun
 from coordinator.sandbox import policy
 from coordinator.scheduling.deployments import Deployment
 from coordinator.storage.errors import is_temporary
-from coordinator.workers.pool import TORCH, WorkerPool
+from coordinator.workers.pool import WorkerPool
 
 _log = structlog.get_logger("fedloop.runs")
 
@@ -94,6 +94,7 @@ class RunService:
         experiment = admission.admit(experiment, self._services, comes_with_model=own_files is not None)
         if own_files is not None:
             own_model.require_fit(experiment)
+            own_model.require_interpreter()
         return self._create(experiment, _ignored_keys(changed, experiment), "train", own_files)
 
     def create_statistics(self, document: Mapping[str, Any], sets: Sequence[str] = ()) -> str:
@@ -317,7 +318,7 @@ def _ignored_keys(document: Mapping[str, Any], experiment: Experiment) -> list[s
     return notices
 
 
-def _start_pool(stack: ExitStack, services: Services, folder: Path) -> WorkerPool:
+def _start_pool(stack: ExitStack, services: Services, folder: Path, modules: Sequence[str]) -> WorkerPool:
     settings = services.settings
     launch = policy.launch(settings, folder)
-    return stack.enter_context(WorkerPool(settings.workers, folder / "workers.log", TORCH, launch))
+    return stack.enter_context(WorkerPool(settings.workers, folder / "workers.log", modules, launch))

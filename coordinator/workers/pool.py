@@ -30,6 +30,8 @@ JOBS_PER_WORKER = 2
 """Jobs that one worker has at a time."""
 TORCH = ("models.zoo", "edge_client.train.torch_trainer")
 """Modules that workers for torch models import."""
+LITERT = ("edge_client.train.litert_trainer",)
+"""Modules that workers for artifacts import."""
 _WORKER = "coordinator.workers.worker"
 _TAIL_BYTES = 65_536
 

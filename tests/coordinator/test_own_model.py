@@ -18,7 +18,9 @@ from coordinator.db import runs as rows
 from coordinator.errors import Refusal, UserError
 from coordinator.experiments.experiment import resolve
 from coordinator.model_references import parse_reference
+from coordinator.operator import version_files
 from coordinator.registry import registration
+from coordinator.registry.kinds import examine
 from coordinator.registry.registration import DeclaredFile
 from coordinator.runs import own_model
 from coordinator.runs.own_model import OwnModel
@@ -190,7 +192,9 @@ def ended(services: Services, artifact: bytes, manifest: Manifest, **tables: Any
 
 
 @pytest.mark.slow
-def test_an_artifact_is_checked_and_trained_without_code_and_recorded_by_hash(services: Services) -> None:
+def test_an_artifact_is_checked_and_trained_without_code_and_recorded_by_hash(
+    services: Services, tmp_path: Path
+) -> None:
     found, described = exported("logreg")
     manifest, artifact = replace(described, model="mine:build"), found.tflite.read_bytes()
     model = {"name": "mine:build", "register": "mine"}
@@ -208,6 +212,18 @@ def test_an_artifact_is_checked_and_trained_without_code_and_recorded_by_hash(se
         "manifest_sha256": hashes["own-model.json"],
         "params_sha256": arrays.sha256(arrays.encode(params_of(manifest))),
     }
+
+    folder = tmp_path / "version"
+    folder.mkdir()
+    for file in version.files:
+        (folder / file.path).write_bytes(services.blobs.path(file.sha256).read_bytes())
+    kind, contents = version_files.gather(folder)
+    assert {path: content.sha256 for path, content in contents.items()} == hashes
+    assert examine(kind, contents).about == version.about
+    (folder / "own-model.tflite").write_bytes(b"another")
+    with pytest.raises(UserError, match=r"made_from\.artifact_sha256") as raised:
+        examine(*version_files.gather(folder))
+    assert raised.value.code == "hash_mismatch"
 
 
 @pytest.mark.slow
