@@ -1,1 +1,1 @@
-"""Reports: progress of a run, and the files it leaves in its folder."""
+"""Reports: progress of a run, the files it leaves in its folder, and its copies in experiment trackers."""
