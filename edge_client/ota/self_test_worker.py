@@ -91,7 +91,7 @@ def _examples(data: DataConfig, candidate: LoadedRelease) -> tuple[Any, Any] | N
     Raises:
         ValueError: the data does not match its description or the model.
     """
-    held_out = open_data(data).held_out()
+    held_out = open_data(data, candidate.manifest.schema).held_out()
     if not len(held_out):
         return None
     return check_rows(held_out.x[:EVALUATED_ROWS], candidate.manifest), held_out.y[:EVALUATED_ROWS]

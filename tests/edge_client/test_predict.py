@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from edge_client.infer.runtime import InvalidRows, load
-from edge_client.ota import crash_counter, slots, transitions
+from edge_client.ota import crash_counter, self_test_worker, slots, transitions
 from edge_client.ota.transitions import Slot, SlotName
 from edge_client.serving.lines import LINE_BYTES
 from edge_client.wire import inference
@@ -108,6 +108,35 @@ def test_rows_of_a_file_are_predicted(kind: str, tmp_path: Path) -> None:
     assert (answer["model"], answer["version"]) == ("digits", 4)
     assert [each["label"] for each in answer["predictions"]] == expected(x)
     assert all(0.1 < each["probability"] <= 1 for each in answer["predictions"])
+
+
+def test_a_data_set_of_the_device_is_read_as_its_evaluation_reads_it(tmp_path: Path) -> None:
+    """The shades of digits are 0 to 16 in the file; the option `scale` is part of what the model was trained on."""
+    x, state, config = rows()[:120], tmp_path / "state", tmp_path / "edge.toml"
+    y = np.array(expected(x))
+    y[::7] = (y[::7] + 1) % 10
+    np.savez(tmp_path / "digits.npz", x=x[:20] * 16, y=y[:20], x_test=x * 16, y_test=y)
+    install(state, "b", 4)
+    config.write_text(
+        f'state_dir = "{state}"\n[data.digits]\nkind = "numpy"\npath = "{tmp_path}/digits.npz"\nscale = 0.0625\n'
+    )
+
+    done = subprocess.run(
+        [EDGE, "--config", config, "predict", "--data", "digits", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    unknown = subprocess.run(
+        [EDGE, "--config", config, "predict", "--data", "digit"], capture_output=True, text=True, timeout=120
+    )
+
+    loaded = load(released("static-int8").folder)
+    evaluated = self_test_worker._evaluate(loaded, x, y)
+    answer = json.loads(done.stdout)
+    assert len(answer["predictions"]) == 120
+    assert answer["accuracy"] == evaluated["correct"] / evaluated["labels"] < 0.9
+    assert unknown.returncode == 2 and "this device has no such data set; it has digits" in unknown.stderr
 
 
 def test_what_a_person_gets_wrong_is_one_message(tmp_path: Path) -> None:
