@@ -137,7 +137,7 @@ def simulate(
         RunInterrupted: the run stopped for another reason; `resume(out)` continues it.
     """
     path = None if experiment is None or isinstance(experiment, Mapping) else Path(experiment)
-    document = experiment if isinstance(experiment, Mapping) else _experiment.read_toml(path) if path else {}
+    document = experiment if isinstance(experiment, Mapping) else _experiment.read_document(path)
     source = str(path) if path else "experiment"
     folder = Path(out) if out is not None else _default_folder(_objects.run_name(document, data))
     with _environment(data_dir, progress) as environment:

@@ -45,9 +45,7 @@ def statistics(
     if out is not None:
         require_new(out)
     if fleet:
-        document = experiments.apply_settings(
-            experiments.read_toml(experiment) if experiment else {}, sets or []
-        )
+        document = experiments.read_document(experiment, sets or [], "devices")
         report = _ask_devices(connect(coordinator), document)
     else:
         report = simulate_statistics(experiments.load(experiment, sets or []))

@@ -104,7 +104,7 @@ def _combinations(file: Path | None, sets: list[str], over: list[str], seeds: in
     from coordinator.experiments import experiment as experiments
     from coordinator.experiments import grid
 
-    document = experiments.apply_settings(experiments.read_toml(file) if file else {}, sets)
+    document = experiments.read_document(file, sets)
     return grid.expand(document, grid.parse_axes(over), seeds, str(file) if file else "experiment")
 
 

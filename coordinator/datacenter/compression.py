@@ -72,6 +72,8 @@ def parse_request(
     document = {} if file is None else experiment.read_toml(file)
     if file is not None and not document.get("step"):
         raise UserError(f"{file}: has no step; expected tables [[step]], each with a kind and its options")
+    if file is not None:
+        _follow_folder(document, file)
     settings = apply_settings({}, sets)
     data_options = parse_data_options(
         data, {key: settings.pop(key) for key in ("data", "model") if key in settings}, origin
@@ -297,6 +299,15 @@ def _default(request: CompressionRequest, model: Mapping[str, Any]) -> list[dict
     if student is None:
         return [quantize]
     return [{"kind": "distil", "student": student, "epochs": 6, "lr": 4e-3}, quantize]
+
+
+def _follow_folder(document: dict[str, Any], file: Path) -> None:
+    """Makes the folders of teachers absolute, in place: relative ones follow the folder of `file`."""
+    steps = document["step"] if isinstance(document["step"], list) else []
+    for step in steps:
+        if isinstance(step, dict) and isinstance(step.get("teachers"), str):
+            folders = [part.strip() for part in step["teachers"].split(",")]
+            step["teachers"] = ",".join(experiment.beside(file, folder) for folder in folders if folder)
 
 
 def _teachers(pipeline: Pipeline, origin: str) -> dict[str, Source]:

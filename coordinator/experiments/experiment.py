@@ -56,12 +56,7 @@ def read_document(
 
 
 def follow_folder(document: dict[str, Any], file: Path, fleet: FleetKind = "simulated") -> dict[str, Any]:
-    """Makes the paths that a document names absolute, in place: relative ones follow the folder of `file`.
-
-    A file that is no regular one, such as the pipe of `<(…)`, has no folder of its own: the working directory counts.
-    """
-    if not file.is_file() or file.absolute().parent in (Path("/dev"), Path("/dev/fd")):
-        return document
+    """Makes the paths that a document names absolute, in place: relative ones follow the folder of `file`."""
     for table, key in (("data", "path"), ("model", "init"), ("model", "name")):
         section = document.get(table)
         if not isinstance(section, dict) or not isinstance(value := section.get(key), str) or not value:
@@ -70,8 +65,17 @@ def follow_folder(document: dict[str, Any], file: Path, fleet: FleetKind = "simu
             key == "init" and fleet == "devices" and is_version(value)
         ):
             continue
-        section[key] = absolute(str(file.parent.resolve() / Path(value).expanduser()))
+        section[key] = beside(file, value)
     return document
+
+
+def beside(file: Path, path: str) -> str:
+    """The absolute form of a path that `file` names: a relative one follows the file's folder.
+
+    A file that is no regular one, such as the pipe of `<(…)`, has no folder of its own: the working directory counts.
+    """
+    is_stream = not file.is_file() or file.absolute().parent in (Path("/dev"), Path("/dev/fd"))
+    return absolute(path if is_stream else str(file.parent.resolve() / Path(path).expanduser()))
 
 
 def apply_settings(document: dict[str, Any], sets: Iterable[str]) -> dict[str, Any]:

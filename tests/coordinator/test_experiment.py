@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from coordinator.datacenter import compression
 from coordinator.errors import UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import Experiment
@@ -123,6 +124,12 @@ def test_paths_in_a_file_follow_its_folder_and_those_of_set_the_working_director
     assert load("data.path=rows.csv", path=path).data.path == str(tmp_path / "here" / "rows.csv")
     absolute = file(tmp_path / "there", '[data]\ndataset = "csv"\npath = "/data/rows.csv"\n')
     assert load(path=absolute).data.path == "/data/rows.csv"
+
+
+def test_the_folders_of_teachers_follow_the_folder_of_the_pipeline(tmp_path: Path) -> None:
+    text = "[[step]]\nkind = 'distil'\nteachers = 'one, /two'\n"
+    request = compression.parse_request(file(tmp_path, text), None, [])
+    assert request.pipeline.step[0]["teachers"] == f"{tmp_path / 'one'},/two"
 
 
 def test_a_version_or_code_in_a_file_is_no_path(tmp_path: Path) -> None:
