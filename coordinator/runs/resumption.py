@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from coordinator.errors import UserError
@@ -10,6 +11,7 @@ from coordinator.experiments.experiment import change, read_toml, resolve
 from coordinator.experiments.schema import Experiment
 from coordinator.output_folders import begin, locked
 from coordinator.reports.folder_state import EXPERIMENT, LOCK, committed_round, fleet_run, is_finished
+from edge_client.files import write_durably
 
 
 def read(out: Path, sets: Sequence[str] = ()) -> Experiment:
@@ -41,6 +43,19 @@ def read(out: Path, sets: Sequence[str] = ()) -> Experiment:
     with locked(out / LOCK, taken(out)):
         begin(out, EXPERIMENT, after.to_toml())
     return after
+
+
+@contextmanager
+def restored_if_refused(out: Path) -> Iterator[None]:
+    """Restores the experiment in `out` if a `UserError` ends the run before it has committed another round."""
+    path, committed = out / EXPERIMENT, committed_round(out)
+    before = path.read_bytes() if path.exists() else None
+    try:
+        yield
+    except UserError:
+        if before is not None and committed_round(out) == committed and path.read_bytes() != before:
+            write_durably(path, before)
+        raise
 
 
 def taken(out: Path) -> UserError:

@@ -100,13 +100,14 @@ def resume(out: Path, environment: Environment, sets: Sequence[str] = ()) -> dic
         UserError: `out` holds no simulation, its experiment or data were changed since, or a key may not change.
         RunInterrupted: as `simulate`.
     """
-    experiment = resumption.read(out, sets)
-    if folder_state.is_finished(out):
-        environment.progress.note(f"{out}: this run is already finished")
-        shutil.rmtree(out / "work", ignore_errors=True)  # the process may have died before it could
-        finished: dict[str, Any] = json.loads((out / "report.json").read_text("utf-8"))
-        return finished
-    return _run(experiment, out, environment)
+    with resumption.restored_if_refused(out):
+        experiment = resumption.read(out, sets)
+        if folder_state.is_finished(out):
+            environment.progress.note(f"{out}: this run is already finished")
+            shutil.rmtree(out / "work", ignore_errors=True)  # the process may have died before it could
+            finished: dict[str, Any] = json.loads((out / "report.json").read_text("utf-8"))
+            return finished
+        return _run(experiment, out, environment)
 
 
 def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[str, Any]:

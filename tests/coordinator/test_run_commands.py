@@ -180,6 +180,20 @@ def test_an_extended_run_is_the_run_of_so_many_rounds_from_the_start(
     assert run_folders.read_run(short).state == "finished"
 
 
+@pytest.mark.slow
+def test_a_finished_run_that_cannot_be_extended_stays_as_it_is(tmp_path: Path, fedloop: Fedloop) -> None:
+    (tmp_path / "t.csv").write_text("a,y\n" + "0,u\n1,v\n" * 20)
+    sets = [*SETS[1:], "data.dataset=csv", "data.path=t.csv", "data.label=y", "federation.rounds=1"]
+    done = fedloop("simulate", "--out", "runs/mine", *options([*sets, "data.partition=iid"]))
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "t.csv").unlink()
+    assert_refused(fedloop("runs", "extend", "mine", "--rounds", "2"), "t.csv")
+    run = run_folders.read_run(tmp_path / "runs" / "mine")
+    assert (run.state, run.rounds) == ("finished", 1)
+    again = fedloop("runs", "resume", "mine")
+    assert again.returncode == 0 and "already finished" in again.stderr
+
+
 @pytest.fixture(scope="module")
 def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     home = tmp_path_factory.mktemp("home")
