@@ -14,13 +14,16 @@ from time import monotonic
 from sqlalchemy import Connection
 
 from coordinator.context.services import Services
-from coordinator.db import answers, participants, rounds
+from coordinator.db import answers, participants, rounds, runs
 from coordinator.fleets.run_session import (
     LONGEST_WAIT_SECONDS,
     RunSession,
+    WaitNotice,
+    find_blocked,
     invite_eligible,
     wait_for_answers,
 )
+from coordinator.rounds.fleet import Stopped
 from coordinator.scheduling import offers
 from coordinator.scheduling.deployments import Deployment
 from coordinator.scheduling.offers import Invitation
@@ -57,7 +60,7 @@ class StatisticsFleet:
 
         `number`: tells rounds of one run apart; a second call with it asks only devices not asked before.
         """
-        invitations = self._invitations(patience)
+        invitations = self._invitations(number, patience)
         run, services = self._deployment.run, self._services
         now = services.clock()
         deadline_at = now + timedelta(seconds=patience.answers_seconds)
@@ -82,15 +85,27 @@ class StatisticsFleet:
         wait_for_answers(services, self._session, run, number, "statistics", deadline_at)
         return self._session.read(partial(answers.statistics_of, run=run, number=number))
 
-    def _invitations(self, patience: Patience) -> dict[str, Invitation]:
+    def _invitations(self, number: int, patience: Patience) -> dict[str, Invitation]:
         """Invitations of all devices that can be asked, once there are enough or patience ends."""
         services, end = self._services, monotonic() + patience.devices_seconds
+        notice = WaitNotice(services, self._deployment, number, patience.least)
         while True:
-            self._session.require_running()
+            self._require_live()
             seen, now = services.signals.seen("devices"), services.clock()
             candidates = self._session.read(partial(participants.candidates, now=now))
             found = invite_eligible(candidates, self._deployment, "statistics", now, self._lease)
             left = end - monotonic()
             if len(found) >= patience.least or left <= 0:
                 return found
+            blocked = self._session.read(partial(find_blocked, deployment=self._deployment, now=now))
+            if notice.is_due(len(found), blocked, monotonic()):
+                self._session.write(partial(notice.record, seconds=left))
+                self._session.notify(())
             self._session.wait_for_devices(seen, min(left, LONGEST_WAIT_SECONDS), pause_seconds=0.1)
+
+    def _require_live(self) -> None:
+        """Raises: Stopped: the fleet was stopped, the process is ending, or the run has ended."""
+        self._session.require_running()
+        row = self._session.read(partial(runs.find, run=self._deployment.run))
+        if row is None or row.state not in runs.LIVE:
+            raise Stopped

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.db import events
 from coordinator.db import runs as rows
 from coordinator.errors import UserError
 from coordinator.fleets.statistics import Patience, StatisticsFleet
@@ -244,6 +245,28 @@ def test_a_run_with_federated_scale_is_scaled_by_what_devices_tell(world: World,
     assert schema.scale == "federated"
     sent = world.services.blobs.path(row.prepared["schema"]["sha256"]).read_bytes()
     assert schemas.from_json(sent) == schema
+
+
+@pytest.mark.slow
+def test_a_run_that_is_cancelled_waits_no_longer_for_devices_to_tell(world: World, table: Path) -> None:
+    service = RunService(world.services, answering)
+    document = {
+        "data": {"dataset": "csv", "path": str(table), "label": "y"},
+        "model": {"name": "logreg"},
+        "federation": {"runtimes": {"torch": 1.0}},
+        "devices": {"patience_seconds": 80_000},
+    }
+    run = service.create(document)
+
+    def waits() -> list[Any]:
+        events_so_far = world.services.database.read(lambda at: events.since(at, 0, 100, run))
+        return [each for each in events_so_far if each.event == "round_waiting"]
+
+    while not waits():  # which tells the user
+        assert not service.join(run, 0.01)
+    service.cancel(run)
+    assert service.join(run, 60)
+    assert world.services.database.read(lambda at: rows.require(at, run)).state == "cancelled"
 
 
 @pytest.mark.slow
