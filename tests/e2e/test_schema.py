@@ -111,5 +111,6 @@ def test_devices_read_their_tables_by_the_runs_schema(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
     report = report_of(tmp_path / "run")
+    assert any("scaled by the means and deviations of 2 devices" in each for each in report["notices"])
     assert [(each["accepted"], each["rejected"]) for each in report["rounds"]] == [(2, 0)] * 2
     assert schemas.from_json((tmp_path / "run" / "schema.json").read_bytes()).label == "outcome"

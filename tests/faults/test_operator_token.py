@@ -105,7 +105,7 @@ def test_allowed_code_gets_nothing_of_the_coordinators(fleet: LocalFleet, at: st
 
 def test_allowed_code_and_tables_of_the_data_folder_are_prepared(fleet: LocalFleet, folder: Path) -> None:
     tables = {
-        "data": {"dataset": "csv", "path": str(folder / "data" / "rows.csv")},
+        "data": {"dataset": "csv", "scale": "site", "path": str(folder / "data" / "rows.csv")},
         "model": {"name": "spy:build"},
         "federation": {**SMALL["federation"], "runtimes": {"torch": 1.0}},
     }
