@@ -10,8 +10,9 @@ export OMP_NUM_THREADS ?= 1
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Compiled once: the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
-# One more than two cores: many tests wait for real processes rather than compute.
-WORKERS ?= 3
+# More than two cores: many tests wait for real processes rather than compute, most of all the slow ones.
+WORKERS ?= 4
+CHECK_WORKERS ?= 3
 SOURCES := coordinator edge_client strategies models tests docs fedloop.py _fedloop_command.py
 
 .PHONY: help setup constrained demo demo-fleet demo-loop test test-long twins coverage check bench docs clean
@@ -49,7 +50,7 @@ check: setup ## the fast loop: format, lint, types, import rules, unit tests
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q -n $(WORKERS) -m "not slow" -k "not postgresql" --hypothesis-profile quick
+	$(BIN)/pytest -q -n $(CHECK_WORKERS) -m "not slow" -k "not postgresql" --hypothesis-profile quick
 
 test: setup constrained ## everything; what CI runs
 	$(BIN)/ruff format --check $(SOURCES)
