@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import os
@@ -19,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -102,9 +103,18 @@ def load(target: str, folder: Path | None = None) -> Callable[..., Any]:
     return functools.update_wrapper(call, function, updated=())
 
 
+class _Uncached(importlib.machinery.SourceFileLoader):
+    """Compiles the file each time: the cache of bytecode takes a file that changed within a second for the old one."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
 def _execute(file: Path) -> ModuleType:
     """A file as a module of its own, executed anew. It is in `sys.modules`, as some decorators need, by its path."""
-    spec = importlib.util.spec_from_file_location(f"fedloop_{file.stem}_{abs(hash(str(file)))}", file)
+    name = f"fedloop_{file.stem}_{abs(hash(str(file)))}"
+    spec = importlib.util.spec_from_file_location(name, file, loader=_Uncached(name, str(file)))
     assert spec is not None and spec.loader is not None  # the file's name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
