@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.examples import PADDING
+from edge_client.train.evaluation import softmax
 
 Floats = npt.NDArray[np.float64]
 
@@ -84,14 +85,6 @@ def regression(
         "mae": float(np.abs(errors).mean()) * deviation,
         "rmse": float(np.sqrt(squared.mean())) * deviation,
     }
-
-
-def softmax(logits: npt.NDArray[np.float32]) -> Floats:
-    """Probabilities [N, classes] in float64."""
-    with np.errstate(all="ignore"):  # a diverged model has none
-        wide = logits.astype(np.float64)
-        powers = np.exp(wide - wide.max(axis=1, keepdims=True, initial=-np.inf))
-        return np.asarray(powers / powers.sum(axis=1, keepdims=True), np.float64)
 
 
 def _of_class(

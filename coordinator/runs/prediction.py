@@ -12,6 +12,8 @@ import numpy.typing as npt
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
 from edge_client.data.connector import DataProblem
+from edge_client.infer.runtime import InvalidRows
+from edge_client.serving.predict import decode
 from edge_client.serving.rows import read_inputs
 from edge_client.train.evaluation import EVALUATION_ROWS
 from edge_client.train.trainer import Runtime
@@ -36,7 +38,7 @@ def predict(report: Mapping[str, Any], params: Params, x: Any) -> Predictions:
     """Predictions for rows x: an array [N, …] or a single row, as the model takes them; or a file as `fedloop-edge predict` reads it.
 
     Raises:
-        UserError: the rows do not fit the model, or it cannot be built here.
+        UserError: the rows do not fit the model, it cannot be built here, or its output is not finite.
     """
     data, schema = report["data"], schemas.from_document(report["data"]["schema"])
     experiment = Experiment.model_validate(report["experiment"])
@@ -55,14 +57,13 @@ def predict(report: Mapping[str, Any], params: Params, x: Any) -> Predictions:
         runtime.logits(params, rows[start : start + EVALUATION_ROWS])
         for start in range(0, len(rows), EVALUATION_ROWS)
     ]
-    logits = np.concatenate(chunks).astype(np.float64)
-    if data["task"] == "regression":
-        mean, deviation = data["label_scale"]
-        return Predictions(logits[:, 0] * deviation + mean, None)
-    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    probabilities = exponentials / exponentials.sum(axis=-1, keepdims=True)
-    best = probabilities.argmax(axis=-1)
-    return Predictions(np.array(schema.classes)[best] if schema.classes else best, probabilities)
+    try:
+        labels, probabilities = decode(np.concatenate(chunks), f"model {experiment.model.name!r}", schema)
+    except InvalidRows as error:
+        raise UserError(f"predict: {error}") from error
+    if probabilities is not None and schema.classes:
+        labels = np.array(schema.classes)[labels]
+    return Predictions(labels, probabilities)
 
 
 def _rows(x: Any, schema: schemas.DataSchema) -> npt.NDArray[Any]:

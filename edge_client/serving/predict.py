@@ -16,6 +16,7 @@ from edge_client.errors import UserError
 from edge_client.infer.runtime import InvalidRows, LoadedRelease
 from edge_client.ota import slots
 from edge_client.ota.transitions import Pointer
+from edge_client.train.evaluation import softmax
 from edge_client.wire.schema import DataSchema
 from edge_client.wire.strict import printable
 
@@ -91,18 +92,11 @@ def from_logits(logits: npt.NDArray[Any], model: str, schema: DataSchema) -> lis
     Raises:
         InvalidRows: a logit is not finite. `model`: its name in the message.
     """
-    logits = logits.astype(np.float64)
-    finite = np.isfinite(logits)
-    if not finite.all():
-        row = int(np.argwhere(~finite)[0][0])
-        raise InvalidRows(f"row {row}: {model} answers with a number that is not finite")
-    if schema.label_scale is not None:
-        mean, deviation = schema.label_scale
-        return [Prediction(0, 1.0, value=value) for value in (logits[:, 0] * deviation + mean).tolist()]
-    softmax = np.exp(logits - logits.max(-1, keepdims=True))
-    softmax /= softmax.sum(-1, keepdims=True)
-    labels, best = logits.argmax(-1), softmax.max(-1)
+    labels, probabilities = decode(logits, model, schema)
+    if probabilities is None:
+        return [Prediction(0, 1.0, value=value) for value in labels.tolist()]
     if logits.ndim > 2:
+        best = probabilities.max(-1)
         return [
             Prediction(label.tolist(), probability.tolist())
             for label, probability in zip(labels, best, strict=True)
@@ -112,8 +106,28 @@ def from_logits(logits: npt.NDArray[Any], model: str, schema: DataSchema) -> lis
         Prediction(
             int(label), float(shares[label]), names[label], dict(zip(names, shares.tolist(), strict=True))
         )
-        for label, shares in zip(labels.tolist(), softmax, strict=True)
+        for label, shares in zip(labels.tolist(), probabilities, strict=True)
     ]
+
+
+def decode(
+    logits: npt.NDArray[Any], model: str, schema: DataSchema
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64] | None]:
+    """Indices of the classes [N, (T)] and probabilities [N, (T,) classes] of logits [N, (T,) classes].
+
+    Of a model that predicts a quantity: the values [N] in their own unit, float64, and None.
+
+    Raises:
+        InvalidRows: a logit is not finite. `model`: its name in the message.
+    """
+    finite = np.isfinite(logits)
+    if not finite.all():
+        row = int(np.argwhere(~finite)[0][0])
+        raise InvalidRows(f"row {row}: {model} answers with a number that is not finite")
+    if schema.label_scale is not None:
+        mean, deviation = schema.label_scale
+        return logits[:, 0].astype(np.float64) * deviation + mean, None
+    return logits.argmax(-1), softmax(logits)
 
 
 def accuracy(predictions: Sequence[Prediction], y: npt.NDArray[np.int32] | None) -> float | None:

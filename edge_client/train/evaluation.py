@@ -65,6 +65,14 @@ def score(logits: npt.NDArray[np.float32], y: npt.NDArray[Any]) -> Evaluation:
     )
 
 
+def softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Probabilities [N, (T,) classes] in float64; not finite where the logits are not."""
+    with np.errstate(all="ignore"):
+        wide = logits.astype(np.float64)
+        powers = np.exp(wide - wide.max(axis=-1, keepdims=True, initial=-np.inf))
+        return np.asarray(powers / powers.sum(axis=-1, keepdims=True), np.float64)
+
+
 def merge(parts: Iterable[Evaluation]) -> Evaluation:
     """Merges evaluations of consecutive rows."""
     listed = list(parts)

@@ -12,7 +12,7 @@ from sklearn.calibration import calibration_curve
 
 from coordinator.reports import figures, metrics
 from coordinator.reports.figures import Judged, LabelledRows
-from edge_client.train.evaluation import Evaluation, score
+from edge_client.train.evaluation import Evaluation, score, softmax
 
 CLASSES = (2, 3, 7)
 
@@ -29,7 +29,7 @@ def rows(classes: int, count: int = 400) -> tuple[npt.NDArray[np.float32], npt.N
 def test_figures_equal_those_of_scikit_learn(classes: int) -> None:
     logits, y = rows(classes)
     got = metrics.classification(logits, y, [])
-    p, predicted = metrics.softmax(logits), logits.argmax(axis=1)
+    p, predicted = softmax(logits), logits.argmax(axis=1)
     average = "binary" if classes == 2 else "macro"
     precision, recall, f1, _ = sklearn_metrics.precision_recall_fscore_support(y, predicted, average=average)
     scores = p[:, 1] if classes == 2 else p
@@ -48,7 +48,7 @@ def test_figures_equal_those_of_scikit_learn(classes: int) -> None:
 @pytest.mark.parametrize("classes", CLASSES)
 def test_figures_of_each_class_equal_those_of_scikit_learn(classes: int) -> None:
     logits, y = rows(classes)
-    p, predicted = metrics.softmax(logits), logits.argmax(axis=1)
+    p, predicted = softmax(logits), logits.argmax(axis=1)
     each = sklearn_metrics.precision_recall_fscore_support(y, predicted)
     listed = metrics.classification(logits, y, [f"kind {index}" for index in range(classes)])["classes"]
     for index, got in enumerate(listed):
@@ -67,7 +67,7 @@ def test_figures_of_each_class_equal_those_of_scikit_learn(classes: int) -> None
 @pytest.mark.parametrize("classes", CLASSES)
 def test_calibration_equals_scikit_learns_curve(classes: int) -> None:
     logits, y = rows(classes)
-    p = metrics.softmax(logits)
+    p = softmax(logits)
     stated = p[:, 1] if classes == 2 else p.max(axis=1)
     came_true = y == 1 if classes == 2 else p.argmax(axis=1) == y
     observed, predicted = calibration_curve(came_true, stated, n_bins=metrics.BINS)

@@ -84,6 +84,13 @@ def test_a_quantity_is_predicted_in_its_own_unit(tmp_path: Path) -> None:
     assert found.accuracy is None and ", loss=0." in repr(found)
     values, probabilities = found.predict(x)
     assert probabilities is None and np.abs(values - y).mean() < 20
+    diverged = fedloop.Result(
+        found.out, found.report, {key: value * np.nan for key, value in found.params.items()}
+    )
+    with pytest.raises(
+        fedloop.UserError, match="row 0: model 'logreg' answers with a number that is not finite"
+    ):
+        diverged.predict(x)
     assert len(found.plot().axes) == 2
 
 
