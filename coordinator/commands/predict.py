@@ -11,6 +11,7 @@ import typer
 
 from coordinator.commands.options import Json
 from coordinator.commands.output import make_table, print_json, print_lines, print_output
+from coordinator.errors import UserError
 from edge_client.wire.strict import printable
 
 Out = Annotated[
@@ -61,6 +62,8 @@ def predict(
 
     source = predictions.open_model(model)
     if explain_columns:
+        if out is not None:
+            raise UserError("--out: --explain-columns predicts nothing; leave one of the two out")
         _explain(source.schema, as_json)
         return
     skipped = tuple(leave_out or ())

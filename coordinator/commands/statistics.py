@@ -119,7 +119,9 @@ def _column_table(report: Mapping[str, Any]) -> Any:
         values = "-" if column["count"] is None else f"{column['count']:,}"
         if column["kind"] == "category":
             told = len(column.get("categories", ()))
-            table.add_row(name, values, f"{told} categories", "", ", ".join(drifting))
+            table.add_row(
+                name, values, f"{told} {'category' if told == 1 else 'categories'}", "", ", ".join(drifting)
+            )
         else:
             mean, spread = (column.get(key) for key in ("mean", "deviation"))
             shown = ["-" if value is None else f"{value:.4g}" for value in (mean, spread)]

@@ -79,8 +79,10 @@ def predict(
         out: `.csv`, `.json` or `.parquet` to write class and probabilities to.
 
     Raises:
-        UserError: the rows do not fit the model.
+        UserError: the rows do not fit the model, or `out` is one of the tables that are read.
     """
+    if out is not None and out.resolve() in {path.resolve() for path in (file, site_rows) if path}:
+        raise UserError(f"--out {out}: is a table that is read; name another file")
     request = {
         "kind": "predict",
         "file": str(file),

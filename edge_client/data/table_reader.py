@@ -112,7 +112,7 @@ def _require_no_more(table: Table, known: Collection[str]) -> None:
     if unknown:
         raise DataProblem(
             f"{table.name}: the model's schema has no {', '.join(column_name(name, table.columns) for name in unknown[:MOST])}"
-            f"{nearest_column(unknown[0], sorted(set(known) - set(table.columns)))}; rename it, or leave it out with the option exclude"
+            f"{nearest_column(unknown[0], sorted(set(known) - set(table.columns)))}; rename it, or leave it out (--leave-out of a prediction, the option exclude of a device)"
         )
 
 

@@ -80,7 +80,8 @@ def category_notes(
     name, texts = column.name, column.categories
     shown = ", ".join(" ".join(text.split()) for text in texts[:8]) + (", …" if len(texts) > 8 else "")
     if texts:
-        yield f"Text column {name!r} is one-hot over {len(texts)} categories: {shown}."
+        noun = "category" if len(texts) == 1 else "categories"
+        yield f"Text column {name!r} is one-hot over {len(texts)} {noun}: {shown}."
     present = int(values.sum())
     if column.other:
         yield (

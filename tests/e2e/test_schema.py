@@ -70,9 +70,12 @@ def test_a_table_is_simulated_exported_and_predicted_by_name(
         done = run_here("predict", model, new, "--encoding", "latin-1", "--out", tmp_path / out)
         assert done.returncode == 0, done.stderr
         assert "on 480 rows whose class is known" in done.stderr
-    state = f"state_dir={tmp_path / 'state'}"
-    command = ["fedloop-edge", "--set", state, "predict", str(new), "--release", str(release)]
-    options = ["--encoding", "latin-1", "--out", str(tmp_path / "edge.csv")]
+    kept = new.read_bytes()
+    done = run_here("predict", run, new, "--encoding", "latin-1", "--out", new)
+    assert done.returncode == 2 and "is a table that is read" in done.stderr
+    assert new.read_bytes() == kept
+    done = run_here("predict", run, new, "--explain-columns", "--out", tmp_path / "columns.csv")
+    assert done.returncode == 2 and "--explain-columns predicts nothing" in done.stderr
     state = f"state_dir={tmp_path / 'state'}"
     command = ["fedloop-edge", "--set", state, "predict", str(new), "--release", str(release)]
     options = ["--encoding", "latin-1", "--out", str(tmp_path / "edge.csv")]
