@@ -71,6 +71,8 @@ def predict(
 
     if file is None and data is None:
         raise UserError("there is nothing to predict: give FILE, or --data NAME, a data set of this device")
+    if out is not None and file is not None and out.resolve() == file.resolve():
+        raise UserError(f"--out {out}: is the file that is read; name another one")
     with _release_errors():
         loaded = _load(release or active_release(configuration(context).state_dir, model))
         x, y = _rows(context, loaded.manifest, file, data, Reading(tuple(leave_out or ()), encoding))

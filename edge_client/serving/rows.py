@@ -107,23 +107,32 @@ def _table(path: Path, schema: DataSchema, model: str, reading: Reading) -> Inpu
             f'{path}: {model} scales numbers by each site\'s own mean and deviation (data.scale = "site"), which the model does not '
             "hold; name the training rows of the site too: --data NAME on its device, --site-rows TABLE elsewhere"
         )
-    ignored, encoding = (*schema.ignored, *reading.leave_out), reading.encoding or schema.encoding
-    rows = read_natural(path, replace(schema, ignored=ignored, encoding=encoding))
+    needed = [column.name for column in schema.columns if column.name in reading.leave_out]
+    if needed:
+        raise DataProblem(
+            f"{path}: {model} needs column {needed[0]!r}; --leave-out is for columns that are not inputs"
+        )
+    rows = read_natural(
+        path, replace(schema, encoding=reading.encoding or schema.encoding), reading.leave_out
+    )
     scaling = reading.moments if schema.scale == "site" else rows.moments
     x = rows.x if scaling is None else scaling.apply(rows.x)
     return Inputs(x.astype(np.float32, copy=False), rows.y if (rows.y != PADDING).any() else None)
 
 
-def read_natural(path: Path, schema: DataSchema) -> Rows:
+def read_natural(path: Path, schema: DataSchema, leave_out: tuple[str, ...] = ()) -> Rows:
     """The rows of a table as the schema's columns, not yet scaled; labels are `PADDING` where the table has none."""
+    quantity = (schema.label,) if schema.label_scale is not None else ()
+    known = replace(schema, ignored=(*schema.ignored, *leave_out, *quantity))
+
+    def all_rows(table: Table, options: TableOptions) -> Rows:
+        for name in leave_out:
+            table.index(name, "--leave-out")
+        labelled = options.label in table.columns and options.label not in options.exclude
+        return read_table_rows(table, options, labelled=labelled)
+
     kind = "parquet" if path.suffix.lower() == ".parquet" else "csv"
-    known = schema if schema.label_scale is None else replace(schema, ignored=(*schema.ignored, schema.label))
-    return read_table(with_schema(DataConfig(kind, path), known), _all_rows)
-
-
-def _all_rows(table: Table, options: TableOptions) -> Rows:
-    labelled = options.label in table.columns and options.label not in options.exclude
-    return read_table_rows(table, options, labelled=labelled)
+    return read_table(with_schema(DataConfig(kind, path), known), all_rows)
 
 
 def _numpy(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:

@@ -223,3 +223,13 @@ def test_quantities_are_predicted_in_their_own_unit(tmp_path: Path) -> None:
         [each.value for each in found], [1000 + 10 * row for row in range(40)], rtol=1e-6
     )
     assert read_inputs(path, replace(schema, scale="none"), "prices").y is None
+
+
+@pytest.mark.parametrize(
+    ("column", "message"), [("nothing", "no column 'nothing' for --leave-out"), ("age", "needs column 'age'")]
+)
+def test_only_columns_that_are_there_and_no_inputs_are_left_out(
+    table: Path, column: str, message: str
+) -> None:
+    with pytest.raises(DataProblem, match=message):
+        read_inputs(table, schema_of(load(table)), "patients:1", Reading((column,)))
