@@ -51,7 +51,7 @@ def read_statistics(
 
     Raises:
         NoExamples: the data set is no table.
-        DataProblem: it cannot be read.
+        DataProblem: it cannot be read, or the request names a column that is no input of it.
     """
     if config.kind not in TABLE_KINDS:
         raise NoExamples(
@@ -70,6 +70,12 @@ def _of_table(table: Table, options: TableOptions, request: StatisticsRequest) -
     roles |= {options.label: "label"} if options.label else {}
     roles |= {options.split: "split"} if options.split else {}
     features = feature_names(table, roles, options.features or None)
+    for name in request.columns:
+        table.index(name, "statistics")
+        if name not in features:
+            raise DataProblem(
+                f"{table.name}: column {name!r} is no input of the data set; statistics are of its inputs only"
+            )
     training = ~_held_out_rows(table, records, features, options)
     trained = [record for record, trains in zip(records, training, strict=True) if trains]
     return of_records(table, trained, replace(options, features=request.columns or features), request)

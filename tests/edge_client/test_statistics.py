@@ -180,6 +180,18 @@ def test_the_training_rows_are_those_that_training_reads(tmp_path: Path, patient
     assert read_statistics(config, StatisticsRequest()).rows == len(open_data(config).train())
 
 
+@pytest.mark.parametrize("column", ["ward", "label", "split"])
+def test_a_request_cannot_name_a_column_that_the_owner_keeps_back(tmp_path: Path, column: str) -> None:
+    path = tmp_path / "t.csv"
+    lines = (f"{row % 50},{'north' if row % 2 else 'south'},{row % 2},train" for row in range(60))
+    path.write_text("\n".join(["age,ward,label,split", *lines]))
+    options = {"label": "label", "split": "split", "exclude": ["ward"]}
+    config = DataConfig("csv", path, options)
+    assert set(read_statistics(config, REQUEST).columns) == {"age"}
+    with pytest.raises(DataProblem, match=f"column '{column}' is no input of the data set"):
+        read_statistics(config, replace(REQUEST, columns=("age", column)))
+
+
 def test_a_table_whose_label_is_not_configured_has_columns_only(
     tmp_path: Path, patients: list[list[str]]
 ) -> None:
