@@ -91,6 +91,8 @@ def prepare(
         BlobDamaged: a file of the user's own model is damaged.
     """
     notices: list[str] = []
+    # An attempt that ended may have left rows scaled by devices; they are read anew.
+    (place.folder / "found.json").unlink(missing_ok=True)
     data = _data(experiment, place, notices)
     shape = _shape(experiment, data)
     ids = 0 if data is None else data.get("ids", 0)

@@ -147,6 +147,10 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
         {"class": each.class_name, **each.probabilities} if each.value is None else {"value": each.value}
         for each in predictions
     ]
+    if any("class" in each.probabilities for each in predictions):
+        raise UserError(
+            f"--out {path}: a class is named 'class', as the column of the predicted class is; --json prints the predictions"
+        )
     if any(isinstance(each.label, list) for each in predictions):
         raise UserError(f"--out {path}: is for one class a row; of sequences, --json prints the predictions")
     try:
