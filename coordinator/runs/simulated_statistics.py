@@ -11,10 +11,10 @@ from coordinator.errors import UserError
 from coordinator.experiments.defaults import minimum_count
 from coordinator.experiments.schema import Experiment
 from coordinator.reports import statistics as report
+from edge_client.data.contract import options_of
 from edge_client.data.options import TableOptions
 from edge_client.data.statistics import bin_edges, of_records, pooled
 from edge_client.data.table import Record, Table
-from edge_client.wire.schema import DataSchema
 from edge_client.wire.statistics import StatisticsRequest, StatisticsResult
 from models import datasets
 from models.datasets import columns
@@ -62,18 +62,7 @@ def _clients(experiment: Experiment, path: Path) -> tuple[Table, TableOptions, d
     records = {
         name: [table.records[row] for row in rows.tolist()] for name, rows in zip(names, parts, strict=True)
     }
-    options = _options(dataset.described)
+    options = options_of(dataset.described)
     if dataset.task == "regression":  # a quantity has no classes
         options = replace(options, features=(*options.features, options.label))
     return table, options, records
-
-
-def _options(schema: DataSchema) -> TableOptions:
-    texts = [column for column in schema.columns if column.kind == "category"]
-    return TableOptions(
-        label=schema.label,
-        features=tuple(column.name for column in schema.columns),
-        categories={column.name: column.categories for column in texts},
-        fold=tuple(column.name for column in texts if column.fold),
-        dates=tuple(column.name for column in schema.columns if column.kind == "date"),
-    )

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from edge_client.data.connector import DataConfig, DataProblem
+from edge_client.data.options import TableOptions
 from edge_client.data.quoting import listed
 from edge_client.wire.schema import DataSchema
 
@@ -18,6 +19,11 @@ TABLE_KINDS = ("csv", "parquet", "sqlite")
 
 _NOT_FOR_A_SCHEMA = ("scale", "shape", "dtype")
 """Options of single values, which the schema's columns leave no room for."""
+
+_DECIDED = (
+    *("label", "features", "exclude", "classes", "categories", "other", "fold", "dates"),
+    *("standardised", "scaling", "standardise", "closed"),
+)
 
 
 def with_schema(config: DataConfig, schema: DataSchema) -> DataConfig:
@@ -33,9 +39,7 @@ def with_schema(config: DataConfig, schema: DataSchema) -> DataConfig:
         raise DataProblem(
             f"{config.kind} data: option {surplus[0]} does not fit the model's schema, which says how every column is read; remove it"
         )
-    said = _options(schema)
-    if config.kind != "csv":
-        said.pop("encoding", None)
+    said = _said(schema, config.kind)
     said["exclude"] = [*said["exclude"], *given.pop("exclude", ())]
     if "label" in given:
         del said["label"]  # a device's column may have another name
@@ -50,28 +54,34 @@ def with_schema(config: DataConfig, schema: DataSchema) -> DataConfig:
     return replace(config, options=given | said)
 
 
-def _options(schema: DataSchema) -> dict[str, Any]:
+def options_of(schema: DataSchema) -> TableOptions:
     """The options of a data set that say the same as the schema."""
     texts = [column for column in schema.columns if column.kind == "category"]
-    options: dict[str, Any] = {
-        "label": schema.label,
-        "features": [column.name for column in schema.columns],
-        "exclude": list(schema.ignored),
-        "classes": list(schema.classes),
-        "categories": {column.name: list(column.categories) for column in texts},
-        "other": [column.name for column in texts if column.other],
-        "fold": [column.name for column in texts if column.fold],
-        "dates": [column.name for column in schema.columns if column.kind == "date"],
-        "standardised": [column.name for column in schema.columns if column.standardised],
-        "scaling": {
-            column.name: [column.mean, column.deviation]
+    return TableOptions(
+        label=schema.label,
+        features=tuple(column.name for column in schema.columns),
+        exclude=schema.ignored,
+        classes=schema.classes,
+        categories={column.name: column.categories for column in texts},
+        other=tuple(column.name for column in texts if column.other),
+        fold=tuple(column.name for column in texts if column.fold),
+        dates=tuple(column.name for column in schema.columns if column.kind == "date"),
+        standardised=tuple(column.name for column in schema.columns if column.standardised),
+        scaling={
+            column.name: (column.mean, column.deviation)
             for column in schema.columns
             if column.mean is not None and column.deviation is not None
         },
-        "standardise": "local" if schema.scale == "site" else "none",
-        "closed": True,
-    }
-    return options | ({"encoding": schema.encoding} if schema.encoding else {})
+        standardise="local" if schema.scale == "site" else "none",
+        closed=True,
+    )
+
+
+def _said(schema: DataSchema, kind: str) -> dict[str, Any]:
+    """The options that a schema decides, as a configuration of this kind has them."""
+    options = options_of(schema)
+    said = {name: _plain(getattr(options, name)) for name in _DECIDED}
+    return said | ({"encoding": schema.encoding} if schema.encoding and kind == "csv" else {})
 
 
 def _plain(value: Any) -> Any:

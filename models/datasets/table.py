@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.data.contract import options_of
 from edge_client.data.csv_file import DELIMITERS
 from edge_client.data.labels import Labels
 from edge_client.data.options import TableOptions
@@ -159,18 +160,8 @@ def _describe(
 
 def _options(schema: DataSchema, split: str | None) -> TableOptions:
     """How to read the columns, not yet scaled."""
-    texts = [column for column in schema.columns if column.kind == "category"]
-    return TableOptions(
-        label=schema.label,
-        features=tuple(column.name for column in schema.columns),
-        split=split,
-        classes=schema.classes,
-        categories={column.name: column.categories for column in texts},
-        other=tuple(column.name for column in texts if column.other),
-        fold=tuple(column.name for column in texts if column.fold),
-        dates=tuple(column.name for column in schema.columns if column.kind == "date"),
-        standardise="none" if schema.scale == "none" else "local",
-    )
+    options = replace(options_of(schema), split=split)
+    return options if schema.scale == "none" else replace(options, standardise="local")
 
 
 def _require_columns(table: TextTable, schema: DataSchema, reading: Reading) -> None:

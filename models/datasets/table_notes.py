@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.cells import folded
+from edge_client.data.contract import options_of
 from edge_client.data.quoting import quoted
 from edge_client.wire.schema import ColumnSchema, DataSchema
 from models.datasets.columns import TextRules, TextTable
@@ -111,20 +112,12 @@ def class_notes(
 
 def device_notes(schema: DataSchema) -> Iterator[str]:
     """The options that give a device the same rows, where it cannot know them from its own."""
-    texts = [column for column in schema.columns if column.kind == "category"]
+    options = options_of(schema)
     indices = tuple(map(str, range(len(schema.classes))))
+    named = ("categories", "other", "fold", "dates", "standardised", "scaling")
     fixed = {
         "classes": schema.classes if schema.classes != indices else (),
-        "categories": {column.name: column.categories for column in texts},
-        "other": [column.name for column in texts if column.other],
-        "fold": [column.name for column in texts if column.fold],
-        "dates": [column.name for column in schema.columns if column.kind == "date"],
-        "standardised": [column.name for column in schema.columns if column.standardised],
-        "scaling": {
-            column.name: [column.mean, column.deviation]
-            for column in schema.columns
-            if column.mean is not None
-        },
+        **{name: getattr(options, name) for name in named},
     }
     # With " = " between them, JSON's objects are the inline tables of TOML.
     text = ", ".join(

@@ -14,26 +14,13 @@ import pytest
 
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import Experiment
+from models.datasets.names import KEYS
 from strategies import presets
 from tests.support.cli import run_cli
 
 ROOT = Path(__file__).parents[2]
 # Keys of the example that belong to another data set than the one it names.
-OF_OTHERS = {
-    "path",
-    "label",
-    "site",
-    "split",
-    "features",
-    "exclude",
-    "encoding",
-    "scale",
-    "fixed",
-    "units",
-    "categories",
-}
-OF_OTHERS |= {"length", "vocab"}
-OF_OTHERS |= {"input_shape", "classes", "input_dtype", "task"}
+OF_OTHERS = {*KEYS, "input_shape", "classes", "input_dtype"} - {"dataset"}
 
 
 def blocks(page: str, language: str) -> list[str]:
