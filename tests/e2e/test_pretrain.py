@@ -65,6 +65,7 @@ def run_as_written(line: str, folder: Path) -> None:
     assert done.returncode == 0, (line, done.stderr)
 
 
+@pytest.mark.extended
 def test_a_finished_one_goes_on_by_another_plan(guided: Path, tmp_path: Path) -> None:
     """Its curve is the beginning of a longer training's, which was never interrupted."""
     short = options(("train.epochs=2",))
@@ -147,6 +148,7 @@ def test_digits_are_compressed_as_they_are(guided: Path, tmp_path: Path) -> None
     assert_refused(done, "was replaced since")
 
 
+@pytest.mark.extended
 def test_a_killed_command_is_taken_up_where_it_was(tmp_path: Path) -> None:
     out = tmp_path / "run"
     small = options(("train.epochs=20", "checkpoint.every=50", "checkpoint.background=false"))

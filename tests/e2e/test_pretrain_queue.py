@@ -39,6 +39,7 @@ def is_training(command: Started, out: Path) -> bool:
     return command.reaches(lambda: (out / "curve.jsonl").exists() and len(losses(out)) >= 10)
 
 
+@pytest.mark.extended
 def test_the_urgent_one_preempts_and_the_other_goes_on_with_the_same_losses(tmp_path: Path) -> None:
     queue, patient, urgent = (tmp_path / name for name in ("queue", "patient", "urgent"))
     with started(*asked(queue, patient, STEPS)) as first:

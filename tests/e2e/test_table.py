@@ -61,6 +61,7 @@ def write(path: Path, table: list[list[str]]) -> Path:
     return path
 
 
+@pytest.mark.extended
 def test_hospitals_learn_together_from_a_table(tmp_path: Path) -> None:
     table = rows()
     path = write(tmp_path / "patients.csv", table)

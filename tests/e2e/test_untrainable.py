@@ -15,10 +15,13 @@ BATCH_NORM = ["model.name=resnet8", "model.norm=batch", "model.width=4"]
 SHORT = ["federation.rounds=1", "local.steps=2", "federation.clients=4", "federation.runtimes={torch=1}"]
 
 
-def test_statistics_that_nobody_trained_are_refused_and_trained_ones_are_kept(tmp_path: Path) -> None:
+def test_statistics_that_nobody_trained_are_refused(tmp_path: Path) -> None:
     done = run_here("simulate", "--out", "fresh", *options([*BATCH_NORM, *SHORT]), cwd=tmp_path)
     assert_refused(done, "resnet8", "BatchNorm", "mean 0, variance 1", "GroupNorm", "model.init")
 
+
+@pytest.mark.extended
+def test_statistics_of_a_pretraining_are_kept(tmp_path: Path) -> None:
     done = run_cli("pretrain", "--out", "first", *options([*BATCH_NORM, "train.steps=5"]), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     asked = [*BATCH_NORM, *SHORT, "model.init=first/model.safetensors"]

@@ -164,6 +164,7 @@ def one(tmp_path: Path, clocks: Path, served_on: Mapping[str, str]) -> Iterator[
         yield fleet, daemon
 
 
+@pytest.mark.extended
 def test_a_clock_a_day_behind_is_told_and_works_again_when_mended(
     one: tuple[LocalFleet, Daemon], clocks: Path
 ) -> None:

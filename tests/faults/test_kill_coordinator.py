@@ -97,6 +97,7 @@ def test_killed_at_failpoints_and_anywhere_the_model_is_the_same(
     disturbed(on_sqlite, expected, experiment(rounds), points, random_kills)
 
 
+@pytest.mark.extended
 def test_an_update_that_was_damaged_while_the_coordinator_was_away_is_trained_once_more(
     on_sqlite: LocalFleet,
 ) -> None:

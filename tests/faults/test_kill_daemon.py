@@ -148,6 +148,7 @@ def test_devices_that_come_back_in_time_deliver_and_count_once(trio: Trio) -> No
     assert trio.held_bytes() == 0
 
 
+@pytest.mark.extended
 def test_a_round_closes_without_dead_devices_which_are_there_for_the_next(trio: Trio) -> None:
     run = trio.start(rounds=2)
     trio.kill_both()

@@ -51,6 +51,7 @@ def test_a_cut_upload_goes_on_where_it_was_cut(wired: tuple[LocalFleet, Line], p
     assert line.bytes_up - before <= only["bytes_up"] - held + OTHER_BYTES
 
 
+@pytest.mark.extended
 def test_an_upload_cut_again_and_again_arrives(wired: tuple[LocalFleet, Line]) -> None:
     fleet, line = wired
     before = line.bytes_up

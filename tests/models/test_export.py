@@ -132,6 +132,7 @@ def test_a_model_that_cannot_be_exported_is_refused_with_its_reason(
     assert "Traceback" not in str(refused.value) and len(str(refused.value)) < 500
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_an_operation_without_a_lowering_is_named(own: Path) -> None:
     with pytest.raises(ExportError, match=r"LiteRT cannot take this model; operation aten\.linalg_qr"):

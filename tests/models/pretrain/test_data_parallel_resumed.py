@@ -79,6 +79,7 @@ def test_what_an_exchange_remembers_goes_on(plans: list[str], tmp_path: Path) ->
         assert not notices
 
 
+@pytest.mark.extended
 def test_another_plan_says_that_it_goes_on_without(tmp_path: Path) -> None:
     cases = [
         (

@@ -77,6 +77,7 @@ def job(folder: Path, **changed: Any) -> Path:
     return path
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_finds_a_better_learning_rate_and_the_same_again(tmp_path: Path) -> None:
     found = []
