@@ -1,7 +1,7 @@
 """The planner's choice against the best of all plans on 4 processes, every one of them trained and timed.
 
-All plans that the planner ranks take turns, the same processes following one after the other, so that a busy machine slows all of them alike; medians
-over turns. Also its predictions beside what was measured, of seconds and of bytes. FEDLOOP_BENCH_PLANS limits how many plans
+All plans that the planner ranks take turns, those for the same number of processes in the same processes, so that a busy machine slows
+all of them alike; medians over turns. Also its predictions beside what was measured, of seconds and of bytes. FEDLOOP_BENCH_PLANS limits how many plans
 are measured, the first of the ranking first, and then says less.
 """
 
@@ -36,8 +36,7 @@ def run() -> dict[str, Any]:
     ranking = found["ranking"][: int(os.environ.get("FEDLOOP_BENCH_PLANS", "0")) or None]
     texts = [row["plan"] for row in ranking]
     seconds = _seconds(texts)
-    weighed = ranks.run(PROCESSES, f"{__name__}:weighed", texts)
-    most = {text: max(of[text] for of in weighed) for text in texts}
+    most = _memory(texts)
     table = {
         row["plan"]: {
             "predicted": row["predicted"],
@@ -55,9 +54,27 @@ def _seconds(texts: Sequence[str]) -> dict[str, float]:
     """Median seconds of a step by plan, over turns that all plans take."""
     steps: dict[str, list[float]] = {text: [] for text in texts}
     for _ in range(TURNS):
-        for text, took in ranks.run(PROCESSES, f"{__name__}:timed", texts)[0].items():
-            steps[text] += took
+        for processes, alike in _by_processes(texts).items():
+            for text, took in ranks.run(processes, f"{__name__}:timed", alike)[0].items():
+                steps[text] += took
     return {text: statistics.median(took) for text, took in steps.items()}
+
+
+def _memory(texts: Sequence[str]) -> dict[str, int]:
+    """The most bytes that were alive in any process, by plan."""
+    most: dict[str, int] = {}
+    for processes, alike in _by_processes(texts).items():
+        found = ranks.run(processes, f"{__name__}:weighed", alike)
+        most |= {text: max(of[text] for of in found) for text in alike}
+    return most
+
+
+def _by_processes(texts: Sequence[str]) -> dict[int, list[str]]:
+    """Plans by their number of processes: the planner ranks plans for fewer where they are predicted faster."""
+    grouped: dict[int, list[str]] = {}
+    for text in texts:
+        grouped.setdefault(plans.parse(text).processes, []).append(text)
+    return grouped
 
 
 def timed(texts: Sequence[str]) -> dict[str, list[float]]:
