@@ -1,19 +1,31 @@
-"""A table from end to end: simulated, exported and predicted by name; and trained on devices that know only where it lies."""
+"""A table from end to end: simulated, exported, signed, rolled out and predicted by name; devices know only where theirs lies."""
 
 from __future__ import annotations
 
 import csv
+import gzip
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from coordinator.accounts.admin_token import read_admin_token
-from coordinator.demos.local_fleet import local_fleet
-from edge_client.commands import cli as edge_cli
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
+from edge_client.train.torch_trainer import TorchRuntime
+from edge_client.wire import arrays
 from edge_client.wire import schema as schemas
-from tests.parity.test_schema import COLUMNS, awkward_rows, write
+from models import zoo
+from models.datasets import from_settings
+from tests.support.awkward_table import COLUMNS, SECRET_CELLS, SECRETS, many_codes, rare_texts, write
 from tests.support.cli import report_of, run_cli, run_here
+from tests.support.processes import HANGS_SECONDS
+from tests.support.row_search import values_in
 
 pytestmark = pytest.mark.slow
 
@@ -30,12 +42,91 @@ name = "mlp"
 hidden = [8]
 
 [local]
-steps = 5
+steps = 20
 
 [federation]
 rounds = 2
 runtimes = {{ litert = 1 }}
 """
+SHUFFLED = ["dose", "admitted", "ward", "outcome", "code", "age"]
+
+
+@dataclass(frozen=True)
+class World:
+    """What one table came to: its simulation `run`, a `release` of it, and a fleet that trained on it and runs the release."""
+
+    folder: Path
+    table: Path
+    fleet: LocalFleet
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def release(self) -> Path:
+        return self.folder / "release"
+
+    def fedloop(self, *arguments: str | Path) -> str:
+        """The output of a command of the operator, which must succeed."""
+        environment = {
+            "FEDLOOP_COORDINATOR": self.fleet.operator_url,
+            "FEDLOOP_ADMIN_TOKEN": str(read_admin_token(self.fleet.home)),
+            "FEDLOOP_RELEASE_PASSPHRASE": "correct horse",
+        }
+        done = run_here(*arguments, cwd=self.folder, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """The table simulated and exported; the release signed and rolled out; and trained on by two devices, a site each."""
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "held").mkdir()
+    rows = many_codes()
+    table = write(folder / "held" / "all.csv", rows, COLUMNS, "utf-8-sig", ";")
+    (folder / "e.toml").write_text(EXPERIMENT.format(path=table))
+    for command in (
+        ["simulate", folder / "e.toml", "--out", folder / "run"],
+        [
+            "export",
+            folder / "run",
+            "--name",
+            "patients",
+            "--precision",
+            "float32",
+            "--out",
+            folder / "release",
+        ],
+    ):
+        done = run_cli(*command)
+        assert done.returncode == 0, done.stderr
+    with local_fleet(folder / "fleet", ["--allow-path", str(folder / "held")]) as fleet:
+        for site in ("nord", "ost"):
+            own = [row for row in rows if row[COLUMNS.index("site")] == site]
+            path = write(folder / f"{site}.csv", own, COLUMNS[:-3] + COLUMNS[-2:], "latin-1", "|")
+            options = {"kind": "csv", "path": str(path), "split": "split", "encoding": "latin-1"}
+            fleet.add(site, {"data": {"csv": options}, "releases": {"trial_seconds": 1}}).start()
+        world = World(folder, table, fleet)
+        sign_and_publish(world)
+        devices = "federation.clients_per_round=2", "federation.min_updates=2", "devices.patience_seconds=60"
+        sets = [part for each in devices for part in ("--set", each)]
+        world.fedloop("run", "e.toml", *sets, "--set", "model.register=trained", "--out", "trained")
+        world.fedloop("rollout", "start", "patients:1", "--phases", "100")
+        until(lambda: fleet.client.get("/rollouts", limit=1)[0]["state"] == "finished")
+        yield world
+
+
+def sign_and_publish(world: World) -> None:
+    """As docs/releases.md says, with all keys in one folder."""
+    (world.folder / "online.json").write_text(world.fedloop("release", "online-keys"))
+    world.fedloop("release", "keygen", "keys")
+    staging = ("--staging", "stick")
+    world.fedloop("release", "init", "--keys", "keys", "--online", "online.json", *staging)
+    world.fedloop("release", "add", "release", *staging)
+    world.fedloop("release", "sign", "--keys", "keys", *staging)
+    world.fedloop("release", "publish", *staging)
 
 
 def classes(path: Path) -> list[str]:
@@ -43,77 +134,93 @@ def classes(path: Path) -> list[str]:
         return [row["class"] for row in csv.DictReader(file)]
 
 
-def test_a_table_is_simulated_exported_and_predicted_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = write(tmp_path / "all.csv", awkward_rows(), COLUMNS, "utf-8-sig", ";")
-    (tmp_path / "e.toml").write_text(EXPERIMENT.format(path=table))
-    new = write(
-        tmp_path / "new.csv",
-        awkward_rows(),
-        ["dose", "admitted", "ward", "outcome", "code", "age"],
-        "latin-1",
-        "|",
+def simulated_classes(world: World) -> list[str]:
+    """By name, as the simulation's own reader, its module in torch and its params give them."""
+    dataset = from_settings(report_of(world.run)["experiment"]["data"], seed=7)
+    assert dataset.input_shape[0] >= 40 and dataset.classes == 3
+    spec = zoo.get("mlp", input_shape=dataset.input_shape, classes=3, hidden=[8])
+    logits = TorchRuntime(spec.build(0), spec.loss).logits(
+        arrays.read(world.run / "model.safetensors"), dataset.x
     )
-    run, release = tmp_path / "run", tmp_path / "release"
-    for command in (
-        ["simulate", tmp_path / "e.toml", "--out", run],
-        ["export", run, "--name", "patients", "--precision", "float32", "--out", release],
-    ):
-        done = run_cli(*command)
-        assert done.returncode == 0, done.stderr
-    schema = schemas.from_json((run / "schema.json").read_bytes())
-    assert json.loads((release / "manifest.json").read_text("utf-8"))["schema"]["label"] == "outcome"
-    assert report_of(run)["data"]["schema"]["scale"] == schema.scale == "federated"
+    return [dataset.class_names[index] for index in np.argmax(logits, 1)]
 
-    for model, out in ((run, "run.csv"), (release, "release.csv")):
-        done = run_here("predict", model, new, "--encoding", "latin-1", "--out", tmp_path / out)
+
+def test_run_release_and_device_predict_a_table_by_name_as_the_simulation_does(world: World) -> None:
+    new = write(world.folder / "new.csv", many_codes(), SHUFFLED, "latin-1", "|")
+    schema = schemas.from_json((world.run / "schema.json").read_bytes())
+    assert json.loads((world.release / "manifest.json").read_text("utf-8"))["schema"]["label"] == "outcome"
+    assert report_of(world.run)["data"]["schema"]["scale"] == schema.scale == "federated"
+    expected = simulated_classes(world)
+    assert set(expected) == set(schema.classes)
+
+    for model in (world.run, world.release):
+        done = run_here("predict", model, new, "--encoding", "latin-1", "--out", world.folder / "here.csv")
         assert done.returncode == 0, done.stderr
-        assert "on 480 rows whose class is known" in done.stderr
+        assert "on 4200 rows whose class is known" in done.stderr
+        assert classes(world.folder / "here.csv") == expected
+    for site in ("nord", "ost"):
+        pointer = json.loads(
+            (world.fleet.device_folder(site) / "state/releases/patients/pointer.json").read_bytes()
+        )
+        assert pointer[pointer["active"]]["version"] == 1
+    predict = ["predict", new, "--encoding", "latin-1", "--out", world.folder / "edge.csv"]
+    on_device = subprocess.run(
+        [Path(sys.executable).parent / "fedloop-edge", *predict],
+        env={**world.fleet.devices["nord"].environment, "PATH": "/usr/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert on_device.returncode == 0, on_device.stderr
+    assert classes(world.folder / "edge.csv") == expected
+
     kept = new.read_bytes()
-    done = run_here("predict", run, new, "--encoding", "latin-1", "--out", new)
+    done = run_here("predict", world.run, new, "--encoding", "latin-1", "--out", new)
     assert done.returncode == 2 and "is a table that is read" in done.stderr
     assert new.read_bytes() == kept
-    done = run_here("predict", run, new, "--explain-columns", "--out", tmp_path / "columns.csv")
+    done = run_here("predict", world.run, new, "--explain-columns", "--out", world.folder / "columns.csv")
     assert done.returncode == 2 and "--explain-columns predicts nothing" in done.stderr
-    state = f"state_dir={tmp_path / 'state'}"
-    command = ["fedloop-edge", "--set", state, "predict", str(new), "--release", str(release)]
-    options = ["--encoding", "latin-1", "--out", str(tmp_path / "edge.csv")]
-    monkeypatch.setattr("sys.argv", [*command, *options])
-    with pytest.raises(SystemExit) as ended:
-        edge_cli.main()
-        raise SystemExit(0)
-    assert not ended.value.code, capsys.readouterr().err
-    found = [classes(tmp_path / name) for name in ("run.csv", "release.csv", "edge.csv")]
-    assert found[0] == found[1] == found[2] and set(found[0]) <= set(schema.classes)
 
 
-def test_devices_read_their_tables_by_the_runs_schema(tmp_path: Path) -> None:
+def test_devices_read_their_tables_by_the_runs_schema(world: World) -> None:
     """Their configuration says where the table lies, and nothing of its columns."""
-    rows = awkward_rows()
-    (tmp_path / "held").mkdir()
-    table = write(tmp_path / "held" / "all.csv", rows, COLUMNS, "utf-8", ";")
-    with local_fleet(tmp_path / "fleet", ["--allow-path", str(tmp_path / "held")]) as fleet:
-        for index, site in enumerate(("nord", "ost")):
-            own = [row for row in rows if row[COLUMNS.index("site")] == site]
-            path = write(tmp_path / f"{index}.csv", own, COLUMNS[:-3] + COLUMNS[-2:], "latin-1", "|")
-            options = {"kind": "csv", "path": str(path), "split": "split", "encoding": "latin-1"}
-            fleet.add(f"device-{index}", {"data": {"csv": options}}).start()
-        (tmp_path / "e.toml").write_text(EXPERIMENT.format(path=table))
-        sets = ["federation.clients_per_round=2", "federation.min_updates=2", "devices.patience_seconds=60"]
-        done = run_here(
-            "run",
-            tmp_path / "e.toml",
-            *(part for each in sets for part in ("--set", each)),
-            "--out",
-            tmp_path / "run",
-            env={
-                "FEDLOOP_COORDINATOR": fleet.operator_url,
-                "FEDLOOP_ADMIN_TOKEN": str(read_admin_token(fleet.home)),
-            },
-        )
-        assert done.returncode == 0, done.stderr
-    report = report_of(tmp_path / "run")
+    report = report_of(world.folder / "trained")
     assert any("scaled by the means and deviations of 2 devices" in each for each in report["notices"])
     assert [(each["accepted"], each["rejected"]) for each in report["rounds"]] == [(2, 0)] * 2
-    assert schemas.from_json((tmp_path / "run" / "schema.json").read_bytes()).label == "outcome"
+    assert schemas.from_json((world.folder / "trained" / "schema.json").read_bytes()).label == "outcome"
+
+
+def test_no_rare_value_leaves_its_table(world: World, tmp_path: Path) -> None:
+    """No patient, rare code or extreme of one row is in the run folders, the release, the coordinator or the devices' state."""
+    rows = many_codes()
+    texts, numbers = [*rare_texts(rows), *SECRET_CELLS], list(SECRETS.values())
+    for folder in ("run", "trained"):
+        schema = schemas.from_json((world.folder / folder / "schema.json").read_bytes())
+        scaled = {column.name: (column.mean, column.deviation) for column in schema.columns}
+        numbers += [(value - scaled[name][0]) / scaled[name][1] for name, value in SECRETS.items()]
+    registered = world.fleet.client.get("/versions/trained")["files"]
+    assert all((world.fleet.home / "blobs" / each["sha256"]).is_file() for each in registered)
+
+    for published in ("run", "release", "stick", "trained", "fleet"):
+        assert values_in(world.folder / published, texts, numbers) == []
+
+    assert values_in(world.folder / "held", texts, numbers) == ["all.csv: text"]
+    forms = {
+        "utf-16": SECRET_CELLS[0].encode("utf-16-le"),
+        "escape": json.dumps({"code": texts[-9]}).encode(),
+        "float": np.float32(numbers).tobytes(),
+        "double": np.array(numbers[:1], ">f8").tobytes(),
+        "decimal": json.dumps(numbers[-1:]).encode(),
+        "packed": gzip.compress(texts[0].encode()),
+    }
+    for name, content in forms.items():
+        (tmp_path / name).write_bytes(content)
+    found = {line.partition(":")[0].removesuffix("!gzip") for line in values_in(tmp_path, texts, numbers)}
+    assert found == set(forms)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + HANGS_SECONDS
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,38 +19,7 @@ from edge_client.wire.schema import DataSchema
 from edge_client.wire.strict import InvalidDocument
 from models import zoo
 from models.datasets import Dataset, from_settings
-
-COLUMNS = ["patient", "age", "dose", "ward", "code", "admitted", "site", "split", "outcome"]
-WARDS = ["Chirurgie; Süd", 'intensive "ICU"', "Innere | 2", "Kinder"]
-SITES = ["nord", "süd", "ost", "west"]
-RAREST = "once only"
-OLDEST = "119"
-
-
-def awkward_rows(count: int = 480) -> list[list[str]]:
-    rng = np.random.default_rng(4)
-    rows = []
-    for row in range(count):
-        dose = "" if row % 9 == 0 else f"{rng.normal(1000, 300):.3f}".replace(".", ",")
-        code = f"C{int(rng.zipf(1.3)) % 3000:04d}"
-        date = (
-            f"{int(rng.integers(1, 29)):02d}.{int(rng.integers(1, 13)):02d}.{int(rng.integers(2015, 2024))}"
-        )
-        outcome = ("genesen", "verstorben", "unverändert")[int(rng.integers(3))]
-        split = "test" if row % 5 == 0 else "train"
-        age, ward, site = str(int(rng.integers(20, 90))), WARDS[int(rng.integers(4))], SITES[row % 4]
-        rows.append([f"P{row:06d}", age, dose, ward, code, date, site, split, outcome])
-    rows[1][COLUMNS.index("code")], rows[1][COLUMNS.index("age")] = RAREST, OLDEST
-    return rows
-
-
-def write(path: Path, rows: list[list[str]], columns: list[str], encoding: str, delimiter: str) -> Path:
-    text = io.StringIO()
-    writer = csv.writer(text, delimiter=delimiter)
-    writer.writerow(columns)
-    writer.writerows([row[COLUMNS.index(name)] for name in columns] for row in rows)
-    path.write_bytes(text.getvalue().encode(encoding))
-    return path
+from tests.support.awkward_table import COLUMNS, OLDEST, RAREST, awkward_rows, write
 
 
 def load(path: Path, scale: str = "federated", **more: object) -> Dataset:

@@ -6,6 +6,7 @@ import base64
 import binascii
 import gzip
 import io
+import json
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ WINDOW = 6
 """Values in a row that must not be found one after the other."""
 
 _DTYPES = ("<f4", "<f8", ">f4", "<f2", "u1", "i1", "<i2", "<i4", "<i8")
+_FLOATS = ("<f4", ">f4", "<f8", ">f8")
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _BASE64 = re.compile(rb"[A-Za-z0-9+/]{64,}={0,2}")
 
@@ -36,6 +38,35 @@ def rows_in(folder: Path, rows: npt.NDArray[Any], texts: Sequence[str] = ()) -> 
         if words.any_in(content):
             found.append(f"{place}: text")
     return found
+
+
+def values_in(folder: Path, texts: Sequence[str], numbers: Sequence[float]) -> list[str]:
+    """Which files below the folder hold one of these single values, a line each: where, and in which form.
+
+    `texts`: of five or more characters, sought in UTF-8, UTF-16 and Latin-1 and as JSON escapes. `numbers`: values rare enough
+    that their four bytes occur nowhere by chance, sought as float32 and float64 in both byte orders and as decimal text.
+    """
+    text = Needles(list({form for each in texts for form in _text_forms(each)}))
+    binary = Needles([np.array(each, name).tobytes() for name in _FLOATS for each in numbers])
+    wanted = {np.float32(each) for each in numbers}
+    found = []
+    for place, content in _contents(folder):
+        found += [
+            f"{place}: {form}"
+            for form, needles in (("text", text), ("bytes", binary))
+            if needles.any_in(content)
+        ]
+        with np.errstate(over="ignore"):
+            if any(np.float32(number) in wanted for number in _NUMBER.findall(content)):
+                found.append(f"{place}: number in text")
+    return found
+
+
+def _text_forms(text: str) -> Iterator[bytes]:
+    yield text.encode()
+    yield text.encode("utf-16-le")
+    yield text.encode("latin-1")
+    yield json.dumps(text)[1:-1].encode()
 
 
 class Needles:
