@@ -290,7 +290,7 @@ def _regression_lines(report: Mapping[str, Any]) -> list[str]:
     lines = [
         f"baseline, {name}: {_errors(baselines[key])}" for key, name in shown.items() if key in baselines
     ]
-    sites = {name: each["metrics"] for name, each in report.get("per_site", {}).items()}
+    sites = {name: each["metrics"] for name, each in report.get("per_site", {}).items() if "metrics" in each}
     scored = {name: each for name, each in sites.items() if each["mae"] is not None}
     if len(scored) > 1:
         name, worst = max(scored.items(), key=lambda item: item[1]["mae"])

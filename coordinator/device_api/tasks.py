@@ -5,7 +5,8 @@ Also the checks of every route that names a task: the caller owns it, and an ans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -24,6 +25,9 @@ from edge_client.wire.statistics import StatisticsRequest, StatisticsResult, req
 from edge_client.wire.strict import InvalidDocument, parse_message
 
 router = APIRouter()
+
+_ROUNDING = 1 + 1e-6
+"""How far sums of floats may be off."""
 
 
 @router.post("/tasks/{task}/evaluation")
@@ -104,9 +108,27 @@ def _require_valid_figures(message: EvaluationResult) -> None:
         (0 <= message.correct <= message.labels, f"correct is {message.correct} of {message.labels} labels"),
         (message.loss_sum >= 0, f"loss_sum is {message.loss_sum}, expected 0 or more"),
     )
-    for holds, problem in checks:
+    for holds, problem in (*checks, *_quantity_checks(message)):
         if not holds:
             raise Refusal(422, "malformed", f"EvaluationResult.{problem[:200]}")
+
+
+def _quantity_checks(message: EvaluationResult) -> Iterator[tuple[bool, str]]:
+    """The sums of any numbers obey Cauchy and Schwarz: (sum of a)^2 <= n (sum of a^2), but for rounding."""
+    sums = message.quantity
+    if sums is None:
+        return
+    least = sums.label_sum * (sums.label_sum / message.labels)  # a power of a large float would raise
+    most = math.sqrt(message.labels) * math.sqrt(message.loss_sum)
+    yield sums.absolute_sum >= 0, f"quantity.absolute_sum is {sums.absolute_sum}, expected 0 or more"
+    yield (
+        sums.absolute_sum <= most * _ROUNDING + 1e-6,
+        f"quantity.absolute_sum is {sums.absolute_sum}, the squared errors allow {most} at most",
+    )
+    yield (
+        sums.label_square_sum * _ROUNDING + 1e-6 >= least,
+        f"quantity.label_square_sum is {sums.label_square_sum}, the sum of the labels needs {least} at least",
+    )
 
 
 def own_task(connection: Connection, caller: str, task: str, kind: TaskKind | None = None) -> TaskRow:

@@ -285,8 +285,11 @@ def _data_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
 
 def _regression_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     data = experiment.data
-    if fleet == "devices":
-        yield 'data.task = "regression" is for fedloop simulate only so far, not for devices, compression and export'
+    if fleet == "devices" and data.is_described:
+        yield (
+            'data.task = "regression" needs data of the coordinator\'s own, whose training rows scale the labels; leave '
+            "data.input_shape and data.classes out"
+        )
     if data.dataset in names.NAMES and data.dataset != "csv":
         yield f'data.task = "regression" is for csv and loaders of your own, but data.dataset = {data.dataset!r} has classes'
     if experiment.model.adapt is not None:

@@ -18,7 +18,7 @@ from coordinator.experiments.experiment import resolve
 from coordinator.operator.client import OperatorClient, Refused, Unreachable
 from coordinator.output_folders import begin
 from coordinator.reports import run_files
-from coordinator.reports.curves import draw_curves
+from coordinator.reports.curves import draw_curves, loss_name
 from coordinator.reports.progress import Progress
 from coordinator.rounds.events import LineFile
 from coordinator.rounds.records import RoundRecord
@@ -182,6 +182,8 @@ def _save_results(client: OperatorClient, run: str, out: Path, name: str) -> dic
         )
     write_durably(out / "model.safetensors", model)
     run_files.write_schema(out, document["data"].get("schema"))
-    draw_curves(out / "curves.png", name, document["start"], document["rounds"])
+    draw_curves(
+        out / "curves.png", name, document["start"], document["rounds"], loss_name(document["data"]["task"])
+    )
     write_durably(out / "report.json", json.dumps(document, indent=2).encode())
     return document

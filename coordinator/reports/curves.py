@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+def loss_name(task: str | None) -> str:
+    """What the loss of a task is."""
+    return "squared error" if task == "regression" else "cross-entropy"
+
+
 def draw_curves(
     path: Path,
     title: str,

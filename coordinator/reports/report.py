@@ -11,7 +11,7 @@ from coordinator import json_values
 from coordinator.experiments.schema import Experiment
 from coordinator.fleets.simulated import SimulatedClient
 from coordinator.reports import figures
-from coordinator.reports.curves import draw_curves
+from coordinator.reports.curves import draw_curves, loss_name
 from coordinator.reports.run_files import DATA_KEYS, read_rounds, read_start, write_schema
 from coordinator.rounds.records import totals
 from edge_client.files import write_durably
@@ -56,10 +56,8 @@ def write(
     }
     if per_site := figures.by_site(judged, data_info):
         document["per_site"] = per_site
-    loss = "cross-entropy"
     if data_info["task"] == "regression":
-        loss = "squared error"
         document["data"]["label_scale"] = data_info["label_scale"]
-    draw_curves(out / "curves.png", experiment.name, start, rounds, loss)
+    draw_curves(out / "curves.png", experiment.name, start, rounds, loss_name(data_info["task"]))
     write_durably(out / "report.json", json_values.dumps(document, indent=2).encode())
     return document

@@ -45,6 +45,8 @@ def make_report(connection: Connection, run: Row[Any]) -> dict[str, Any]:
             **judged.get("final", {}),
         },
     }
+    if scale := (data.get("schema") or {}).get("label_scale"):
+        report["data"]["label_scale"] = scale
     if run.own_model is not None:
         report["own_model"] = own_model_hashes(run)
     if per_site := _per_site(last, records, judged, is_finished=is_finished):

@@ -5,7 +5,7 @@ Devices send sums, never rows; `coordinator.rounds.pooling` combines them so tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +13,7 @@ from coordinator import failpoints
 from coordinator.experiments.schema import Experiment
 from coordinator.json_values import finite
 from coordinator.rounds.fleet import Fleet, Model
-from coordinator.rounds.pooling import bounded_loss, label_cap
+from coordinator.rounds.pooling import bounded_loss, label_cap, pool_quantities
 from coordinator.rounds.records import Score
 from edge_client.wire.device import EvaluationResult
 from strategies.params import Tensors
@@ -39,7 +39,7 @@ class FederatedScore:
     Attributes:
         figures: test_loss, test_accuracy, test_rows, devices, as the devices report them, and label_cap: the most labels
             that one device counts for, also in the score of its site.
-        clients: accuracy by device.
+        clients: accuracy by device; empty for a regression, whose figures have `metrics` instead of an accuracy.
         per_site: site -> its figures; a device without a site is its own site.
     """
 
@@ -48,8 +48,10 @@ class FederatedScore:
     per_site: Mapping[str, Mapping[str, Any]]
 
 
-def pool_results(results: Mapping[str, EvaluationResult]) -> FederatedScore | None:
-    """The pooled score of all results; None if there are none."""
+def pool_results(
+    results: Mapping[str, EvaluationResult], label_scale: Sequence[float] | None = None
+) -> FederatedScore | None:
+    """The pooled score of all results; None if there are none. `label_scale`: mean and deviation of labels that are quantities."""
     if not results:
         return None
     cap = label_cap(result.labels for result in results.values())
@@ -57,33 +59,47 @@ def pool_results(results: Mapping[str, EvaluationResult]) -> FederatedScore | No
     for device in sorted(results):
         sites.setdefault(results[device].site or device, []).append(results[device])
     return FederatedScore(
-        figures={**_score(list(results.values()), cap), "label_cap": cap},
-        clients={device: result.correct / result.labels for device, result in sorted(results.items())},
-        per_site={site: _score(of_site, cap) for site, of_site in sorted(sites.items())},
+        figures={**_score(list(results.values()), cap, label_scale), "label_cap": cap},
+        clients={}
+        if label_scale
+        else {device: result.correct / result.labels for device, result in sorted(results.items())},
+        per_site={site: _score(of_site, cap, label_scale) for site, of_site in sorted(sites.items())},
     )
 
 
-def _score(results: list[EvaluationResult], cap: int) -> dict[str, Any]:
+def _score(results: list[EvaluationResult], cap: int, label_scale: Sequence[float] | None) -> dict[str, Any]:
     """Loss and accuracy per label, and numbers of rows and devices. No device counts for more than `cap` labels."""
     shares = [min(1.0, cap / result.labels) for result in results]
     labels = sum(share * result.labels for share, result in zip(shares, results, strict=True))
     losses = (bounded_loss(result.loss_sum, result.labels) for result in results)
     correct = sum(share * result.correct for share, result in zip(shares, results, strict=True))
+    metrics = pool_quantities(results, cap, label_scale[1]) if label_scale else None
     return {
         "test_loss": sum(share * loss for share, loss in zip(shares, losses, strict=True)) / labels,
-        "test_accuracy": correct / labels,
+        "test_accuracy": None if label_scale else correct / labels,
         "test_rows": sum(result.rows for result in results),
         "devices": len(results),
+        **({"metrics": metrics} if metrics else {}),
     }
 
 
 class LiveEvaluation:
-    """Scores the model after each round. `held_out`: the coordinator's rows, None if it has none."""
+    """Scores the model after each round.
 
-    def __init__(self, experiment: Experiment, fleet: EvaluatingFleet, held_out: HeldOut | None) -> None:
+    `held_out`: the coordinator's rows, None if it has none. `label_scale`: mean and deviation of labels that are quantities.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        fleet: EvaluatingFleet,
+        held_out: HeldOut | None,
+        label_scale: Sequence[float] | None = None,
+    ) -> None:
         self._experiment = experiment
         self._fleet = fleet
         self._held_out = held_out
+        self._label_scale = label_scale
         self._on_devices: FederatedScore | None = None
         self._per_site: Mapping[str, Any] = {}
 
@@ -96,7 +112,7 @@ class LiveEvaluation:
         if self._held_out is not None:
             scored = self._held_out.score(params)
             self._per_site = self._per_site or self._held_out.per_site(scored)
-            return Score(scored.loss, scored.accuracy, clients)
+            return Score(scored.loss, self._held_out.accuracy(scored), clients)
         if self._on_devices is not None:
             figures = self._on_devices.figures
             return Score(figures["test_loss"], figures["test_accuracy"], clients)
@@ -114,7 +130,7 @@ class LiveEvaluation:
         if not devices.evaluate_every or (number % devices.evaluate_every and number != last):
             return None
         model = self._fleet.model(params, {})
-        return pool_results(self._fleet.evaluate(number, model, devices.evaluate_seconds))
+        return pool_results(self._fleet.evaluate(number, model, devices.evaluate_seconds), self._label_scale)
 
 
 def start_figures(held_out: HeldOut | None, params: Tensors) -> dict[str, Any]:
@@ -122,5 +138,5 @@ def start_figures(held_out: HeldOut | None, params: Tensors) -> dict[str, Any]:
     if held_out is None:
         return {"test_loss": None, "test_accuracy": None, "test_rows": None}
     scored = held_out.score(params)
-    figures = {"test_loss": scored.loss, "test_accuracy": scored.accuracy}
+    figures = {"test_loss": scored.loss, "test_accuracy": held_out.accuracy(scored)}
     return {**finite(figures), "test_rows": held_out.rows}

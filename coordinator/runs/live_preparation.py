@@ -15,7 +15,7 @@ from typing import Any
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.schema import MODEL_KEYS, Experiment
-from coordinator.experiments.validation import dataset_name_problem
+from coordinator.experiments.validation import dataset_name_problem, regression_runtime_problem
 from coordinator.reports import figures
 from coordinator.reports.figures import LabelledRows
 from coordinator.runs import own_model
@@ -128,10 +128,12 @@ def prepare(
 
 
 def _schema(data: Mapping[str, Any] | None, place: Place) -> BlobRef | None:
-    """The schema of the coordinator's own table as a blob; None of other data, whose rows devices describe themselves."""
-    if data is None or data["schema"]["kind"] != "table":
+    """The schema that devices read by as a blob: of a table, or of labels that are quantities; None of other data."""
+    if data is None:
         return None
-    return put_schema(schemas.from_document(data["schema"]), place.blobs)
+    schema = schemas.from_document(data["schema"])
+    is_needed = schema.kind == "table" or schema.label_scale is not None
+    return put_schema(schema, place.blobs) if is_needed else None
 
 
 def put_schema(schema: DataSchema, blobs: Blobs) -> BlobRef:
@@ -191,10 +193,16 @@ class HeldOut:
     def score(self, params: Tensors) -> Evaluation:
         return evaluate(self.pool, self.rows, params)
 
+    def accuracy(self, scored: Evaluation) -> float | None:
+        """None for labels that are quantities."""
+        return None if self.data_info["task"] == "regression" else scored.accuracy
+
     def per_site(self, scored: Evaluation) -> dict[str, dict[str, Any]]:
-        """Rows and accuracy of each site."""
+        """Rows and accuracy of each site; nothing for labels that are quantities, which `judge` scores."""
         sites = self.test.sites
-        return {} if sites is None else score_sites(scored, sites, self.data_info["site_names"])
+        if sites is None or self.data_info["task"] == "regression":
+            return {}
+        return score_sites(scored, sites, self.data_info["site_names"])
 
     def judge(self, params: Tensors) -> dict[str, Any]:
         """Figures of the final model, for the report's `final` and `per_site`."""
@@ -253,9 +261,10 @@ def _data(experiment: Experiment, place: Place, notices: list[str]) -> dict[str,
             problem = str(error)
         else:
             if data_info["task"] == "regression":
-                raise UserError(
-                    f"data.dataset = {data.dataset!r} holds quantities to predict, which devices do not train on so far: "
-                    "fedloop simulate"
+                if problem := regression_runtime_problem(experiment):
+                    raise UserError(problem)
+                notices.append(
+                    "labels are scaled by the mean and deviation of the coordinator's own training rows, on all devices"
                 )
             _require_described(experiment, data_info)
             notices.append(

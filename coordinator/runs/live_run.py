@@ -99,7 +99,8 @@ class LiveRun:
         experiment = self._experiment
         cohort = experiment.federation.clients_per_round or COHORT
         run_plan = make_run_plan(experiment, self._strategy, self._prepared.trainable, cohort)
-        evaluation = LiveEvaluation(experiment, fleet, self._held_out)
+        scale = ((self._prepared.data or {}).get("schema") or {}).get("label_scale")
+        evaluation = LiveEvaluation(experiment, fleet, self._held_out, scale)
         store = LiveStore(self._services, self._run, evaluation.more_figures)
         try:
             engine.run(

@@ -234,6 +234,8 @@ class Executor:
         """Turns the sums of the training process into the message that leaves the device."""
         assert offer.params is not None, "checked with the offer"
         sums = json.loads(result.read_text("utf-8"))
+        if sums["rows"] < self.config.statistics.minimum_count:
+            sums.pop("quantity", None)  # few labels follow from their sums
         message = EvaluationResult(base=offer.params.sha256, site=self.config.labels.get("site", ""), **sums)
         result.write_text(json.dumps(vars(message)), "utf-8")
 

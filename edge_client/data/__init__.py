@@ -16,6 +16,8 @@ Options that several kinds share:
                  cell is all zeros. Like `classes` the order must be the same on every device
     classes      names of the classes in the order of their indices. Text labels need it, because the order must be
                  the same on every device; without it labels are the indices 0, 1, … themselves
+    label_scale  mean and deviation of a label that is a quantity (tables, NumPy), the same on every device; a task to
+                 predict a quantity brings it
     dtype        "float32" or "int32" (token ids)
     shape        of one example, such as [8, 8]
     scale        each value is multiplied by it

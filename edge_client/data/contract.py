@@ -17,11 +17,13 @@ from edge_client.wire.schema import DataSchema
 
 TABLE_KINDS = ("csv", "parquet", "sqlite")
 
+_ARRAYS = "numpy"
+
 _NOT_FOR_A_SCHEMA = ("scale", "shape", "dtype")
 """Options of single values, which the schema's columns leave no room for."""
 
 _DECIDED = (
-    *("label", "features", "exclude", "classes", "categories", "other", "fold", "dates"),
+    *("label", "label_scale", "features", "exclude", "classes", "categories", "other", "fold", "dates"),
     *("standardised", "scaling", "standardise", "closed"),
 )
 
@@ -32,9 +34,9 @@ def with_schema(config: DataConfig, schema: DataSchema) -> DataConfig:
     Raises:
         DataProblem: an option contradicts the schema.
     """
-    if schema.kind != "table" or config.kind not in TABLE_KINDS:
-        return config
     given = dict(config.options)
+    if schema.kind != "table" or config.kind not in TABLE_KINDS:
+        return _with_label_scale(config, schema)
     if surplus := [name for name in _NOT_FOR_A_SCHEMA if name in given]:
         raise DataProblem(
             f"{config.kind} data: option {surplus[0]} does not fit the model's schema, which says how every column is read; remove it"
@@ -54,6 +56,25 @@ def with_schema(config: DataConfig, schema: DataSchema) -> DataConfig:
     return replace(config, options=given | said)
 
 
+def _with_label_scale(config: DataConfig, schema: DataSchema) -> DataConfig:
+    """The configuration of arrays, whose labels are scaled as the schema says if they are quantities."""
+    if schema.label_scale is None:
+        return config
+    scale = list(schema.label_scale)
+    if config.kind != _ARRAYS:
+        raise DataProblem(
+            f"{config.kind} data: its labels are classes, and the model predicts a quantity; expected data of kind "
+            f"{', '.join((*TABLE_KINDS, _ARRAYS))}"
+        )
+    own = _plain(config.options.get("label_scale", scale))
+    if own != scale:
+        raise DataProblem(
+            f"{config.kind} data: option label_scale says {own}, the model's schema {scale}; remove the option, the schema "
+            "comes with the task"
+        )
+    return replace(config, options={**config.options, "label_scale": scale})
+
+
 def options_of(schema: DataSchema) -> TableOptions:
     """The options of a data set that say the same as the schema."""
     texts = [column for column in schema.columns if column.kind == "category"]
@@ -62,6 +83,7 @@ def options_of(schema: DataSchema) -> TableOptions:
         features=tuple(column.name for column in schema.columns),
         exclude=schema.ignored,
         classes=schema.classes,
+        label_scale=schema.label_scale or (),
         categories={column.name: column.categories for column in texts},
         other=tuple(column.name for column in texts if column.other),
         fold=tuple(column.name for column in texts if column.fold),

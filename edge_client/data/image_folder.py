@@ -42,6 +42,8 @@ def open_connector(config: DataConfig) -> Connector:
         )
     if options.dtype == "int32":
         raise DataProblem("images: option dtype is int32, pixels are float32")
+    if options.label_scale:
+        raise DataProblem("images: option label_scale is for labels that are quantities, a folder is a class")
     return files_connector(options, path, lambda each: _rows(each, options))
 
 

@@ -1,4 +1,4 @@
-"""Labels as indices of classes, by the same rules in a simulation and on a device."""
+"""Labels as indices of classes or as quantities, by the same rules in a simulation and on a device."""
 
 from __future__ import annotations
 
@@ -13,6 +13,32 @@ from edge_client.data.quoting import listed, quoted
 
 NO_LABEL = frozenset({"", "nan", "n/a", "null"})
 """Texts that stand for a missing label, in any case."""
+
+
+def quantities(
+    cells: Sequence[object], place: Callable[[int], str], decimal_comma: bool = False
+) -> npt.NDArray[np.float64]:
+    """[N], the numbers in cells, to be predicted as such; an error begins with the `place` of its cell.
+
+    Raises:
+        DataProblem: a cell is empty or no finite number.
+    """
+    values = []
+    for row, cell in enumerate(cells):
+        value = number(cell, decimal_comma)
+        if value is None or not np.isfinite(value):
+            raise DataProblem(
+                f"{place(row)}: the label {quoted(str('' if cell is None else cell))} is no number, and data.task = "
+                '"regression" predicts one; correct the cell or remove the row'
+            )
+        values.append(value)
+    return np.array(values, np.float64)
+
+
+def standardised(values: npt.NDArray[np.float64], label_scale: Sequence[float]) -> npt.NDArray[np.float32]:
+    """Quantities as a model predicts them. `label_scale`: mean and deviation in their own unit."""
+    mean, deviation = label_scale
+    return ((values - mean) / deviation).astype(np.float32)
 
 
 def class_name(value: float) -> str:

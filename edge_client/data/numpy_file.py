@@ -3,7 +3,8 @@
     .npz   arrays x, y; x_test and y_test where the file itself holds rows out
     .npy   `path` is x, the option `labels` names y; `test_path` and `test_labels` the held-out rows
 
-`x` is [N, …]; `y` is [N], or [N, T] for sequences (-1 is ignored there).
+`x` is [N, …]; `y` is [N], or [N, T] for sequences (-1 is ignored there). With the option
+`label_scale` y [N] holds quantities.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from edge_client.data.connector import Connector, DataConfig, DataProblem
 from edge_client.data.examples import PADDING
-from edge_client.data.labels import Labels
+from edge_client.data.labels import Labels, quantities
 from edge_client.data.options import Options, beside, read_only_problem, read_options
 from edge_client.data.rows import Rows, RowsConnector, combined, scaled, shaped
 
@@ -147,8 +148,14 @@ def _typed(x: Array, options: NumpyOptions, place: str) -> Array:
     return values
 
 
-def _labels(y: Array, options: NumpyOptions, place: str) -> npt.NDArray[np.int32]:
+def _labels(y: Array, options: NumpyOptions, place: str) -> Array:
     """Whole numbers are class indices, also where classes have names; anything else is looked up."""
+    if options.label_scale:
+        if y.ndim != 1 or y.dtype.kind not in "fiu":
+            raise DataProblem(
+                f"{place}: y is {y.dtype} {list(y.shape)}, expected one number a row to predict"
+            )
+        return quantities(y.tolist(), lambda row: f"{place}, y[{row}]")
     if y.dtype.kind not in "iu":
         cells = y.reshape(-1).tolist()
         return Labels(options.classes).indices(cells, lambda row: f"{place}, y[{row}]").reshape(y.shape)

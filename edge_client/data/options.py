@@ -22,6 +22,7 @@ class Options:
     scale: float | None = None
     standardise: Literal["none", "local"] = "none"
     held_out: float | None = None
+    label_scale: tuple[float, ...] = ()
     test_path: str | None = None
 
 
@@ -105,6 +106,14 @@ def _require_consistent(options: Options, config: DataConfig) -> None:
         ),
         (not categories or options.scale is None, "option scale is for numbers only, there are categories"),
         *_scaling_checks(options),
+        (
+            not options.label_scale or (len(options.label_scale) == 2 and options.label_scale[1] > 0),
+            f"option label_scale is {list(options.label_scale)}, expected mean and deviation > 0 of the label",
+        ),
+        (
+            not options.label_scale or not options.classes,
+            "option label_scale is for a label that is a quantity, and option classes for one that is a class",
+        ),
         (
             options.dtype != "int32" or options.standardise == "none",
             "option standardise is for float32 data, dtype is int32",

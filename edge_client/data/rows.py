@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from edge_client.data.connector import DataProblem, Preview
 from edge_client.data.examples import PADDING, Examples
+from edge_client.data.labels import standardised
 from edge_client.data.options import HELD_OUT, Options, beside
 from edge_client.data.standardise import Moments, local_moments
 
@@ -24,7 +25,7 @@ class Rows:
 
     Attributes:
         x: [N, …] float32 or int32; float64 where it is to be standardised.
-        y: int32 [N] or [N, T].
+        y: int32 [N] or [N, T]; float64 [N] of quantities, in their own unit.
         test: bool [N], rows the source itself says are for evaluation; None where it does not.
         schema: (name, kind) of every column or array.
         categories: places in an example that belong to one-hot categories and are never standardised.
@@ -33,7 +34,7 @@ class Rows:
     """
 
     x: npt.NDArray[Any]
-    y: npt.NDArray[np.int32]
+    y: npt.NDArray[Any]
     test: npt.NDArray[np.bool_] | None
     schema: tuple[tuple[str, str], ...]
     categories: tuple[int, ...] = ()
@@ -70,8 +71,6 @@ class RowsConnector:
     def preview(self) -> Preview:
         train, test = self._loaded.train, self._loaded.held_out
         y = np.concatenate([train.y.reshape(-1), test.y.reshape(-1)])
-        indices, counts = np.unique(y[y != PADDING], return_counts=True)
-        names = self._options.classes
         return Preview(
             schema=self._loaded.schema,
             rows=len(train),
@@ -79,11 +78,20 @@ class RowsConnector:
             input_shape=tuple(int(n) for n in train.x.shape[1:]),
             input_dtype=str(train.x.dtype),
             label_shape=tuple(int(n) for n in train.y.shape[1:]),
-            labels={
-                names[index] if names else str(index): int(count)
-                for index, count in zip(indices.tolist(), counts, strict=True)
-            },
+            labels=self._labels(y),
         )
+
+    def _labels(self, y: npt.NDArray[Any]) -> dict[str, int]:
+        """Rows by label; of quantities their range and number."""
+        if scale := self._options.label_scale:
+            own = y.astype(np.float64) * scale[1] + scale[0]
+            return {f"{own.min():.6g} to {own.max():.6g}": len(own)} if len(own) else {}
+        indices, counts = np.unique(y[y != PADDING], return_counts=True)
+        names = self._options.classes
+        return {
+            names[index] if names else str(index): int(count)
+            for index, count in zip(indices.tolist(), counts, strict=True)
+        }
 
     @cached_property
     def _loaded(self) -> _Loaded:
@@ -96,11 +104,13 @@ class RowsConnector:
             moments = local_moments(x, ~test, rows.categories, rows.standardised)
         if moments is not None:
             x = moments.apply(x)
+        if options.label_scale:
+            y = standardised(y, options.label_scale)
         del rows
         return _Loaded(Examples(x[~test], y[~test]), Examples(x[test], y[test]), schema, moments)
 
 
-def held_out_rows(x: npt.NDArray[Any], y: npt.NDArray[np.int32], share: float) -> npt.NDArray[np.bool_]:
+def held_out_rows(x: npt.NDArray[Any], y: npt.NDArray[Any], share: float) -> npt.NDArray[np.bool_]:
     """Which rows are held out, by a hash of each row's own bytes before it is standardised: about `share` of them.
 
     Never all of them: a device with one or two rows trains on them.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from edge_client.data.cells import kind_of
 from edge_client.data.connector import DataProblem
 from edge_client.data.examples import PADDING
-from edge_client.data.labels import Labels
+from edge_client.data.labels import Labels, quantities
 from edge_client.data.options import TableOptions
 from edge_client.data.quoting import MOST, column_name, column_names, listed, nearest_column
 from edge_client.data.rows import Rows, scaled, shaped
@@ -121,7 +121,7 @@ class _Block:
     """Parsed rows. `widths`: how many values of an example each feature makes."""
 
     x: npt.NDArray[Any]
-    y: npt.NDArray[np.int32]
+    y: npt.NDArray[Any]
     test: npt.NDArray[np.bool_] | None
     widths: tuple[int, ...]
 
@@ -163,10 +163,12 @@ class _Parser:
             tuple(part.shape[1] for part in values),
         )
 
-    def _labels(self, columns: Mapping[str, Column], rows: int) -> npt.NDArray[np.int32]:
+    def _labels(self, columns: Mapping[str, Column], rows: int) -> npt.NDArray[Any]:
         if not self.labelled:
             return np.full(rows, PADDING, np.int32)
         label = columns[self.options.label]
+        if self.options.label_scale:
+            return quantities(label.cells, label.place, self.table.decimal_comma)
         return Labels(self.options.classes, self.table.decimal_comma).indices(label.cells, label.place)
 
     def rows(self, blocks: list[_Block], kinds: Sequence[str]) -> Rows:

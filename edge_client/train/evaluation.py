@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.examples import PADDING
+from edge_client.wire.quantities import QuantitySums
 
 EVALUATION_ROWS = 256
 """Rows evaluated at a time. Fixed, so that sums are the same on every device."""
@@ -20,16 +21,18 @@ class Evaluation:
     """Cross-entropy and accuracy of one set of params.
 
     Attributes:
-        loss_sum: summed over all labels.
+        loss_sum: summed over all labels; of quantities the squared errors.
         correct: correct labels per row, int64 [N].
         labels: counted labels per row, int64 [N]; 1 for classification, T for sequences.
         logits: of each row, float32 [N, (T,) classes], where they were asked for.
+        quantities: sums over labels that are quantities.
     """
 
     loss_sum: float
     correct: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     logits: npt.NDArray[np.float32] | None = None
+    quantities: QuantitySums | None = None
 
     @property
     def loss(self) -> float:
@@ -47,10 +50,14 @@ def score(logits: npt.NDArray[np.float32], y: npt.NDArray[Any]) -> Evaluation:
     """
     wide = logits.astype(np.float64)
     if y.dtype.kind == "f":
+        errors, labels = wide[:, 0] - y, y.astype(np.float64)
         return Evaluation(
-            loss_sum=float(np.square(wide[:, 0] - y).sum()),
+            loss_sum=float(np.square(errors).sum()),
             correct=np.zeros(len(y), np.int64),
             labels=np.ones(len(y), np.int64),
+            quantities=QuantitySums(
+                float(np.abs(errors).sum()), float(labels.sum()), float(np.square(labels).sum())
+            ),
         )
     shifted = wide - wide.max(axis=-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
@@ -78,9 +85,21 @@ def merge(parts: Iterable[Evaluation]) -> Evaluation:
     listed = list(parts)
     none = np.zeros(0, np.int64)
     logits = [part.logits for part in listed if part.logits is not None]
+    quantities = [part.quantities for part in listed if part.quantities is not None]
     return Evaluation(
         loss_sum=float(sum(part.loss_sum for part in listed)),
         correct=np.concatenate([none, *(part.correct for part in listed)]),
         labels=np.concatenate([none, *(part.labels for part in listed)]),
         logits=np.concatenate(logits) if logits else None,
+        quantities=_sum(quantities),
+    )
+
+
+def _sum(parts: list[QuantitySums]) -> QuantitySums | None:
+    if not parts:
+        return None
+    return QuantitySums(
+        sum(part.absolute_sum for part in parts),
+        sum(part.label_sum for part in parts),
+        sum(part.label_square_sum for part in parts),
     )

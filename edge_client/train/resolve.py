@@ -90,12 +90,27 @@ def require_compatible(data: Examples, model: ModelRef) -> None:
                 f"the local data has {what} {_text(actual)}, the model {model.name!r} takes {_text(expected)}; "
                 f"see the {remedy} in this device's configuration",
             )
+    _require_labels(data, model)
+    if model.task == "regression":
+        return
     largest = int(data.y.max(initial=-1))
     if largest >= model.classes:
         raise CannotRun(
             "no_data",
             f"the local data has a label {largest}, the model {model.name!r} has {model.classes} classes, "
             f"0 to {model.classes - 1}; see the option `classes` in this device's configuration",
+        )
+
+
+def _require_labels(data: Examples, model: ModelRef) -> None:
+    """Quantities are floats, classes integers."""
+    is_quantity, wanted = data.y.dtype.kind == "f", model.task == "regression"
+    if is_quantity != wanted:
+        kinds = {True: "quantities", False: "classes"}
+        raise CannotRun(
+            "no_data",
+            f"the local data has labels that are {kinds[is_quantity]}, the model {model.name!r} predicts {kinds[wanted]}; "
+            "see the option `label_scale` in this device's configuration",
         )
 
 
@@ -131,8 +146,11 @@ def _from_builder(name: str, model: ModelRef) -> Runtime:
 
     torch.set_num_threads(1)
     built = _build(model)
+    if model.task == "regression" and hasattr(built, "of_quantity"):
+        built = built.of_quantity()
     if isinstance(built, torch.nn.Module):
-        module, loss, twin = built, masked_cross_entropy, None
+        loss = squared_error if model.task == "regression" else masked_cross_entropy
+        module, twin = built, None
     else:
         module, loss, twin = built.build(0), built.loss, built.tensorflow_twin
     torch_runtime = TorchRuntime(module, loss)
@@ -186,6 +204,13 @@ def masked_cross_entropy(logits: Any, y: Any) -> Any:
 
     flat = logits.reshape(-1, logits.shape[-1])
     return torch.nn.functional.cross_entropy(flat, y.reshape(-1).long(), ignore_index=PADDING)
+
+
+def squared_error(outputs: Any, y: Any) -> Any:
+    """Mean squared error of outputs [B, 1] and quantities [B], for a builder without a loss."""
+    import torch
+
+    return torch.nn.functional.mse_loss(outputs.squeeze(-1), y)
 
 
 def _text(value: object) -> str:

@@ -173,17 +173,20 @@ def _evaluate(job: Job, trainer: Trainer, data: Any) -> None:
     from edge_client.data.examples import NoExamples
     from edge_client.files import write_durably
     from edge_client.wire import arrays
+    from edge_client.wire.device import to_json
 
     if not len(data):
         raise NoExamples("no rows are held out for evaluation; see the option `held_out` of the data set")
     assert job.params is not None, "checked with the offer"
     evaluation = trainer.evaluate(arrays.read(job.params), data)
-    sums = {
+    sums: dict[str, Any] = {
         "rows": len(data),
         "labels": int(evaluation.labels.sum()),
         "correct": int(evaluation.correct.sum()),
         "loss_sum": evaluation.loss_sum,
     }
+    if evaluation.quantities is not None:
+        sums["quantity"] = to_json(evaluation.quantities)
     write_durably(job.result, json.dumps(sums).encode(), mode=0o600)
 
 

@@ -17,6 +17,7 @@ versions old, and answers others with 426 `wire_version`.
     1.2  uploads may be deflated (`encoding`)
     1.3  releases: a device reports their state and receives offers
     1.4  data schemas: a task says how the rows of a table become the model's input
+         models that predict a quantity, and the sums of their evaluation (`QuantitySums`)
          statistics tasks, which need no model: a device tells sums over its training rows (`edge_client.wire.statistics`)
 """
 
@@ -26,6 +27,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from edge_client.wire.quantities import QuantitySums
 from edge_client.wire.strict import InvalidDocument, parse_message
 
 WIRE = (1, 4)
@@ -193,7 +195,7 @@ class ModelRef:
     input_shape: tuple[int, ...]
     classes: int
     input_dtype: Literal["float32", "int32"]
-    task: Literal["classification", "next_token"]
+    task: Literal["classification", "next_token", "regression"]
 
 
 @dataclass(frozen=True)
@@ -328,8 +330,10 @@ class EvaluationResult:
         rows: held-out examples, >= 1.
         labels: counted labels; more than rows for sequences.
         correct: number of correct labels.
-        loss_sum: cross-entropy summed over the labels.
+        loss_sum: cross-entropy summed over the labels; of quantities the squared errors.
         site: the device's name for the origin of its data, for the report.
+        quantity: of a model that predicts a quantity (wire 1.4); None if the device has fewer rows than its owner lets it
+            report sums of, because the labels of few rows follow from their sums.
     """
 
     base: str
@@ -338,6 +342,7 @@ class EvaluationResult:
     correct: int
     loss_sum: float
     site: str = field(default="", metadata=_FOR_PEOPLE)
+    quantity: QuantitySums | None = None
 
 
 DeclineCode = Literal[

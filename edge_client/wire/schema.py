@@ -132,7 +132,12 @@ def checks(schema: DataSchema) -> Iterable[tuple[bool, str]]:
     """What the types of its values do not express: a condition, and what is wrong if it is false."""
     names = [column.name for column in schema.columns]
     yield len(set(names)) == len(names), "a column is there twice"
-    yield len(schema.label_scale or (0, 1)) == 2, "label_scale is not mean and deviation"
+    scale = schema.label_scale or (0.0, 1.0)
+    yield len(scale) == 2 and scale[1] > 0, "label_scale is not mean and deviation > 0"
+    yield (
+        schema.label_scale is None or not schema.classes,
+        "label_scale is of a quantity, which has no classes",
+    )
     yield len(set(schema.classes)) == len(schema.classes), "a class is there twice"
     yield all(extent > 0 for extent in schema.input_shape), "input_shape has an extent below 1"
     if schema.kind == "table":

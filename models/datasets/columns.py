@@ -13,6 +13,7 @@ import numpy.typing as npt
 from edge_client.data.cells import date_number, folded, is_missing, number, numbers
 from edge_client.data.csv_file import open_table
 from edge_client.data.labels import NO_LABEL, class_name
+from edge_client.data.labels import quantities as quantities_of
 from edge_client.data.quoting import quoted
 from edge_client.data.table import Record, Table
 from edge_client.wire.schema import ColumnSchema
@@ -149,16 +150,8 @@ def quantities(table: TextTable, column: str) -> npt.NDArray[np.float64]:
     Raises:
         DataError: a label is empty or no number.
     """
-    values = []
-    for row, cell in enumerate(table.cells(column, "the label")):
-        value = number(cell, table.decimal_comma)
-        if value is None or not np.isfinite(value):
-            raise DataError(
-                f'{table.at(row, column)}: the label {quoted(cell)} is no number, and data.task = "regression" predicts one; '
-                "correct the cell or remove the row"
-            )
-        values.append(value)
-    return np.array(values, np.float64)
+    cells = table.cells(column, "the label")
+    return quantities_of(cells, lambda row: table.at(row, column), table.decimal_comma)
 
 
 def in_order(names: set[str]) -> list[str]:

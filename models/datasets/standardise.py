@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.data import labels
 from edge_client.data.standardise import Flags, Values, moments, scaled
 from models.datasets.dataset import DataError
 
@@ -81,4 +82,5 @@ def standardised_labels(
     mean, deviation = float(y[~test].mean()), float(y[~test].std())
     if not deviation > 0:
         raise DataError(f"every training label is {mean:g}; there is nothing to predict")
-    return ((y - mean) / deviation).astype(np.float32), (mean, deviation)
+    scale = mean, deviation
+    return labels.standardised(y, scale), scale

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from models import adaptation, user_code
-from models.zoo.spec import InputDtype, ModelSpec, TaskKind, masked_cross_entropy, squared_error
+from models.zoo.spec import InputDtype, ModelSpec, TaskKind
 from models.zoo.tensorflow import keras
 from models.zoo.tensorflow.keras import KerasSpec, KerasUnfit
 from models.zoo.trial import vocabulary
@@ -122,8 +122,7 @@ def _regression(
         )
     if spec.task != "classification":
         raise ModelNotFound(f"model {name!r} predicts tokens, and the labels are quantities")
-    loss = squared_error if spec.loss is masked_cross_entropy else spec.loss
-    return replace(spec, task="regression", loss=loss, tensorflow_twin=None)
+    return spec.of_quantity()
 
 
 def _place(name: str, error: Exception, builder: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -120,6 +120,11 @@ class ModelSpec(Spec):
     vocab: int | None = None
     layout: Layout | None = None
     masked: bool = False
+
+    def of_quantity(self) -> ModelSpec:
+        """The same architecture with one output that predicts a quantity, trained with squared error unless it has a loss of its own."""
+        loss = squared_error if self.loss is masked_cross_entropy else self.loss
+        return replace(self, task="regression", loss=loss)
 
     def build(self, seed: int) -> nn.Module:
         """A fresh module; the same seed gives the same weights. Does not change torch's global generator."""

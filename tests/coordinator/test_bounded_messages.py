@@ -34,7 +34,15 @@ MESSAGES: dict[type, dict[str, Any]] = {
         ],
     },
     wire.UploadStart: {"size_bytes": 1, "sha256": "ab", "decoded_bytes": 1},
-    wire.EvaluationResult: {"base": "b", "rows": 1, "labels": 1, "correct": 1, "loss_sum": 0.5, "site": "s"},
+    wire.EvaluationResult: {
+        "base": "b",
+        "rows": 1,
+        "labels": 1,
+        "correct": 1,
+        "loss_sum": 0.5,
+        "site": "s",
+        "quantity": {"absolute_sum": 0.5, "label_sum": 0.1, "label_square_sum": 1.0},
+    },
     wire.Decline: {"code": "failed", "words": "w"},
 }
 LONGEST = 8192

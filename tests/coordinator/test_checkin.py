@@ -37,7 +37,13 @@ from tests.support.listening import Listening
 
 __all__ = ["database", "database_url"]
 
-FIGURES = {"rows": 10, "labels": 10, "correct": 7, "loss_sum": 3.5, "site": "north"}
+FIGURES = {"rows": 10, "labels": 10, "correct": 7, "loss_sum": 3.5, "site": "north", "quantity": None}
+BAD_SUMS = ((-0.1, 0.0, 1.0), (6.0, 0.0, 1.0), (3.0, 5.0, 2.0), (3.0, 1e308, 1.0))
+"""Sums of 10 labels that no labels and errors have: a negative one, and three beyond the inequality of Cauchy and Schwarz."""
+
+
+def sums_of(sums: tuple[float, float, float]) -> dict[str, Any]:
+    return {"quantity": dict(zip(("absolute_sum", "label_sum", "label_square_sum"), sums, strict=True))}
 
 
 @pytest.fixture
@@ -346,7 +352,7 @@ def test_devices_evaluate_on_rows_of_their_own(world: World) -> None:
     evaluating.start()
     offer = held_task(devices["a"])
     assert (offer.kind, offer.round, offer.params.sha256) == ("evaluate", 3, model.base)
-    for bad in ({"correct": 11}, {"rows": 0}, {"loss_sum": -1.0}):
+    for bad in ({"correct": 11}, {"rows": 0}, {"loss_sum": -1.0}, *map(sums_of, BAD_SUMS)):
         with pytest.raises(Refused, match="malformed"):
             devices["a"].evaluated(offer.task, FIGURES | {"base": model.base} | bad)
     with pytest.raises(Refused, match="stale_base"):

@@ -575,7 +575,8 @@ def test_what_does_not_predict_quantities_is_refused(sets: list[str], message: s
         experiment.load(None, [*QUANTITY, *sets])
 
 
-def test_devices_predict_no_quantities_so_far() -> None:
+def test_devices_predict_quantities_of_data_that_the_coordinator_has_too() -> None:
     data = {"dataset": "csv", "path": "prices.csv", "task": "regression"}
-    with pytest.raises(UserError, match=r'data\.task = "regression" is for fedloop simulate only'):
-        on_devices({"data": data})
+    assert on_devices({"data": data}).federation.runtimes == {"torch": 1.0}
+    with pytest.raises(UserError, match=r'data\.task = "regression" needs data of the coordinator\'s own'):
+        on_devices({"data": {**data, "input_shape": [3], "classes": 2}})

@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sklearn import metrics
+from sklearn.datasets import load_diabetes
 
+from coordinator.accounts.admin_token import read_admin_token
+from coordinator.demos.local_fleet import local_fleet
 from edge_client.train import torch_trainer
 from edge_client.wire import arrays
 from models import datasets, zoo
-from tests.support.cli import options, report_of, run_cli
+from tests.support.cli import options, report_of, run_cli, run_here
 
 pytestmark = pytest.mark.slow
 
@@ -51,3 +54,57 @@ def test_sites_learn_to_predict_a_quantity(tmp_path: Path) -> None:
         "mae": pytest.approx(metrics.mean_absolute_error(real, predicted), rel=1e-5),
         "rmse": pytest.approx(metrics.root_mean_squared_error(real, predicted), rel=1e-5),
     }
+
+
+def write_diabetes(path: Path, site: str | None = None) -> Path:
+    """Rows of scikit-learn's diabetes data at two sites, or those of one, whose file does not name it."""
+    x, y = load_diabetes(return_X_y=True, scaled=False)
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(
+            [*(f"x{column}" for column in range(10)), "progression", "split", *([] if site else ["site"])]
+        )
+        for row in range(440):
+            own = "south" if row % 2 else "north"
+            cells = [*x[row], y[row], "test" if row % 10 in (0, 1) else "train"]
+            if site in (None, own):
+                table.writerow([*cells, *([] if site else [own])])
+    return path
+
+
+def test_devices_learn_to_predict_a_quantity_and_report_sums_of_its_errors(tmp_path: Path) -> None:
+    (tmp_path / "held").mkdir()
+    table = write_diabetes(tmp_path / "held" / "diabetes.csv")
+    sets = [
+        "data.dataset=csv", f"data.path={table}", "data.label=progression", "data.task=regression", "data.site=site",
+        "model.name=logreg", "local.lr=0.1", "local.epochs=2", "federation.rounds=4", "federation.clients_per_round=2",
+        "federation.min_updates=2", "devices.patience_seconds=60", "devices.evaluate_every=4",
+    ]  # fmt: skip
+    with local_fleet(tmp_path / "fleet", ["--allow-path", str(tmp_path / "held")]) as fleet:
+        for site in ("north", "south"):
+            path = write_diabetes(tmp_path / f"{site}.csv", site)
+            data = {"csv": {"kind": "csv", "path": str(path), "split": "split"}}
+            fleet.add(site, {"data": data, "labels": {"site": site}}).start()
+        done = run_here(
+            "run", *options(sets), "--out", tmp_path / "run",
+            env={
+                "FEDLOOP_COORDINATOR": fleet.operator_url,
+                "FEDLOOP_ADMIN_TOKEN": str(read_admin_token(fleet.home)),
+            },
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    report = report_of(tmp_path / "run")
+    final, pooled = report["final"], report["rounds"][-1]["on_devices"]
+    assert [(each["accepted"], each["rejected"]) for each in report["rounds"]] == [(2, 0)] * 4
+    assert (report["runtimes"], final["test_accuracy"], pooled["test_accuracy"]) == ({"torch": 2}, None, None)
+    assert final["metrics"]["r2"] > 0.35 > 0.1 > final["baselines"]["mean"]["r2"]
+    # The devices hold the coordinator's held-out rows, and report sums only.
+    assert (pooled["test_rows"], final["test_rows"]) == (88, 88)
+    assert pooled["metrics"] == pytest.approx(final["metrics"], rel=1e-5)
+    assert pooled["test_loss"] == pytest.approx(final["test_loss"], rel=1e-5)
+    assert {name: each["test_rows"] for name, each in report["per_site"].items()} == {
+        "north": 44,
+        "south": 44,
+    }
+    assert report["per_site"]["north"]["metrics"]["r2"] != report["per_site"]["south"]["metrics"]["r2"]
+    assert f"R2 {final['metrics']['r2']:.4f}" in done.stdout and "largest error of 2 sites" in done.stdout

@@ -21,6 +21,7 @@ import numpy as np
 from edge_client.wire import device as wire
 from edge_client.wire.arrays import encode_result
 from edge_client.wire.device import TaskMessage
+from edge_client.wire.quantities import QuantitySums
 from edge_client.wire.statistics import ColumnStatistics, StatisticsRequest, StatisticsResult
 from strategies.update import Update
 
@@ -99,7 +100,7 @@ def messages() -> dict[str, Any]:
         ),
         "upload_start": wire.UploadStart(len(result()), "ab" * 32, len(result()), "identity"),
         "upload_state": wire.UploadState(100, accepted=False),
-        "evaluation": wire.EvaluationResult(BASE, 40, 40, 31, 12.25, "north"),
+        "evaluation": wire.EvaluationResult(BASE, 40, 40, 31, 12.25, "north", QuantitySums(9.5, -1.25, 38.5)),
         "statistics": StatisticsResult(
             40,
             10,
