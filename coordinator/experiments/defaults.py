@@ -63,7 +63,7 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
             "name": experiment.name or data_name(data.dataset, data.path),
             "data": data,
             "model": _model(experiment.model, model, data, fleet),
-            "federation": _federation(experiment.federation, data),
+            "federation": _federation(experiment.federation, data, fleet),
             "local": _local(experiment.local, lr),
             "simulation": experiment.simulation.model_copy(update={"engine": "processes"}),
             "strategy": _strategy(experiment.strategy),
@@ -105,8 +105,8 @@ def _model(model: Model, default: str, data: Data, fleet: FleetKind) -> Model:
     )
 
 
-def _federation(federation: Federation, data: Data) -> Federation:
-    if data.task == "regression" and "runtimes" not in federation.model_fields_set:
+def _federation(federation: Federation, data: Data, fleet: FleetKind) -> Federation:
+    if fleet != "devices" and data.task == "regression" and "runtimes" not in federation.model_fields_set:
         federation = federation.model_copy(update={"runtimes": {"torch": 1.0}})
     if federation.clients is None and data.partition != "natural":
         federation = federation.model_copy(update={"clients": 20})

@@ -294,19 +294,6 @@ def _regression_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[s
         yield f'data.task = "regression" is for csv and loaders of your own, but data.dataset = {data.dataset!r} has classes'
     if experiment.model.adapt is not None:
         yield f'model.adapt = {experiment.model.adapt!r} does not train models for data.task = "regression"'
-    if problem := regression_runtime_problem(experiment):
-        yield problem
-
-
-def regression_runtime_problem(experiment: Experiment) -> str | None:
-    """A sentence if a runtime does not train models that predict a quantity."""
-    others = sorted(set(experiment.federation.runtimes) - {"torch"})
-    if not others:
-        return None
-    return (
-        f"federation.runtimes asks for {', '.join(others)}, but quantities are predicted in: torch; "
-        "--set 'federation.runtimes={torch=1}'"
-    )
 
 
 def score_problem(federation: Federation, why_not: str) -> str | None:

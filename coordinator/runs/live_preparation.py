@@ -15,7 +15,7 @@ from typing import Any
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.schema import MODEL_KEYS, Experiment
-from coordinator.experiments.validation import dataset_name_problem, regression_runtime_problem
+from coordinator.experiments.validation import dataset_name_problem
 from coordinator.reports import figures
 from coordinator.reports.figures import LabelledRows
 from coordinator.runs import own_model
@@ -261,8 +261,6 @@ def _data(experiment: Experiment, place: Place, notices: list[str]) -> dict[str,
             problem = str(error)
         else:
             if data_info["task"] == "regression":
-                if problem := regression_runtime_problem(experiment):
-                    raise UserError(problem)
                 notices.append(
                     "labels are scaled by the mean and deviation of the coordinator's own training rows, on all devices"
                 )

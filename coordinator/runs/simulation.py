@@ -29,7 +29,6 @@ from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.experiment import MAY_CHANGE
 from coordinator.experiments.schema import Experiment, Runtime
-from coordinator.experiments.validation import regression_runtime_problem
 from coordinator.extras import problems_with
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, virtual_time
 from coordinator.output_folders import begin, locked, require_new, resumable, undone_if_refused
@@ -335,12 +334,10 @@ def prepare(
 
 
 def _require_task(experiment: Experiment, task: str) -> None:
-    """Refuses data whose labels are not what the experiment says, or that its runtimes do not train on."""
+    """Refuses data whose labels are not what the experiment says."""
     declared = experiment.data.task
     if declared is not None and declared != task:
         raise UserError(f"data.task = {declared!r}, but the data set is for {task!r}")
-    if task == "regression" and (problem := regression_runtime_problem(experiment)):
-        raise UserError(problem)
 
 
 def _describe_sites(experiment: Experiment, data_info: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,9 @@ import numpy.typing as npt
 PADDING = -1
 """A label that the loss and the accuracy ignore."""
 
+QUANTITY_PADDING = -1e30
+"""As `PADDING`, of labels that are quantities: the loss ignores those below half of it."""
+
 
 class NoExamples(ValueError):
     """A client has no data to train on."""

@@ -8,7 +8,7 @@ hold them; they follow from shapes by integer arithmetic that any language can r
     mix(n):  n ^= n >> 16;  n *= 0x7feb352d;  n ^= n >> 15;  n *= 0x846ca68b;  n ^= n >> 16     (mod 2³²)
     word(stream, i) = mix(mix(stream + 1) + i)        i counts elements in C order
     float element   = offset + scale · (word / 2³¹ − 1), in float64, then rounded to float32
-    id or label     = word mod (vocabulary or classes)
+    id or label     = word mod (vocabulary or classes); a label that is a quantity is a float, offset 0 and scale 1
 
 Streams: 0 is x, 1 is y, 2 and on are the tensors in the manifest's order. The labels of the last
 `padded_rows` rows are then padding. (The mixer is Wellons' lowbias32.)
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.data.examples import PADDING, Examples
+from edge_client.data.examples import PADDING, QUANTITY_PADDING, Examples
 from edge_client.wire.manifest import ArraySummary, Fill, Golden, Manifest, Tolerance
 from strategies.client_rules import Correction
 from strategies.params import Params
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 FIRST = 8
 """Elements of an array that an `ArraySummary` holds."""
+
+
+QUANTITIES = Fill(0.0, 1.0)
+"""Fill of labels that are quantities."""
 
 
 class SelfTestFailed(RuntimeError):
@@ -68,15 +72,20 @@ class GoldenInputs:
 
     params: Params
     x: npt.NDArray[Any]
-    y: npt.NDArray[np.int32]
+    y: npt.NDArray[Any]
 
 
 def golden_inputs(manifest: Manifest) -> GoldenInputs:
     """The golden inputs, from the shapes and fills in the manifest."""
     rows, golden = manifest.batch_size, manifest.golden
     x_shape, spec = (rows, *manifest.input.shape), manifest.input
-    y = ids((rows, *manifest.label_shape), 1, manifest.classes)
-    y[rows - golden.padded_rows :] = PADDING
+    y: npt.NDArray[Any]
+    if manifest.task == "regression":
+        y = floats((rows,), 1, QUANTITIES)
+        y[rows - golden.padded_rows :] = QUANTITY_PADDING
+    else:
+        y = ids((rows, *manifest.label_shape), 1, manifest.classes)
+        y[rows - golden.padded_rows :] = PADDING
     return GoldenInputs(
         params={t.name: floats(t.shape, 2 + k, golden.fills[t.name]) for k, t in enumerate(manifest.tensors)},
         x=floats(x_shape, 0, golden.x)

@@ -9,7 +9,7 @@ the two added terms do not depend on the gradient, so subtracting lr · (mu · (
 `train` returns is exactly that step. A second signature that returns gradients would double the file to
 compute the same thing.
 
-A shorter batch is padded with zero rows labelled `PADDING`, which the artifact's loss excludes from its mean, so the
+A shorter batch is padded with zero rows labelled `PADDING` (quantities: `QUANTITY_PADDING`), which the artifact's loss excludes from its mean, so the
 step is that of the real rows.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.data.examples import PADDING, Examples
+from edge_client.data.examples import PADDING, QUANTITY_PADDING, Examples
 from edge_client.train import golden
 from edge_client.train.interpreter import interpreter
 from edge_client.train.trainer import BatchTooLarge
@@ -101,14 +101,15 @@ class LiteRTRuntime:
     def _step(self, weights: Params, batch: Examples, lr: np.float32) -> tuple[float, Params]:
         """Loss and trained tensors, in new arrays: the interpreter reuses its own memory."""
         feeds: Feeds = {bound: weights[name] for name, bound in self._bound.items()}
-        feeds |= {"x": self._padded(batch.x), "y": self._padded(batch.y, PADDING), "lr": np.asarray(lr)}
+        padding = QUANTITY_PADDING if self._manifest.task == "regression" else PADDING
+        feeds |= {"x": self._padded(batch.x), "y": self._padded(batch.y, padding), "lr": np.asarray(lr)}
         answer = self._train(**feeds)
         trained = {
             name: np.array(answer[self._bound[name]], np.float32, order="C") for name in self.trainable
         }
         return float(answer["loss"]), trained
 
-    def _padded(self, values: npt.NDArray[Any], padding: int = 0) -> npt.NDArray[Any]:
+    def _padded(self, values: npt.NDArray[Any], padding: float = 0) -> npt.NDArray[Any]:
         """The rows, padded with `padding` up to the artifact's batch size."""
         missing = self._manifest.batch_size - len(values)
         if missing < 0:
@@ -151,7 +152,7 @@ class LiteRTRuntime:
         x_dtype = np.float32 if manifest.input.dtype == "float32" else np.int32
         known: dict[str, tuple[tuple[int, ...], type]] = {
             "x": ((rows, *manifest.input.shape), x_dtype),
-            "y": ((rows, *manifest.label_shape), np.int32),
+            "y": ((rows, *manifest.label_shape), np.float32 if manifest.task == "regression" else np.int32),
             "lr": ((), np.float32),
         }
         known |= {tensor.signature_name: (tensor.shape, np.float32) for tensor in manifest.tensors}

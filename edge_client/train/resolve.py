@@ -207,7 +207,7 @@ def masked_cross_entropy(logits: Any, y: Any) -> Any:
 
 
 def squared_error(outputs: Any, y: Any) -> Any:
-    """Mean squared error of outputs [B, 1] and quantities [B], for a builder without a loss."""
+    """Mean squared error of outputs [B, 1] and quantities [B] (none is padding), for a builder without a loss."""
     import torch
 
     return torch.nn.functional.mse_loss(outputs.squeeze(-1), y)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.data.examples import PADDING, Examples
+from edge_client.data.examples import PADDING, QUANTITY_PADDING, Examples
 from strategies.client_rules import Correction
 from strategies.params import Params, zeros_like
 from strategies.params import Tensors as NamedArrays
@@ -95,6 +95,13 @@ def masked_cross_entropy(logits: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(losses * counted) / tf.reduce_sum(counted)
 
 
+def squared_error(outputs: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    """Mean squared error over the labels that are not `QUANTITY_PADDING`. `outputs`: [B, 1], `y`: float32 [B]."""
+    counted = tf.cast(y > QUANTITY_PADDING / 2, outputs.dtype)
+    errors = (tf.squeeze(outputs, -1) - y * counted) * counted
+    return tf.reduce_sum(tf.square(errors)) / tf.reduce_sum(counted)
+
+
 def use_one_cpu_thread() -> None:
     """Restricts TensorFlow to one thread and no GPU: devices are shared with their user, and workers share cores.
 
@@ -125,7 +132,8 @@ def _traced_step(
     ) -> tuple[Tensors, tf.Tensor]:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(learned)
-            loss = masked_cross_entropy(twin.logits({**frozen, **learned}, x), y)
+            loss_of = squared_error if y.dtype.is_floating else masked_cross_entropy
+            loss = loss_of(twin.logits({**frozen, **learned}, x), y)
         gradients = tape.gradient(loss, learned, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         moved = {
             name: weight - lr * (gradients[name] + mu * (weight - start[name]) + offset[name])

@@ -5,6 +5,8 @@ An artifact is two files. The `.tflite` has two signatures, whose tensors are bo
     train(x, y, lr, <tensor>…) -> {loss, <trainable tensor>…}     one SGD step on one batch
     infer(x, <tensor>…)        -> {logits}
 
+Labels y are int32 classes; float32 for the task `regression`, whose `logits` are one quantity a row.
+
 The manifest lists the tensors, the shape of a batch, the operations that the runtime must support, the model's
 lineage, and the golden outputs of the signatures for fixed inputs (see `edge_client.train.golden`). It is JSON with
 sorted keys; `format` changes with its meaning.
@@ -150,7 +152,7 @@ class Manifest:
 
     model: str
     options: Mapping[str, Any]
-    task: Literal["classification", "next_token"]
+    task: Literal["classification", "next_token", "regression"]
     classes: int
     input: InputSpec
     batch_size: int
@@ -249,6 +251,7 @@ def _checks(manifest: Manifest) -> tuple[Check, ...]:
         (all(n > 0 for t in manifest.tensors for n in t.shape), "tensors: an extent is not positive"),
         (manifest.batch_size > 0, "batch_size is not positive"),
         *input_checks(manifest.classes, manifest.input),
+        one_output(manifest.task, manifest.classes),
         (dict(manifest.signatures) == expected, f"signatures: expected {expected}"),
         (set(manifest.golden.fills) == set(names), "golden.fills: not one for every tensor"),
         (
@@ -260,6 +263,11 @@ def _checks(manifest: Manifest) -> tuple[Check, ...]:
             "golden.padded_rows is not within the batch",
         ),
     )
+
+
+def one_output(task: str, classes: int) -> Check:
+    """Check of the outputs of a model that predicts a quantity."""
+    return task != "regression" or classes == 1, f"classes is {classes}, expected 1 for the task regression"
 
 
 def input_checks(classes: int, spec: InputSpec) -> tuple[Check, ...]:

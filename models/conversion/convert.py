@@ -60,7 +60,7 @@ from models.conversion.request import ExportRequest
 from models.conversion.request_cache import ARTIFACTS
 from models.conversion.trace import NotConvertible, NotTraceable, Traced, not_convertible, trace
 from models.user_code import UserCodeError
-from models.zoo.spec import ModelSpec, VocabularyUnknown
+from models.zoo.spec import ModelSpec, VocabularyUnknown, squared_error
 
 if TYPE_CHECKING:
     from models.conversion.keras import KerasProgram
@@ -194,9 +194,9 @@ def _program(spec: ModelSpec | zoo.KerasSpec, batch_size: int) -> TorchProgram |
 def _draft(
     request: ExportRequest, spec: ModelSpec | zoo.KerasSpec, program: TorchProgram | KerasProgram
 ) -> Manifest:
-    if spec.task == "regression":
+    if isinstance(spec, ModelSpec) and spec.task == "regression" and spec.loss is not squared_error:
         raise NotConvertible(
-            f"model {request.model!r} predicts a quantity, which no LiteRT client trains so far"
+            f"model {request.model!r} predicts a quantity with a loss of its own; LiteRT clients train with squared error"
         )
     names = [tensor.signature_name for tensor in program.tensors]
     changed = [tensor.signature_name for tensor in program.tensors if tensor.trainable]

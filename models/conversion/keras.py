@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from edge_client.train.tensorflow_trainer import TensorFlowRuntime
+from edge_client.train.tensorflow_trainer import TensorFlowRuntime, squared_error
 from edge_client.wire.manifest import TensorSpec, signature_name
 from models.conversion.convolution import NoGradient
 from models.conversion.keras_gradients import OVERRIDES
@@ -75,9 +75,10 @@ class KerasProgram:
     def _trace(self, function: Callable[..., dict[str, tf.Tensor]], first: Sequence[str]) -> Any:
         spec, rows = self._spec, self._batch_size
         label_shape = spec.input_shape if spec.task == "next_token" else ()
+        label_dtype = tf.float32 if spec.task == "regression" else tf.int32
         known = {
             "x": tf.TensorSpec((rows, *spec.input_shape), spec.input_dtype, "x"),
-            "y": tf.TensorSpec((rows, *label_shape), tf.int32, "y"),
+            "y": tf.TensorSpec((rows, *label_shape), label_dtype, "y"),
             "lr": tf.TensorSpec((), tf.float32, "lr"),
         }
         weights = [tf.TensorSpec(t.shape, tf.float32, t.signature_name) for t in self.tensors]
@@ -87,7 +88,8 @@ class KerasProgram:
     def _train(self, x: tf.Tensor, y: tf.Tensor, lr: tf.Tensor, *tensors: tf.Tensor) -> dict[str, tf.Tensor]:
         learned = {t.signature_name: w for t, w in zip(self.tensors, tensors, strict=True) if t.trainable}
         with tf.compat.v1.get_default_graph().gradient_override_map(OVERRIDES):
-            loss = masked_cross_entropy(self._logits(x, tensors), y)
+            loss_of = squared_error if self._spec.task == "regression" else masked_cross_entropy
+            loss = loss_of(self._logits(x, tensors), y)
         gradients = tf.gradients(loss, list(learned.values()), unconnected_gradients="zero")
         moved = {
             name: weight - lr * gradient

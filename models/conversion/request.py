@@ -46,7 +46,7 @@ class ExportRequest:
     input_shape: tuple[int, ...]
     classes: int
     input_dtype: Literal["float32", "int32"] = "float32"
-    task: Literal["classification", "next_token"] = "classification"
+    task: Literal["classification", "next_token", "regression"] = "classification"
     batch_size: int = 16
 
     def to_json(self) -> dict[str, Any]:

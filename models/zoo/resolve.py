@@ -111,15 +111,13 @@ def _regression(
     classes: int,
     input_dtype: InputDtype,
     options: Mapping[str, Any],
-) -> ModelSpec:
-    """The spec of a torch model that predicts a quantity: its single output, trained with squared error."""
+) -> ModelSpec | KerasSpec:
+    """The spec of a model that predicts a quantity: its single output, trained with squared error."""
     if name == adaptation.MODEL:
         raise ModelNotFound("model.adapt does not train models that predict a quantity")
     spec = find(name, input_shape=input_shape, classes=classes, input_dtype=input_dtype, **options)
     if isinstance(spec, KerasSpec):
-        raise ModelNotFound(
-            f"model {name!r} is a Keras model; a quantity is predicted by a torch.nn.Module so far"
-        )
+        return replace(spec, task="regression")
     if spec.task != "classification":
         raise ModelNotFound(f"model {name!r} predicts tokens, and the labels are quantities")
     return spec.of_quantity()

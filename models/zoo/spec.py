@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from models.labels import LEAST_QUANTITY
 from models.zoo.layout import Layout
 
 TaskKind = Literal["classification", "next_token", "regression"]
@@ -28,8 +29,13 @@ def masked_cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def squared_error(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Mean squared error. `outputs`: [B, 1], `y`: float [B]."""
-    return torch.square(outputs.squeeze(-1) - y).mean()
+    """Mean squared error over the labels that are not padding. `outputs`: [B, 1], `y`: float [B].
+
+    Written without a choice between values, whose gradient some runtimes lack.
+    """
+    counted = (y > LEAST_QUANTITY).to(outputs.dtype)
+    errors = (outputs.squeeze(-1) - y * counted) * counted
+    return torch.square(errors).sum() / counted.sum()
 
 
 class VocabularyUnknown(ValueError):

@@ -562,10 +562,6 @@ def test_quantities_are_predicted_in_torch_and_dealt_out_evenly() -> None:
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (
-            ["federation.runtimes={litert=1, torch=1}"],
-            r"federation\.runtimes asks for litert, but quantities",
-        ),
         (["data.dataset=digits"], "'digits' has classes"),
         (["model.adapt=head", "model.init=m.safetensors"], r"model\.adapt = 'head' does not train"),
     ],
@@ -577,6 +573,6 @@ def test_what_does_not_predict_quantities_is_refused(sets: list[str], message: s
 
 def test_devices_predict_quantities_of_data_that_the_coordinator_has_too() -> None:
     data = {"dataset": "csv", "path": "prices.csv", "task": "regression"}
-    assert on_devices({"data": data}).federation.runtimes == {"torch": 1.0}
+    assert "litert" in on_devices({"data": data}).federation.runtimes
     with pytest.raises(UserError, match=r'data\.task = "regression" needs data of the coordinator\'s own'):
         on_devices({"data": {**data, "input_shape": [3], "classes": 2}})

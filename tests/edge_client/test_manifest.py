@@ -38,7 +38,12 @@ def test_the_same_manifest_is_always_the_same_bytes() -> None:
         (["tensors", 1, "shape"], [-2], "m.json.tensors: an extent is not positive"),
         (["input"], None, "m.json.input is None, expected an object"),
         (["input", "dtype"], "int32", "m.json.input.vocab is needed for int32"),
-        (["task"], "regression", "m.json.task is 'regression', expected 'classification' or 'next_token'"),
+        (
+            ["task"],
+            "ranking",
+            "m.json.task is 'ranking', expected 'classification' or 'next_token' or 'regression'",
+        ),
+        (["task"], "regression", "expected 1 for the task regression"),
         (["signatures", "train", "outputs"], ["loss"], "m.json.signatures: expected"),
         (["golden", "lr"], "high", "m.json.golden.lr is 'high', expected a number"),
         (["golden", "logits", "first"], {}, "m.json.golden.logits.first is {}, expected a list"),

@@ -112,6 +112,16 @@ def test_a_short_batch_is_the_step_of_its_own_rows() -> None:
     assert_close(alone, litert.train(params, task, full).update.delta, 1e-6)
 
 
+def test_a_short_batch_of_quantities_is_the_step_of_its_own_rows() -> None:
+    litert, torch, params = twins("mlp-quantity")
+    data = local_examples(spec_of(ARCHITECTURES["mlp-quantity"]), 3, seed=1)
+    data.y[0] = -1.0  # a quantity, though it equals a class that is padding
+    task = TrainTask(seed=5, batch_size=BATCH, lr=0.1, epochs=1)
+    assert_close(
+        litert.train(params, task, data).update.delta, torch.train(params, task, data).update.delta, 1e-5
+    )
+
+
 def twins(name: str) -> tuple[Trainer, Trainer, dict[str, np.ndarray]]:
     """Trainers on both runtimes, and params to start from."""
     found, manifest = exported(name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from edge_client.data.examples import Examples
 from edge_client.train.trainer import Trainer, TrainTask
 from models.zoo import cnn, logreg, mlp
 from models.zoo.spec import ModelSpec
@@ -95,6 +96,20 @@ def test_logits_loss_and_accuracy_agree_with_pytorch(spec: ModelSpec) -> None:
     assert actual.loss == pytest.approx(expected.loss, rel=TOLERANCE)
     assert actual.correct.tolist() == expected.correct.tolist()
     assert actual.labels.tolist() == expected.labels.tolist() == [0] * 3 + [1] * 297
+
+
+def test_a_quantity_is_learned_as_in_pytorch() -> None:
+    spec = mlp.spec((12,), 1, hidden=[16]).of_quantity()
+    rng = np.random.default_rng(1)
+    data = Examples(rng.normal(size=(20, 12)).astype(np.float32), rng.normal(size=20).astype(np.float32))
+    params, task = first_params(spec), TrainTask(seed=5, batch_size=8, lr=0.1, steps=3)
+    torch_trainer, tensorflow_trainer = trainers(spec)
+    expected, actual = (each.train(params, task, data).update for each in (torch_trainer, tensorflow_trainer))
+    assert any(np.abs(value).max() > 100 * TOLERANCE for value in expected.delta.values())
+    assert_close(actual.delta, expected.delta)
+    assert actual.train_loss == pytest.approx(expected.train_loss, abs=TOLERANCE)
+    scored, same = (each.evaluate(params, data) for each in (torch_trainer, tensorflow_trainer))
+    assert same.loss == pytest.approx(scored.loss, rel=TOLERANCE)
 
 
 @any_spec

@@ -31,6 +31,7 @@ ARCHITECTURES: dict[str, ExportRequest] = {
     "resnet8-group": ExportRequest("resnet8", {"width": 8}, (2, 9, 9), 10, batch_size=BATCH),
     "resnet8-batch": ExportRequest("resnet8", {"width": 8, "norm": "batch"}, (8, 8), 10, batch_size=BATCH),
     "charlm": ExportRequest("charlm", {}, (16,), 30, "int32", "next_token", batch_size=BATCH),
+    "mlp-quantity": ExportRequest("mlp", {"hidden": [16]}, (12,), 1, task="regression", batch_size=BATCH),
     "textcls": ExportRequest("textcls", {"vocab": 50, "layers": 1}, (12,), 3, "int32", batch_size=BATCH),
 }
 """Small, odd sizes, so that a mix-up of axes shows."""
@@ -44,7 +45,10 @@ def exported(name: str) -> tuple[Exported, Manifest]:
 
 
 def spec_of(request: ExportRequest) -> ModelSpec:
-    return zoo.get(request.model, input_shape=request.input_shape, classes=request.classes, **request.options)
+    task = "regression" if request.task == "regression" else "classification"  # other models know their own
+    return zoo.get(
+        request.model, input_shape=request.input_shape, classes=request.classes, task=task, **request.options
+    )
 
 
 def cache_dir() -> Path:
@@ -59,7 +63,9 @@ def local_examples(spec: ModelSpec, count: int, *, seed: int) -> Examples:
     """Examples a model of this kind takes; token rows end at a random length and are 0 from there on."""
     rng = np.random.default_rng(seed)
     label_shape = (count, *spec.input_shape) if spec.task == "next_token" else (count,)
-    y = rng.integers(0, spec.classes, label_shape).astype(np.int32)
+    y: Any = rng.integers(0, spec.classes, label_shape).astype(np.int32)
+    if spec.task == "regression":
+        y = rng.normal(size=count).astype(np.float32)
     if spec.input_dtype == "float32":
         return Examples(rng.standard_normal((count, *spec.input_shape)).astype(np.float32), y)
     x = rng.integers(0, spec.tokens, (count, *spec.input_shape)).astype(np.int32)

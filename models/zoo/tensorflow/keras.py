@@ -49,7 +49,8 @@ class KerasUnfit(ValueError):
 
 @dataclass(frozen=True)
 class KerasSpec(Spec):
-    """A Keras model; random weights come from Python's and TensorFlow's global generators. The loss is masked cross-entropy."""
+    """A Keras model; random weights come from Python's and TensorFlow's global generators. The loss is masked cross-entropy,
+    or squared error for the task `regression`."""
 
     def build(self, seed: int) -> FunctionalModel:
         """A fresh model; the same seed gives the same weights, except those from a file. Clears Keras' session.
