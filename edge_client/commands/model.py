@@ -40,7 +40,7 @@ def predict(
         str | None,
         typer.Option(
             "--data",
-            help="A data set of this device: predicts its held-out rows; with FILE, that is scaled as the data set is.",
+            help="A data set of this device: predicts its held-out rows; with FILE, reads that as the data set is read.",
             metavar="NAME",
         ),
     ] = None,
@@ -124,7 +124,8 @@ def _rows(
     from edge_client.data.connector import DataProblem
     from edge_client.data.rows import RowsConnector
     from edge_client.infer.runtime import check_rows
-    from edge_client.serving.rows import read_rows
+    from edge_client.serving.data_set_file import read_as_data_set
+    from edge_client.serving.rows import checked_arrays, read_rows
 
     if data is not None:
         known = configuration(context).data
@@ -140,6 +141,9 @@ def _rows(
             return check_rows(held_out.x, manifest), held_out.y
         if isinstance(connector, RowsConnector):
             reading = replace(reading, moments=connector.moments)
+        if manifest.data_schema.kind != "table":
+            inputs = checked_arrays(file, read_as_data_set(file, known[data], reading), manifest)
+            return inputs.x, inputs.y
     assert file is not None, "checked before"
     inputs = read_rows(file, manifest, reading)
     return inputs.x, inputs.y

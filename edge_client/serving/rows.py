@@ -57,11 +57,17 @@ def read_rows(path: Path, manifest: InferenceManifest, reading: Reading = Readin
     Raises:
         DataProblem: the file cannot be read, has no rows, or its rows do not fit the model.
     """
-    inputs = read_inputs(path, manifest.data_schema, f"{manifest.model}:{manifest.version}", reading)
-    try:
-        return Inputs(check_rows(inputs.x, manifest), inputs.y)
-    except InvalidRows as error:
-        raise DataProblem(f"{path}: {error}") from None
+    return _checked(path, read_inputs(path, manifest.data_schema, _name(manifest), reading), manifest)
+
+
+def checked_arrays(path: Path, inputs: Inputs, manifest: InferenceManifest) -> Inputs:
+    """Rows that were read from `path`, in the shape and dtype that a release takes.
+
+    Raises:
+        DataProblem: there are none, or they do not fit the model.
+    """
+    shaped = _shaped(path, inputs.x, inputs.y, manifest.data_schema, _name(manifest))
+    return _checked(path, shaped, manifest)
 
 
 def read_inputs(path: Path, schema: DataSchema, model: str, reading: Reading = Reading()) -> Inputs:
@@ -70,16 +76,23 @@ def read_inputs(path: Path, schema: DataSchema, model: str, reading: Reading = R
         raise DataProblem(f"{path}: No such file or directory")
     if schema.kind == "table":
         return _table(path, schema, model, reading)
-    leave_out = reading.leave_out
-    if path.suffix not in (".npy", ".npz", ".csv"):
-        raise DataProblem(f"{path}: expected a file named .npy, .npz or .csv")
-    if leave_out and path.suffix != ".csv":
-        raise DataProblem(f"{path}: has no columns to leave out; --leave-out is for .csv")
-    y: npt.NDArray[Any] | None = None
-    if path.suffix == ".csv":
-        x: npt.NDArray[Any] = _columns(path, leave_out)
-    else:
-        x, y = _numpy(path)
+    return _shaped(path, *read_arrays(path, reading), schema, model)
+
+
+def _name(manifest: InferenceManifest) -> str:
+    return f"{manifest.model}:{manifest.version}"
+
+
+def _checked(path: Path, inputs: Inputs, manifest: InferenceManifest) -> Inputs:
+    try:
+        return Inputs(check_rows(inputs.x, manifest), inputs.y)
+    except InvalidRows as error:
+        raise DataProblem(f"{path}: {error}") from None
+
+
+def _shaped(
+    path: Path, x: npt.NDArray[Any], y: npt.NDArray[Any] | None, schema: DataSchema, model: str
+) -> Inputs:
     shape = schema.input_shape
     if x.ndim == 0 or int(np.prod(x.shape[1:])) != int(np.prod(shape)):
         raise DataProblem(f"{path}: rows are {list(x.shape[1:])}, {model} takes {list(shape)}")
@@ -96,6 +109,20 @@ def read_inputs(path: Path, schema: DataSchema, model: str, reading: Reading = R
             raise DataProblem(f"{path}: {model} takes ids, whole numbers")
         x = ids
     return Inputs(x.reshape(len(x), *shape), None if y is None else y.astype(np.int32))
+
+
+def read_arrays(path: Path, reading: Reading) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:
+    """The numbers of a file as they are, [N, …], and the array `y` of a .npz that has one.
+
+    Raises:
+        DataProblem: the file cannot be read, or holds no rows of numbers.
+    """
+    leave_out = reading.leave_out
+    if path.suffix not in (".npy", ".npz", ".csv"):
+        raise DataProblem(f"{path}: expected a file named .npy, .npz or .csv")
+    if leave_out and path.suffix != ".csv":
+        raise DataProblem(f"{path}: has no columns to leave out; --leave-out is for .csv")
+    return (_columns(path, leave_out), None) if path.suffix == ".csv" else _numpy(path)
 
 
 def _table(path: Path, schema: DataSchema, model: str, reading: Reading) -> Inputs:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_client.data.connector import DataProblem
+from edge_client.data import DataConfig, DataProblem, open_data
 from edge_client.infer import runtime
+from edge_client.serving.data_set_file import read_as_data_set
 from edge_client.serving.predict import predict
-from edge_client.serving.rows import Reading, read_rows
+from edge_client.serving.rows import Reading, checked_arrays, read_rows
 from edge_client.train.interpreter import NoRuntime
 from tests.support import released
 
@@ -76,3 +77,37 @@ def test_a_machine_without_a_runtime_says_what_to_install(
     monkeypatch.setitem(sys.modules, f"{package}.interpreter", None)
     with pytest.raises(NoRuntime, match="pip install ai-edge-litert"):
         runtime.load(folder)
+
+
+SHADES = "split;digit;" + NAMES.replace(",", ";") + "\n" + "train;3;" + ";".join(["8"] * 64) + "\n"
+
+
+def test_a_file_is_read_by_the_options_of_a_data_set(model: runtime.LoadedRelease, tmp_path: Path) -> None:
+    """A model of arrays does not know the scale of a table that devices hold; their data set does."""
+    path = tmp_path / "digits.csv"
+    path.write_text(SHADES, "utf-8")
+    options = {"label": "digit", "shape": [64], "scale": 0.0625, "split": "split", "delimiter": ";"}
+    config = DataConfig("csv", path, options)
+    trained = open_data(config).train()
+    unlabelled = tmp_path / "new.csv"
+    unlabelled.write_text(f"{NAMES}\n" + ",".join(["8"] * 64) + "\n", "utf-8")
+
+    known = checked_arrays(path, read_as_data_set(path, config, Reading()), model.manifest)
+    new = checked_arrays(unlabelled, read_as_data_set(unlabelled, config, Reading()), model.manifest)
+
+    assert known.y is not None and new.y is None
+    np.testing.assert_array_equal(known.x, trained.x)
+    np.testing.assert_array_equal(known.y, trained.y)
+    np.testing.assert_array_equal(new.x, trained.x)
+    assert trained.x.max() == 0.5
+
+
+def test_arrays_are_scaled_as_a_data_set_of_arrays_is(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.full((2, 64), 8), y=[1, 2])
+    config = DataConfig("numpy", tmp_path / "train.npz", {"scale": 0.0625})
+    found = read_as_data_set(tmp_path / "a.npz", config, Reading())
+    assert (found.x == 0.5).all() and found.y is not None and found.y.tolist() == [1, 2]
+    with pytest.raises(DataProblem, match="the data set is of kind 'csv', expected a table"):
+        read_as_data_set(tmp_path / "a.npz", DataConfig("csv", tmp_path / "t.csv", {}), Reading())
+    with pytest.raises(DataProblem, match="No such file"):
+        read_as_data_set(tmp_path / "b.csv", DataConfig("csv", tmp_path / "t.csv", {}), Reading())

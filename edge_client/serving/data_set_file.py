@@ -1,0 +1,68 @@
+"""A file read as one of the device's data sets is: for models of plain arrays, whose schema says nothing of columns or scale.
+
+A run on the data set trained the model on what its options make of the cells, so rows to predict need the same options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from edge_client.data.connector import DataConfig, DataProblem
+from edge_client.data.contract import TABLE_KINDS
+from edge_client.data.examples import PADDING
+from edge_client.data.numpy_file import NumpyOptions
+from edge_client.data.options import TableOptions, read_options
+from edge_client.data.rows import Rows, scaled
+from edge_client.data.table import Table
+from edge_client.data.table_reader import read_rows
+from edge_client.data.tables import read_table
+from edge_client.serving.rows import Inputs, Reading, read_arrays
+
+_TABLES = (".csv", ".tsv", ".txt", ".parquet")
+_OF_ITS_OWN_FILE = ("split", "test_path", "held_out", "query", "delimiter", "encoding")
+"""Options that say how the data set's own file is written or divided, not what its columns mean."""
+
+
+def read_as_data_set(path: Path, config: DataConfig, reading: Reading) -> Inputs:
+    """The rows of `path` by the options of a data set: its features, label, shape and scale.
+
+    Raises:
+        DataProblem: the file cannot be read, or is not of the data set's kind.
+    """
+    table = path.suffix.lower() in _TABLES
+    if config.kind in TABLE_KINDS and table:
+        return _table(path, config, reading)
+    if config.kind == "numpy" and not table:
+        options, _ = read_options(NumpyOptions, config)
+        x, y = read_arrays(path, reading)
+        x = scaled(x, options.scale)
+        return Inputs(x if reading.moments is None else reading.moments.apply(x), y)
+    raise DataProblem(
+        f"{path}: the data set is of kind {config.kind!r}, expected a table for a data set that is a table, .npy or .npz for "
+        "one of kind 'numpy'; leave --data out to read the file's numbers as they are"
+    )
+
+
+def _table(path: Path, config: DataConfig, reading: Reading) -> Inputs:
+    if not path.exists():
+        raise DataProblem(f"{path}: No such file or directory")
+    given: Mapping[str, Any] = config.options
+    options = {name: value for name, value in given.items() if name not in _OF_ITS_OWN_FILE}
+    split = [given["split"]] if given.get("split") else []
+    options["exclude"] = [*given.get("exclude", ()), *split, *reading.leave_out]
+    kind = "parquet" if path.suffix.lower() == ".parquet" else "csv"
+    if kind == "csv" and (encoding := reading.encoding or given.get("encoding")):
+        options["encoding"] = encoding
+
+    def all_rows(table: Table, options: TableOptions) -> Rows:
+        for name in reading.leave_out:
+            table.index(name, "--leave-out")
+        labelled = options.label in table.columns and options.label not in options.exclude
+        return read_rows(table, options, labelled=labelled)
+
+    rows = read_table(replace(config, kind=kind, path=path, options=options), all_rows)
+    x = rows.x if reading.moments is None else reading.moments.apply(rows.x)
+    return Inputs(x, rows.y if (rows.y != PADDING).any() else None)
