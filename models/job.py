@@ -139,9 +139,16 @@ class Job:
             raise JobError(f"{self._array_path(name)} holds NaN or infinite values")
         return np.ascontiguousarray(array, dtype=spec.input_dtype)
 
-    def labels(self, name: str, spec: ModelSpec | KerasSpec, x: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-        """Labels `<arrays>/<name>.npy` of `x`, int32, from -1 (does not count) to classes - 1."""
+    def labels(self, name: str, spec: ModelSpec | KerasSpec, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Labels `<arrays>/<name>.npy` of `x`, int32, from -1 (does not count) to classes - 1; or quantities, float32."""
         array = self._array(name)
+        if spec.task == "regression":
+            if array.shape != x.shape[:1] or array.dtype.kind != "f" or not np.isfinite(array).all():
+                raise JobError(
+                    f"{self._array_path(name)} is {array.dtype} {array.shape}, expected a finite number for each of "
+                    f"{len(x)} rows"
+                )
+            return array.astype(np.float32)
         expected = x.shape[:2] if spec.task == "next_token" else x.shape[:1]
         if array.shape != expected or array.dtype.kind not in "iu":
             raise JobError(
@@ -188,8 +195,8 @@ _MODEL_KEYS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "input_dtype": ("float32", lambda value: value in ("float32", "int32"), "float32 or int32"),
     "task": (
         "classification",
-        lambda value: value in ("classification", "next_token"),
-        "classification or next_token",
+        lambda value: value in ("classification", "next_token", "regression"),
+        "classification, next_token or regression",
     ),
 }
 

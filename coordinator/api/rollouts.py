@@ -51,11 +51,14 @@ class Rollout(BaseModel):
 
 
 class Comparison(BaseModel):
-    """Candidate and champion on the devices' own held-out rows, pooled."""
+    """Candidate and champion on the devices' own held-out rows, pooled.
+
+    Accuracies are None of models that predict a quantity; their loss is the squared error.
+    """
 
     labels: float
-    accuracy: float
-    champion_accuracy: float
+    accuracy: float | None
+    champion_accuracy: float | None
     mean_loss: float
     champion_mean_loss: float
 
@@ -128,6 +131,7 @@ def start_rollout(request: RolloutRequest, services: ServicesDep) -> Rollout:
         percents=request.phases,
         device_filter=request.filter,
         gates=request.gates,
+        task=services.releases.task_of(request.model, request.version),
     )
     return Rollout(**vars(started))
 
@@ -192,8 +196,11 @@ def force_rollout_device(rollout: str, request: ForceRequest, services: Services
 
 def _details(at: Connection, row: RolloutRow, now: datetime) -> RolloutDetails:
     tallies, standings = queries.tallies(at, row.id), queries.standings(at, row.id)
+    of_accuracy = row.gates.get("max_accuracy_drop") is not None
     phases = [
-        _render_phase(each, tallies.get(each.number, Tally()), standings.get((each.number, "barred"), 0))
+        _render_phase(
+            each, tallies.get(each.number, Tally()), standings.get((each.number, "barred"), 0), of_accuracy
+        )
         for each in queries.phases_of(at, row.id)
     ]
     rolls_back = row.state in engine.ROLLING_BACK_STATES and not row.keep
@@ -210,24 +217,26 @@ def _details(at: Connection, row: RolloutRow, now: datetime) -> RolloutDetails:
     )
 
 
-def _render_phase(row: PhaseRow, tally: Tally, barred: int) -> Phase:
+def _render_phase(row: PhaseRow, tally: Tally, barred: int, of_accuracy: bool) -> Phase:
     return Phase(
         **vars(row),
         **vars(tally),
         waiting=tally.devices - tally.answers - tally.installing,
         barred=barred,
         golden_accuracy=tally.golden_sum / tally.golden if tally.golden else None,
-        comparison=_render_comparison(tally),
+        comparison=_render_comparison(tally, of_accuracy),
     )
 
 
-def _render_comparison(tally: Tally) -> Comparison | None:
+def _render_comparison(tally: Tally, of_accuracy: bool) -> Comparison | None:
+    """`of_accuracy`: whether a gate compares accuracies, which no release that predicts a quantity may have."""
     if not tally.labels:
         return None
+    has_accuracy = of_accuracy or tally.correct or tally.champion_correct
     return Comparison(
         labels=tally.labels,
-        accuracy=tally.correct / tally.labels,
-        champion_accuracy=tally.champion_correct / tally.labels,
+        accuracy=tally.correct / tally.labels if has_accuracy else None,
+        champion_accuracy=tally.champion_correct / tally.labels if has_accuracy else None,
         mean_loss=tally.loss_sum / tally.labels,
         champion_mean_loss=tally.champion_loss_sum / tally.labels,
     )

@@ -35,7 +35,7 @@ Precision = Annotated[
     str | None,
     typer.Option(
         "--precision",
-        help="Precision of the file, such as static-int8. Default: as DIR/model.json says; of a run static-int8.",
+        help="Precision of the file, such as static-int8. Default: as DIR/model.json says; of a run static-int8, or dynamic-int8 if it predicts a quantity.",
     ),
 ]
 DeviceClasses = Annotated[
@@ -137,7 +137,8 @@ def export(
     if published := report["golden"]["real_rows"]:
         typer.echo(_published_warning(published, real_rows, out), err=True)
     title = f"{name}:{version}, {report['precision']}, {report['bytes']:,} bytes"
-    accuracy = f"accuracy {report['accuracy']:.4f} on {report['test_rows']} {report['scored']}"
+    figure = f"R2 {report['r2']:.4f}" if "r2" in report else f"accuracy {report['accuracy']:.4f}"
+    accuracy = f"{figure} on {report['test_rows']} {report['scored']}"
     lines = (f"{title}, {accuracy}", *_report_lines(report), f"release in {out}/")
     if as_json:
         print_json({"out": str(out), **report})

@@ -77,6 +77,12 @@ def format_metric(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def format_errors(figures: Mapping[str, Any]) -> str:
+    """R2 and errors of a regression, in the labels' own unit."""
+    mae, rmse = ("-" if figures[key] is None else f"{figures[key]:.4g}" for key in ("mae", "rmse"))
+    return f"R2 {format_metric(figures['r2'], 4)}, MAE {mae}, RMSE {rmse}"
+
+
 class RichProgress:
     """A progress bar on a terminal; elsewhere, such as in a log, one line a round."""
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from coordinator.commands.options import Json
-from coordinator.commands.output import make_table, print_json, print_lines, print_output
+from coordinator.commands.output import format_errors, make_table, print_json, print_lines, print_output
 from coordinator.errors import UserError
 from edge_client.wire.strict import printable
 
@@ -78,6 +78,8 @@ def predict(
     if found["accuracy"] is not None:
         rows = len(found["predictions"])
         typer.echo(f"accuracy {found['accuracy']:.4f} on {rows} rows whose class is known", err=True)
+    if "metrics" in found:
+        typer.echo(f"{format_errors(found['metrics'])} on {len(found['predictions'])} rows", err=True)
 
 
 def _line(prediction: Mapping[str, Any]) -> str:

@@ -259,9 +259,9 @@ def _phase_line(phase: Mapping[str, Any]) -> str:
     if phase["golden_accuracy"] is not None:
         figures.append(f"golden accuracy {phase['golden_accuracy']:.4f}")
     if compared := phase["comparison"]:
+        name, of = ("accuracy", "accuracy") if compared["accuracy"] is not None else ("loss", "mean_loss")
         figures.append(
-            f"accuracy {compared['accuracy']:.4f}, champion {compared['champion_accuracy']:.4f} "
-            f"over {compared['labels']:.0f} labels"
+            f"{name} {compared[of]:.4f}, champion {compared['champion_' + of]:.4f} over {compared['labels']:.0f} labels"
         )
     elif phase["active"]:
         figures.append("not compared with a champion")

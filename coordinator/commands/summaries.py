@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Group
 
-from coordinator.commands.output import format_bytes, format_metric, make_table, print_summary
+from coordinator.commands.output import format_bytes, format_errors, format_metric, make_table, print_summary
 from coordinator.errors import NothingLearnt
 
 _MAX_ROWS = 10
@@ -137,13 +137,14 @@ def tuning_summary(result: dict[str, Any]) -> Group:
 
 def compression_summary(report: dict[str, Any], folder: Path) -> Group:
     """Cost and accuracy of a model before and after every compression step."""
-    costs = ("accuracy", "nonzero", "MACs", "bytes", "zipped", "latency")
+    figure = "R2" if "r2" in report["source"] else "accuracy"
+    costs = (figure, "nonzero", "MACs", "bytes", "zipped", "latency")
     table = make_table("step", "", *costs, right=costs)
     for row in (report["source"], *report["steps"]):
         table.add_row(
             f"{row['step']} {row['kind']}" if row["step"] else row["kind"],
             row["model"] if row["precision"] == "float32" else row["precision"],
-            format_metric(row["accuracy"], 4),
+            format_metric(row.get("r2", row["accuracy"]), 4),
             f"{row['nonzero']:,}",
             f"{row['macs']:,}",
             f"{row['bytes']:,}",
@@ -156,14 +157,15 @@ def compression_summary(report: dict[str, Any], folder: Path) -> Group:
         if "measured" in row["facts"]
         for line in _precision_lines(row["facts"]["measured"])
     ]
-    notes = [f"accuracy on {report['test_rows']} {report['scored']}", *measured, *report["notices"]]
+    notes = [f"{figure} on {report['test_rows']} {report['scored']}", *measured, *report["notices"]]
     return Group(table, "", *notes, f"files, report and pareto.png in {folder}/")
 
 
 def _precision_lines(measured: Mapping[str, Any]) -> list[str]:
-    lines = [f"chosen by the least bytes times latency, with accuracy on {measured['rows']} training rows:"]
+    figure = "R2" if any("r2" in each for each in measured["tried"]) else "accuracy"
+    lines = [f"chosen by the least bytes times latency, with {figure} on {measured['rows']} training rows:"]
     for each in measured["tried"]:
-        figures = f"{each['bytes']:,} bytes, {each['latency_us']:.1f} us, accuracy {each['accuracy']:.4f}"
+        figures = f"{each['bytes']:,} bytes, {each['latency_us']:.1f} us, {figure} {each.get('r2', each['accuracy']):.4f}"
         parts = [figures] * bool(each["bytes"]) + [each["refused"]] * bool(each["refused"])
         lines.append(f"  {each['precision']}: {'; '.join(parts)}")
     return lines
@@ -236,7 +238,7 @@ def _chosen_result(report: Mapping[str, Any]) -> list[str]:
 
 def _scores(final: dict[str, Any]) -> str:
     if "r2" in (final.get("metrics") or {}):
-        return f"{_errors(final['metrics'])} on {final['test_rows']} held-out rows"
+        return f"{format_errors(final['metrics'])} on {final['test_rows']} held-out rows"
     if final["test_accuracy"] is None:
         return "not scored: the coordinator has no rows of its own and devices.evaluate_every is 0;"
     loss = "not finite" if final["test_loss"] is None else f"{final['test_loss']:.4f}"
@@ -288,20 +290,16 @@ def _regression_lines(report: Mapping[str, Any]) -> list[str]:
     shown = {"mean": "mean of the training rows", "local": "trained alone"}
     baselines = report["final"]["baselines"]
     lines = [
-        f"baseline, {name}: {_errors(baselines[key])}" for key, name in shown.items() if key in baselines
+        f"baseline, {name}: {format_errors(baselines[key])}"
+        for key, name in shown.items()
+        if key in baselines
     ]
     sites = {name: each["metrics"] for name, each in report.get("per_site", {}).items() if "metrics" in each}
     scored = {name: each for name, each in sites.items() if each["mae"] is not None}
     if len(scored) > 1:
         name, worst = max(scored.items(), key=lambda item: item[1]["mae"])
-        lines.append(f"largest error of {len(scored)} sites: {name}, {_errors(worst)}")
+        lines.append(f"largest error of {len(scored)} sites: {name}, {format_errors(worst)}")
     return lines
-
-
-def _errors(figures: Mapping[str, Any]) -> str:
-    """R2 and errors of a regression, in the labels' own unit."""
-    mae, rmse = ("-" if figures[key] is None else f"{figures[key]:.4g}" for key in ("mae", "rmse"))
-    return f"R2 {format_metric(figures['r2'], 4)}, MAE {mae}, RMSE {rmse}"
 
 
 def _baselines(baselines: Mapping[str, Any]) -> str:

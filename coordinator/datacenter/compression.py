@@ -220,6 +220,10 @@ def run_job(
         raise RunInterrupted(f"{error}; the same command continues after the last finished step") from None
 
 
+_FINAL = ("accuracy", "r2", "bytes", "latency_us", "precision")
+"""Figures of the last step that are the compression's; `r2` of a model that predicts a quantity."""
+
+
 def write_report(source: Source, result: Mapping[str, Any], out: Path, **more: Any) -> dict[str, Any]:
     """Writes the model's description, lineage and report into `out`; `more` are further keys of the report."""
     first, *steps = result["rows"]
@@ -232,7 +236,7 @@ def write_report(source: Source, result: Mapping[str, Any], out: Path, **more: A
             "model": result["model"]["name"],
             "params": PARAMS,
             "file": TFLITE if last["tflite_sha256"] else None,
-            **{key: result["rows"][-1][key] for key in ("accuracy", "bytes", "latency_us", "precision")},
+            **{key: result["rows"][-1][key] for key in _FINAL if key in result["rows"][-1]},
         },
         "notices": notices(first, result["rows"][-1]),
         "test_rows": len(source.arrays["x_test"]),

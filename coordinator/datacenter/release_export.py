@@ -173,7 +173,7 @@ def _quantize(path: Path, request: ReleaseRequest, out: Path, environment: Envir
         raise UserError(f"--tflite: the file for {path} is made from its params; remove the option")
     imported = is_imported(path)
     if not imported and keras_models.is_keras(path):
-        precision = request.precision or "static-int8"
+        precision = request.precision or _default_precision(path)
         if precision not in keras_models.PRECISIONS:
             known = ", ".join(keras_models.PRECISIONS)
             raise UserError(f"--precision {precision}: precisions of Keras models are: {known}")
@@ -181,7 +181,7 @@ def _quantize(path: Path, request: ReleaseRequest, out: Path, environment: Envir
             reader = SourceReader(Pipeline.model_validate({}), scratch, environment, request.data_options)
             keras_models.quantize(reader.read(path), precision, request.accuracy_limit, out, environment)
         return
-    precision = request.precision or ("float32" if imported else "static-int8")
+    precision = request.precision or ("float32" if imported else _default_precision(path))
     step = {"kind": "quantize", "precision": precision, **request.accuracy_limit}
     compression_request = compression.CompressionRequest(
         Pipeline.model_validate({"step": [step]}), "export", data_options=request.data_options
@@ -189,6 +189,12 @@ def _quantize(path: Path, request: ReleaseRequest, out: Path, environment: Envir
     report = compression.compress(path, compression_request, out, environment, keep_on_failure=False)
     for notice in report["notices"]:
         environment.progress.note(notice)
+
+
+def _default_precision(run: Path) -> str:
+    """Of the file made from a run: quantities stay float, as integers would be cut off at the range of the calibration rows."""
+    data = read_document(run / REPORT).get("data", {}) if (run / REPORT).is_file() else {}
+    return "dynamic-int8" if data.get("task") == "regression" else "static-int8"
 
 
 def _run_result(run: Path) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from coordinator.failpoints import reach
 from coordinator.releases import checks, roles
 from coordinator.releases.roles import LIFETIMES, ONLINE_ROLES, ReleaseName
 from coordinator.releases.stored import TIMESTAMP, OnlineKeys, StoredRepository
+from edge_client.wire import inference
 from edge_client.wire.rollouts import LARGEST_DOCUMENT_BYTES, rollouts_path
 
 _Online = TypeVar("_Online", Targets, Snapshot, Timestamp)
@@ -107,6 +108,15 @@ class Repository:
                 ]
                 self._listed = name, tuple(listed)
             return self._listed[1]
+
+    def task_of(self, model: str, version: int) -> str | None:
+        """What a published release predicts, as its manifest says; None if it is not published."""
+        for release in self.releases():
+            if (release.name.model, release.name.version) == (model, version):
+                folder, _, name = release.name.manifest.rpartition("/")
+                path = self.stored.target_file(f"{folder}/{release.manifest_sha256}.{name}")
+                return None if path is None else inference.from_json(path.read_bytes(), str(path)).task
+        return None
 
     def state(self) -> list[RoleState]:
         """Every role's version and expiry, the most trusted first; empty without a repository."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.examples import PADDING
-from edge_client.train.evaluation import softmax
+from edge_client.train.evaluation import figures_of, score, softmax
 
 Floats = npt.NDArray[np.float64]
 
@@ -77,14 +77,7 @@ def regression(
     """
     if not len(y) or not np.isfinite(outputs).all():
         return dict.fromkeys(REGRESSION)
-    errors = outputs.astype(np.float64) - y
-    spread = float(np.square(y - y.mean(dtype=np.float64)).sum())
-    squared = np.square(errors)
-    return {
-        "r2": float(1 - squared.sum() / spread) if spread else None,
-        "mae": float(np.abs(errors).mean()) * deviation,
-        "rmse": float(np.sqrt(squared.mean())) * deviation,
-    }
+    return figures_of(score(outputs[:, None], y), deviation)
 
 
 def _of_class(

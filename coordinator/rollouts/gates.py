@@ -67,16 +67,25 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-def require_gates(gates: Gates) -> Gates:
-    """The same gates.
+def require_gates(gates: Gates, task: str | None = None) -> Gates:
+    """The same gates. `task`: of the release; None: it predicts classes.
 
     Raises:
-        UserError: names the first value that is out of range.
+        UserError: names the first value that is out of range, or a gate of accuracy for a release that predicts a quantity.
     """
     for each in fields(gates):
         value, (low, high) = getattr(gates, each.name), _RANGES[each.name]
         if value is not None and not low <= value <= high:
             raise UserError(f"gate {each.name} = {value:g}: expected {low:g} to {high:g}")
+    of_accuracy = [
+        name for name in ("golden_accuracy", "max_accuracy_drop") if getattr(gates, name) is not None
+    ]
+    if task == "regression" and of_accuracy:
+        raise UserError(
+            f"gate {of_accuracy[0]} = {getattr(gates, of_accuracy[0]):g}: the release predicts a quantity, which has no accuracy; "
+            f"disable it (--gate {of_accuracy[0]}=none), and compare squared errors with the gate max_loss_increase, "
+            "in squares of the label's deviation (--gate max_loss_increase=0.05)"
+        )
     return gates
 
 

@@ -42,17 +42,18 @@ def start(
     percents: Sequence[float] = plan.DEFAULT_PHASES,
     device_filter: Filter = Filter(),  # noqa: B008 - frozen
     gates: Gates = Gates(),  # noqa: B008 - frozen
+    task: str | None = None,
 ) -> RolloutRow:
     """Creates a rollout of a published release, and fixes its members and their phases.
 
-    `releases`: those published now. Devices that could not run this release before become barred members; `force`
+    `releases`: those published now. `task`: what the release predicts; None: classes. Devices that could not run this release before become barred members; `force`
     lets one of them retry.
 
     Raises:
         UserError: invalid phases or gates.
         Refusal: 404 `unknown_release`; 409 `rollout_under_way`, `no_devices`, `too_many_devices`.
     """
-    percents, gates = plan.require_phases(percents), require_gates(gates)
+    percents, gates = plan.require_phases(percents), require_gates(gates, task)
     if not any(each.name.model == model and each.name.version == version for each in releases):
         raise Refusal(
             404,

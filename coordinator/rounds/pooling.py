@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from statistics import median_low
 
 from edge_client.wire.device import EvaluationResult
+from edge_client.wire.quantities import QuantitySums, figures
 
 MAX_LOSS = 20.0
 """Largest mean loss per label, in nats, that counts; it means a probability of 2e-9 for the right label."""
@@ -48,15 +49,4 @@ def pool_quantities(
         absolute += share * min(sums.absolute_sum, math.sqrt(result.labels * loss))
         total += share * max(-most, min(most, sums.label_sum))
         squares += share * square
-    if not labels:
-        return None
-    spread = squares - total * total / labels
-    return {
-        "r2": 1 - squared / spread if spread > _LEAST_SPREAD * labels else None,
-        "mae": absolute / labels * deviation,
-        "rmse": math.sqrt(squared / labels) * deviation,
-    }
-
-
-_LEAST_SPREAD = 1e-12
-"""Variance of standardised labels that rounding cannot explain."""
+    return figures(labels, squared, QuantitySums(absolute, total, squares), deviation) if labels else None

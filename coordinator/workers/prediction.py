@@ -24,7 +24,8 @@ _CHUNK_ROWS = 4096
 
 
 def run(request: Mapping[str, Any], logits: Logits | None) -> dict[str, Any]:
-    """The predictions for the rows of a file, and their accuracy where it has the classes.
+    """The predictions for the rows of a file, and their accuracy where it has the classes; of quantities R2, MAE and RMSE as
+    `metrics`.
 
     Args:
         request: `file`; `model`, its name in messages; `schema`; `release`, its folder, or null; `site_rows`, the table of a
@@ -50,7 +51,12 @@ def run(request: Mapping[str, Any], logits: Logits | None) -> dict[str, Any]:
     found = predict.from_logits(np.concatenate(parts), name, schema)
     if request["out"] is not None:
         predict.write_predictions(Path(request["out"]), found)
-    return {"predictions": [asdict(each) for each in found], "accuracy": predict.accuracy(found, inputs.y)}
+    metrics = predict.errors(found, inputs.y, schema)
+    return {
+        "predictions": [asdict(each) for each in found],
+        "accuracy": predict.accuracy(found, inputs.y),
+        **({} if metrics is None else {"metrics": metrics}),
+    }
 
 
 def _moments(schema: DataSchema, site_rows: Path) -> Moments:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -65,7 +65,7 @@ def predict(
 
     Example: fedloop-edge predict readings.csv, or fedloop-edge predict --data digits
     """
-    from edge_client.serving.predict import accuracy, active_release, write_predictions
+    from edge_client.serving.predict import accuracy, active_release, errors, write_predictions
     from edge_client.serving.predict import predict as predict_rows
     from edge_client.serving.rows import Reading
 
@@ -78,17 +78,18 @@ def predict(
         x, y = _rows(context, loaded.manifest, file, data, Reading(tuple(leave_out or ()), encoding))
         predictions = predict_rows(loaded, x)
     scored = accuracy(predictions, y)
+    found = errors(predictions, y, loaded.manifest.data_schema)
     if out is not None:
         write_predictions(out, predictions)
     if as_json:
         document = {"model": loaded.manifest.model, "version": loaded.manifest.version, "accuracy": scored}
-        typer.echo(json.dumps({**document, "predictions": [asdict(each) for each in predictions]}))
+        rows = {"predictions": [asdict(each) for each in predictions]}
+        typer.echo(json.dumps({**document, **({"metrics": found} if found else {}), **rows}))
         return
     if out is None:
         for each in predictions:
             typer.echo(_line(each))
-    if scored is not None:
-        typer.echo(f"accuracy {scored:.4f} on {len(predictions)} rows whose class is known", err=True)
+    _print_scored(scored, found, len(predictions))
 
 
 def _load(release: Path) -> LoadedRelease:
@@ -101,6 +102,15 @@ def _load(release: Path) -> LoadedRelease:
         loaded = load(release)
         golden_check.require(loaded)
     return loaded
+
+
+def _print_scored(accuracy: float | None, errors: Mapping[str, float | None] | None, rows: int) -> None:
+    """Prints how good the predictions are; nothing where the labels are not known."""
+    if accuracy is not None:
+        typer.echo(f"accuracy {accuracy:.4f} on {rows} rows whose class is known", err=True)
+    if errors is not None:
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in errors.items() if value is not None)
+        typer.echo(f"{figures} on {rows} rows", err=True)
 
 
 def _line(prediction: Prediction) -> str:
@@ -119,7 +129,7 @@ def _rows(
     data: str | None,
     reading: Reading,
 ) -> tuple[Any, Any]:
-    """The rows to predict, and their classes where they are known."""
+    """The rows to predict, and their classes, or quantities in their own unit, where they are known."""
     from edge_client.data import open_data
     from edge_client.data.connector import DataProblem
     from edge_client.data.rows import RowsConnector
@@ -138,7 +148,9 @@ def _rows(
             held_out = connector.held_out()
             if not len(held_out):
                 raise DataProblem(f"--data {data}: holds out no rows; see its options held_out and split")
-            return check_rows(held_out.x, manifest), held_out.y
+            scale = manifest.data_schema.label_scale
+            known_labels = held_out.y * scale[1] + scale[0] if scale else held_out.y
+            return check_rows(held_out.x, manifest), known_labels
         if isinstance(connector, RowsConnector):
             reading = replace(reading, moments=connector.moments)
         if manifest.data_schema.kind != "table":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ def _work(file: Path, report: Report) -> None:
         return
     report(evaluation=own, at="champion")
     champion = _champion(job.champion, report)
-    if champion is not None and champion.manifest.input == candidate.manifest.input:
-        theirs = _evaluate(champion, *examples)
+    if champion is not None and _is_comparable(champion, candidate):
+        theirs = _evaluate(champion, *examples, scale=candidate.manifest.data_schema.label_scale)
         report(
             evaluation={**own, "champion_correct": theirs["correct"], "champion_loss_sum": theirs["loss_sum"]}
         )
@@ -94,6 +95,8 @@ def _examples(data: DataConfig, candidate: LoadedRelease) -> tuple[Any, Any] | N
     held_out = open_data(data, candidate.manifest.schema).held_out()
     if not len(held_out):
         return None
+    if (held_out.y.dtype.kind == "f") != (candidate.manifest.task == "regression"):
+        raise ValueError("its labels are of another kind than the model's answers")
     return check_rows(held_out.x[:EVALUATED_ROWS], candidate.manifest), held_out.y[:EVALUATED_ROWS]
 
 
@@ -107,11 +110,29 @@ def _champion(folder: Path | None, report: Report) -> LoadedRelease | None:
         return None
 
 
-def _evaluate(loaded: LoadedRelease, x: Any, y: Any) -> dict[str, Any]:
-    """Counts of labels and correct ones, and cross-entropy, over all rows; labels that are no class do not count."""
-    known = np.where((y >= 0) & (y < loaded.manifest.classes), y, PADDING)
+def _is_comparable(champion: LoadedRelease, candidate: LoadedRelease) -> bool:
+    """Whether both take the same rows, and both predict classes or both a quantity."""
+    tasks = {each.manifest.task == "regression" for each in (champion, candidate)}
+    return champion.manifest.input == candidate.manifest.input and len(tasks) == 1
+
+
+def _evaluate(loaded: LoadedRelease, x: Any, y: Any, scale: Sequence[float] | None = None) -> dict[str, Any]:
+    """Counts of labels and correct ones, and cross-entropy, over all rows; labels that are no class do not count.
+
+    Of quantities the squared error. `scale`: mean and deviation that `y` is scaled by, if not the model's own.
+    """
+    is_quantity = loaded.manifest.task == "regression"
+    known = y if is_quantity else np.where((y >= 0) & (y < loaded.manifest.classes), y, PADDING)
+    own = loaded.manifest.data_schema.label_scale
+
+    def outputs(rows: Any) -> Any:
+        found = loaded.predict(rows)
+        if not own or not scale or own == scale:
+            return found
+        return ((found.astype(np.float64) * own[1] + own[0]) - scale[0]) / scale[1]
+
     total = merge(
-        score(loaded.predict(x[start : start + _BATCH]), known[start : start + _BATCH])
+        score(outputs(x[start : start + _BATCH]), known[start : start + _BATCH])
         for start in range(0, len(x), _BATCH)
     )
     # JSON has no infinity, so an infinite or NaN loss becomes the largest.

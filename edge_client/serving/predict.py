@@ -16,7 +16,7 @@ from edge_client.errors import UserError
 from edge_client.infer.runtime import InvalidRows, LoadedRelease
 from edge_client.ota import slots
 from edge_client.ota.transitions import Pointer
-from edge_client.train.evaluation import softmax
+from edge_client.train.evaluation import figures_of, score, softmax
 from edge_client.wire.schema import DataSchema
 from edge_client.wire.strict import printable
 
@@ -130,11 +130,22 @@ def decode(
     return logits.argmax(-1), softmax(logits)
 
 
-def accuracy(predictions: Sequence[Prediction], y: npt.NDArray[np.int32] | None) -> float | None:
-    """The share of rows whose class is right; None without known classes, or for sequences."""
-    if y is None or y.ndim != 1 or not len(y):
+def accuracy(predictions: Sequence[Prediction], y: npt.NDArray[Any] | None) -> float | None:
+    """The share of rows whose class is right; None without known classes, for sequences and for quantities."""
+    if y is None or y.ndim != 1 or not len(y) or predictions[0].value is not None:
         return None
     return float(np.mean([each.label == known for each, known in zip(predictions, y.tolist(), strict=True)]))
+
+
+def errors(
+    predictions: Sequence[Prediction], y: npt.NDArray[Any] | None, schema: DataSchema
+) -> dict[str, float | None] | None:
+    """R2, MAE and RMSE of predicted quantities, in their own unit; None for classes, or without known quantities `y` [N]."""
+    if schema.label_scale is None or y is None or not len(y):
+        return None
+    mean, deviation = schema.label_scale
+    values = np.array([each.value for each in predictions], np.float64)
+    return figures_of(score((values[:, None] - mean) / deviation, (y - mean) / deviation), deviation)
 
 
 def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:

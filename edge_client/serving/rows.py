@@ -45,10 +45,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Rows to predict. `x` [N, …] in the model's form; `y` [N] their classes, None where the file does not say."""
+    """Rows to predict. `x` [N, …] in the model's form; `y` [N] their classes, or quantities in their own unit, None where the file
+    does not say."""
 
     x: npt.NDArray[Any]
-    y: npt.NDArray[np.int32] | None
+    y: npt.NDArray[Any] | None
 
 
 def read_rows(path: Path, manifest: InferenceManifest, reading: Reading = Reading()) -> Inputs:
@@ -98,17 +99,27 @@ def _shaped(
         raise DataProblem(f"{path}: rows are {list(x.shape[1:])}, {model} takes {list(shape)}")
     if not len(x):
         raise DataProblem(f"{path}: has no rows")
-    if y is not None and (y.shape[:1] != x.shape[:1] or y.dtype.kind not in "iu"):
-        raise DataProblem(
-            f"{path}: y is {y.dtype} {list(y.shape)}, expected a class index for each of {len(x)} rows"
-        )
+    y = None if y is None else _known(y, len(x), schema, path)
     if schema.input_dtype == "int32" and x.dtype.kind == "f":
         with np.errstate(invalid="ignore"):
             ids = x.astype(np.int32)
         if (ids != x).any():
             raise DataProblem(f"{path}: {model} takes ids, whole numbers")
         x = ids
-    return Inputs(x.reshape(len(x), *shape), None if y is None else y.astype(np.int32))
+    return Inputs(x.reshape(len(x), *shape), y)
+
+
+def _known(y: npt.NDArray[Any], rows: int, schema: DataSchema, path: Path) -> npt.NDArray[Any]:
+    """The array y of a file: classes, or quantities."""
+    is_quantity = schema.label_scale is not None
+    if (
+        (y.ndim != 1 if is_quantity else False)
+        or len(y) != rows
+        or y.dtype.kind not in ("fiu" if is_quantity else "iu")
+    ):
+        what = "a number" if is_quantity else "a class index"
+        raise DataProblem(f"{path}: y is {y.dtype} {list(y.shape)}, expected {what} for each of {rows} rows")
+    return y.astype(np.float64 if is_quantity else np.int32)
 
 
 def read_arrays(path: Path, reading: Reading) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:
@@ -149,8 +160,7 @@ def _table(path: Path, schema: DataSchema, model: str, reading: Reading) -> Inpu
 
 def read_natural(path: Path, schema: DataSchema, leave_out: tuple[str, ...] = ()) -> Rows:
     """The rows of a table as the schema's columns, not yet scaled; labels are `PADDING` where the table has none."""
-    quantity = (schema.label,) if schema.label_scale is not None else ()
-    known = replace(schema, ignored=(*schema.ignored, *leave_out, *quantity))
+    known = replace(schema, ignored=(*schema.ignored, *leave_out))
 
     def all_rows(table: Table, options: TableOptions) -> Rows:
         for name in leave_out:

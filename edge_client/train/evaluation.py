@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.examples import PADDING
-from edge_client.wire.quantities import QuantitySums
+from edge_client.wire.quantities import QuantitySums, figures
 
 EVALUATION_ROWS = 256
 """Rows evaluated at a time. Fixed, so that sums are the same on every device."""
@@ -39,11 +39,20 @@ class Evaluation:
         return self.loss_sum / max(1, int(self.labels.sum()))
 
     @property
+    def quality(self) -> float:
+        """Larger is better, 1 is perfect: the accuracy; of quantities R2, 0 where all labels are equal."""
+        return self.accuracy if self.quantities is None else figures_of(self)["r2"] or 0.0
+
+    @property
+    def quality_name(self) -> Literal["accuracy", "r2"]:
+        return "accuracy" if self.quantities is None else "r2"
+
+    @property
     def accuracy(self) -> float:
         return int(self.correct.sum()) / max(1, int(self.labels.sum()))
 
 
-def score(logits: npt.NDArray[np.float32], y: npt.NDArray[Any]) -> Evaluation:
+def score(logits: npt.NDArray[Any], y: npt.NDArray[Any]) -> Evaluation:
     """Evaluation of logits [n, (T,) classes] against labels [n, (T)]; `PADDING` labels do not count.
 
     Where `y` holds floats, they are quantities, and `logits` [n, 1] predicts them: no label is correct.
@@ -70,6 +79,12 @@ def score(logits: npt.NDArray[np.float32], y: npt.NDArray[Any]) -> Evaluation:
         correct=correct.reshape(per_row).sum(axis=1, dtype=np.int64),
         labels=counted.reshape(per_row).sum(axis=1, dtype=np.int64),
     )
+
+
+def figures_of(scored: Evaluation, deviation: float = 1.0) -> dict[str, float | None]:
+    """R2, MAE and RMSE of rows whose labels are quantities; at least one row. `deviation`: by which labels were divided."""
+    assert scored.quantities is not None, "labels are quantities"
+    return figures(len(scored.labels), scored.loss_sum, scored.quantities, deviation)
 
 
 def softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

@@ -27,6 +27,7 @@ from edge_client.wire.manifest import (
     Operator,
     Tolerance,
     input_checks,
+    one_output,
     parse_manifest,
 )
 from edge_client.wire.schema import DataSchema
@@ -78,7 +79,7 @@ class InferenceManifest:
     version: int
     architecture: str
     options: Mapping[str, Any]
-    task: Literal["classification", "next_token"]
+    task: Literal["classification", "next_token", "regression"]
     classes: int
     input: InputSpec
     precision: str
@@ -126,6 +127,11 @@ def _checks(manifest: InferenceManifest) -> tuple[Check, ...]:
         (fits, "schema is of rows of another form than the model's input"),
         (len(schema.classes) in (0, manifest.classes), f"schema has not {manifest.classes} classes"),
         *input_checks(manifest.classes, manifest.input),
+        one_output(manifest.task, manifest.classes),
+        (
+            (manifest.task == "regression") == (schema.label_scale is not None),
+            f"schema: label_scale is {schema.label_scale}, the task is {manifest.task}",
+        ),
         (bool(golden.logits), "golden.logits is empty"),
         (
             all(len(row) == manifest.classes for row in golden.logits),

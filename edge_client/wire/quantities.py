@@ -6,6 +6,7 @@ few rows follow from their sums, so a device reports none of fewer rows than its
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -21,3 +22,20 @@ class QuantitySums:
     absolute_sum: float
     label_sum: float
     label_square_sum: float
+
+
+LEAST_SPREAD = 1e-12
+"""Variance, as a share of the mean square, that rounding cannot explain."""
+
+
+def figures(
+    labels: float, squared_sum: float, sums: QuantitySums, deviation: float = 1.0
+) -> dict[str, float | None]:
+    """R2, MAE and RMSE of `labels` > 0 rows, the errors in units of 1 / `deviation`. R2 is None where all labels are equal."""
+    spread = sums.label_square_sum - sums.label_sum * (sums.label_sum / labels)
+    varies = spread > LEAST_SPREAD * sums.label_square_sum
+    return {
+        "r2": 1 - squared_sum / spread if varies else None,
+        "mae": sums.absolute_sum / labels * deviation,
+        "rmse": math.sqrt(squared_sum / labels) * deviation,
+    }

@@ -44,7 +44,8 @@ def measure(
     """All figures but the latency, on test rows. `float32`: the `.tflite` of a model that has none of its own yet.
 
     Returns:
-        accuracy: of the file if there is one, otherwise of the module; over the test labels that count.
+        accuracy: of the file if there is one, otherwise of the module; over the test labels that count. Of a model that
+            predicts a quantity None, and r2 in its place.
         parameters: of the module; nonzero: of these.
         macs: multiply-accumulates of one row.
         bytes: of the `.tflite`, of a float model's float32 one, or of the params if devices cannot run it.
@@ -52,8 +53,10 @@ def measure(
         precision: of the model.
     """
     content = model.tflite or float32 or safetensors.numpy.save(params_of(model.module))
+    scored = score(logits(model.tflite or model.module, x), y)
     return {
-        "accuracy": accuracy(model.tflite or model.module, x, y),
+        "accuracy": None,
+        scored.quality_name: scored.quality,
         "parameters": parameters(model.module),
         "nonzero": nonzero(model.module),
         "macs": macs(model.module, model.spec),
@@ -163,6 +166,7 @@ def plot(rows: Iterable[Mapping[str, Any]], path: Path, test_rows: int) -> None:
 
     listed = list(rows)
     numbers = [row.get("step", index) for index, row in enumerate(listed, 1)]
+    name = "R2" if any("r2" in row for row in listed) else "accuracy"
     panels = [("bytes", "size (KB)", 1e-3), ("latency_us", "latency of a row (µs)", 1.0)]
     if any("memory_bytes" in row for row in listed):
         panels.append(("memory_bytes", "memory (KB)", 1e-3))
@@ -172,7 +176,7 @@ def plot(rows: Iterable[Mapping[str, Any]], path: Path, test_rows: int) -> None:
         shown = [
             (number, row) for number, row in zip(numbers, listed, strict=True) if row.get(key) is not None
         ]
-        points = [(row[key] * unit, row["accuracy"]) for _, row in shown]
+        points = [(row[key] * unit, worth(row)) for _, row in shown]
         for (number, _), point in zip(shown, points, strict=True):
             axes.plot(*point, "o", color="tab:blue")
             if point not in points[: [each for each, _ in shown].index(number)]:
@@ -186,7 +190,7 @@ def plot(rows: Iterable[Mapping[str, Any]], path: Path, test_rows: int) -> None:
             color="tab:orange",
             zorder=0,
         )
-        axes.set(xlabel=label, ylabel=f"accuracy on {test_rows} rows")
+        axes.set(xlabel=label, ylabel=f"{name} on {test_rows} rows")
         axes.margins(0.12, 0.1)  # room for numbers beside the outermost points
         if points:
             axes.set_xscale("log")
@@ -199,6 +203,11 @@ def plot(rows: Iterable[Mapping[str, Any]], path: Path, test_rows: int) -> None:
     names = "\n".join(f"{number}  {_label(row)}" for number, row in zip(numbers, listed, strict=True))
     figure.legend([Line2D([], [], ls="")], [names], loc="outside right upper", handlelength=0, fontsize=8)
     make_durably(path, lambda temporary: figure.savefig(temporary, format="png", dpi=120))
+
+
+def worth(row: Mapping[str, Any]) -> float:
+    """The accuracy in a row's figures, or R2."""
+    return float(row["r2"] if "r2" in row else row["accuracy"])
 
 
 def _label(row: Mapping[str, Any]) -> str:

@@ -125,6 +125,11 @@ def run(path: Path, emit: process.Report) -> None:
     sets = job.settings.get("sets", {})
     candidates = ladder(source.spec, job.settings.get("student"), sets)
     _require_kinds(sets, candidates)
+    if source.spec.task == "regression":
+        raise jobs.JobError(
+            f"model {source.spec.name!r} predicts a quantity, for which there is no search; compress it without --search: "
+            "its default step is quantize"
+        )
     for candidate in candidates:
         pipeline.plan_steps(candidate.steps, candidate.name)
     source_accuracy = report.accuracy(source.module, data.x_test, data.y_test)

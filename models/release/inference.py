@@ -105,6 +105,7 @@ def run(path: Path, report: process.Report) -> None:
     spec, options = job.any_spec(), job.options(ReleaseOptions)
     x = job.rows("x_test", spec)
     y = job.labels("y_test", spec, x)
+    _require_regression(job, spec, options)
     report(stage="export", step="open")
     source = _read_source(job, spec)
     python = job.settings.get("tflite_runtime")
@@ -114,6 +115,22 @@ def run(path: Path, report: process.Report) -> None:
         source, x, y, options, folder, job.seed, job.file("tflite_runtime", python) if python else None
     )
     jobs.write_result(job.out, result)
+
+
+def _require_regression(job: jobs.Job, spec: ModelSpec | KerasSpec, options: ReleaseOptions) -> None:
+    """Refuses a release of a model that predicts a quantity if it lacks the unit, or is to hold real rows."""
+    if spec.task != "regression":
+        return
+    if options.real_rows:
+        raise JobError(
+            f"{job.path}: real_rows = {options.real_rows}: real rows are for models that predict classes; {spec.name!r} predicts "
+            "a quantity"
+        )
+    if (job.settings.get("schema") or {}).get("label_scale") is None:
+        raise JobError(
+            f"{job.path}: model {spec.name!r} predicts a quantity, and there is no schema with its label_scale, without which its "
+            "answers have no unit; release a model with its schema.json, such as the folder of a run"
+        )
 
 
 def release(
@@ -244,14 +261,12 @@ def _read_schema(job: jobs.Job, spec: ModelSpec | KerasSpec) -> DataSchema | Non
             f"{spec.input_dtype} {list(spec.input_shape)}"
         )
     # Without columns and names it says no more than the manifest itself, and daemons of before know no such key.
-    return schema if schema.columns or schema.classes else None
+    return schema if schema.columns or schema.classes or schema.label_scale else None
 
 
 def _draft(source: Source, options: ReleaseOptions) -> InferenceManifest:
     """The manifest before verification. It claims every runtime, so that every runtime is tested."""
     spec = source.spec
-    if spec.task == "regression":
-        raise NotReleasable(f"model {spec.name!r} predicts a quantity, for which there is no release so far")
     return InferenceManifest(
         model=options.name,
         version=options.version,
@@ -281,22 +296,24 @@ def _require_accuracy(
     x: Rows,
     y: npt.NDArray[np.int32],
     max_drop: float,
-) -> dict[str, float]:
-    """`accuracy` of the file on all test rows, and `float_accuracy` if there is a float model.
+) -> dict[str, float | None]:
+    """`accuracy` of the file on all test rows, and `float_accuracy` if there is a float model; of quantities `r2` and `float_r2`.
 
     Raises:
         NotReleasable: the file is much worse, because of a wrong conversion or other params.
     """
-    accuracy = score(predict(x), y).accuracy
+    scored = score(predict(x), y)
+    name, quality = scored.quality_name, scored.quality
+    none = {} if name == "accuracy" else {"accuracy": None}
     if source.module is None:
-        return {"accuracy": accuracy}
-    float_accuracy = score(logits_of(source.module, x), y).accuracy
-    if float_accuracy - accuracy > max_drop + 1e-9:
+        return {**none, name: quality}
+    before = score(logits_of(source.module, x), y).quality
+    if not before - quality <= max_drop + 1e-9:
         raise NotReleasable(
-            f"the {source.precision} file's accuracy is {accuracy:.4f}, its float model's {float_accuracy:.4f}; the limit is a drop of "
+            f"the {source.precision} file's {name} is {quality:.4f}, its float model's {before:.4f}; the limit is a drop of "
             f"{100 * max_drop:g} points (max_accuracy_drop)"
         )
-    return {"accuracy": accuracy, "float_accuracy": float_accuracy}
+    return {**none, name: quality, f"float_{name}": before}
 
 
 def _write(folder: Path, manifest: InferenceManifest, tflite: bytes) -> None:

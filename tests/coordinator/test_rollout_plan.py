@@ -237,3 +237,15 @@ def test_golden_accuracy_and_loss_are_asked_for_where_wanted() -> None:
 def test_gates_out_of_range_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"gate {next(iter(values))}"):
         require_gates(Gates(**values))
+
+
+def test_a_release_that_predicts_a_quantity_is_judged_by_no_accuracy() -> None:
+    with pytest.raises(
+        UserError, match=r"max_accuracy_drop = 0\.02: the release predicts a quantity.*max_loss"
+    ):
+        require_gates(Gates(), "regression")
+    with pytest.raises(UserError, match=r"golden_accuracy = 0\.9: the release predicts a quantity"):
+        require_gates(Gates(golden_accuracy=0.9, max_accuracy_drop=None), "regression")
+    gates = Gates(max_accuracy_drop=None, max_loss_increase=0.1)
+    assert require_gates(gates, "regression") == gates
+    assert require_gates(Gates(), "next_token") == Gates()

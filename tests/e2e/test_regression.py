@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,26 @@ def test_sites_learn_to_predict_a_quantity(tmp_path: Path) -> None:
         "mae": pytest.approx(metrics.mean_absolute_error(real, predicted), rel=1e-5),
         "rmse": pytest.approx(metrics.root_mean_squared_error(real, predicted), rel=1e-5),
     }
+
+    exported = run_cli("export", "run", "--name", "prices", "--out", "release", cwd=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+    assert "prices:1, dynamic-int8" in exported.stdout and ", R2 0.9" in exported.stdout
+    found = {}
+    for model in ("run", "release"):
+        out = tmp_path / f"{model}.csv"
+        done = run_here("predict", tmp_path / model, tmp_path / "prices.csv", "--out", out)
+        assert done.returncode == 0 and "MAE" in done.stderr, done.stderr
+        found[model] = np.loadtxt(out, skiprows=1)
+    assert f"R2 {metrics.r2_score(price, found['release']):.4f}" in done.stderr
+    np.testing.assert_allclose(found["run"][rows.test], predicted, rtol=1e-5)
+    assert np.abs(found["release"] - found["run"]).max() < 0.1 * deviation
+    document = json.loads((tmp_path / "release" / "manifest.json").read_text("utf-8"))
+    assert (document["task"], document["schema"]["label_scale"]) == ("regression", [mean, deviation])
+
+    (tmp_path / "prune.toml").write_text('[[step]]\nkind = "prune"\nsparsity = 0.5\n')
+    refused = run_cli("compress", "run", "--pipeline", "prune.toml", "--out", "small", cwd=tmp_path)
+    assert refused.returncode == 2 and "predicts a quantity" in refused.stderr
+    assert not (tmp_path / "small").exists()
 
 
 def write_diabetes(path: Path, site: str | None = None) -> Path:

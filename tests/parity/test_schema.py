@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edge_client.data import DataConfig, DataProblem, open_data
-from edge_client.serving.predict import from_logits
+from edge_client.serving.predict import accuracy, errors, from_logits
 from edge_client.serving.rows import Reading, read_inputs
 from edge_client.train.torch_trainer import TorchRuntime
 from edge_client.train.trainer import Trainer, TrainTask
@@ -189,7 +189,10 @@ def test_quantities_are_predicted_in_their_own_unit(tmp_path: Path) -> None:
     np.testing.assert_allclose(
         [each.value for each in found], [1000 + 10 * row for row in range(40)], rtol=1e-6
     )
-    assert read_inputs(path, replace(schema, scale="none"), "prices").y is None
+    inputs = read_inputs(path, replace(schema, scale="none"), "prices")
+    assert inputs.y is not None and inputs.y.tolist() == [1000 + 10 * row for row in range(40)]
+    wrong = errors([replace(each, value=(each.value or 0) + 7) for each in found], inputs.y, schema)
+    assert wrong is not None and wrong["mae"] == pytest.approx(7) and accuracy(found, inputs.y) is None
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def from_float32(
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate of `auto`. `refused`: why it is excluded; empty if it is eligible."""
+    """A candidate of `auto`. `accuracy`: of quantities R2. `refused`: why it is excluded; empty if it is eligible."""
 
     precision: Precision
     bytes: int = 0
@@ -124,16 +124,22 @@ def choose(
             candidates.append(Candidate(precision, refused=reason))
     x, y = data.x_train[-_SCORED_ROWS:], data.y_train[-_SCORED_ROWS:]
     latencies = report.latency({str(name): file for name, file in files.items()}, x)
-    accuracies = {name: report.accuracy(file, x, y) for name, file in files.items()}
+    accuracies = {name: score(report.logits(file, x), y).quality for name, file in files.items()}
     for name, file in files.items():
         lost = accuracies["float32"] - accuracies[name]
         reason = (
-            f"loses {100 * lost:.1f} points of accuracy" if lost > options.max_accuracy_drop + 1e-9 else ""
+            f"loses {100 * lost:.1f} points of {'R2' if y.dtype.kind == 'f' else 'accuracy'}"
+            if lost > options.max_accuracy_drop + 1e-9
+            else ""
         )
         candidates.append(Candidate(name, len(file), latencies[name], accuracies[name], reason))
     eligible = (each for each in candidates if not each.refused)
     chosen = min(eligible, key=lambda each: each.bytes * each.latency_us)
-    facts = {"rows": len(x), "tried": [asdict(each) for each in candidates]}
+    named = "r2" if y.dtype.kind == "f" else "accuracy"
+    tried = [{**asdict(each), named: each.accuracy} for each in candidates]
+    if named == "r2":
+        tried = [{**each, "accuracy": None} for each in tried]
+    facts = {"rows": len(x), "tried": tried}
     return chosen.precision, files[chosen.precision], {"measured": facts}
 
 
@@ -170,14 +176,16 @@ def evaluate(
         ExportRefused: its accuracy is lower by more than `max_drop`.
     """
     before, after = (report.logits(content, data.x_test) for content in (float32, tflite))
-    accuracy = {"float32": score(before, data.y_test).accuracy, precision: score(after, data.y_test).accuracy}
-    require_accuracy(accuracy["float32"], accuracy[precision], max_drop, precision)
+    full, reduced = score(before, data.y_test), score(after, data.y_test)
+    name = full.quality_name
+    require_accuracy(full.quality, reduced.quality, max_drop, precision, name)
+    classes = {"agreement": float((before.argmax(-1) == after.argmax(-1)).mean())}
     return {
         **flatbuffer.facts(tflite),
-        "accuracy": accuracy[precision],
+        name: reduced.quality,
         "float32_bytes": len(float32),
-        "float32_accuracy": accuracy["float32"],
-        "agreement": float((before.argmax(-1) == after.argmax(-1)).mean()),
+        f"float32_{name}": full.quality,
+        **(classes if name == "accuracy" else {}),
     }
 
 
@@ -226,8 +234,10 @@ def require_weights(tflite: bytes, precision: Precision, least: float = 0.5) -> 
     return share
 
 
-def require_accuracy(fp32: float, quantized: float, max_drop: float, precision: str = "int8") -> None:
-    """Requires that quantization keeps the accuracy.
+def require_accuracy(
+    fp32: float, quantized: float, max_drop: float, precision: str = "int8", name: str = "accuracy"
+) -> None:
+    """Requires that quantization keeps the accuracy, or what else `name` says.
 
     Raises:
         ExportRefused: the quantized model is more than `max_drop` below float32.
@@ -235,7 +245,7 @@ def require_accuracy(fp32: float, quantized: float, max_drop: float, precision: 
     # both are fractions of the same rows; 1e-9 allows for rounding
     if fp32 - quantized > max_drop + 1e-9:
         raise ExportRefused(
-            f"{precision} accuracy is {quantized:.4f}, {100 * (fp32 - quantized):.1f} points below float32 ({fp32:.4f}), the limit is "
+            f"{precision} {name} is {quantized:.4f}, {100 * (fp32 - quantized):.1f} points below float32 ({fp32:.4f}), the limit is "
             f"{100 * max_drop:.1f}; calibrate on more, or more typical, rows, or raise max_accuracy_drop"
         )
 
