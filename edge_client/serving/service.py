@@ -170,6 +170,8 @@ class Service:
             model, answers = await waiting.answer
         except (BadRequest, InvalidRows) as error:
             return {"id": request_id, "error": str(error)}
+        if answers[0].value is not None:
+            return {"id": request_id, "model": model, "values": [each.value for each in answers]}
         return {
             "id": request_id,
             "model": model,
