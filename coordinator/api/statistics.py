@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Protocol
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel
-from sqlalchemy import Connection
+from pydantic import BaseModel, Field
+from sqlalchemy import Connection, Row
 
 from coordinator.api.runs import RunRequest
 from coordinator.context.services import ServicesDep
 from coordinator.db import runs as rows
 from coordinator.errors import Refusal
 from coordinator.experiments import experiment as experiments
+from edge_client.wire.schema import DataSchema
 
 router = APIRouter(tags=["statistics"])
 
@@ -29,12 +31,21 @@ class Statistics(BaseModel):
     report: dict[str, Any]
 
 
+class ProposedSchema(BaseModel):
+    """`schema`: the document of a data schema, for `data.schema` of an experiment. `notices`: what it leaves out, and why."""
+
+    document: dict[str, Any] = Field(alias="schema")
+    notices: list[str]
+
+
 class StatisticsService(Protocol):
     """What these routes use of `coordinator.runs.service.RunService`."""
 
     def create_statistics(self, document: Mapping[str, Any], sets: Sequence[str] = ()) -> str: ...
 
     def statistics_report(self, connection: Connection, run: str) -> dict[str, Any]: ...
+
+    def statistics_schema(self, connection: Connection, run: str) -> tuple[DataSchema, list[str]]: ...
 
 
 def service_of(request: Request) -> StatisticsService:
@@ -62,9 +73,26 @@ def get_statistics(run: str, service: ServiceDep, services: ServicesDep) -> Stat
     return services.database.read(partial(_read, service=service, run=run))
 
 
+@router.get("/statistics/{run}/schema")
+def get_statistics_schema(run: str, service: ServiceDep, services: ServicesDep) -> ProposedSchema:
+    """The data schema that the tables of the devices have in common. 422 `no_schema`: they contradict each other."""
+
+    def read(connection: Connection) -> ProposedSchema:
+        _require_statistics(connection, run)
+        schema, notices = service.statistics_schema(connection, run)
+        return ProposedSchema(schema=json.loads(schema.to_json()), notices=notices)
+
+    return services.database.read(read)
+
+
 def _read(connection: Connection, service: StatisticsService, run: str) -> Statistics:
+    row = _require_statistics(connection, run)
+    report = service.statistics_report(connection, run)
+    return Statistics(id=row.id, name=row.name, state=row.state, error=row.error, report=report)
+
+
+def _require_statistics(connection: Connection, run: str) -> Row[Any]:
     row = rows.require(connection, run)
     if row.kind != "statistics":
         raise Refusal(404, "unknown_run", f"run {run[:100]} is no statistics round")
-    report = service.statistics_report(connection, run)
-    return Statistics(id=row.id, name=row.name, state=row.state, error=row.error, report=report)
+    return row

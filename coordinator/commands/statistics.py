@@ -13,9 +13,11 @@ from rich.console import Group
 
 from coordinator.commands.options import ExperimentFile, Json, Sets
 from coordinator.commands.output import format_metric, make_table, print_json, print_output
-from coordinator.errors import RunInterrupted
+from coordinator.errors import RunInterrupted, UserError
 from coordinator.operator.client import Coordinator, OperatorClient, connect
 from coordinator.output_folders import begin, require_new
+from edge_client.files import write_durably
+from edge_client.wire.schema import from_document
 
 REPORT_NAME = "statistics.json"
 
@@ -32,6 +34,13 @@ def statistics(
         bool, typer.Option("--fleet", help="Ask the devices of a running coordinator that have the data set.")
     ] = False,
     out: Out = None,
+    schema_out: Annotated[
+        Path | None,
+        typer.Option(
+            "--schema-out",
+            help="With --fleet: file for the data schema that the devices' tables have in common, for data.schema of an experiment.",
+        ),
+    ] = None,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
@@ -44,16 +53,41 @@ def statistics(
 
     if out is not None:
         require_new(out)
+    _require_new_file(schema_out, fleet=fleet)
+    notices: list[str] = []
     if fleet:
         document = experiments.read_document(experiment, sets or [], "devices")
-        report = _ask_devices(connect(coordinator), document)
+        client = connect(coordinator)
+        run, report = _ask_devices(client, document)
+        if schema_out is not None:
+            notices = _write_schema(client, run, schema_out)
     else:
         report = simulate_statistics(experiments.load(experiment, sets or []))
-    _show(report, out, as_json=as_json)
+    _show(report, out, notices, as_json=as_json)
 
 
-def _ask_devices(client: OperatorClient, document: Mapping[str, Any]) -> dict[str, Any]:
-    """The report of a statistics round over devices. Ctrl-C cancels it."""
+def _require_new_file(schema_out: Path | None, *, fleet: bool) -> None:
+    if schema_out is None:
+        return
+    if not fleet:
+        raise UserError(
+            f"--schema-out {schema_out}: is for the tables of devices, with --fleet; `fedloop simulate` writes the schema.json of its "
+            "own table"
+        )
+    if schema_out.exists() or not schema_out.absolute().parent.is_dir():
+        problem = "exists already" if schema_out.exists() else "its folder does not exist"
+        raise UserError(f"--schema-out {schema_out}: {problem}; name a new file")
+
+
+def _write_schema(client: OperatorClient, run: str, file: Path) -> list[str]:
+    """Writes the schema that the devices' tables have in common. Returns notices."""
+    proposed = client.get(f"/statistics/{run}/schema")
+    write_durably(file, from_document(proposed["schema"], "schema").to_json().encode())
+    return [*proposed["notices"], f"schema in {file}; read it, then train with --set data.schema={file}"]
+
+
+def _ask_devices(client: OperatorClient, document: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The id and the report of a statistics round over devices. Ctrl-C cancels it."""
     from coordinator.operator.run_follower import ENDS, events_of
 
     run = client.post("/statistics", {"experiment": document})["id"]
@@ -65,17 +99,16 @@ def _ask_devices(client: OperatorClient, document: Mapping[str, Any]) -> dict[st
     shown = client.get(f"/statistics/{run}")
     if shown["state"] != "finished":
         raise RunInterrupted(f"the statistics round has {shown['state']}: {shown['error']}")
-    report: dict[str, Any] = shown["report"]
-    return report
+    return run, shown["report"]
 
 
-def _show(report: Mapping[str, Any], out: Path | None, *, as_json: bool) -> None:
+def _show(report: Mapping[str, Any], out: Path | None, notices: list[str], *, as_json: bool) -> None:
     if out is not None:
         begin(out, REPORT_NAME, json.dumps(report, indent=2) + "\n")
     if as_json:
         print_json(report)
         return
-    print_output(Group(_site_table(report), "", _column_table(report), *_notes(report, out)))
+    print_output(Group(_site_table(report), "", _column_table(report), *_notes(report, out), *notices))
 
 
 def _site_table(report: Mapping[str, Any]) -> Any:

@@ -114,7 +114,7 @@ def _description(folder: Path) -> dict[str, Any]:
     schema = _read_schema(folder)
     dtype = schema.input_dtype if schema is not None else "float32"
     path = folder / EXPERIMENT
-    experiment = resolve(read_toml(path), str(path), stored=True)
+    experiment = resolve(read_toml(path), str(path), "devices", stored=True)
     return experiment.model.describe({"input_dtype": dtype, **data})
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.errors import UserError
+from coordinator.experiments import device_schema
 from coordinator.experiments.defaults import absolute, with_defaults
 from coordinator.experiments.schema import Experiment, FleetKind
 from coordinator.experiments.validation import find_problems, to_user_error, validate
@@ -52,12 +53,12 @@ def read_document(
     Relative paths in the file follow the file's folder and become absolute; those of `--set` follow the working directory.
     """
     document = {} if path is None else follow_folder(read_toml(path), path, fleet)
-    return apply_settings(document, sets)
+    return device_schema.inline(apply_settings(document, sets))
 
 
 def follow_folder(document: dict[str, Any], file: Path, fleet: FleetKind = "simulated") -> dict[str, Any]:
     """Makes the paths that a document names absolute, in place: relative ones follow the folder of `file`."""
-    for table, key in (("data", "path"), ("model", "init"), ("model", "name")):
+    for table, key in (("data", "path"), ("data", "schema"), ("model", "init"), ("model", "name")):
         section = document.get(table)
         if not isinstance(section, dict) or not isinstance(value := section.get(key), str) or not value:
             continue

@@ -12,7 +12,8 @@ import tomlkit
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.model_references import RegisterAs, parse_register_as
-from edge_client.wire.schema import Scale
+from edge_client.wire import schema as schemas
+from edge_client.wire.schema import DataSchema, Scale
 from models.datasets import names
 
 Runtime = Literal["litert", "torch", "tensorflow"]
@@ -36,7 +37,7 @@ MODEL_KEYS = ("input_shape", "classes", "input_dtype", "task")
 class Section(BaseModel):
     """A table of the file; unknown keys are errors, values are never coerced from strings."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True)
 
     def to_toml(self) -> str:
         """The table, or the whole document, in TOML; keys without a value are left out."""
@@ -91,16 +92,35 @@ class Data(DataSection):
     classes: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
     input_dtype: Literal["float32", "int32"] | None = None
     task: Literal["classification", "next_token", "regression"] | None = None
+    # A field named `schema` would hide a method of pydantic's.
+    data_schema: dict[str, Any] | None = Field(default=None, alias="schema")
 
     @property
     def is_described(self) -> bool:
         """Whether the file describes the rows, so that the coordinator does not need the data."""
-        return self.input_shape is not None and self.classes is not None
+        return self.data_schema is not None or (self.input_shape is not None and self.classes is not None)
+
+    def read_schema(self) -> DataSchema | None:
+        """The data schema of a table that only devices hold, if the file gives one.
+
+        Raises:
+            InvalidDocument: it is none.
+        """
+        return (
+            None if self.data_schema is None else schemas.from_document(dict(self.data_schema), "data.schema")
+        )
 
     @property
     def described_shape(self) -> dict[str, Any]:
         """The `MODEL_KEYS` of rows that the file describes."""
-        defaults = {"input_dtype": "float32", "task": "classification"}
+        defaults: dict[str, Any] = {"input_dtype": "float32", "task": "classification"}
+        if (schema := self.read_schema()) is not None:
+            defaults = {
+                "input_shape": list(schema.input_shape),
+                "classes": len(schema.classes) or 1,
+                "input_dtype": schema.input_dtype,
+                "task": "classification" if schema.label_scale is None else "regression",
+            }
         return {key: getattr(self, key) or defaults[key] for key in MODEL_KEYS}
 
 

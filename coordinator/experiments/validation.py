@@ -13,6 +13,7 @@ from typing import Any, TypeGuard, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import UserError
+from coordinator.experiments import device_schema
 from coordinator.experiments.schema import Experiment, Federation, FleetKind
 from coordinator.json_values import is_finite
 from coordinator.model_references import parse_register_as
@@ -129,7 +130,7 @@ def _known_keys(tables: list[str], root: type[BaseModel]) -> list[str]:
         annotation = section.model_fields[table].annotation
         assert _is_table(annotation)
         section = annotation
-    return list(section.model_fields)
+    return [field.alias or name for name, field in section.model_fields.items()]
 
 
 def _is_table(annotation: Any) -> TypeGuard[type[BaseModel]]:
@@ -256,10 +257,13 @@ def _simulation_problems(experiment: Experiment) -> Iterator[str]:
 
 def _data_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     data = experiment.data
+    if data.data_schema is not None and (schema_problems := list(device_schema.find_problems(data, fleet))):
+        yield from schema_problems
+        return
     if (data.input_shape is None) != (data.classes is None):
         yield "data.input_shape and data.classes describe the rows together; give both, or neither"
     if (problem := dataset_name_problem(data.dataset)) and not (fleet == "devices" and data.is_described):
-        more = "; for data that only devices hold give data.input_shape and data.classes too"
+        more = "; for data that only devices hold give data.schema, or data.input_shape and data.classes, too"
         yield f"data.dataset: {problem}{more if fleet == 'devices' else ''}"
     elif (
         problem
@@ -285,10 +289,10 @@ def _data_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
 
 def _regression_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     data = experiment.data
-    if fleet == "devices" and data.is_described:
+    if fleet == "devices" and data.is_described and data.data_schema is None:
         yield (
-            'data.task = "regression" needs data of the coordinator\'s own, whose training rows scale the labels; leave '
-            "data.input_shape and data.classes out"
+            'data.task = "regression" needs data of the coordinator\'s own, whose training rows scale the labels, or a '
+            "data.schema with label_scale; leave data.input_shape and data.classes out"
         )
     if data.dataset in names.NAMES and data.dataset != "csv":
         yield f'data.task = "regression" is for csv and loaders of your own, but data.dataset = {data.dataset!r} has classes'

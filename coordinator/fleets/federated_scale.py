@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from coordinator.context.services import Services
+from coordinator.db import devices
 from coordinator.experiments.defaults import COHORT, minimum_count
 from coordinator.experiments.schema import Experiment
+from coordinator.fleets.robust_scale import scale_of
 from coordinator.fleets.statistics import Patience, StatisticsFleet
 from coordinator.scheduling.deployments import Deployment
-from edge_client.data.statistics import Moments, moments, pooled
+from edge_client.data.statistics import Moments
 from edge_client.wire import schema as schemas
 from edge_client.wire.schema import DataSchema
-from edge_client.wire.statistics import StatisticsRequest
+from edge_client.wire.statistics import StatisticsRequest, StatisticsResult
 
 LEAST_SITES = 2
 """Below, means would be those of a single device."""
@@ -42,35 +45,38 @@ def ask(
     numbers = tuple(column.name for column in schema.columns if column.mean is not None)
     if not numbers:
         return None, []
-    found, sites = _ask(services, deployment, experiment, numbers)
-    if sites < LEAST_SITES:
+    results = _ask(services, deployment, experiment, numbers)
+    if len(results) < LEAST_SITES:
         return None, [
-            f'data.scale = "federated": {sites} devices told statistics, {LEAST_SITES} are needed; numbers are scaled by the '
-            "coordinator's own table"
+            f'data.scale = "federated": {len(results)} devices reported statistics, {LEAST_SITES} are needed, because the mean of one '
+            "device would be its own, in every release; numbers are scaled by the coordinator's own table"
         ]
-    untold = [name for name in numbers if name not in found]
+    scale = scale_of(results, experiment.federation.weight_cap)
+    missing = [name for name in numbers if name not in scale.moments]
     rest = (
-        f"; by the coordinator's own table, because no device told them: {', '.join(untold)}"
-        if untold
+        f"; by the coordinator's own table, because no device reported them: {', '.join(missing)}"
+        if missing
         else ""
     )
-    return _scaled(schema, found), [
-        f"numbers are scaled by the means and deviations of {sites} devices{rest}"
+    return _scaled(schema, scale.moments), [
+        f"numbers are scaled by the means and deviations of {len(results)} devices{rest}",
+        *scale.notices,
     ]
 
 
 def _ask(
     services: Services, deployment: Deployment, experiment: Experiment, columns: tuple[str, ...]
-) -> tuple[dict[str, Moments], int]:
-    """Count, mean and deviation of these columns over all devices, and how many told any."""
+) -> dict[str, StatisticsResult]:
+    """Statistics of these columns by the name of the device, of those that report any."""
     asked = replace(deployment, kind="statistics")
     services.deployments.add(asked)  # devices that check in now are held, not sent away
     wanted = experiment.devices
     cohort = experiment.federation.clients_per_round or COHORT
     patience = Patience(cohort, wanted.patience_seconds, wanted.evaluate_seconds)
     request = StatisticsRequest(minimum_count(experiment.data), columns)
-    told = StatisticsFleet(services, asked).ask(0, request, patience)
-    return moments(pooled(told.values())), sum(result.rows > 0 for result in told.values())
+    results = StatisticsFleet(services, asked).ask(0, request, patience)
+    names = services.database.read(partial(devices.names, ids=results.keys()))
+    return {names[device]: result for device, result in results.items() if result.rows}
 
 
 def _scaled(schema: DataSchema, found: Mapping[str, Moments]) -> DataSchema:

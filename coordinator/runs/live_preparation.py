@@ -47,7 +47,8 @@ class Prepared:
     Attributes:
         trainable: names of the tensors that clients train.
         runtimes: allowed runtimes, the preferred one first.
-        data: description of the data if the coordinator could load it; then it scores every round.
+        data: description of the data if the coordinator could load it; then it scores every round. Of a table that only
+            devices hold, its data schema alone.
         schema: how devices read a table.
         fixed: column -> mean and deviation that the coordinator's rows are scaled by, if devices told them.
         start: `test_loss` and `test_accuracy` of the initial params, and the number of `test_rows`.
@@ -62,6 +63,11 @@ class Prepared:
     start: Mapping[str, Any] = field(default_factory=dict)
     schema: BlobRef | None = None
     fixed: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the coordinator has rows of its own, to score the model on."""
+        return self.data is not None and "fingerprint" in self.data
 
 
 def read(document: Mapping[str, Any]) -> Prepared:
@@ -226,7 +232,7 @@ def open_held_out(
         BlobDamaged: a file of the user's own model is damaged.
         UserError: the data is not what the run began with.
     """
-    if prepared.data is None:
+    if prepared.data is None or not prepared.has_rows:
         return None
     folder, pool = place.folder, place.pool
     data_info = load_data(
@@ -250,7 +256,7 @@ def open_held_out(
 
 
 def _data(experiment: Experiment, place: Place, notices: list[str]) -> dict[str, Any] | None:
-    """Description of the data; None, with a notice, if only the devices have it."""
+    """Description of the data; with a notice, if only the devices have it: its data schema if the experiment has one, or None."""
     data = experiment.data
     if (problem := dataset_name_problem(data.dataset)) is None:
         try:
@@ -276,7 +282,9 @@ def _data(experiment: Experiment, place: Place, notices: list[str]) -> dict[str,
     notices.append(
         f"data.dataset = {data.dataset!r}: the coordinator has no rows of its own to score the model on ({problem})"
     )
-    return None
+    if (schema := data.read_schema()) is None:
+        return None
+    return {**data.described_shape, "schema": json.loads(schema.to_json())}
 
 
 def _require_described(experiment: Experiment, data_info: Mapping[str, Any]) -> None:

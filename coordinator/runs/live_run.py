@@ -83,7 +83,7 @@ class LiveRun:
             for ref in (prepared.artifact, prepared.manifest):
                 if ref is not None:
                     self._services.blobs.require_intact(ref.sha256)
-            if prepared.data is not None:
+            if prepared.has_rows:
                 self._open_held_out(prepared, self._workers())
             LiveStore(self._services, self._run).emit("run_resumed", round=self._row.round)
         self._prepared = prepared
@@ -153,7 +153,11 @@ class LiveRun:
         place = self._place(pool)
         prepared, params, notices = live_preparation.prepare(experiment, place, init, self._own)
         schema, more = federated_scale.ask(
-            services, self._deployment(prepared), experiment, (prepared.data or {}).get("schema")
+            services,
+            self._deployment(prepared),
+            experiment,
+            # `data.schema` has its means and deviations already.
+            (prepared.data or {}).get("schema") if prepared.has_rows else None,
         )
         if schema is not None:
             prepared = live_preparation.scaled(experiment, prepared, schema, place)

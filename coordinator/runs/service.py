@@ -41,6 +41,7 @@ from coordinator.sandbox import policy
 from coordinator.scheduling.deployments import Deployment
 from coordinator.storage.errors import is_temporary
 from coordinator.workers.pool import WorkerPool
+from edge_client.wire.schema import DataSchema
 
 _log = structlog.get_logger("fedloop.runs")
 
@@ -107,8 +108,16 @@ class RunService:
         return self._create(experiment, [], "statistics")
 
     def statistics_report(self, connection: Connection, run: str) -> dict[str, Any]:
-        """What devices told in a statistics round so far."""
+        """What devices reported in a statistics round so far."""
         return statistics_run.read_report(connection, run)
+
+    def statistics_schema(self, connection: Connection, run: str) -> tuple[DataSchema, list[str]]:
+        """The data schema that these statistics make, and notices.
+
+        Raises:
+            UserError: `no_schema`: the devices contradict each other.
+        """
+        return statistics_run.make_schema(connection, run)
 
     def cancel(self, run: str) -> None:
         """Ends a run now and notifies the devices that work on it.

@@ -26,9 +26,11 @@ from coordinator.experiments.schema import Experiment
 from coordinator.experiments.validation import to_user_error, validate
 from coordinator.fleets.statistics import Patience, StatisticsFleet
 from coordinator.reports import statistics as report
+from coordinator.reports import statistics_schema
 from coordinator.scheduling.deployments import Deployment, Selection
 from edge_client.data.statistics import bin_edges, pooled
 from edge_client.wire.device import ModelRef
+from edge_client.wire.schema import DataSchema
 from edge_client.wire.statistics import StatisticsRequest, StatisticsResult
 
 LEAST_SITES = 2
@@ -104,9 +106,27 @@ def read_report(connection: Connection, run: str) -> dict[str, Any]:
     )
 
 
+def make_schema(connection: Connection, run: str) -> tuple[DataSchema, list[str]]:
+    """The data schema that the devices' tables have in common, by their statistics; and notices.
+
+    Raises:
+        UserError: `no_schema`: the devices contradict each other; each is named.
+    """
+    experiment = Experiment.model_validate(rows.require(connection, run).experiment)
+    results = answers.statistics_of(connection, run, _SUMS)
+    names = devices.names(connection, results.keys())
+    by_name = {names[device]: result for device, result in results.items()}
+    return statistics_schema.make_schema(experiment.data, by_name, experiment.federation.weight_cap)
+
+
 def _request(experiment: Experiment) -> StatisticsRequest:
     data = experiment.data
-    return StatisticsRequest(minimum_count(data), tuple(data.features or ()))
+    return StatisticsRequest(
+        minimum_count(data),
+        tuple(data.features or ()),
+        label=data.label,
+        exclude=statistics_schema.not_inputs(data),
+    )
 
 
 def _patience(experiment: Experiment) -> Patience:

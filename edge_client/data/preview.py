@@ -109,18 +109,29 @@ def _stamp(path: Path | None) -> tuple[int, int] | None:
 
 def _rows(document: Mapping[str, Any]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
-    from edge_client.data import tables
-
     for name, table in document.items():
         try:
             config = parse(DataConfig, table, "data")
-            awaits = tables.awaits_schema(config)
-            rows[name] = {"rows": tables.count_rows(config) if awaits else len(open_data(config).train())}
+            rows[name] = {"rows": _count(config)}
         except DataProblem as problem:
             rows[name] = {"problem": str(problem)}
         except MemoryError:
             rows[name] = {"problem": "reading it needs more memory than limits.memory_bytes"}
     return rows
+
+
+def _count(config: DataConfig) -> int:
+    from edge_client.data import tables
+
+    awaits = tables.awaits_schema(config)
+    if awaits and not config.options.get("label"):
+        return tables.count_rows(config)
+    try:
+        return len(open_data(config).train())
+    except DataProblem:
+        if not awaits:
+            raise
+        return tables.count_rows(config)  # texts, which a model's schema describes
 
 
 def _preview(document: Mapping[str, Any]) -> dict[str, Any]:

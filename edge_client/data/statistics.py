@@ -15,7 +15,7 @@ from functools import reduce
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.data.cells import folded, is_missing, number, numbers
+from edge_client.data.cells import date_number, folded, is_missing, number, numbers
 from edge_client.data.connector import DataConfig, DataProblem
 from edge_client.data.contract import TABLE_KINDS, with_schema
 from edge_client.data.examples import NoExamples
@@ -66,6 +66,7 @@ def _of_table(table: Table, options: TableOptions, request: StatisticsRequest) -
     if not records:
         raise DataProblem(f"{table.name}: has column names but no rows")
     table = replace(table, records=records)
+    options = _completed(table, options, request)
     roles = dict.fromkeys(options.exclude, EXCLUDED)
     roles |= {options.label: "label"} if options.label else {}
     roles |= {options.split: "split"} if options.split else {}
@@ -79,6 +80,14 @@ def _of_table(table: Table, options: TableOptions, request: StatisticsRequest) -
     training = ~_held_out_rows(table, records, features, options)
     trained = [record for record, trains in zip(records, training, strict=True) if trains]
     return of_records(table, trained, replace(options, features=request.columns or features), request)
+
+
+def _completed(table: Table, options: TableOptions, request: StatisticsRequest) -> TableOptions:
+    """The options with what the request says where they say nothing: the label, and columns that are no input."""
+    label = options.label or (request.label if request.label in table.columns else "")
+    own = {label, options.split, *options.features}
+    exclude = (*options.exclude, *(name for name in request.exclude if name not in own))
+    return replace(options, label=label, exclude=tuple(dict.fromkeys(exclude)))
 
 
 def of_records(
@@ -170,8 +179,10 @@ def bin_edges(statistics: StatisticsResult, bins: int) -> dict[str, tuple[float,
 
 
 def _statistics(column: Column, options: TableOptions, request: StatisticsRequest) -> ColumnStatistics:
-    if column.name in options.dates:
-        values = feature(column, replace(options, standardise="local"))[:, 0]
+    is_date = column.name in options.dates or (column.name not in options.categories and _holds_dates(column))
+    if is_date:
+        dates = replace(options, dates=(column.name,), categories={}, standardise="local")
+        values = feature(column, dates)[:, 0]
     elif column.name in options.categories or _has_text(column):
         spelled = folded if column.name in options.fold else str.strip
         texts = Counter(EMPTY if cell is None else spelled(str(cell)) for cell in column.cells)
@@ -182,7 +193,19 @@ def _statistics(column: Column, options: TableOptions, request: StatisticsReques
     too_large = np.flatnonzero(np.abs(values) > LARGEST)
     if len(too_large):
         raise column.problem(int(too_large[0]), f"is too large; expected at most {LARGEST:g}")
-    return _of_numbers(values[~np.isnan(values)], request.edges.get(column.name), request.minimum_count)
+    edges = request.edges.get(column.name)
+    return replace(_of_numbers(values[~np.isnan(values)], edges, request.minimum_count), date=is_date)
+
+
+def _holds_dates(column: Column) -> bool:
+    """Whether the cells are dates and gaps alone, as a simulation finds it."""
+    present = [cell for cell in column.cells if not is_missing(cell)]
+    return bool(present) and all(
+        not isinstance(cell, list | tuple)
+        and number(cell, column.table.decimal_comma) is None
+        and date_number(cell) is not None
+        for cell in present
+    )
 
 
 def _has_text(column: Column) -> bool:

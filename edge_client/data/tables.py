@@ -37,8 +37,14 @@ def read_table(config: DataConfig, use: Callable[[Table, TableOptions], T]) -> T
 
 
 def awaits_schema(config: DataConfig) -> bool:
-    """Whether only a model's schema will say what the columns of a table are: the configuration names no label."""
-    return config.kind in TABLE_KINDS and not config.options.get("label")
+    """Whether the configuration of a table says only where its rows are, so that a model's schema has to describe the columns.
+
+    One that names the label may describe a table of numbers completely.
+    """
+    return config.kind in TABLE_KINDS and not config.options.keys() - _PLACE
+
+
+_PLACE = {"label", "encoding", "delimiter", "query", "exclude", "split", "held_out", "test_path"}
 
 
 def count_rows(config: DataConfig) -> int:

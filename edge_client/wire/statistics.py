@@ -43,11 +43,15 @@ class StatisticsRequest:
         minimum_count: rows from which a count is told, >= 2.
         columns: of the input; empty: all that the device trains on.
         edges: column of numbers -> ascending edges between the bins of its histogram; the outer bins are open.
+        label: column of the label of a table that has it, where the device's configuration names none (since 1.4).
+        exclude: columns that are no input; a table need not have them (since 1.4).
     """
 
     minimum_count: int = MINIMUM_COUNT
     columns: tuple[str, ...] = ()
     edges: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    label: str = ""
+    exclude: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class ColumnStatistics:
         histogram: rows per bin of the requested edges, 0 where they are not told; empty if none was requested.
         categories: text -> rows; `""` are empty cells.
         other: rows of all texts that are not told.
+        date: the numbers are dates, as days since 1970-01-01 (since 1.4).
     """
 
     kind: Literal["number", "category"]
@@ -72,6 +77,7 @@ class ColumnStatistics:
     histogram: tuple[int, ...] = ()
     categories: Mapping[str, int] = field(default_factory=dict)
     other: int = 0
+    date: bool = False
 
 
 @dataclass(frozen=True)

@@ -531,7 +531,7 @@ def test_devices_may_know_a_data_set_that_the_coordinator_does_not() -> None:
 
 
 def test_a_data_set_nobody_describes_is_refused_with_what_to_give() -> None:
-    with pytest.raises(UserError, match=r"vibration.*give data.input_shape and data.classes"):
+    with pytest.raises(UserError, match=r"vibration.*give data.schema, or data.input_shape and data.classes"):
         on_devices({"data": {"dataset": "vibration"}})
 
 

@@ -275,7 +275,7 @@ def test_without_two_devices_the_coordinators_own_table_scales_and_the_run_says_
 ) -> None:
     row = trained(world, table, {})
     assert row.state == "finished"
-    assert "0 devices told statistics, 2 are needed" in " ".join(row.notices)
+    assert "0 devices reported statistics, 2 are needed" in " ".join(row.notices)
     (age,) = (each for each in row.prepared["data"]["schema"]["columns"] if each["name"] == "age")
     own = [
         float(each["age"])

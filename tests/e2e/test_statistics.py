@@ -14,6 +14,7 @@ import pytest
 
 from coordinator.accounts.admin_token import read_admin_token
 from coordinator.demos.local_fleet import LocalFleet, local_fleet
+from edge_client.wire import schema as schemas
 from tests.support.cli import run_here
 
 pytestmark = pytest.mark.slow
@@ -51,15 +52,11 @@ def start(fleet: LocalFleet, folder: Path, site: str) -> None:
             "patients": {
                 "kind": "csv",
                 "path": str(folder / f"{site}.csv"),
-                "label": "outcome",
                 "split": "split",
+                **({"label": "outcome"} if site == "north" else {}),
             }
         },
         "statistics": {"allowed": site != FORBIDDEN},
-    }
-    config["data"]["patients"] |= {
-        "categories": {"ward": ["icu", "er", f"only-in-{site}"]},
-        "classes": ["home", "died"],
     }
     fleet.add(site, config).start()
 
@@ -81,17 +78,21 @@ def test_four_daemons_tell_the_statistics_of_their_pooled_rows(tmp_path: Path) -
     with local_fleet(tmp_path / "fleet") as fleet:
         for site in tables:
             start(fleet, tmp_path, site)
-        sets = ["data.dataset=patients", "devices.patience_seconds=60", "devices.evaluate_seconds=60"]
+        sets = [
+            "data.dataset=patients",
+            "data.label=outcome",
+            "devices.patience_seconds=60",
+            "devices.evaluate_seconds=60",
+        ]
         wait_for_devices(fleet, len(tables))
         done = run_here(
             "statistics",
             "--fleet",
             "--json",
+            "--schema-out",
+            str(tmp_path / "schema.json"),
             *(part for each in sets for part in ("--set", each)),
-            env={
-                "FEDLOOP_COORDINATOR": fleet.operator_url,
-                "FEDLOOP_ADMIN_TOKEN": str(read_admin_token(fleet.home)),
-            },
+            env=operator(fleet),
         )
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)
@@ -116,6 +117,45 @@ def test_four_daemons_tell_the_statistics_of_their_pooled_rows(tmp_path: Path) -
                 assert secret not in told
                 assert secret not in done.stdout
         assert ledger(fleet, FORBIDDEN) == []
+        train_and_predict(fleet, tmp_path, age["mean"])
+
+
+def train_and_predict(fleet: LocalFleet, folder: Path, mean: float) -> None:
+    """Sites train by the schema that four of them made; the model predicts a table in its natural form."""
+    schema = schemas.from_json((folder / "schema.json").read_bytes())
+    assert [(column.name, column.categories, column.other) for column in schema.columns] == [
+        ("age", (), False),
+        ("ward", ("er", "icu"), True),
+    ]
+    assert (schema.classes, schema.label, schema.ignored) == (("died", "home"), "outcome", ("site", "split"))
+    assert schema.columns[0].mean == mean
+    (folder / "my.toml").write_text(
+        """
+        data = { dataset = "patients", schema = "schema.json" }
+        model = { name = "logreg", register = "triage" }
+        federation = { rounds = 1, clients_per_round = 2, runtimes = { torch = 1 } }
+        """
+    )
+    done = run_here("run", str(folder / "my.toml"), "--out", str(folder / "run"), env=operator(fleet))
+    assert done.returncode == 0, done.stderr
+    report = json.loads((folder / "run" / "report.json").read_text())
+    assert report["rounds"][0]["accepted"] == 2
+    assert schemas.from_json((folder / "run" / "schema.json").read_bytes()) == schema
+
+    (folder / "new.csv").write_text("ward,age\nicu,41\nnever seen,\n")
+    predicted = run_here("predict", str(folder / "run"), str(folder / "new.csv"), "--json")
+    assert predicted.returncode == 0, predicted.stderr
+    assert [row["class_name"] in schema.classes for row in json.loads(predicted.stdout)["predictions"]] == [
+        True,
+        True,
+    ]
+
+
+def operator(fleet: LocalFleet) -> dict[str, str]:
+    return {
+        "FEDLOOP_COORDINATOR": fleet.operator_url,
+        "FEDLOOP_ADMIN_TOKEN": str(read_admin_token(fleet.home)),
+    }
 
 
 def wait_for_devices(fleet: LocalFleet, count: int) -> None:

@@ -106,6 +106,7 @@ def messages() -> dict[str, Any]:
             10,
             {
                 "age": ColumnStatistics("number", 38, 51.5, 812.25, 33.0, 70.5, (12, 26)),
+                "seen": ColumnStatistics("number", 40, 19800.0, 200.0, date=True),
                 "ward": ColumnStatistics("category", 40, categories={"icu": 25}, other=15),
             },
             {"0": 28},
@@ -121,7 +122,7 @@ def task_message() -> TaskMessage:
 
 
 def statistics_request() -> StatisticsRequest:
-    return StatisticsRequest(10, ("age", "ward"), {"age": (50.0,)})
+    return StatisticsRequest(10, ("age", "ward"), {"age": (50.0,)}, "outcome", ("split",))
 
 
 def result() -> bytes:
