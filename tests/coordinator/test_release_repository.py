@@ -55,6 +55,11 @@ def test_a_client_gets_what_was_published(releases: SignedReleases, tmp_path: Pa
     assert blocks.read(info.custom, info.length) is not None
 
 
+def test_what_a_release_predicts_is_read_from_its_manifest(releases: SignedReleases) -> None:
+    assert releases.repository.task_of("cnn", 1) == "classification"
+    assert releases.repository.task_of("cnn", 2) is None
+
+
 def test_rollouts_are_read_by_a_client(releases: SignedReleases, tmp_path: Path) -> None:
     document = {"model": "cnn", "rollouts": [{"rollout": "r1", "version": 1, "action": "install"}]}
     releases.repository.set_rollouts("cnn", document)

@@ -146,6 +146,16 @@ def test_an_invalid_rollout_is_refused(fedloop: Console, args: list[str], messag
         fedloop("start", *args)
 
 
+def test_a_rollout_of_a_model_of_quantities_compares_no_accuracy(fedloop: Console) -> None:
+    fedloop.releases.tasks["digits", 2] = "regression"
+    with pytest.raises(UserError, match="predicts a quantity, which has no accuracy"):
+        fedloop("start", "digits:2")
+    fedloop(
+        "rollout", "start", "digits:2", "--gate", "max_accuracy_drop=none", "--gate", "max_loss_increase=1"
+    )
+    assert "digits:2" in fedloop("list")
+
+
 def test_the_guide_runs_as_written(fedloop: Console) -> None:
     """Its commands, one after the other, in a clinic with two devices of which one failed with the release before."""
     fedloop.releases.released.append(("digits", 4))

@@ -20,11 +20,17 @@ class MemoryReleases:
 
     def __init__(self, *released: tuple[str, int]) -> None:
         self.released = [*released]
+        self.tasks: dict[tuple[str, int], str] = {}
         self.documents: dict[str, Rollouts] = {}
         self.refuses = False
 
     def releases(self) -> Sequence[Release]:
         return [Release(ReleaseName(*each), "0" * 64, "0" * 64, 1) for each in self.released]
+
+    def task_of(self, model: str, version: int) -> str | None:
+        return (
+            self.tasks.get((model, version), "classification") if (model, version) in self.released else None
+        )
 
     def set_rollouts(self, model: str, document: Mapping[str, Any]) -> None:
         if self.refuses:
