@@ -150,9 +150,7 @@ def test_a_rollout_of_a_model_of_quantities_compares_no_accuracy(fedloop: Consol
     fedloop.releases.tasks["digits", 2] = "regression"
     with pytest.raises(UserError, match="predicts a quantity, which has no accuracy"):
         fedloop("start", "digits:2")
-    fedloop(
-        "rollout", "start", "digits:2", "--gate", "max_accuracy_drop=none", "--gate", "max_loss_increase=1"
-    )
+    fedloop("start", "digits:2", "--gate", "max_accuracy_drop=none", "--gate", "max_loss_increase=1")
     assert "digits:2" in fedloop("list")
 
 
