@@ -239,6 +239,8 @@ def _chosen_result(report: Mapping[str, Any]) -> list[str]:
 def _scores(final: dict[str, Any]) -> str:
     if "r2" in (final.get("metrics") or {}):
         return f"{format_errors(final['metrics'])} on {final['test_rows']} held-out rows"
+    if final["test_accuracy"] is None and final["test_loss"] is not None:
+        return f"test loss {final['test_loss']:.4f} on {final['test_rows']} held-out rows"
     if final["test_accuracy"] is None:
         return "not scored: the coordinator has no rows of its own and devices.evaluate_every is 0;"
     loss = "not finite" if final["test_loss"] is None else f"{final['test_loss']:.4f}"
@@ -288,7 +290,7 @@ def _figure_lines(report: Mapping[str, Any]) -> list[str]:
 def _regression_lines(report: Mapping[str, Any]) -> list[str]:
     """The baselines, and the site with the largest error."""
     shown = {"mean": "mean of the training rows", "local": "trained alone"}
-    baselines = report["final"]["baselines"]
+    baselines = report["final"].get("baselines", {})
     lines = [
         f"baseline, {name}: {format_errors(baselines[key])}"
         for key, name in shown.items()

@@ -154,7 +154,13 @@ def _load_data(config: Pretraining, folder: Path, environment: Environment) -> d
     if done is not None and done.state == "finished":
         return jobs.resume(folder)
     settings = config.data.model_dump(exclude_none=True)
-    return training_data.load_data(settings, config.seed, folder, environment)
+    data = training_data.load_data(settings, config.seed, folder, environment)
+    if data["task"] == "regression":
+        raise UserError(
+            f"data.dataset = {config.data.dataset!r}: its labels are quantities, which pretraining does not learn; train the model "
+            'with fedloop simulate (data.task = "regression")'
+        )
+    return data
 
 
 def _run(config: Pretraining, out: Path, environment: Environment) -> dict[str, Any]:

@@ -42,6 +42,7 @@ def make_report(connection: Connection, run: Row[Any]) -> dict[str, Any]:
             "test_loss": last.get("test_loss"),
             "test_rows": start.get("test_rows") or last.get("on_devices", {}).get("test_rows"),
             "model_sha256": run.params,
+            **_of_devices(last, model),
             **judged.get("final", {}),
         },
     }
@@ -52,6 +53,12 @@ def make_report(connection: Connection, run: Row[Any]) -> dict[str, Any]:
     if per_site := _per_site(last, records, judged, is_finished=is_finished):
         report["per_site"] = per_site
     return report
+
+
+def _of_devices(last: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """`metrics` of a quantity by the devices' own rows, which stand for the coordinator's where it has none."""
+    metrics = (last.get("on_devices") or {}).get("metrics")
+    return {"metrics": metrics} if metrics and model.get("task") == "regression" else {}
 
 
 def _per_site(

@@ -70,3 +70,17 @@ def test_an_accuracy_on_devices_comes_with_its_number_of_rows() -> None:
         "on the devices, which share the held-out rows, on 96 of them 0.9000" in text
         and "own rows" not in text
     )
+
+
+def test_a_quantity_without_figures_shows_its_loss() -> None:
+    final = {"test_accuracy": None, "test_loss": 0.5, "test_rows": 7, "model_sha256": "0" * 64}
+    report = {
+        "final": final,
+        "runtimes": {},
+        "rounds": [],
+        "clients": 2,
+        "rejections": {},
+        "bytes_up": 0,
+        "bytes_down": 0,
+    }
+    assert "test loss 0.5000 on 7 held-out rows" in summaries.run_summary(report, HERE)

@@ -105,16 +105,23 @@ def test_devices_learn_to_predict_a_quantity_and_report_sums_of_its_errors(tmp_p
     with local_fleet(tmp_path / "fleet", ["--allow-path", str(tmp_path / "held")]) as fleet:
         for site in ("north", "south"):
             path = write_diabetes(tmp_path / f"{site}.csv", site)
-            data = {"csv": {"kind": "csv", "path": str(path), "split": "split"}}
+            data = {name: {"kind": "csv", "path": str(path), "split": "split"} for name in ("csv", "private")}
             fleet.add(site, {"data": data, "labels": {"site": site}, "runtimes": [runtimes[site]]}).start()
-        done = run_here(
-            "run", *options(sets), "--out", tmp_path / "run",
-            env={
-                "FEDLOOP_COORDINATOR": fleet.operator_url,
-                "FEDLOOP_ADMIN_TOKEN": str(read_admin_token(fleet.home)),
-            },
-        )  # fmt: skip
+        environment = {
+            "FEDLOOP_COORDINATOR": fleet.operator_url,
+            "FEDLOOP_ADMIN_TOKEN": str(read_admin_token(fleet.home)),
+        }
+        done = run_here("run", *options(sets), "--out", tmp_path / "run", env=environment)
         assert done.returncode == 0, done.stderr
+        # The same without rows of the coordinator's own: its data schema says what the devices' tables hold.
+        own = (
+            "data.dataset=private",
+            f"data.schema={tmp_path / 'run' / 'schema.json'}",
+            "data.task=regression",
+        )
+        settings = [*own, *sets[5:], "federation.rounds=1", "devices.evaluate_every=1"]
+        blind = run_here("run", *options(settings), "--out", tmp_path / "blind", env=environment)
+        assert blind.returncode == 0, blind.stderr
     report = report_of(tmp_path / "run")
     final, pooled = report["final"], report["rounds"][-1]["on_devices"]
     assert [(each["accepted"], each["rejected"]) for each in report["rounds"]] == [(2, 0)] * 4
@@ -134,3 +141,9 @@ def test_devices_learn_to_predict_a_quantity_and_report_sums_of_its_errors(tmp_p
     }
     assert report["per_site"]["north"]["metrics"]["r2"] != report["per_site"]["south"]["metrics"]["r2"]
     assert f"R2 {final['metrics']['r2']:.4f}" in done.stdout and "largest error of 2 sites" in done.stdout
+
+    unseen = report_of(tmp_path / "blind")
+    assert unseen["final"]["metrics"] == unseen["rounds"][-1]["on_devices"]["metrics"]
+    assert unseen["final"]["test_accuracy"] is None and unseen["per_site"]["south"]["metrics"]["mae"] > 1
+    assert unseen["data"]["label_scale"] == report["data"]["label_scale"]
+    assert f"R2 {unseen['final']['metrics']['r2']:.4f}" in blind.stdout
