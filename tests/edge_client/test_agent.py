@@ -91,6 +91,7 @@ def test_an_evaluate_task_sends_sums_only(coordinator: FakeCoordinator, tmp_path
         "labels": 5,
         "correct": 4,
         "loss_sum": 1.5,
+        "quantity": None,
         "site": "berlin",
     }
 
