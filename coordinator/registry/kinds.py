@@ -197,7 +197,7 @@ def _inference(contents: Contents) -> _Description:
     if REPORT in contents:
         report = document(contents, REPORT)
         _require_hash(contents, MODEL_NAME, REPORT, "sha256", report.get("sha256"))
-        metrics |= figures(report, "accuracy")
+        metrics |= figures(report, "accuracy", "r2")
         inputs += _input("params", _table(report, "source").get("tflite_sha256"))
     about = {
         "model": {"name": manifest.architecture, "options": dict(manifest.options)},

@@ -96,6 +96,21 @@ def test_an_evaluate_task_sends_sums_only(coordinator: FakeCoordinator, tmp_path
     }
 
 
+@pytest.mark.parametrize(("least", "is_sent"), [(5, True), (6, False)])
+def test_sums_of_few_quantities_stay_on_the_device(
+    coordinator: FakeCoordinator, tmp_path: Path, least: int, is_sent: bool
+) -> None:
+    """The labels of few rows follow from their sums. Training reports those of five rows."""
+    sums = {"absolute_sum": 2.0, "label_sum": 0.5, "label_square_sum": 4.0}
+    enrolled(coordinator, tmp_path)
+    edge = daemon(tmp_path, (f"statistics.minimum_count={least}",))
+    edge.training.quantity = {"quantity": sums}
+    offer = coordinator.offer(kind="evaluate")
+    edge.ticks(lambda: offer.task in coordinator.accepted)
+    sent = json.loads(coordinator.accepted[offer.task])
+    assert (sent["quantity"], sent["loss_sum"]) == (sums if is_sent else None, 1.5)
+
+
 STATISTICS: dict[str, object] = {
     "kind": "statistics",
     "params": None,

@@ -36,6 +36,7 @@ class FakeTraining:
     size: int = 1000
     treated: tuple[str, ...] = ()
     closed: bool = False
+    quantity: dict[str, Any] = field(default_factory=dict)
 
     def run(self, job: Job, stop_reason: Callable[[], str | None]) -> Done:
         self.jobs.append(job)
@@ -47,7 +48,8 @@ class FakeTraining:
         if self.failure is not None:
             raise self.failure
         if job.kind == "evaluate":
-            job.result.write_text('{"rows": 5, "labels": 5, "correct": 4, "loss_sum": 1.5}')
+            sums = {"rows": 5, "labels": 5, "correct": 4, "loss_sum": 1.5, **self.quantity}
+            job.result.write_text(json.dumps(sums))
             return Done(rows=5, seconds=0.1, peak_memory_bytes=1)
         if job.kind == "statistics":
             job.result.write_text(json.dumps({"rows": 40, "minimum_count": job.message["minimum_count"]}))
