@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.datacenter import jobs
-from coordinator.datacenter.compression_sources import Pipeline, Source, SourceReader, read_model
+from coordinator.datacenter.compression_sources import Pipeline, Source, SourceReader, copy_schema, read_model
 from coordinator.datacenter.documents import (
     LINEAGE,
     MODEL,
@@ -36,7 +36,6 @@ from coordinator.experiments.validation import read_table, to_user_error
 from coordinator.output_folders import require_new, undone_if_refused
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import file_sha256, write_durably
-from edge_client.wire.schema import SCHEMA_NAME
 from models import catalog
 
 _SLOWER = 1.1
@@ -253,9 +252,7 @@ def write_report(source: Source, result: Mapping[str, Any], out: Path, **more: A
         },
         **more,
     }
-    schema = source.params.with_name(SCHEMA_NAME)
-    if schema.is_file():
-        write_durably(out / SCHEMA_NAME, schema.read_bytes())
+    copy_schema(source, out)
     about = {**result["model"], "precision": report["final"]["precision"]}
     write_document(out / MODEL, {**about, "sha256": report["lineage"]["model_sha256"]})
     write_document(out / LINEAGE, report["lineage"])

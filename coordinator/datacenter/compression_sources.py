@@ -36,7 +36,8 @@ from coordinator.datacenter.training_data import Arrays, DataOptions, TrainingDa
 from coordinator.errors import UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import MODEL_KEYS, Experiment, Section
-from edge_client.files import file_sha256
+from edge_client.files import file_sha256, write_durably
+from edge_client.wire.schema import SCHEMA_NAME
 from models import user_code
 from models.datasets.names import KEYS
 
@@ -214,6 +215,13 @@ class SourceReader:
         )
         rows = sample_rows(arrays, self.pipeline.limits, np.random.default_rng(seed))
         return Source(model, params, rows, seed, lineage, scored)
+
+
+def copy_schema(source: Source, out: Path) -> None:
+    """Copies the data schema beside a run's or a pretraining's params, if there is one, into `out`."""
+    schema = source.params.with_name(SCHEMA_NAME)
+    if source.params.name == PARAMS and schema.is_file():
+        write_durably(out / SCHEMA_NAME, schema.read_bytes())
 
 
 def run_in(folder: Path) -> Experiment:

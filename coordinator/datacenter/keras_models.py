@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.datacenter import jobs
-from coordinator.datacenter.compression_sources import Source, run_in
+from coordinator.datacenter.compression_sources import Source, copy_schema, run_in
 from coordinator.datacenter.documents import (
     LINEAGE,
     MODEL,
@@ -86,6 +86,7 @@ def quantize(
         "seed": source.seed,
         "code_version": version("fedloop"),
     }
+    copy_schema(source, out)
     write_document(out / LINEAGE, lineage)
     write_document(out / REPORT, {"scored": source.scored})
 
