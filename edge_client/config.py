@@ -13,8 +13,8 @@
     root = "/etc/fedloop/root.json"      # the first root of the models' releases; default: pinned at first contact
     trial_seconds = 60                   # how long a daemon must run with a new version to end its trial
     [statistics]
-    allowed = true                       # whether the device may tell statistics of its data
-    minimum_count = 10                   # rows from which it tells a count
+    allowed = true                       # whether the device may report statistics of its data
+    minimum_count = 10                   # rows from which it reports a count
     [labels]
     site = "berlin"
     [limits]                             # of a training process
@@ -69,11 +69,11 @@ class ReleaseOptions:
 
 @dataclass(frozen=True)
 class StatisticsOptions:
-    """What the device may tell of its data besides updates and evaluations.
+    """What the device may report of its data besides updates and evaluations.
 
     Attributes:
         allowed: whether it does statistics tasks.
-        minimum_count: rows from which it tells a count, >= 2; a coordinator may ask for more.
+        minimum_count: rows from which it reports a count, >= 2; a coordinator may ask for more.
     """
 
     allowed: bool = True

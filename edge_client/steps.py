@@ -85,13 +85,13 @@ class Current:
 class Desired:
     """The desired state. `ineligible`: reasons why nothing may run now; `opted_out`: runs, by id or name.
 
-    `tells_statistics`: whether the owner lets the device tell statistics of its data.
+    `reports_statistics`: whether the owner lets the device report statistics of its data.
     """
 
     paused: bool = False
     ineligible: tuple[str, ...] = ()
     opted_out: tuple[str, ...] = ()
-    tells_statistics: bool = True
+    reports_statistics: bool = True
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ def blocking_reason(offer: TaskOffer, current: Current, desired: Desired) -> Dec
     """Why this task cannot be done here, or None."""
     if is_opted_out(offer, desired.opted_out):
         return Decline("opted_out", "this device takes no part in this run")
-    if offer.kind == "statistics" and not desired.tells_statistics:
-        return Decline("opted_out", "the owner of this device lets it tell no statistics")
+    if offer.kind == "statistics" and not desired.reports_statistics:
+        return Decline("opted_out", "the owner of this device does not let it report statistics")
     if desired.ineligible:
         return Decline("ineligible", "; ".join(desired.ineligible))
     if offer.dataset not in current.datasets:

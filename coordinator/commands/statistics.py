@@ -135,8 +135,8 @@ def _site_table(report: Mapping[str, Any]) -> Any:
 
 
 def _labels(labels: Mapping[str, Any], rows: int) -> str:
-    parts = [f"{name} {count / rows:.0%}" for name, count in list(labels["told"].items())[:6]]
-    return ", ".join(parts + (["others"] if labels["other"] or len(labels["told"]) > 6 else []))
+    parts = [f"{name} {count / rows:.0%}" for name, count in list(labels["classes"].items())[:6]]
+    return ", ".join(parts + (["others"] if labels["other"] or len(labels["classes"]) > 6 else []))
 
 
 def _column_table(report: Mapping[str, Any]) -> Any:
@@ -151,9 +151,9 @@ def _column_table(report: Mapping[str, Any]) -> Any:
         ]
         values = "-" if column["count"] is None else f"{column['count']:,}"
         if column["kind"] == "category":
-            told = len(column.get("categories", ()))
+            named = len(column.get("categories", ()))
             table.add_row(
-                name, values, f"{told} {'category' if told == 1 else 'categories'}", "", ", ".join(drifting)
+                name, values, f"{named} {'category' if named == 1 else 'categories'}", "", ", ".join(drifting)
             )
         else:
             mean, spread = (column.get(key) for key in ("mean", "deviation"))
@@ -164,7 +164,7 @@ def _column_table(report: Mapping[str, Any]) -> Any:
 
 def _notes(report: Mapping[str, Any], out: Path | None) -> Iterator[str]:
     for site, reason in report["silent"].items():
-        yield f"{site} told nothing: {reason}"
+        yield f"{site} reported nothing: {reason}"
     yield "drift: population stability index against all sites; 0.1 is moderate, 0.25 large"
     if out is not None:
         yield f"all figures in {out / REPORT_NAME}"

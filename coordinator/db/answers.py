@@ -148,7 +148,7 @@ def evaluations_of(connection: Connection, run: str, number: int) -> dict[str, E
 def record_statistics(
     connection: Connection, task: TaskRow, result: Mapping[str, Any], now: datetime
 ) -> None:
-    """Stores what a device tells in a leased statistics task."""
+    """Stores what a device reports in a leased statistics task."""
     connection.execute(
         insert(statistics).values(
             run=task.run, round=task.round, device=task.device, result=dict(result), received_at=now
@@ -159,7 +159,7 @@ def record_statistics(
 
 
 def statistics_of(connection: Connection, run: str, number: int) -> dict[str, StatisticsResult]:
-    """Device -> what it told, in order of their ids."""
+    """Device -> what it reported, in order of their ids."""
     query = select(statistics.c.device, statistics.c.result).where(
         statistics.c.run == run, statistics.c.round == number
     )

@@ -45,7 +45,7 @@ _TEXT_DEFAULTS: dict[str, dict[str, int]] = {
 
 
 def minimum_count(data: Data) -> int:
-    """Rows from which statistics tell a count: as for naming a category, but at least 2."""
+    """Rows from which statistics report a count: as for naming a category, but at least 2."""
     return max(2, data.categories.minimum_count) if data.categories else MINIMUM_COUNT
 
 

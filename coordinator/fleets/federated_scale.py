@@ -33,7 +33,7 @@ def ask(
 ) -> tuple[DataSchema | None, list[str]]:
     """The data schema scaled by the run's devices, and notices; None where its scale is another, or stays as it is.
 
-    `document`: the schema of the coordinator's own table. With fewer than two devices that tell statistics it keeps its say,
+    `document`: the schema of the coordinator's own table. With fewer than two devices that report statistics it stays,
     and a notice says so.
 
     Raises:

@@ -29,7 +29,7 @@ LONGEST_WAIT_SECONDS = 5.0
 """Longest wait before the clock is read again, because it may be set."""
 
 _NOTICE_SECONDS = 2.0
-"""Between two looks at the devices that a run waits for, and between two notices: a change is told within twice that."""
+"""Between two looks at the devices that a run waits for, and between two notices: a change is reported within twice that."""
 
 _MOST_NAMED, _MOST_COMPARED = 20, 1000
 """Devices that a notice names with their reasons, and those that are looked at."""

@@ -1,4 +1,4 @@
-"""A statistics round on devices: asks every matching device, through the database, and collects what they tell.
+"""A statistics round on devices: asks every matching device, through the database, and collects their reports.
 
 Like the evaluation of a round, it never talks to a device: tasks are rows, which devices fetch and answer through the device
 API. Asking again after a restart continues: only devices that were not asked before get a task.
@@ -56,9 +56,9 @@ class StatisticsFleet:
         self._session.stop()
 
     def ask(self, number: int, request: StatisticsRequest, patience: Patience) -> dict[str, StatisticsResult]:
-        """What the devices tell, by device id, of those that answer in time.
+        """What the devices report, by device id, of those that answer in time.
 
-        `number`: tells rounds of one run apart; a second call with it asks only devices not asked before.
+        `number`: distinguishes the rounds of a run; a second call with it asks only devices not asked before.
         """
         invitations = self._invitations(number, patience)
         run, services = self._deployment.run, self._services

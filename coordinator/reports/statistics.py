@@ -1,7 +1,7 @@
 """The report of federated statistics: each site beside all sites together.
 
 Drift of a column of numbers is the standardised mean difference to the pool, and its population stability index (PSI) over
-the bins of the histogram; of categories and classes the PSI over those that some site tells. PSI below 0.1 counts as no drift,
+the bins of the histogram; of categories and classes the PSI over those that some site reports. PSI below 0.1 counts as no drift,
 from 0.25 as large (Siddiqi 2006, chapter 8).
 """
 
@@ -25,7 +25,7 @@ _REST = "\0"
 def make_report(
     results: Mapping[str, StatisticsResult], silent: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The statistics of all sites as JSON. `silent`: site -> why it told nothing.
+    """The statistics of all sites as JSON. `silent`: site -> why it reported nothing.
 
     `sites` with fewer training rows than the minimum count have `rows` null.
     """
@@ -46,10 +46,10 @@ def make_report(
             name: {
                 "rows": result.rows or None,
                 "columns": {
-                    column: _figures(told, result)
+                    column: _figures(reported, result)
                     | {"drift": drifts[column].get(name)}
-                    | _mean_difference(told, pool.columns[column])
-                    for column, told in result.columns.items()
+                    | _mean_difference(reported, pool.columns[column])
+                    for column, reported in result.columns.items()
                 },
                 "labels": _shares(result.labels, result.other_labels),
                 "label_drift": label_drifts.get(name),
@@ -72,16 +72,16 @@ def stability_index(shares: Mapping[str, float], expected: Mapping[str, float], 
 
 @dataclass(frozen=True)
 class _Counts:
-    """Cells that a site tells of one partition of its rows, and all these rows. `cells`: all there are, if that is known."""
+    """Cells that a site reports of one partition of its rows, and all these rows. `cells`: all there are, if that is known."""
 
-    told: Mapping[str, int]
+    reported: Mapping[str, int]
     rows: int
     least: int
     cells: tuple[str, ...] = ()
 
 
 def _column_drifts(name: str, kind: str, results: Mapping[str, StatisticsResult]) -> dict[str, float]:
-    """Site -> drift of a column, of those that tell it as what it is at most sites."""
+    """Site -> drift of a column, of those that report it as what it is at most sites."""
     parts = {}
     for site, result in results.items():
         column = result.columns.get(name)
@@ -91,20 +91,22 @@ def _column_drifts(name: str, kind: str, results: Mapping[str, StatisticsResult]
             parts[site] = _Counts(column.categories, column.count, result.minimum_count)
         elif column.histogram:
             bins = {str(place): count for place, count in enumerate(column.histogram)}
-            told = {place: count for place, count in bins.items() if count}
-            parts[site] = _Counts(told, column.count, result.minimum_count, tuple(bins))
+            reported = {place: count for place, count in bins.items() if count}
+            parts[site] = _Counts(reported, column.count, result.minimum_count, tuple(bins))
     return _drifts(parts)
 
 
 def _drifts(parts: Mapping[str, _Counts]) -> dict[str, float]:
-    """Site -> PSI of its shares against those of all sites; without sites that tell no cell.
+    """Site -> PSI of its shares against those of all sites; without sites that report no cell.
 
-    What a site withholds is spread over the cells that it does not tell as other sites have them, so that withholding alone
+    What a site withholds is spread over the cells that it does not report as other sites have them, so that withholding alone
     is no drift.
     """
-    cells = list(dict.fromkeys(cell for part in parts.values() for cell in (*part.cells, *part.told)))
+    cells = list(dict.fromkeys(cell for part in parts.values() for cell in (*part.cells, *part.reported)))
     least = max((part.least for part in parts.values()), default=0)
-    weights = {cell: sum(part.told.get(cell, 0) for part in parts.values()) or least / 2 for cell in cells}
+    weights = {
+        cell: sum(part.reported.get(cell, 0) for part in parts.values()) or least / 2 for cell in cells
+    }
     spread = {site: _spread(part, weights) for site, part in parts.items()}
     rows = sum(part.rows for part in parts.values()) or 1
     expected = {
@@ -117,17 +119,17 @@ def _drifts(parts: Mapping[str, _Counts]) -> dict[str, float]:
             part.least / (2 * part.rows),
         )
         for site, part in parts.items()
-        if part.told
+        if part.reported
     }
 
 
 def _spread(part: _Counts, weights: Mapping[str, float]) -> dict[str, float]:
     """Rows by cell. Without a cell to spread it over, what is withheld is a cell of its own."""
-    untold = {cell: weight for cell, weight in weights.items() if cell not in part.told}
-    rest, whole = part.rows - sum(part.told.values()), sum(untold.values())
+    unreported = {cell: weight for cell, weight in weights.items() if cell not in part.reported}
+    rest, whole = part.rows - sum(part.reported.values()), sum(unreported.values())
     if not whole:
-        return {**part.told, _REST: rest}
-    return {**part.told, **{cell: rest * weight / whole for cell, weight in untold.items()}}
+        return {**part.reported, _REST: rest}
+    return {**part.reported, **{cell: rest * weight / whole for cell, weight in unreported.items()}}
 
 
 def _mean_difference(column: ColumnStatistics, pool: ColumnStatistics) -> dict[str, float]:
@@ -139,14 +141,14 @@ def _mean_difference(column: ColumnStatistics, pool: ColumnStatistics) -> dict[s
 
 
 def _figures(column: ColumnStatistics, result: StatisticsResult) -> dict[str, Any]:
-    """What is told of one column; null where it is withheld."""
+    """What is reported of one column; null where it is withheld."""
     if not column.count:
         return {"kind": column.kind, "count": None, "missing": None}
     if column.kind == "category":
         missing = column.categories.get(EMPTY)
         return {
             "kind": "category",
-            "count": column.count,
+            "count": column.count - (missing or 0),
             "missing": None if missing is None else missing / column.count,
             "categories": {name: count for name, count in column.categories.items() if name != EMPTY},
             "other": column.other,
@@ -163,5 +165,5 @@ def _figures(column: ColumnStatistics, result: StatisticsResult) -> dict[str, An
     }
 
 
-def _shares(told: Mapping[str, int], other: int) -> dict[str, Any]:
-    return {"told": dict(told), "other": other}
+def _shares(reported: Mapping[str, int], other: int) -> dict[str, Any]:
+    return {"classes": dict(reported), "other": other}

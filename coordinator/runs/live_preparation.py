@@ -50,7 +50,7 @@ class Prepared:
         data: description of the data if the coordinator could load it; then it scores every round. Of a table that only
             devices hold, its data schema alone.
         schema: how devices read a table.
-        fixed: column -> mean and deviation that the coordinator's rows are scaled by, if devices told them.
+        fixed: column -> mean and deviation that the coordinator's rows are scaled by, if devices reported them.
         start: `test_loss` and `test_accuracy` of the initial params, and the number of `test_rows`.
     """
 

@@ -1,4 +1,4 @@
-"""Federated statistics in simulation: over the clients of an experiment's partition, as devices with their rows tell them."""
+"""Federated statistics in simulation: over the clients of an experiment's partition, as devices with these rows report them."""
 
 from __future__ import annotations
 

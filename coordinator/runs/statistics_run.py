@@ -4,7 +4,7 @@
     2. from all bounds, agree on the bins of the histograms, and ask for these
     3. the report, from the rows of both
 
-Every answer is a row before the device is told that it counts, so a restarted coordinator continues where it stopped.
+Every answer is a row before the device gets its acknowledgement, so a restarted coordinator continues where it stopped.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def run_statistics(services: Services, run: str, experiment: Experiment, fleet: 
     """Both rounds of a statistics run, and its end.
 
     Raises:
-        UserError: too few devices told anything.
+        UserError: too few devices reported anything.
         Stopped: the run was cancelled, or the process is ending.
     """
     services.database.write(partial(rows.set_running, run=run)).result()
     request, patience = _request(experiment), _patience(experiment)
-    told = _require_enough(fleet.ask(_SUMS, request, patience))
-    edges = bin_edges(pooled(told.values()), report.BINS)
+    reported = _require_enough(fleet.ask(_SUMS, request, patience))
+    edges = bin_edges(pooled(reported.values()), report.BINS)
     if edges:
         fleet.ask(_HISTOGRAMS, replace(request, edges=edges), patience)
     ended = services.database.write(
@@ -93,16 +93,18 @@ def run_statistics(services: Services, run: str, experiment: Experiment, fleet: 
 
 
 def read_report(connection: Connection, run: str) -> dict[str, Any]:
-    """The report of what was told so far. Devices of one site are one; others go by their names."""
-    told = answers.statistics_of(connection, run, _SUMS) | answers.statistics_of(connection, run, _HISTOGRAMS)
+    """The report of what was reported so far. Devices of one site are one; others go by their names."""
+    reported = answers.statistics_of(connection, run, _SUMS) | answers.statistics_of(
+        connection, run, _HISTOGRAMS
+    )
     silent = answers.unanswered(connection, run, _SUMS, "statistics")
-    names = devices.names(connection, told.keys() | silent.keys())
+    names = devices.names(connection, reported.keys() | silent.keys())
     sites: dict[str, list[StatisticsResult]] = {}
-    for device, result in told.items():
+    for device, result in reported.items():
         sites.setdefault(result.site or names[device], []).append(result)
     return report.make_report(
         {name: pooled(results) if len(results) > 1 else results[0] for name, results in sites.items()},
-        {names[device]: words for device, words in silent.items() if device not in told},
+        {names[device]: words for device, words in silent.items() if device not in reported},
     )
 
 
@@ -134,12 +136,12 @@ def _patience(experiment: Experiment) -> Patience:
     return Patience(LEAST_SITES, wanted.patience_seconds, wanted.evaluate_seconds)
 
 
-def _require_enough(told: Mapping[str, StatisticsResult]) -> Mapping[str, StatisticsResult]:
-    """What devices told, without those that have too few rows. Raises: UserError: too few are left."""
-    useful = {device: result for device, result in told.items() if result.rows}
+def _require_enough(reported: Mapping[str, StatisticsResult]) -> Mapping[str, StatisticsResult]:
+    """What devices reported, without those that have too few rows. Raises: UserError: too few are left."""
+    useful = {device: result for device, result in reported.items() if result.rows}
     if len(useful) < LEAST_SITES:
         raise UserError(
-            f"{len(useful)} of {len(told)} devices that answered told statistics, {LEAST_SITES} are needed; why a device does not: "
+            f"{len(useful)} of {len(reported)} devices that answered have statistics to report, {LEAST_SITES} are needed; why a device has none: "
             "`[statistics]` of its configuration, fewer training rows than its minimum count, or fedloop-edge status"
         )
     return useful

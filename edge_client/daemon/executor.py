@@ -240,7 +240,7 @@ class Executor:
         result.write_text(json.dumps(vars(message)), "utf-8")
 
     def _request(self, offer: TaskOffer) -> dict[str, Any]:
-        """What the coordinator asks to be told, within what the owner allows. Raises: TrainingFailed: it is no request."""
+        """What the coordinator asks for, within what the owner allows. Raises: TrainingFailed: it is no request."""
         try:
             request = parse_message(StatisticsRequest, offer.message, "statistics")
         except InvalidDocument as error:

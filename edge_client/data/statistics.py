@@ -1,6 +1,6 @@
 """Statistics of a table's training rows that give no single row away, and their merge over sites.
 
-`edge_client.wire.statistics` says what is told and what is withheld. The merge of means and squared deviations is that of
+`edge_client.wire.statistics` says what is reported and what is withheld. The merge of means and squared deviations is that of
 Chan, Golub and LeVeque (1979), exact to rounding whatever the means are.
 """
 
@@ -38,7 +38,7 @@ from edge_client.wire.statistics import (
 from edge_client.wire.strict import is_text
 
 LONGEST_TEXT = 200
-"""Characters of a category that is told by name."""
+"""Characters of a category that is reported by name."""
 
 Moments = tuple[int, float, float]
 """Count, mean and standard deviation."""
@@ -116,12 +116,14 @@ def of_records(
     if not options.label:
         return StatisticsResult(len(records), least, columns, other_labels=len(records))
     classes = Counter(_class(cell, table) for cell in _column(table, options.label, records).cells)
-    labels, other = told(classes, least)
+    labels, other = disclosed(classes, least)
     return StatisticsResult(len(records), least, columns, labels, other)
 
 
-def told(counts: Mapping[str, int], least: int, most: int = MOST_CATEGORIES) -> tuple[dict[str, int], int]:
-    """The cells of a partition that are told, and how many rows the others have: 0 or at least `least`."""
+def disclosed(
+    counts: Mapping[str, int], least: int, most: int = MOST_CATEGORIES
+) -> tuple[dict[str, int], int]:
+    """The cells of a partition that may be reported, and how many rows the others have: 0 or at least `least`."""
     ordered = sorted(((count, name) for name, count in counts.items()), key=lambda cell: (-cell[0], cell[1]))
     shown = [
         (name, count)
@@ -155,7 +157,7 @@ def pooled(results: Iterable[StatisticsResult]) -> StatisticsResult:
 
 
 def moments(statistics: StatisticsResult) -> dict[str, Moments]:
-    """Count, mean and deviation of each column of numbers that is told."""
+    """Count, mean and deviation of each column of numbers that is reported."""
     return {
         name: (column.count, column.mean, deviation(column))
         for name, column in statistics.columns.items()
@@ -186,7 +188,7 @@ def _statistics(column: Column, options: TableOptions, request: StatisticsReques
     elif column.name in options.categories or _has_text(column):
         spelled = folded if column.name in options.fold else str.strip
         texts = Counter(EMPTY if cell is None else spelled(str(cell)) for cell in column.cells)
-        categories, other = told(texts, request.minimum_count)
+        categories, other = disclosed(texts, request.minimum_count)
         return ColumnStatistics("category", len(column.cells), categories=categories, other=other)
     else:
         values = numbers(column.cells, column.table.decimal_comma)
@@ -238,7 +240,7 @@ def _of_numbers(
 def _histogram(values: npt.NDArray[np.float64], edges: Sequence[float], least: int) -> tuple[int, ...]:
     counts = np.bincount(np.searchsorted(edges, values, side="right"), minlength=len(edges) + 1)
     by_bin = {str(place): int(count) for place, count in enumerate(counts) if count}
-    shown, _ = told(by_bin, least)
+    shown, _ = disclosed(by_bin, least)
     return tuple(shown.get(str(place), 0) for place in range(len(counts)))
 
 

@@ -85,7 +85,7 @@ def feature(column: Column, options: TableOptions) -> npt.NDArray[np.float64]:
     categories = options.categories.get(column.name)
     if categories is not None:
         other, fold = (column.name in names for names in (options.other, options.fold))
-        return _one_hot(column, categories, other=other, fold=fold)
+        return _one_hot(column, categories, other=other, fold=fold, closed=options.closed)
     return _dates(column, options) if column.name in options.dates else _numbers(column, options)
 
 
@@ -103,18 +103,29 @@ def held_out(column: Column) -> npt.NDArray[np.bool_]:
 
 
 def _one_hot(
-    column: Column, categories: Sequence[str], *, other: bool, fold: bool
+    column: Column, categories: Sequence[str], *, other: bool, fold: bool, closed: bool
 ) -> npt.NDArray[np.float64]:
     spelled = folded if fold else str.strip
     codes = {spelled(name): code for code, name in enumerate(categories)} | {"": -1}
     texts = ["" if cell is None else spelled(str(cell)) for cell in column.cells]
     for row, text in enumerate(texts):
         if text not in codes and not other:
-            raise column.problem(
-                row,
-                f"{quoted(text)} is none of the option categories{nearest(text, categories)}: {listed(categories)}",
-            )
+            raise column.problem(row, _unknown_text(text, categories, closed=closed))
     return one_hot([codes.get(text, len(categories)) for text in texts], len(categories) + other)
+
+
+def _unknown_text(text: str, categories: Sequence[str], *, closed: bool) -> str:
+    """`closed`: by a model's schema, else by the options of a data set."""
+    hint = nearest(text, categories)
+    if closed:
+        return (
+            f"{quoted(text)} did not occur in this column in training, and the model has no value for other texts{hint}; it "
+            f"knows: {listed(categories)}; correct the cell, empty it, or remove the row"
+        )
+    return (
+        f"{quoted(text)} is none of the option categories{hint}: {listed(categories)}; correct the cell, add the text to "
+        "categories, or name the column in the option other"
+    )
 
 
 def _dates(column: Column, options: TableOptions) -> npt.NDArray[np.float64]:

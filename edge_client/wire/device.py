@@ -18,7 +18,7 @@ versions old, and answers others with 426 `wire_version`.
     1.3  releases: a device reports their state and receives offers
     1.4  data schemas: a task says how the rows of a table become the model's input
          models that predict a quantity, and the sums of their evaluation (`QuantitySums`)
-         statistics tasks, which need no model: a device tells sums over its training rows (`edge_client.wire.statistics`)
+         statistics tasks, which need no model: a device reports sums over its training rows (`edge_client.wire.statistics`)
 """
 
 from __future__ import annotations

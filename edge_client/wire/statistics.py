@@ -1,12 +1,12 @@
-"""Statistics of one device's table, as they travel: the request of the coordinator, and what the device tells.
+"""Statistics of one device's table, as they travel: the request of the coordinator, and what the device reports.
 
-A device tells sums over many rows, never of few. With the minimum count k of the request, or the owner's if that is larger:
+A device reports sums over many rows, never of few. With the minimum count k of the request, or the owner's if that is larger:
 
-- With fewer than k training rows it tells nothing but that.
-- A category, a class or a bin of a histogram that fewer than k rows have is not told. What is told of a column leaves 0 or at
-  least k rows untold: else the smallest told cells are withheld too, because a difference would give the small one away.
-- A column of numbers with fewer than k values is not told. Its bounds are the k-th smallest and the k-th largest value,
-  never an extreme; they are told from 2 k values on.
+- With fewer than k training rows it reports nothing but that.
+- A category, a class or a bin of a histogram that fewer than k rows have is not reported. What is reported of a column leaves 0 or at
+  least k rows unreported: else the smallest reported cells are withheld too, because a difference would give the small one away.
+- A column of numbers with fewer than k values is not reported. Its bounds are the k-th smallest and the k-th largest value,
+  never an extreme; they are reported from 2 k values on.
 
 Sums are exact: whoever knows all rows but one can compute the last. Noise against that is not added here.
 """
@@ -20,7 +20,7 @@ from typing import Literal
 from edge_client.wire.strict import InvalidDocument
 
 MINIMUM_COUNT = 10
-"""Rows from which a count is told, unless the owner or the request wants more."""
+"""Rows from which a count is reported, unless the owner or the request wants more."""
 
 MOST_ROWS = 2**53
 """The integers that float64 holds."""
@@ -40,7 +40,7 @@ class StatisticsRequest:
     """What the coordinator asks, the `message` of a statistics task.
 
     Attributes:
-        minimum_count: rows from which a count is told, >= 2.
+        minimum_count: rows from which a count is reported, >= 2.
         columns: of the input; empty: all that the device trains on.
         edges: column of numbers -> ascending edges between the bins of its histogram; the outer bins are open.
         label: column of the label of a table that has it, where the device's configuration names none (since 1.4).
@@ -59,12 +59,12 @@ class ColumnStatistics:
     """One column over the training rows.
 
     Attributes:
-        count: rows with a number; of categories all rows. 0: the column is not told.
+        count: rows with a number; of categories all rows. 0: the column is not reported.
         mean: of the numbers. squares: sum of the squared deviations from it.
         low, high: the k-th smallest and k-th largest number.
-        histogram: rows per bin of the requested edges, 0 where they are not told; empty if none was requested.
+        histogram: rows per bin of the requested edges, 0 where they are not reported; empty if none was requested.
         categories: text -> rows; `""` are empty cells.
-        other: rows of all texts that are not told.
+        other: rows of all texts that are not reported.
         date: the numbers are dates, as days since 1970-01-01 (since 1.4).
     """
 
@@ -82,13 +82,13 @@ class ColumnStatistics:
 
 @dataclass(frozen=True)
 class StatisticsResult:
-    """POST /tasks/{task}/statistics: all that a statistics task tells of the device's training rows.
+    """POST /tasks/{task}/statistics: all that a statistics task reports of the device's training rows.
 
     Attributes:
-        rows: training rows; 0: fewer than `minimum_count`, and nothing else is told.
+        rows: training rows; 0: fewer than `minimum_count`, and nothing else is reported.
         minimum_count: the one applied, at least the request's.
         columns: name -> statistics.
-        labels: class -> rows. other_labels: rows of all classes that are not told.
+        labels: class -> rows. other_labels: rows of all classes that are not reported.
         site: the device's name for the origin of its data, for the report.
     """
 
@@ -158,8 +158,8 @@ def _checks(result: StatisticsResult, request: StatisticsRequest) -> Iterator[tu
             yield column.mean is None and not column.histogram, f"{place} is of categories and has numbers"
             continue
         yield not column.categories and not column.other, f"{place} is of numbers and has categories"
-        told = column.mean is not None and column.squares is not None and column.squares >= 0
-        yield told == (column.count > 0), f"{place}.mean and squares do not fit its count"
+        has_sums = column.mean is not None and column.squares is not None and column.squares >= 0
+        yield has_sums == (column.count > 0), f"{place}.mean and squares do not fit its count"
         values = (column.mean, column.low, column.high)
         bounded = all(abs(value) <= LARGEST for value in values if value is not None)
         yield (
@@ -179,10 +179,10 @@ def _checks(result: StatisticsResult, request: StatisticsRequest) -> Iterator[tu
         )
 
 
-def _is_partition(told: Mapping[str, int], rest: int, whole: int, least: int) -> bool:
+def _is_partition(reported: Mapping[str, int], rest: int, whole: int, least: int) -> bool:
     """Whether the counts make up the whole, and none of them is small."""
     return (
-        all(count >= least for count in told.values())
+        all(count >= least for count in reported.values())
         and (rest == 0 or rest >= least)
-        and sum(told.values()) + rest == whole
+        and sum(reported.values()) + rest == whole
     )

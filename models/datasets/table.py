@@ -303,8 +303,8 @@ def _pooled_moments(
 ) -> dict[str, tuple[float, float]]:
     """Mean and deviation of each column of `values` [N, F]; 0 and 0 of one with fewer numbers than `minimum_count`."""
     means, deviations = moments(values)
-    told = (~np.isnan(values)).sum(axis=0) >= max(1, minimum_count)
-    means, deviations = np.where(told, means, 0.0), np.where(told, deviations, 0.0)
+    enough = (~np.isnan(values)).sum(axis=0) >= max(1, minimum_count)
+    means, deviations = np.where(enough, means, 0.0), np.where(enough, deviations, 0.0)
     return {
         name: (float(mean), float(deviation))
         for name, mean, deviation in zip(names, means, deviations, strict=True)

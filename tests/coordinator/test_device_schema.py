@@ -19,8 +19,9 @@ from coordinator.experiments import experiment as experiments
 from coordinator.experiments.schema import Categories, Data, Experiment
 from coordinator.fleets.robust_scale import OUT_OF_PROPORTION, scale_of
 from coordinator.reports.statistics_schema import make_schema
-from edge_client.data import DataConfig, open_data
+from edge_client.data import DataConfig, DataProblem, open_data
 from edge_client.data.statistics import deviation, read_statistics
+from edge_client.serving.rows import read_inputs
 from edge_client.wire import schema as schemas
 from edge_client.wire.schema import ColumnSchema, DataSchema
 from edge_client.wire.statistics import ColumnStatistics, StatisticsRequest, StatisticsResult
@@ -240,3 +241,17 @@ def test_a_schema_is_for_devices_and_data_of_theirs(tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text("{}")
     assert_refused(run_here("simulate", *given), "format is None")
     assert_refused(run_here("statistics", "--schema-out", str(tmp_path / "s.json")), "--fleet")
+
+
+def test_a_text_never_seen_in_training_is_refused_with_its_place_and_what_to_do(tmp_path: Path) -> None:
+    complete = replace(
+        SCHEMA,
+        columns=(SCHEMA.columns[0], ColumnSchema("ward", "category", categories=("er", "icu"))),
+    )
+    (tmp_path / "new.csv").write_text("age,ward\n40,er\n41,maternity\n")
+    with pytest.raises(DataProblem) as caught:
+        read_inputs(tmp_path / "new.csv", complete, "triage")
+    for part in ("line 3, column 'ward'", "'maternity' did not occur", "knows: er, icu", "remove the row"):
+        assert part in str(caught.value)
+    assert "option" not in str(caught.value)
+    assert read_inputs(tmp_path / "new.csv", SCHEMA, "triage").x[:, 1:].tolist() == [[1, 0], [0, 1]]

@@ -66,17 +66,17 @@ def test_statistics_of_a_simulation_are_those_of_the_pooled_training_rows(
     assert json.loads((tmp_path / "out" / "statistics.json").read_text()) == report
 
     rows = list(csv.DictReader(table.open()))
-    told = [row for row in rows if row["split"] == "train" and row["site"] != "tiny"]
-    ages = np.array([float(row["age"]) for row in told if row["age"]])
+    reported = [row for row in rows if row["split"] == "train" and row["site"] != "tiny"]
+    ages = np.array([float(row["age"]) for row in reported if row["age"]])
     pool = report["pooled"]
-    assert pool["rows"] == len(told)
+    assert pool["rows"] == len(reported)
     age = pool["columns"]["age"]
     assert age["count"] == len(ages)
     assert age["mean"] == pytest.approx(ages.mean(), rel=1e-9)
     assert age["deviation"] == pytest.approx(ages.std(), rel=1e-9)
     assert report["sites"]["tiny"]["rows"] is None
     assert set(report["sites"]) == set(SITES)
-    south = [row for row in told if row["site"] == "south"]
+    south = [row for row in reported if row["site"] == "south"]
     assert report["sites"]["south"]["columns"]["age"]["missing"] == pytest.approx(
         sum(not row["age"] for row in south) / len(south)
     )
@@ -121,10 +121,17 @@ def test_a_column_of_another_kind_at_one_site_is_said_to_have_no_drift() -> None
     assert moments(numbers)["a"] == (20, 1.0, pytest.approx(0.2**0.5))
 
 
+def test_gaps_are_no_values_of_a_column_of_texts() -> None:
+    wards = ColumnStatistics("category", 40, categories={"icu": 25, "": 15})
+    report = make_report({"a": StatisticsResult(40, 10, {"ward": wards}, {"0": 40})})
+    ward = report["pooled"]["columns"]["ward"]
+    assert (ward["count"], ward["missing"], ward["categories"]) == (25, 15 / 40, {"icu": 25})
+
+
 # Devices, through the database and the device API.
 
 REQUEST = StatisticsRequest(minimum_count=10)
-TOLD = StatisticsResult(
+REPORTED = StatisticsResult(
     40, 10, {"age": ColumnStatistics("number", 40, mean=50.0, squares=400.0, low=45.0, high=55.0)}, {"0": 40}
 )
 PATIENCE = Patience(least=2, devices_seconds=0.0, answers_seconds=600.0)
@@ -139,7 +146,9 @@ def world(tmp_path: Path) -> Iterator[World]:
         yield made
 
 
-def asking(world: World, device: TestDevice, result: StatisticsResult = TOLD) -> dict[str, StatisticsResult]:
+def asking(
+    world: World, device: TestDevice, result: StatisticsResult = REPORTED
+) -> dict[str, StatisticsResult]:
     """What a statistics round gets while `device` answers its task."""
     got: list[dict[str, StatisticsResult]] = []
     fleet = StatisticsFleet(world.services, world.services.deployments.active()[0])
@@ -151,9 +160,9 @@ def asking(world: World, device: TestDevice, result: StatisticsResult = TOLD) ->
     assert parse_message(StatisticsRequest, offer.message, "message") == REQUEST
     small = replace(result, labels={"0": 37, "1": 3})
     with pytest.raises(Refused, match="malformed"):
-        device.tell(offer.task, to_json(small))
+        device.report_statistics(offer.task, to_json(small))
     for _ in range(2):  # the first answer was lost
-        device.tell(offer.task, to_json(result))
+        device.report_statistics(offer.task, to_json(result))
     thread.join()
     return got[0]
 
@@ -163,15 +172,15 @@ def test_devices_without_a_model_are_asked_once_and_small_counts_refused(world: 
     world.start_run("r", kind="statistics", runtimes=())
     old.check_in(wire="1.3")
     device.check_in(wire="1.4", runtimes={}, models=())
-    assert asking(world, device) == {"a": TOLD}
+    assert asking(world, device) == {"a": REPORTED}
     assert old.check_in(wire="1.3").task is None
 
     again = StatisticsFleet(world.services, world.services.deployments.active()[0])
-    assert again.ask(0, REQUEST, PATIENCE) == {"a": TOLD}
+    assert again.ask(0, REQUEST, PATIENCE) == {"a": REPORTED}
     assert device.check_in(wire="1.4").task is None
 
 
-def test_a_device_that_declines_is_told_apart(world: World) -> None:
+def test_a_device_that_declines_is_listed_as_silent(world: World) -> None:
     device = world.enrol("a")
     world.start_run("r", kind="statistics", runtimes=())
     device.check_in(wire="1.4")
@@ -180,10 +189,10 @@ def test_a_device_that_declines_is_told_apart(world: World) -> None:
     thread.start()
     while (offer := device.check_in(wire="1.4").task) is None:
         threading.Event().wait(0.01)
-    device.decline(offer.task, "opted_out", "the owner of this device lets it tell no statistics")
+    device.decline(offer.task, "opted_out", "the owner of this device does not let it report statistics")
     thread.join()
     report = world.services.database.read(lambda at: statistics_run.read_report(at, "r"))
-    assert report["silent"] == {"the a": "the owner of this device lets it tell no statistics"}
+    assert report["silent"] == {"the a": "the owner of this device does not let it report statistics"}
     assert report["sites"] == {}
 
 
@@ -202,7 +211,7 @@ def test_a_statistics_run_of_too_few_devices_fails_and_is_no_training_run(tmp_pa
 
 
 def trained(world: World, table: Path, devices: Mapping[str, StatisticsResult]) -> Any:
-    """The row of a run on the coordinator's `table`, whose devices tell this before round 1; their training is made up."""
+    """The row of a run on the coordinator's `table`, whose devices report this before round 1; their training is made up."""
     document = {
         "data": {"dataset": "csv", "path": str(table), "label": "y", "scale": "federated"},
         "model": {"name": "logreg"},
@@ -212,22 +221,22 @@ def trained(world: World, table: Path, devices: Mapping[str, StatisticsResult]) 
     }
     service = RunService(world.services, answering)
     run = service.create(document)
-    tellers = {name: world.enrol(name) for name in devices}
+    reporters = {name: world.enrol(name) for name in devices}
     waiting = dict(devices)
     while waiting:
-        for name, device in tellers.items():
+        for name, device in reporters.items():
             offer = device.check_in(wire="1.4", datasets={"csv": 100}, wait_seconds=0.2).task
             if offer is not None and name in waiting:
                 assert offer.kind == "statistics" and offer.schema is not None
-                device.tell(offer.task, to_json(waiting.pop(name)))
+                device.report_statistics(offer.task, to_json(waiting.pop(name)))
     assert service.join(run, 120)
     return world.services.database.read(lambda at: rows.require(at, run))
 
 
 @pytest.mark.slow
-def test_a_run_with_federated_scale_is_scaled_by_what_devices_tell(world: World, table: Path) -> None:
+def test_a_run_with_federated_scale_is_scaled_by_the_statistics_of_devices(world: World, table: Path) -> None:
     ages = np.array([10.0] * 10 + [30.0] * 30)
-    told = {
+    reported = {
         name: StatisticsResult(
             len(part),
             10,
@@ -236,7 +245,7 @@ def test_a_run_with_federated_scale_is_scaled_by_what_devices_tell(world: World,
         )
         for name, part in (("ada", ages[:10]), ("bob", ages[10:]))
     }
-    row = trained(world, table, told)
+    row = trained(world, table, reported)
     assert (row.state, row.error) == ("finished", None)
     assert "scaled by the means and deviations of 2 devices" in " ".join(row.notices)
     schema = schemas.from_document(row.prepared["data"]["schema"])
@@ -248,7 +257,7 @@ def test_a_run_with_federated_scale_is_scaled_by_what_devices_tell(world: World,
 
 
 @pytest.mark.slow
-def test_a_run_that_is_cancelled_waits_no_longer_for_devices_to_tell(world: World, table: Path) -> None:
+def test_a_cancelled_run_stops_waiting_for_devices(world: World, table: Path) -> None:
     service = RunService(world.services, answering)
     document = {
         "data": {"dataset": "csv", "path": str(table), "label": "y"},
@@ -262,7 +271,7 @@ def test_a_run_that_is_cancelled_waits_no_longer_for_devices_to_tell(world: Worl
         events_so_far = world.services.database.read(lambda at: events.since(at, 0, 100, run))
         return [each for each in events_so_far if each.event == "round_waiting"]
 
-    while not waits():  # which tells the user
+    while not waits():
         assert not service.join(run, 0.01)
     service.cancel(run)
     assert service.join(run, 60)

@@ -73,7 +73,7 @@ def ledger(fleet: LocalFleet, site: str, *more: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_four_daemons_tell_the_statistics_of_their_pooled_rows(tmp_path: Path) -> None:
+def test_statistics_of_four_daemons_are_those_of_their_pooled_rows(tmp_path: Path) -> None:
     tables = write(tmp_path)
     with local_fleet(tmp_path / "fleet") as fleet:
         for site in tables:
@@ -111,10 +111,10 @@ def test_four_daemons_tell_the_statistics_of_their_pooled_rows(tmp_path: Path) -
             entries = ledger(fleet, site)
             assert [(each["kind"], each["outcome"]) for each in entries] == [("statistics", "delivered")] * 2
             assert "below 10 withheld" in entries[0]["treated"]
-            told = json.dumps([ledger(fleet, site, "--show", str(each["id"])) for each in entries])
-            assert '"mean"' in told
+            reported = json.dumps([ledger(fleet, site, "--show", str(each["id"])) for each in entries])
+            assert '"mean"' in reported
             for secret in ("only-in", "900.125", "901.125", "902.125", "903.125"):
-                assert secret not in told
+                assert secret not in reported
                 assert secret not in done.stdout
         assert ledger(fleet, FORBIDDEN) == []
         train_and_predict(fleet, tmp_path, age["mean"])

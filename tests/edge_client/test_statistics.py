@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from edge_client.data import DataConfig, DataProblem, open_data
 from edge_client.data.examples import NoExamples
 from edge_client.data.options import TableOptions
-from edge_client.data.statistics import bin_edges, moments, of_records, pooled, read_statistics, told
+from edge_client.data.statistics import bin_edges, disclosed, moments, of_records, pooled, read_statistics
 from edge_client.data.table import Table
 from edge_client.wire.statistics import (
     ColumnStatistics,
@@ -54,8 +54,8 @@ def statistics(rows: Sequence[Sequence[str]], request: StatisticsRequest = REQUE
 @given(sites)
 def test_numbers_of_sites_merge_to_those_of_all_rows(tables: list[list[tuple[str, str, str]]]) -> None:
     merged = pooled(statistics(rows) for rows in tables).columns["a"]
-    told_by = [rows for rows in tables if sum(bool(each[0]) for each in rows) >= REQUEST.minimum_count]
-    values = np.array([float(each[0]) for rows in told_by for each in rows if each[0]], np.float64)
+    reporting = [rows for rows in tables if sum(bool(each[0]) for each in rows) >= REQUEST.minimum_count]
+    values = np.array([float(each[0]) for rows in reporting for each in rows if each[0]], np.float64)
     assert merged.count == len(values)
     if len(values):
         scale = np.abs(values).max() + 1e-300
@@ -76,8 +76,8 @@ def test_a_large_mean_does_not_spoil_the_deviation() -> None:
 
 @settings(max_examples=100)
 @given(st.dictionaries(st.text(min_size=1, max_size=3), st.integers(1, 30), max_size=12), st.integers(2, 10))
-def test_no_small_count_is_told_nor_left_over(counts: dict[str, int], least: int) -> None:
-    shown, hidden = told(counts, least)
+def test_no_small_count_is_reported_nor_left_over(counts: dict[str, int], least: int) -> None:
+    shown, hidden = disclosed(counts, least)
     assert sum(shown.values()) + hidden == sum(counts.values())
     assert all(counts[name] == count >= least for name, count in shown.items())
     assert hidden == 0 or hidden >= least or not shown
@@ -85,7 +85,7 @@ def test_no_small_count_is_told_nor_left_over(counts: dict[str, int], least: int
 
 @settings(max_examples=60)
 @given(st.lists(row, min_size=3, max_size=40))
-def test_nothing_told_is_of_fewer_rows_than_the_minimum(rows: list[tuple[str, str, str]]) -> None:
+def test_nothing_reported_is_of_fewer_rows_than_the_minimum(rows: list[tuple[str, str, str]]) -> None:
     first = statistics(rows)
     result = statistics(rows, replace(REQUEST, edges=bin_edges(first, 4)))
     words = Counter(each[1] for each in rows)
@@ -116,11 +116,11 @@ def test_rare_texts_extremes_and_small_classes_are_nowhere_in_the_document() -> 
 
 def test_a_lone_small_class_takes_the_next_with_it() -> None:
     """The rows and all other classes would give it away."""
-    assert told({"yes": 40, "no": 30, "rare": 2}, 10) == ({"yes": 40}, 32)
-    assert told({"yes": 40, "no": 12, "a": 6, "b": 5}, 10) == ({"yes": 40, "no": 12}, 11)
+    assert disclosed({"yes": 40, "no": 30, "rare": 2}, 10) == ({"yes": 40}, 32)
+    assert disclosed({"yes": 40, "no": 12, "a": 6, "b": 5}, 10) == ({"yes": 40, "no": 12}, 11)
 
 
-def test_few_rows_tell_nothing_but_that() -> None:
+def test_of_few_rows_only_that_is_reported() -> None:
     assert statistics([("1", "x", "0")] * 2) == StatisticsResult(0, 3)
     alone = pooled([statistics([("1", "x", "0")] * 2), statistics([("2", "x", "0")] * 3)])
     assert (alone.rows, alone.columns["a"].mean) == (3, 2.0)
@@ -147,7 +147,7 @@ def patients(tmp_path: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["csv", "sqlite", "parquet"])
-def test_a_device_tells_of_its_training_rows_in_every_kind_of_table(
+def test_a_device_reports_of_its_training_rows_in_every_kind_of_table(
     tmp_path: Path, patients: list[list[str]], kind: str
 ) -> None:
     path, options = tmp_path / "p.csv", {"label": "label", "split": "split"}
@@ -227,7 +227,7 @@ def test_what_is_no_table_or_no_number_is_refused(tmp_path: Path) -> None:
         {"columns": {"a": ColumnStatistics("category", 20, categories={"x": 18}, other=2)}},
     ],
 )
-def test_a_device_that_tells_small_counts_is_refused(wrong: dict[str, Any]) -> None:
+def test_a_device_that_reports_small_counts_is_refused(wrong: dict[str, Any]) -> None:
     right = StatisticsResult(20, 3, labels={"0": 20})
     request = replace(REQUEST, edges={"a": (0.0,)})
     assert require_valid(right, request) == right

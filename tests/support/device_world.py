@@ -182,7 +182,7 @@ class TestDevice:
     def evaluated(self, task: str, figures: Mapping[str, Any]) -> None:
         self._post(f"/tasks/{task}/evaluation", figures)
 
-    def tell(self, task: str, statistics: Mapping[str, Any]) -> None:
+    def report_statistics(self, task: str, statistics: Mapping[str, Any]) -> None:
         self._post(f"/tasks/{task}/statistics", statistics)
 
     def decline(self, task: str, code: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Statistics that devices tell, and runs that only ask for them."""
+"""Statistics that devices report, and runs that only ask for them."""
 
 from __future__ import annotations
 
