@@ -104,7 +104,7 @@ def test_statistics_of_four_daemons_are_those_of_their_pooled_rows(tmp_path: Pat
         assert age["mean"] == pytest.approx(ages.mean(), rel=1e-9)
         assert age["deviation"] == pytest.approx(ages.std(), rel=1e-9)
         assert set(report["sites"]) == set(SITES)
-        assert "no statistics" in report["silent"][FORBIDDEN]
+        assert "does not let it report" in report["silent"][FORBIDDEN]
         assert report["sites"]["north"]["columns"]["age"]["drift"] is not None
 
         for site in SITES:
