@@ -127,8 +127,8 @@ def run(path: Path, emit: process.Report) -> None:
     _require_kinds(sets, candidates)
     if source.spec.task == "regression":
         raise jobs.JobError(
-            f"model {source.spec.name!r} predicts a quantity, for which there is no search; compress it without --search: "
-            "its default step is quantize"
+            f"model {source.spec.name!r} predicts a quantity, for which there is no search; "
+            "compress it with fedloop compress, whose default step is quantize"
         )
     for candidate in candidates:
         pipeline.plan_steps(candidate.steps, candidate.name)
