@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +10,6 @@ import typer
 from coordinator.commands.options import Json
 from coordinator.commands.output import format_errors, make_table, print_json, print_lines, print_output
 from coordinator.errors import UserError
-from edge_client.wire.strict import printable
 
 Out = Annotated[
     Path | None, typer.Option("--out", help="Write class and probabilities to a .csv, .json or .parquet.")
@@ -42,8 +39,12 @@ def predict(
             help="Folder of a finished run, a pretraining, a compression or a release.", metavar="MODEL"
         ),
     ],
-    file: Annotated[
-        Path, typer.Argument(help="Rows: a table (.csv, .parquet), or arrays (.npy, .npz).", metavar="FILE")
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Rows: a table (.csv, .parquet), images or a folder of them, texts (.txt, one a line), or arrays (.npy, .npz).",
+            metavar="FILE...",
+        ),
     ],
     out: Out = None,
     site_rows: SiteRows = None,
@@ -68,13 +69,14 @@ def predict(
         return
     skipped = tuple(leave_out or ())
     found = predictions.predict(
-        source, file, site_rows=site_rows, leave_out=skipped, encoding=encoding, out=out
+        source, files, site_rows=site_rows, leave_out=skipped, encoding=encoding, out=out
     )
+    lines = found.pop("lines")
     if as_json:
         print_json({"model": source.name, **found})
         return
     if out is None:
-        print_lines(map(_line, found["predictions"]))
+        print_lines(lines)
     if found["accuracy"] is not None:
         rows = len(found["predictions"])
         typer.echo(f"accuracy {found['accuracy']:.4f} on {rows} rows whose class is known", err=True)
@@ -82,18 +84,9 @@ def predict(
         typer.echo(f"{format_errors(found['metrics'])} on {len(found['predictions'])} rows", err=True)
 
 
-def _line(prediction: Mapping[str, Any]) -> str:
-    if prediction["value"] is not None:
-        return f"{prediction['value']:.6g}"
-    if isinstance(prediction["label"], list):
-        pairs = zip(prediction["label"], prediction["probability"], strict=True)
-        return "  ".join(f"{label} {probability:.4f}" for label, probability in pairs)
-    return f"{printable(prediction['class_name'], 200)} {prediction['probability']:.4f}"
-
-
 def _explain(schema: Any, as_json: bool) -> None:
     if as_json:
-        print_json(asdict(schema))
+        print_json(schema.to_document())
         return
     table = make_table("column", "kind", "unit", "read as")
     for column in schema.columns:
@@ -105,8 +98,23 @@ def _explain(schema: Any, as_json: bool) -> None:
         table.add_row(name, "ignored", "", "")
     if not schema.columns:
         shape = " x ".join(map(str, schema.input_shape))
-        table.add_row("x", schema.input_dtype, "", f"arrays of {shape}")
+        table.add_row("x", schema.kind, "", _input(schema) or f"{schema.input_dtype} arrays of {shape}")
     print_output(table)
+
+
+def _input(schema: Any) -> str:
+    """How an image or a text is read; empty for arrays."""
+    if image := schema.image:
+        height, width, channels = image.size(schema.input_shape)
+        scaled = f"pixel / {image.divisor:g}"
+        scaled = f"({scaled} - mean) / deviation of each channel" if image.mean else scaled
+        kind = "colour" if channels == 3 else "grey"
+        return f"{width} x {height} pixels in {kind}, 0 to {image.maximum}: {scaled}"
+    if text := schema.text:
+        tokens = f"{text.unit} in lower case" if text.lower else text.unit
+        known = f", {sum(map(bool, text.vocabulary))} of them known" if text.vocabulary else ""
+        return f"{tokens}{known}; at most {schema.input_shape[0]}, filled up with id {text.padding}"
+    return ""
 
 
 def _reading(column: Any, scale: str) -> str:

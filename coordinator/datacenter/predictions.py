@@ -6,8 +6,8 @@ They are computed in a worker process, because a model may be a user's code.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +63,14 @@ def open_model(folder: Path) -> Model:
 
 def predict(
     model: Model,
-    file: Path,
+    files: Sequence[Path],
     *,
     site_rows: Path | None = None,
     leave_out: tuple[str, ...] = (),
     encoding: str | None = None,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """`predictions`, one for each row of `file`, and their `accuracy`, None where the file does not have the classes.
+    """`predictions`, one for each row of the files, `lines` for people, and the `accuracy`, None where the files do not have the classes.
 
     Args:
         site_rows: table of a site's training rows, whose means and deviations scale the numbers.
@@ -79,15 +79,15 @@ def predict(
         out: `.csv`, `.json` or `.parquet` to write class and probabilities to.
 
     Raises:
-        UserError: the rows do not fit the model, or `out` is one of the tables that are read.
+        UserError: the rows do not fit the model, or `out` is one of the files that are read.
     """
-    if out is not None and out.resolve() in {path.resolve() for path in (file, site_rows) if path}:
-        raise UserError(f"--out {out}: is a table that is read; name another file")
+    if out is not None and out.resolve() in {path.resolve() for path in (*files, site_rows) if path}:
+        raise UserError(f"--out {out}: is a file that is read; name another one")
     request = {
         "kind": "predict",
-        "file": str(file),
+        "files": [str(file) for file in files],
         "model": model.name,
-        "schema": asdict(model.schema),
+        "schema": model.schema.to_document(),
         "release": str(model.folder) if model.description is None else None,
         "description": None if model.description is None else dict(model.description),
         "site_rows": None if site_rows is None else str(site_rows),

@@ -16,6 +16,7 @@ from coordinator.datacenter.documents import LINEAGE, MODEL, PUBLIC, REPORT, wri
 from coordinator.datacenter.pretrain_config import Pretraining
 from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.reports.curves import as_png, make_figure
+from coordinator.reports.run_files import write_schema
 from edge_client.files import file_sha256, write_durably
 
 _ABOUT = ("device", "backend", "seconds", "restarts", "stall_seconds")
@@ -43,6 +44,7 @@ def write_report(
         "sha256": result["model_sha256"],
     }
     write_document(out / MODEL, model)
+    write_schema(out, data.get("schema"))
     lineage = _lineage(config, data, result)
     write_document(out / LINEAGE, lineage)
     losses = result["losses"]

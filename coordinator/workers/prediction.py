@@ -24,11 +24,11 @@ _CHUNK_ROWS = 4096
 
 
 def run(request: Mapping[str, Any], logits: Logits | None) -> dict[str, Any]:
-    """The predictions for the rows of a file, and their accuracy where it has the classes; of quantities R2, MAE and RMSE as
-    `metrics`.
+    """The predictions for the rows of files, a line each for people, and their accuracy where the files have the classes; of
+    quantities R2, MAE and RMSE as `metrics`.
 
     Args:
-        request: `file`; `model`, its name in messages; `schema`; `release`, its folder, or null; `site_rows`, the table of a
+        request: `files`; `model`, its name in messages; `schema`; `release`, its folder, or null; `site_rows`, the table of a
             site's training rows, or null; `leave_out` and `encoding` as in `rows.Reading`; `out`, a file to write, or null.
         logits: of the model; None of a release.
 
@@ -39,21 +39,23 @@ def run(request: Mapping[str, Any], logits: Logits | None) -> dict[str, Any]:
     schema, name = schemas.from_document(request["schema"]), request["model"]
     moments = None if request["site_rows"] is None else _moments(schema, Path(request["site_rows"]))
     reading = rows.Reading(tuple(request["leave_out"]), request["encoding"], moments)
+    files = [Path(each) for each in request["files"]]
     if request["release"] is not None:
         loaded = releases.load(Path(request["release"]))
         golden_check.require(loaded)
-        inputs = rows.read_rows(Path(request["file"]), loaded.manifest, reading)
+        inputs = rows.joined([rows.read_rows(each, loaded.manifest, reading) for each in files])
         logits = loaded.predict
     else:
-        inputs = rows.read_inputs(Path(request["file"]), schema, name, reading)
+        inputs = rows.joined([rows.read_inputs(each, schema, name, reading) for each in files])
     assert logits is not None, "a release, or a model of its own"
     parts = [logits(inputs.x[start : start + _CHUNK_ROWS]) for start in range(0, len(inputs.x), _CHUNK_ROWS)]
-    found = predict.from_logits(np.concatenate(parts), name, schema)
+    found = predict.of_inputs(np.concatenate(parts), name, schema, inputs)
     if request["out"] is not None:
         predict.write_predictions(Path(request["out"]), found)
     metrics = predict.errors(found, inputs.y, schema)
     return {
         "predictions": [asdict(each) for each in found],
+        "lines": [each.line() for each in found],
         "accuracy": predict.accuracy(found, inputs.y),
         **({} if metrics is None else {"metrics": metrics}),
     }

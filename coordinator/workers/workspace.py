@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ def _load_and_partition(request: Mapping[str, Any]) -> dict[str, Any]:
         "label_scale": dataset.label_scale,
         "ids": int(dataset.x.max(initial=-1)) + 1 if dataset.input_dtype == "int32" else 0,
         "site_names": list(dataset.site_names),
-        "schema": asdict(dataset.described),
+        "schema": dataset.described.to_document(),
         "preview": list(datasets.preview(dataset)),
     }
     # The folder of a coordinator's run exists already; workers may not change permissions within the home.

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from edge_client.commands.cli_options import AsJson, configuration
 from edge_client.errors import UserError
-from edge_client.wire.strict import printable
 
 if TYPE_CHECKING:
     from edge_client.infer.runtime import LoadedRelease
-    from edge_client.serving.predict import Prediction
-    from edge_client.serving.rows import Reading
+    from edge_client.serving.rows import Inputs, Reading
     from edge_client.wire.inference import InferenceManifest
 
 Model = Annotated[
@@ -29,13 +27,27 @@ Release = Annotated[
     Path | None, typer.Option("--release", help="A release folder to use instead of the installed release.")
 ]
 
+Files = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        help="Rows: a table (.csv, .parquet), images or a folder of them, texts (.txt, one a line), or arrays (.npy, .npz).",
+        metavar="[FILE]...",
+    ),
+]
+
+LeaveOut = Annotated[
+    list[str] | None,
+    typer.Option("--leave-out", help="Column of a table that is not an input."),
+]
+Encoding = Annotated[
+    str | None,
+    typer.Option("--encoding", help="Of a table's text, such as latin-1. Default: as the training table."),
+]
+
 
 def predict(
     context: typer.Context,
-    file: Annotated[
-        Path | None,
-        typer.Argument(help="Rows: a table (.csv, .parquet), or arrays (.npy, .npz).", metavar="[FILE]"),
-    ] = None,
+    files: Files = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -46,16 +58,8 @@ def predict(
     ] = None,
     model: Model = None,
     release: Release = None,
-    leave_out: Annotated[
-        list[str] | None,
-        typer.Option("--leave-out", help="Column of a table that is not an input."),
-    ] = None,
-    encoding: Annotated[
-        str | None,
-        typer.Option(
-            "--encoding", help="Of a table's text, such as latin-1. Default: as the training table."
-        ),
-    ] = None,
+    leave_out: LeaveOut = None,
+    encoding: Encoding = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Write class and probabilities to a .csv, .json or .parquet.")
     ] = None,
@@ -65,20 +69,25 @@ def predict(
 
     Example: fedloop-edge predict readings.csv, or fedloop-edge predict --data digits
     """
-    from edge_client.serving.predict import accuracy, active_release, errors, write_predictions
-    from edge_client.serving.predict import predict as predict_rows
+    from edge_client.serving.predict import (
+        accuracy,
+        active_release,
+        errors,
+        predict_inputs,
+        write_predictions,
+    )
     from edge_client.serving.rows import Reading
 
-    if file is None and data is None:
+    if not files and data is None:
         raise UserError("there is nothing to predict: give FILE, or --data NAME, a data set of this device")
-    if out is not None and file is not None and out.resolve() == file.resolve():
+    if out is not None and out.resolve() in {file.resolve() for file in files or ()}:
         raise UserError(f"--out {out}: is the file that is read; name another one")
     with _release_errors():
         loaded = _load(release or active_release(configuration(context).state_dir, model))
-        x, y = _rows(context, loaded.manifest, file, data, Reading(tuple(leave_out or ()), encoding))
-        predictions = predict_rows(loaded, x)
-    scored = accuracy(predictions, y)
-    found = errors(predictions, y, loaded.manifest.data_schema)
+        inputs = _rows(context, loaded.manifest, files or [], data, Reading(tuple(leave_out or ()), encoding))
+        predictions = predict_inputs(loaded, inputs)
+    scored = accuracy(predictions, inputs.y)
+    found = errors(predictions, inputs.y, loaded.manifest.data_schema)
     if out is not None:
         write_predictions(out, predictions)
     if as_json:
@@ -88,7 +97,7 @@ def predict(
         return
     if out is None:
         for each in predictions:
-            typer.echo(_line(each))
+            typer.echo(each.line())
     _print_scored(scored, found, len(predictions))
 
 
@@ -113,52 +122,44 @@ def _print_scored(accuracy: float | None, errors: Mapping[str, float | None] | N
         typer.echo(f"{figures} on {rows} rows", err=True)
 
 
-def _line(prediction: Prediction) -> str:
-    if prediction.value is not None:
-        return f"{prediction.value:.6g}"
-    if isinstance(prediction.label, list) and isinstance(prediction.probability, list):
-        pairs = zip(prediction.label, prediction.probability, strict=True)
-        return "  ".join(f"{label} {probability:.4f}" for label, probability in pairs)
-    return f"{printable(prediction.class_name, 200)} {prediction.probability:.4f}"
-
-
 def _rows(
     context: typer.Context,
     manifest: InferenceManifest,
-    file: Path | None,
+    files: Sequence[Path],
     data: str | None,
     reading: Reading,
-) -> tuple[Any, Any]:
+) -> Inputs:
     """The rows to predict, and their classes, or quantities in their own unit, where they are known."""
     from edge_client.data import open_data
     from edge_client.data.connector import DataProblem
     from edge_client.data.rows import RowsConnector
     from edge_client.infer.runtime import check_rows
     from edge_client.serving.data_set_file import read_as_data_set
-    from edge_client.serving.rows import checked_arrays, read_rows
+    from edge_client.serving.rows import Inputs, checked_arrays, is_natural, joined, read_rows
 
+    known = configuration(context).data if data is not None else {}
     if data is not None:
-        known = configuration(context).data
         if data not in known:
             raise UserError(
                 f"--data {data}: this device has no such data set; it has {', '.join(known) or 'none'}"
             )
         connector = open_data(known[data], manifest.schema)
-        if file is None:
+        if not files:
             held_out = connector.held_out()
             if not len(held_out):
                 raise DataProblem(f"--data {data}: holds out no rows; see its options held_out and split")
             scale = manifest.data_schema.label_scale
             known_labels = held_out.y * scale[1] + scale[0] if scale else held_out.y
-            return check_rows(held_out.x, manifest), known_labels
+            return Inputs(check_rows(held_out.x, manifest), known_labels)
         if isinstance(connector, RowsConnector):
             reading = replace(reading, moments=connector.moments)
-        if manifest.data_schema.kind != "table":
-            inputs = checked_arrays(file, read_as_data_set(file, known[data], reading), manifest)
-            return inputs.x, inputs.y
-    assert file is not None, "checked before"
-    inputs = read_rows(file, manifest, reading)
-    return inputs.x, inputs.y
+
+    def read(file: Path) -> Inputs:
+        if data is None or is_natural(file, manifest.data_schema):
+            return read_rows(file, manifest, reading)
+        return checked_arrays(file, read_as_data_set(file, known[data], reading), manifest)
+
+    return joined([read(file) for file in files])
 
 
 def serve_model(

@@ -32,10 +32,7 @@ def open_connector(config: DataConfig) -> Connector:
         DataProblem: Pillow is not installed here, or an option does not fit.
     """
     options, path = read_options(Options, config)
-    try:
-        import PIL  # noqa: F401 - imported early, so that a preview reports it
-    except ModuleNotFoundError:
-        raise DataProblem("images need Pillow on this device: pip install 'fedloop[data]'") from None
+    require_pillow()
     if not (len(options.shape) == 2 or (len(options.shape) == 3 and options.shape[0] in (1, 3))):
         raise DataProblem(
             f"images: option shape is {list(options.shape)}, expected [height, width] or [3, height, width]"
@@ -77,20 +74,49 @@ def _images(folder: Path) -> list[Path]:
 
 
 def _pixels(file: Path, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    from PIL import Image
-
     *_, height, width = shape
     colour = len(shape) == 3 and shape[0] == 3
+    pixels = read_image(file, colour=colour, size=(width, height), resize=True)
+    return pixels.transpose(2, 0, 1) if colour else pixels.reshape(shape)
+
+
+def read_image(
+    file: Path, *, colour: bool, size: tuple[int, int], resize: bool = False
+) -> npt.NDArray[np.uint8]:
+    """The pixels [height, width, 1 or 3] of an image file. `size`: width and height; images of another are refused or resized.
+
+    Raises:
+        DataProblem: Pillow is not installed, or the file is no image, is too large, or has another size.
+    """
+    require_pillow()
+    from PIL import Image
+
     try:
         with Image.open(file) as image:
             if image.width * image.height > _MOST_PIXELS:
                 raise DataProblem(f"{file}: has {image.width} x {image.height} pixels, too many to read")
+            if image.size != size and not resize:
+                raise DataProblem(
+                    f"{file}: has {image.width} x {image.height} pixels, expected {size[0]} x {size[1]}; resize it"
+                )
+            if image.mode.startswith(("I", "F")):
+                raise DataProblem(f"{file}: has more than 8 bits a pixel; save it with 8 bits")
             fitted: Any = image.convert("RGB" if colour else "L")
-            if fitted.size != (width, height):
-                fitted = fitted.resize((width, height), Image.Resampling.BILINEAR)
+            if fitted.size != size:
+                fitted = fitted.resize(size, Image.Resampling.BILINEAR)
             pixels = np.asarray(fitted, np.uint8)
     except DataProblem:
         raise
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataProblem(f"{file}: cannot be read as an image: {error}; replace or remove it") from None
-    return pixels.transpose(2, 0, 1) if colour else pixels.reshape(shape)
+    return pixels.reshape(size[1], size[0], -1)
+
+
+def require_pillow() -> None:
+    """Raises DataProblem: Pillow is not installed here."""
+    try:
+        import PIL  # noqa: F401 - imported early, so that a preview reports it
+    except ModuleNotFoundError:
+        raise DataProblem(
+            "images need Pillow on this device: pip install 'fedloop[data]'; predictions also take a .npy of pixels"
+        ) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from edge_client.errors import UserError
 from edge_client.infer.runtime import InvalidRows, LoadedRelease
 from edge_client.ota import slots
 from edge_client.ota.transitions import Pointer
+from edge_client.serving.rows import Inputs
+from edge_client.serving.texts import token_name
 from edge_client.train.evaluation import figures_of, score, softmax
 from edge_client.wire.schema import DataSchema
 from edge_client.wire.strict import printable
@@ -32,6 +34,8 @@ class Prediction:
     Attributes:
         label: the class with the largest logit; probability: its softmax.
         class_name: of the label; probabilities: of all classes, by name; both empty for a sequence.
+        is_token: whether the classes are tokens, the next ones of a text.
+        source: the file of an image; empty for other rows.
         value: of a model that predicts a quantity, in its own unit; then the others say nothing.
     """
 
@@ -40,6 +44,21 @@ class Prediction:
     class_name: str = ""
     probabilities: Mapping[str, float] = field(default_factory=dict)
     value: float | None = None
+    source: str = ""
+    is_token: bool = False
+
+    def line(self, most: int = 5) -> str:
+        """One line for people: the class and its probability; of texts to continue the `most` most likely tokens."""
+        if self.value is not None:
+            return f"{self.value:.6g}"
+        if isinstance(self.label, list) and isinstance(self.probability, list):
+            pairs = zip(self.label, self.probability, strict=True)
+            return "  ".join(f"{label} {probability:.4f}" for label, probability in pairs)
+        if self.is_token:
+            ranked = sorted(self.probabilities.items(), key=lambda pair: -pair[1])[:most]
+            return "  ".join(f"{token!r} {probability:.4f}" for token, probability in ranked)
+        place = f"{printable(self.source)}: " if self.source else ""
+        return f"{place}{printable(self.class_name, 200)} {self.probability:.4f}"
 
 
 def active_release(state_dir: Path, model: str | None = None) -> Path:
@@ -75,6 +94,29 @@ def _inactive_reason(pointer: Pointer) -> str:
         reason = printable(last.words, 300)
         return f"{model}:{last.version} does not run here, and there is no other version: {reason}"
     return f"no release of {model} was installed yet"
+
+
+def predict_inputs(loaded: LoadedRelease, inputs: Inputs) -> list[Prediction]:
+    """One prediction for each row that was read. Raises: as `predict`."""
+    return of_inputs(loaded.predict(inputs.x), loaded.manifest.model, loaded.manifest.data_schema, inputs)
+
+
+def of_inputs(logits: npt.NDArray[Any], model: str, schema: DataSchema, inputs: Inputs) -> list[Prediction]:
+    """The predictions for rows that were read, with their files; of texts to continue, of the token after the last.
+
+    Raises:
+        InvalidRows: a logit is not finite. `model`: its name in the message.
+    """
+    if inputs.last is None:
+        found = from_logits(logits, model, schema)
+    else:
+        names = [token_name(schema.text, index) for index in range(logits.shape[-1])] if schema.text else []
+        ends = logits[np.arange(len(logits)), inputs.last]
+        named = replace(schema, classes=tuple(names))
+        found = [replace(each, is_token=True) for each in from_logits(ends, model, named)]
+    if not inputs.sources:
+        return found
+    return [replace(each, source=source) for each, source in zip(found, inputs.sources, strict=True)]
 
 
 def predict(loaded: LoadedRelease, x: npt.NDArray[Any]) -> list[Prediction]:
@@ -155,13 +197,15 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
         UserError: another suffix, sequences, a missing library, or the file cannot be written.
     """
     rows: list[dict[str, Any]] = [
-        {"class": each.class_name, **each.probabilities} if each.value is None else {"value": each.value}
+        ({"file": each.source} if each.source else {})
+        | ({"class": each.class_name, **each.probabilities} if each.value is None else {"value": each.value})
         for each in predictions
     ]
-    if any("class" in each.probabilities for each in predictions):
-        raise UserError(
-            f"--out {path}: a class is named 'class', as the column of the predicted class is; --json prints the predictions"
-        )
+    for name in ("class", "file"):
+        if any(name in each.probabilities for each in predictions):
+            raise UserError(
+                f"--out {path}: a class is named {name!r}, as a column of the table is; --json prints the predictions"
+            )
     if any(isinstance(each.label, list) for each in predictions):
         raise UserError(f"--out {path}: is for one class a row; of sequences, --json prints the predictions")
     try:

@@ -1,8 +1,9 @@
-"""Rows to predict from a file: a table with the columns of the model's data schema, or an array of its input's shape."""
+"""Rows to predict from a file, by the model's data schema: a table with its columns, images, texts, or an array of its input's shape."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from edge_client.data.connector import DataConfig, DataProblem
 from edge_client.data.contract import with_schema
 from edge_client.data.csv_file import open_table
 from edge_client.data.examples import PADDING
+from edge_client.data.image_folder import SUFFIXES
+from edge_client.data.labels import Labels
 from edge_client.data.numpy_file import read_archive, read_array
 from edge_client.data.options import TableOptions
 from edge_client.data.quoting import quoted
@@ -24,8 +27,12 @@ from edge_client.data.table import Table
 from edge_client.data.table_reader import read_rows as read_table_rows
 from edge_client.data.tables import read_table
 from edge_client.infer.runtime import InvalidRows, check_rows
+from edge_client.serving.images import from_pixels, image_files, read_images
+from edge_client.serving.texts import SUFFIX, encode, read_lines
 from edge_client.wire.inference import InferenceManifest
 from edge_client.wire.schema import DataSchema
+
+_ARRAYS = (".npy", ".npz", ".csv")
 
 
 @dataclass(frozen=True)
@@ -45,11 +52,19 @@ class Reading:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Rows to predict. `x` [N, …] in the model's form; `y` [N] their classes, or quantities in their own unit, None where the file
-    does not say."""
+    """Rows to predict.
+
+    Attributes:
+        x: [N, …] in the model's form.
+        y: their classes, or quantities in their own unit [N]; None where the file does not say.
+        last: of texts to continue, the index [N] of the last token of each.
+        sources: of images, the file of each.
+    """
 
     x: npt.NDArray[Any]
     y: npt.NDArray[Any] | None
+    last: npt.NDArray[np.int64] | None = None
+    sources: tuple[str, ...] = ()
 
 
 def read_rows(path: Path, manifest: InferenceManifest, reading: Reading = Reading()) -> Inputs:
@@ -59,6 +74,25 @@ def read_rows(path: Path, manifest: InferenceManifest, reading: Reading = Readin
         DataProblem: the file cannot be read, has no rows, or its rows do not fit the model.
     """
     return _checked(path, read_inputs(path, manifest.data_schema, _name(manifest), reading), manifest)
+
+
+def joined(parts: Sequence[Inputs]) -> Inputs:
+    """The rows of several files, in their order; classes only if every file has them."""
+    known = [part.y for part in parts if part.y is not None]
+    last = [part.last for part in parts if part.last is not None]
+    return Inputs(
+        np.concatenate([part.x for part in parts]),
+        np.concatenate(known) if len(known) == len(parts) else None,
+        np.concatenate(last) if len(last) == len(parts) else None,
+        tuple(source for part in parts for source in part.sources),
+    )
+
+
+def is_natural(path: Path, schema: DataSchema) -> bool:
+    """Whether the schema alone says how the file is read: a table, images or texts, but no plain array."""
+    if schema.kind in ("table", "array"):
+        return schema.kind == "table"
+    return path.suffix.lower() not in _ARRAYS
 
 
 def checked_arrays(path: Path, inputs: Inputs, manifest: InferenceManifest) -> Inputs:
@@ -77,7 +111,43 @@ def read_inputs(path: Path, schema: DataSchema, model: str, reading: Reading = R
         raise DataProblem(f"{path}: No such file or directory")
     if schema.kind == "table":
         return _table(path, schema, model, reading)
+    if is_natural(path, schema):
+        if reading.leave_out:
+            raise DataProblem(f"{path}: has no columns to leave out; --leave-out is for tables")
+        return _images(path, schema, model) if schema.image else _texts(path, schema, model, reading)
+    if schema.image is not None:
+        return _image_arrays(path, schema, model, reading)
     return _shaped(path, *read_arrays(path, reading), schema, model)
+
+
+def _images(path: Path, schema: DataSchema, model: str) -> Inputs:
+    assert schema.image is not None, "of kind image"
+    if not path.is_dir() and path.suffix.lower() not in SUFFIXES:
+        expected = ", ".join((*SUFFIXES, *_ARRAYS))
+        raise DataProblem(f"{path}: {model} takes images; expected a folder or a file named {expected}")
+    files = image_files(path)
+    x = read_images(files, schema.image, schema.input_shape)
+    folders = [file.folder for file in files if file.folder is not None]
+    y = Labels(schema.classes).indices(folders, lambda row: str(files[row].path.parent)) if folders else None
+    return Inputs(x, y, sources=tuple(str(file.path) for file in files))
+
+
+def _image_arrays(path: Path, schema: DataSchema, model: str, reading: Reading) -> Inputs:
+    """Whole numbers are pixels; other numbers are taken as the model takes them."""
+    assert schema.image is not None, "of kind image"
+    x, y = read_arrays(path, reading)
+    if x.dtype.kind in "iu":
+        x = from_pixels(x, schema.image, schema.input_shape, str(path))
+    return _shaped(path, x, y, schema, model)
+
+
+def _texts(path: Path, schema: DataSchema, model: str, reading: Reading) -> Inputs:
+    assert schema.text is not None, "of kind text"
+    if path.suffix.lower() != SUFFIX:
+        raise DataProblem(f"{path}: {model} takes texts; expected a file named {SUFFIX}, .npy or .npz")
+    lines = read_lines(path, reading.encoding or schema.encoding or None)
+    x, last = encode(lines, schema.text, schema.input_shape[0], str(path))
+    return Inputs(x, None, last if schema.text.predicts == "next_token" else None)
 
 
 def _name(manifest: InferenceManifest) -> str:
@@ -86,7 +156,7 @@ def _name(manifest: InferenceManifest) -> str:
 
 def _checked(path: Path, inputs: Inputs, manifest: InferenceManifest) -> Inputs:
     try:
-        return Inputs(check_rows(inputs.x, manifest), inputs.y)
+        return replace(inputs, x=check_rows(inputs.x, manifest))
     except InvalidRows as error:
         raise DataProblem(f"{path}: {error}") from None
 
@@ -129,7 +199,7 @@ def read_arrays(path: Path, reading: Reading) -> tuple[npt.NDArray[Any], npt.NDA
         DataProblem: the file cannot be read, or holds no rows of numbers.
     """
     leave_out = reading.leave_out
-    if path.suffix not in (".npy", ".npz", ".csv"):
+    if path.suffix not in _ARRAYS:
         raise DataProblem(f"{path}: expected a file named .npy, .npz or .csv")
     if leave_out and path.suffix != ".csv":
         raise DataProblem(f"{path}: has no columns to leave out; --leave-out is for .csv")

@@ -104,8 +104,9 @@ class InferenceManifest:
 
     def to_json(self) -> str:
         document = asdict(self)
-        if self.schema is None:
-            del document["schema"]  # daemons of before know no such key
+        del document["schema"]
+        if self.schema is not None:  # daemons of before know no such key
+            document["schema"] = self.schema.to_document()
         return json.dumps(document, indent=1, sort_keys=True) + "\n"
 
 

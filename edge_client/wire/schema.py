@@ -5,6 +5,9 @@ with the tasks of a run on devices. Whoever has the model can therefore read row
 sorted keys; its fingerprint is the SHA-256 of that text. MLflow's model signature describes columns alike; here the
 fitted preprocessing is part of it.
 
+Of images and texts it says how they become arrays (`edge_client.wire.preprocessing`); these keys are left out of the
+documents of other data, which read the same as before they existed.
+
 A schema holds no row: of a category that fewer than the experiment's `data.minimum_count` training rows have it has no
 name, and of numbers only mean and standard deviation.
 """
@@ -18,12 +21,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from edge_client.wire.preprocessing import ImageSchema, TextSchema, image_checks, text_checks
 from edge_client.wire.strict import InvalidDocument, parse
 
 FORMAT = 1
 
 SCHEMA_NAME = "schema.json"
 """Its name as a file."""
+
+_LATER = ("image", "text")
 
 Scale = Literal["site", "federated", "fixed", "none"]
 """Whose mean and deviation numbers are scaled by: each site's own, all sites', given ones; or they stay as they are."""
@@ -65,7 +71,7 @@ class DataSchema:
     """See the module's docstring.
 
     Attributes:
-        kind: `table`: named columns; `array`: numbers, an image or token ids in the input's own shape.
+        kind: `table`: named columns; `image`; `text`; `array`: numbers or token ids in the input's own shape.
         input_shape: of one example.
         classes: their names in the order of their indices; empty: the indices themselves.
         columns: of a table, in the order of the input.
@@ -74,10 +80,11 @@ class DataSchema:
         ignored: columns that are no input, such as the site; a table may have them.
         scale: of the numbers of a table; gaps are filled with the mean, and refused with `none`.
         encoding: of text files; empty: UTF-8 or UTF-16 by their first bytes.
-        minimum_count: training rows from which a category is named.
+        minimum_count: training rows from which a category, or a token of private text, is named.
+        image: of kind `image`; text: of kind `text`; None of others.
     """
 
-    kind: Literal["table", "array"]
+    kind: Literal["table", "array", "image", "text"]
     input_shape: tuple[int, ...]
     input_dtype: Literal["float32", "int32"]
     classes: tuple[str, ...] = ()
@@ -88,6 +95,8 @@ class DataSchema:
     scale: Scale = "none"
     encoding: str = ""
     minimum_count: int = 1
+    image: ImageSchema | None = None
+    text: TextSchema | None = None
     format: int = FORMAT
 
     @property
@@ -96,7 +105,13 @@ class DataSchema:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+        return json.dumps(self.to_document(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+    def to_document(self) -> dict[str, Any]:
+        """What `to_json` writes: without the keys `image` and `text` where they say nothing, which older software does not know."""
+        return {
+            name: value for name, value in asdict(self).items() if name not in _LATER or value is not None
+        }
 
     def class_name(self, index: int) -> str:
         """The name of a class; its index where classes have no names."""
@@ -140,6 +155,14 @@ def checks(schema: DataSchema) -> Iterable[tuple[bool, str]]:
     )
     yield len(set(schema.classes)) == len(schema.classes), "a class is there twice"
     yield all(extent > 0 for extent in schema.input_shape), "input_shape has an extent below 1"
+    yield (schema.image is not None) == (schema.kind == "image"), "image is of data of kind image"
+    yield (schema.text is not None) == (schema.kind == "text"), "text is of data of kind text"
+    if schema.image is not None:
+        yield schema.input_dtype == "float32", "an image's input_dtype is float32"
+        yield from image_checks(schema.image, schema.input_shape)
+    if schema.text is not None:
+        yield schema.input_dtype == "int32", "a text's input_dtype is int32"
+        yield from text_checks(schema.text, schema.input_shape)
     if schema.kind == "table":
         width = sum(column.width for column in schema.columns)
         yield math.prod(schema.input_shape) == width, f"its columns make {width} values of an example"

@@ -10,12 +10,16 @@ learnt from the beginning alone; characters of the tail get an id as well, becau
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from edge_client.files import write_durably
+from edge_client.wire.preprocessing import TextSchema
+from edge_client.wire.schema import DataSchema
 from models.datasets import encodings, files
 from models.datasets.dataset import DataError
 from models.datasets.encodings import Encoding, Kind
@@ -23,6 +27,8 @@ from models.datasets.shipped import shakespeare
 
 TRAIN, TEST, ENCODING = "tokens_train.npy", "tokens_test.npy", "encoding.json"
 HELD_OUT = 0.1
+MINIMUM_COUNT = 10
+"""Occurrences from which a schema names a character, as for categories of a table."""
 TEXT_LIMIT_BYTES = 16 * 1024**3
 """Largest text that is read; it is held in memory."""
 _PIECE = 1 << 20
@@ -37,12 +43,14 @@ class Corpus:
         vocab: ids of the encoding, which are the classes of a model that predicts them.
         train, test: tokens in the two files.
         characters: of the text; with the tokens, how far the encoding shortens it.
+        text: the encoding as a schema has it; None of bpe, whose pairs are learnt from the text.
     """
 
     vocab: int
     train: int
     test: int
     characters: int
+    text: TextSchema | None = None
 
 
 def find(name: str, data_dir: Path | None = None) -> Path:
@@ -78,7 +86,24 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     train, test = _write(encoding, text[:cut], folder / TRAIN), _write(encoding, text[cut:], folder / TEST)
     write_durably(folder / ENCODING, encoding.as_json().encode())
-    return Corpus(encoding.vocab, train, test, len(text))
+    return Corpus(encoding.vocab, train, test, len(text), _text_schema(kind, encoding, text))
+
+
+def schema_of(corpus: Corpus, length: int) -> DataSchema:
+    """The data schema of windows of `length` tokens. It names no character that occurs fewer than `MINIMUM_COUNT` times."""
+    kind: Literal["text", "array"] = "text" if corpus.text else "array"
+    return DataSchema(kind, (length,), "int32", minimum_count=MINIMUM_COUNT, text=corpus.text)
+
+
+def _text_schema(kind: Kind, encoding: Encoding, text: str) -> TextSchema | None:
+    match kind:
+        case "bytes":
+            return TextSchema("bytes", "next_token")
+        case "characters":
+            counts, alphabet = Counter(text), encoding.described["alphabet"]
+            named = tuple(each if counts[each] >= MINIMUM_COUNT else "" for each in alphabet)
+            return TextSchema("characters", "next_token", named)
+    return None
 
 
 def _write(encoding: Encoding, text: str, path: Path) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.connector import DataProblem
+from edge_client.wire.preprocessing import ImageSchema, TextSchema
 from edge_client.wire.schema import DataSchema
 
 TaskKind = Literal["classification", "next_token", "regression"]
@@ -35,6 +36,7 @@ class Dataset:
         site: int32 [N], which natural client a row belongs to, or None where there are none.
         site_names: names of the natural clients, indexed by `site`.
         schema: how rows in natural form become inputs, of a table; `described` gives one for any data.
+        image, text: how images or texts became x; None of other data.
         label_scale: for `regression`, mean and deviation of the training labels in their own unit.
         notes: what the loader found and decided, one sentence each, for the preview.
     """
@@ -50,15 +52,23 @@ class Dataset:
     site_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     schema: DataSchema | None = None
+    image: ImageSchema | None = None
+    text: TextSchema | None = None
     label_scale: tuple[float, float] | None = None
 
     @property
     def described(self) -> DataSchema:
-        """Its schema; of data that is no table, the form of its arrays."""
-        array = DataSchema(
-            "array", self.input_shape, self.input_dtype, self.class_names, label_scale=self.label_scale
+        """Its schema; of data that is no table, image or text, the form of its arrays."""
+        kind: Literal["image", "text", "array"] = "image" if self.image else "text" if self.text else "array"
+        return self.schema or DataSchema(
+            kind,
+            self.input_shape,
+            self.input_dtype,
+            self.class_names,
+            label_scale=self.label_scale,
+            image=self.image,
+            text=self.text,
         )
-        return self.schema or array
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from edge_client.data import numpy_file
 from edge_client.data.quoting import is_content_hidden, nearest
+from edge_client.wire.preprocessing import ImageSchema
 from models import user_code
 from models.datasets.dataset import DataError, Dataset, TaskKind
 from models.datasets.holdout import held_out
@@ -160,7 +161,19 @@ def _dataset(target: str, mapping: Mapping[Any, Any], seed: int) -> Dataset:
         site_names,
         notes,
         label_scale=label_scale,
+        image=image_of(np.asarray(returned["x"])),
     )
+
+
+def image_of(x: npt.NDArray[Any]) -> ImageSchema | None:
+    """Bytes [N, H, W], or with 1 or 3 channels before or after, are images, whose pixels are the input; None of other data."""
+    if x.dtype != np.uint8 or x.ndim not in (3, 4):
+        return None
+    if x.ndim == 3:
+        return ImageSchema("HW", maximum=255, divisor=1.0)
+    if x.shape[1] in (1, 3):
+        return ImageSchema("CHW", maximum=255, divisor=1.0)
+    return ImageSchema("HWC", maximum=255, divisor=1.0) if x.shape[3] in (1, 3) else None
 
 
 def _inputs(key: str, value: Any) -> npt.NDArray[Any]:

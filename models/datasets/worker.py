@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def load(path: Path, report: process.Report) -> None:
         "input_dtype": dataset.input_dtype,
         "task": dataset.task,
         "class_names": list(dataset.class_names),
-        "schema": asdict(dataset.described),
+        "schema": dataset.described.to_document(),
         "preview": list(datasets.preview(dataset)),
     }
     jobs.write_result(job.out, description)
@@ -75,6 +74,7 @@ def _text(job: jobs.Job, arguments: dict[str, Any], test_rows: int) -> dict[str,
         tokens = np.load(held_out, allow_pickle=False)[: test_rows * length + 1]
         np.save(held_out, tokens, allow_pickle=False)
         rows = test_rows
+    schema = corpus.schema_of(prepared, length)
     digest = hashlib.sha256()
     for name in (corpus.TRAIN, corpus.TEST):
         digest.update((folder / name).read_bytes())
@@ -86,6 +86,7 @@ def _text(job: jobs.Job, arguments: dict[str, Any], test_rows: int) -> dict[str,
         "input_dtype": "int32",
         "task": "next_token",
         "class_names": [],
+        "schema": schema.to_document(),
         "tokens": {"train": corpus.TRAIN, "test": corpus.TEST},
         "preview": [
             f"{path.name}: {prepared.characters:,} characters, {prepared.train:,} tokens to train on and {prepared.test:,} held out",

@@ -261,7 +261,7 @@ def _read_schema(job: jobs.Job, spec: ModelSpec | KerasSpec) -> DataSchema | Non
             f"{spec.input_dtype} {list(spec.input_shape)}"
         )
     # Without columns and names it says no more than the manifest itself, and daemons of before know no such key.
-    return schema if schema.columns or schema.classes or schema.label_scale else None
+    return schema if schema.kind != "array" or schema.classes or schema.label_scale else None
 
 
 def _draft(source: Source, options: ReleaseOptions) -> InferenceManifest:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from edge_client.wire.preprocessing import ImageSchema
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import held_out
 
@@ -32,6 +33,7 @@ def load(seed: int) -> Dataset:
         test=held_out(y, seed),
         classes=10,
         class_names=tuple("0123456789"),
+        image=ImageSchema("HW", maximum=16, divisor=16.0),
         notes=("8x8 grey images scaled to [0, 1].", "20 % of each class is held out, by the seed."),
     )
 

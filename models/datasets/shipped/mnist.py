@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.wire.preprocessing import ImageSchema
 from models.datasets import files
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import held_out
@@ -39,6 +40,7 @@ def load(data_dir: Path | None, seed: int) -> Dataset:
         test=np.arange(len(y)) >= len(halves[0][1]) if standard else held_out(y, seed),
         classes=CLASSES,
         class_names=tuple("0123456789"),
+        image=ImageSchema("HW", maximum=255, divisor=255.0),
         notes=(
             "28x28 grey images scaled to [0, 1].",
             "The standard split into training and test images."

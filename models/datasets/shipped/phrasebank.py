@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.quoting import nearest, quoted
+from edge_client.serving.texts import WORD, encode
+from edge_client.wire.preprocessing import TextSchema
 from models.datasets import columns, files
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import held_out
@@ -20,9 +21,6 @@ SENTIMENT, SENTENCE = "Sentiment", "News Headline"
 CLASSES = ("negative", "neutral", "positive")
 
 PAD, UNKNOWN, FIRST_WORD = 0, 1, 2
-
-WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s]|_")
-"""Runs of letters, runs of digits, and every other mark by itself."""
 
 
 def load(data_dir: Path | None, seed: int, length: int, vocabulary: int) -> Dataset:
@@ -38,17 +36,19 @@ def load(data_dir: Path | None, seed: int, length: int, vocabulary: int) -> Data
     table = columns.read(path)
     y = _classes(table)
     test = held_out(y, seed)
-    sentences = [WORD.findall(sentence.lower()) for sentence in table.cells(SENTENCE, "the sentence")]
+    sentences = table.cells(SENTENCE, "the sentence")
     words = _vocabulary(
-        [words for words, out in zip(sentences, test.tolist(), strict=True) if not out], vocabulary
+        [sentence for sentence, out in zip(sentences, test.tolist(), strict=True) if not out], vocabulary
     )
+    text = TextSchema("words", "class", words, FIRST_WORD, PAD, UNKNOWN, lower=True)
     return Dataset(
         name="phrasebank",
-        x=_tokens(sentences, words, length),
+        x=encode(sentences, text, length, str(path))[0],
         y=y,
         test=test,
         classes=len(CLASSES),
         class_names=CLASSES,
+        text=text,
         notes=(
             f"Sentences are lower-cased and cut to {length} words; ids 0 to {FIRST_WORD + len(words) - 1}, "
             "0 is padding and 1 a word outside the vocabulary.",
@@ -67,15 +67,7 @@ def _classes(table: columns.TextTable) -> npt.NDArray[np.int32]:
     return np.array([CLASSES.index(cell) for cell in cells], np.int32)
 
 
-def _vocabulary(sentences: list[list[str]], size: int) -> dict[str, int]:
-    counts = Counter(word for words in sentences for word in words)
+def _vocabulary(sentences: list[str], size: int) -> tuple[str, ...]:
+    counts = Counter(word for sentence in sentences for word in WORD.findall(sentence.lower()))
     ranked = sorted(counts, key=lambda word: (-counts[word], word))
-    return {word: FIRST_WORD + rank for rank, word in enumerate(ranked[: size - FIRST_WORD])}
-
-
-def _tokens(sentences: list[list[str]], words: dict[str, int], length: int) -> npt.NDArray[np.int32]:
-    x = np.full((len(sentences), length), PAD, np.int32)
-    for row, sentence in enumerate(sentences):
-        cut = sentence[:length]
-        x[row, : len(cut)] = [words.get(word, UNKNOWN) for word in cut]
-    return x
+    return tuple(ranked[: size - FIRST_WORD])

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.quoting import quoted
+from edge_client.wire.preprocessing import TextSchema
 from models.datasets import files
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import take
@@ -55,6 +56,7 @@ def load(data_dir: Path | None, length: int) -> Dataset:
         classes=len(characters),
         task="next_token",
         class_names=tuple(characters),
+        text=TextSchema("characters", "next_token", tuple(characters)),
         site=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
         site_names=tuple(speakers),
         notes=(

@@ -1,0 +1,86 @@
+"""Texts as token ids, by the schema of the model they are for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_client.data.connector import DataProblem
+from edge_client.data.options import read_only_problem
+from edge_client.data.quoting import quoted
+from edge_client.files import read_regular
+from edge_client.wire.preprocessing import TextSchema
+
+WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s]|_")
+"""Runs of letters, runs of digits, and every other mark by itself."""
+
+SUFFIX = ".txt"
+
+
+def read_lines(path: Path, encoding: str | None = None) -> list[str]:
+    """The lines of a text file, a text each, without their ends.
+
+    Raises:
+        DataProblem: it cannot be read or decoded, or a line is empty.
+    """
+    used = encoding or "utf-8-sig"
+    try:
+        lines = read_regular(path).decode(used).replace("\r\n", "\n").removesuffix("\n").split("\n")
+    except OSError as error:
+        raise read_only_problem(path, error) from None
+    except LookupError:
+        raise DataProblem(f"encoding is {encoding!r}, expected a text encoding such as latin-1") from None
+    except UnicodeDecodeError:
+        raise DataProblem(f"{path}: is not {used} text; name its encoding with --encoding") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            raise DataProblem(f"{path}, line {number}: is empty, expected a text on every line")
+    return lines
+
+
+def encode(
+    texts: Sequence[str], schema: TextSchema, length: int, place: str
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Token ids [N, length] of texts, and the index [N] of the last token of each.
+
+    A text that is too long loses its end; one to continue (`next_token`) loses its beginning. `place` begins an error.
+
+    Raises:
+        DataProblem: a character is not in the vocabulary, or a text has no token.
+    """
+    x = np.full((len(texts), length), schema.padding, np.int32)
+    last = np.zeros(len(texts), np.int64)
+    known = {token: schema.first + index for index, token in enumerate(schema.vocabulary) if token}
+    for row, text in enumerate(texts):
+        ids = _ids(text.lower() if schema.lower else text, schema, known, f"{place}, line {row + 1}")
+        kept = ids[-length:] if schema.predicts == "next_token" else ids[:length]
+        x[row, : len(kept)] = kept
+        last[row] = max(len(kept) - 1, 0)
+    return x, last
+
+
+def _ids(text: str, schema: TextSchema, known: Mapping[str, int], place: str) -> list[int]:
+    if schema.unit == "bytes":
+        return list(text.encode("utf-8"))
+    tokens = WORD.findall(text) if schema.unit == "words" else list(text)
+    if schema.unknown is None:
+        for token in tokens:
+            if token not in known:
+                raise DataProblem(
+                    f"{place}: {quoted(token)} is none of the {len(known)} {schema.unit} that the model knows; remove it"
+                )
+        return [known[token] for token in tokens]
+    return [known.get(token, schema.unknown) for token in tokens]
+
+
+def token_name(schema: TextSchema, index: int) -> str:
+    """A token id as people read it; `#7` of an id without a token, such as padding."""
+    if schema.unit == "bytes":
+        return chr(index) if 32 <= index < 127 else f"0x{index:02x}"
+    place = index - schema.first
+    known = 0 <= place < len(schema.vocabulary) and schema.vocabulary[place]
+    return known or f"#{index}"

@@ -1,0 +1,85 @@
+"""How an image or a text becomes the input of a model: the part of a data schema that columns do not say.
+
+Both are stated, not learnt: a device, a release and a simulation that read the same file therefore compute the same input. A
+vocabulary that was learnt from private text names no token that fewer than the schema's `minimum_count` rows have: it is "" there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ImageSchema:
+    """A value of the input is (pixel / divisor - mean) / deviation.
+
+    Attributes:
+        layout: axes of the input: H is height, W width, C one or three channels.
+        maximum: largest pixel of the training images, which are whole numbers from 0; the 255 of an image file stands for it.
+        divisor: > 0.
+        mean, deviation: of each channel, after the division; empty: 0 and 1.
+    """
+
+    layout: Literal["HW", "CHW", "HWC"]
+    maximum: int
+    divisor: float
+    mean: tuple[float, ...] = ()
+    deviation: tuple[float, ...] = ()
+
+    def size(self, input_shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Height, width and channels."""
+        match self.layout:
+            case "HW":
+                return input_shape[0], input_shape[1], 1
+            case "CHW":
+                return input_shape[1], input_shape[2], input_shape[0]
+        return input_shape[0], input_shape[1], input_shape[2]
+
+
+@dataclass(frozen=True)
+class TextSchema:
+    """A text is lower-cased if `lower` says so, split into tokens, cut to the input's length and filled up with `padding`.
+
+    Attributes:
+        unit: `bytes` of UTF-8, whose ids are their values; `characters`; `words`: runs of letters, runs of digits, every other mark.
+        predicts: `class`: a text has one; `next_token`: the classes are the token ids.
+        vocabulary: the tokens of ids `first`, `first` + 1, …; empty for bytes.
+        first: id of the first token.
+        padding: id that fills up short texts.
+        unknown: id of tokens that the vocabulary lacks; None: they are refused.
+    """
+
+    unit: Literal["bytes", "characters", "words"]
+    predicts: Literal["class", "next_token"]
+    vocabulary: tuple[str, ...] = ()
+    first: int = 0
+    padding: int = 0
+    unknown: int | None = None
+    lower: bool = False
+
+
+def image_checks(image: ImageSchema, input_shape: tuple[int, ...]) -> Iterable[tuple[bool, str]]:
+    """What the types do not express: a condition, and what is wrong if it is false."""
+    fits = len(input_shape) == len(image.layout)
+    yield fits, f"image.layout is {image.layout}, input_shape {list(input_shape)}"
+    yield 0 < image.maximum < 2**16, "image.maximum is not between 1 and 65535"
+    yield image.divisor > 0, "image.divisor is not above 0"
+    yield all(each > 0 for each in image.deviation), "image.deviation has a value that is not above 0"
+    if fits:
+        channels = image.size(input_shape)[2]
+        yield channels in (1, 3), f"an image has 1 or 3 channels, this one {channels}"
+        lengths = {len(image.mean), len(image.deviation)}
+        yield lengths in ({0}, {channels}), f"image.mean and image.deviation are not of {channels} channels"
+
+
+def text_checks(text: TextSchema, input_shape: tuple[int, ...]) -> Iterable[tuple[bool, str]]:
+    """As `image_checks`."""
+    yield len(input_shape) == 1, f"input_shape of a text is [tokens], not {list(input_shape)}"
+    yield (text.unit == "bytes") == (not text.vocabulary), "text.vocabulary is of characters and words"
+    yield min(text.first, text.padding, text.unknown or 0) >= 0, "an id of text is below 0"
+    named = [token for token in text.vocabulary if token]
+    yield len(set(named)) == len(named), "a token is there twice"
+    single = text.unit != "characters" or all(len(token) == 1 for token in named)
+    yield single, "text.vocabulary has a token that is no character"
