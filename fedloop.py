@@ -100,8 +100,9 @@ class Result:
         """Labels and probabilities for rows `x`.
 
         An array [N, …], or a single row, is taken as the model takes it: of a table's columns, numbers scaled and texts
-        one-hot. The path of a file is read in its natural form, as `fedloop-edge predict` reads it. Imports the model's
-        framework and, for a model of one's own, its code.
+        one-hot. A pandas DataFrame, or a list of dicts, has a table's columns in natural form, in any order; a list of texts is
+        for a model of texts. The path of a file is read in its natural form, as `fedloop-edge predict` reads it. Imports the
+        model's framework and, for a model of one's own, its code.
 
         Raises:
             UserError: the rows do not fit the model, or it cannot be built here.

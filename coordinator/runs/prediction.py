@@ -14,7 +14,8 @@ from coordinator.experiments.schema import Experiment
 from edge_client.data.connector import DataProblem
 from edge_client.infer.runtime import InvalidRows
 from edge_client.serving.predict import decode
-from edge_client.serving.rows import read_inputs
+from edge_client.serving.records import read_records
+from edge_client.serving.rows import Inputs, read_inputs
 from edge_client.train.evaluation import EVALUATION_ROWS
 from edge_client.train.trainer import Runtime
 from edge_client.wire import schema as schemas
@@ -26,7 +27,7 @@ class Predictions(NamedTuple):
     """Predictions for rows: `labels, probabilities = result.predict(x)`.
 
     `labels`: the most probable class of each row, [N]: its name where the data has names, else its index; for next tokens
-    [N, T]; for regression the quantity in its own unit, float64. `probabilities`: float64 [N, classes]; for next tokens
+    [N, T], of texts [N]; for regression the quantity in its own unit, float64. `probabilities`: float64 [N, classes]; for next tokens
     [N, T, classes]; None for regression.
     """
 
@@ -35,19 +36,22 @@ class Predictions(NamedTuple):
 
 
 def predict(report: Mapping[str, Any], params: Params, x: Any) -> Predictions:
-    """Predictions for rows x: an array [N, …] or a single row, as the model takes them; or a file as `fedloop-edge predict` reads it.
+    """Predictions for rows x, in one of these forms:
+
+    - an array [N, …] or a single row, as the model takes them
+    - a pandas DataFrame or a list of dicts, with the columns of the training table in natural form; a list of texts
+    - the path of a file, which is read as `fedloop-edge predict` reads it
 
     Raises:
         UserError: the rows do not fit the model, it cannot be built here, or its output is not finite.
     """
     data, schema = report["data"], schemas.from_document(report["data"]["schema"])
     experiment = Experiment.model_validate(report["experiment"])
-    if isinstance(x, str | Path):
-        try:
-            x = read_inputs(Path(x), schema, f"model {experiment.model.name!r}").x
-        except DataProblem as error:
-            raise UserError(f"predict: {error}") from error
-    rows = _rows(x, schema)
+    try:
+        inputs = _inputs(x, schema, f"model {experiment.model.name!r}")
+    except DataProblem as error:
+        raise UserError(f"predict: {error}") from error
+    rows = _rows(inputs.x, schema)
     shape = {
         "input_dtype": schema.input_dtype,
         **{key: data[key] for key in ("input_shape", "classes", "task")},
@@ -57,13 +61,26 @@ def predict(report: Mapping[str, Any], params: Params, x: Any) -> Predictions:
         runtime.logits(params, rows[start : start + EVALUATION_ROWS])
         for start in range(0, len(rows), EVALUATION_ROWS)
     ]
+    logits = np.concatenate(chunks)
+    if inputs.last is not None:
+        logits = logits[np.arange(len(logits)), inputs.last]
     try:
-        labels, probabilities = decode(np.concatenate(chunks), f"model {experiment.model.name!r}", schema)
+        labels, probabilities = decode(logits, f"model {experiment.model.name!r}", schema)
     except InvalidRows as error:
         raise UserError(f"predict: {error}") from error
     if probabilities is not None and schema.classes:
         labels = np.array(schema.classes)[labels]
     return Predictions(labels, probabilities)
+
+
+def _inputs(x: Any, schema: schemas.DataSchema, model: str) -> Inputs:
+    if isinstance(x, str | Path):
+        return read_inputs(Path(x), schema, model)
+    if callable(getattr(x, "to_dict", None)) and hasattr(x, "columns"):  # a DataFrame; pandas may be absent
+        return read_records(x.to_dict("records"), schema, model)
+    if isinstance(x, list) and x and all(isinstance(each, Mapping | str) for each in x):
+        return read_records(x, schema, model)
+    return Inputs(x, None)
 
 
 def _rows(x: Any, schema: schemas.DataSchema) -> npt.NDArray[Any]:

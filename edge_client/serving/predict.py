@@ -119,6 +119,18 @@ def of_inputs(logits: npt.NDArray[Any], model: str, schema: DataSchema, inputs: 
     return [replace(each, source=source) for each, source in zip(found, inputs.sources, strict=True)]
 
 
+def next_tokens(predictions: Sequence[Prediction], inputs: Inputs, schema: DataSchema) -> list[Prediction]:
+    """Of predictions for every position of texts to continue, those after the last token of each."""
+    assert inputs.last is not None and schema.text is not None, "texts to continue"
+    found = []
+    for each, last in zip(predictions, inputs.last.tolist(), strict=True):
+        assert isinstance(each.label, list) and isinstance(each.probability, list), "of every position"
+        label = each.label[last]
+        name = token_name(schema.text, label)
+        found.append(Prediction(label, each.probability[last], name, is_token=True))
+    return found
+
+
 def predict(loaded: LoadedRelease, x: npt.NDArray[Any]) -> list[Prediction]:
     """One prediction for each row.
 

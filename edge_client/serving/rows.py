@@ -209,12 +209,8 @@ def read_arrays(path: Path, reading: Reading) -> tuple[npt.NDArray[Any], npt.NDA
 def _table(path: Path, schema: DataSchema, model: str, reading: Reading) -> Inputs:
     if path.suffix.lower() not in (".csv", ".tsv", ".txt", ".parquet"):
         raise DataProblem(f"{path}: {model} reads tables; expected a file named .csv or .parquet")
-    numeric = any(column.kind != "category" for column in schema.columns)
-    if schema.scale == "site" and reading.moments is None and numeric:
-        raise DataProblem(
-            f'{path}: {model} scales numbers by each site\'s own mean and deviation (data.scale = "site"), which the model does not '
-            "hold; name the training rows of the site too: --data NAME on its device, --site-rows TABLE elsewhere"
-        )
+    if reading.moments is None:
+        require_given_scale(schema, model, str(path))
     needed = [column.name for column in schema.columns if column.name in reading.leave_out]
     if needed:
         raise DataProblem(
@@ -226,6 +222,15 @@ def _table(path: Path, schema: DataSchema, model: str, reading: Reading) -> Inpu
     scaling = reading.moments if schema.scale == "site" else rows.moments
     x = rows.x if scaling is None else scaling.apply(rows.x)
     return Inputs(x.astype(np.float32, copy=False), rows.y if (rows.y != PADDING).any() else None)
+
+
+def require_given_scale(schema: DataSchema, model: str, place: str) -> None:
+    """Raises DataProblem: numbers are scaled by each site's own rows, which the model does not hold."""
+    if schema.scale == "site" and any(column.kind != "category" for column in schema.columns):
+        raise DataProblem(
+            f'{place}: {model} scales numbers by each site\'s own mean and deviation (data.scale = "site"), which the model does not '
+            "hold; name the training rows of the site too: --data NAME on its device, --site-rows TABLE elsewhere"
+        )
 
 
 def read_natural(path: Path, schema: DataSchema, leave_out: tuple[str, ...] = ()) -> Rows:

@@ -6,7 +6,14 @@ A request and its answer are one line of JSON each; a connection may send many, 
     {"id": 7, "model": "digits:3", "labels": [4, …], "probabilities": [0.98, …]}
     {"id": 8, "error": "rows are [1, 3], digits takes [N, 8, 8]"}
 
-`x` holds rows in the shape of the model's input, or flat. Requests wait at most `max_wait_seconds` for others, up to
+`x` holds rows in the shape of the model's input, or flat. Instead of it `rows` holds rows in natural form, by the model's data
+schema: objects from columns to values, or texts. Their answer has the names of the classes, too; of a text to continue those
+of the next tokens:
+
+    {"id": 9, "rows": [{"age": 61, "ward": "ICU"}]}
+    {"id": 9, "model": "patients:1", "labels": [1], "classes": ["died"], "probabilities": [0.71]}
+
+Requests wait at most `max_wait_seconds` for others, up to
 `max_batch` rows. A new active release is opened between two batches (`edge_client.serving.active`). Only the owner can
 access the socket.
 
@@ -23,18 +30,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.data.connector import DataProblem
 from edge_client.infer.runtime import InvalidRows, check_rows
 from edge_client.ota.crash_counter import StartCounter
 from edge_client.serving.active import ActiveModel
 from edge_client.serving.lines import BLOCK_BYTES, BadRequest, Lines, MemoryBudget
-from edge_client.serving.predict import NoRelease, Prediction, predict
+from edge_client.serving.predict import NoRelease, Prediction, next_tokens, predict
+from edge_client.serving.records import read_records
+from edge_client.serving.rows import Inputs
 
 MOST_CONNECTIONS = 64
 """At a time. `edge_client.serving.lines` limits their memory."""
@@ -165,26 +175,45 @@ class Service:
         try:
             request = _parse(line)
             request_id = request.get("id")
-            waiting = _PendingRequest(self._rows(request), asyncio.get_running_loop().create_future())
+            inputs = self._inputs(request)
+            waiting = _PendingRequest(inputs.x, asyncio.get_running_loop().create_future())
             await self._queue.put(waiting)
             model, answers = await waiting.answer
         except (BadRequest, InvalidRows) as error:
             return {"id": request_id, "error": str(error)}
         if answers[0].value is not None:
             return {"id": request_id, "model": model, "values": [each.value for each in answers]}
+        schema = self._active.loaded.manifest.data_schema
+        if inputs.last is not None:
+            answers = next_tokens(answers, inputs, schema)
         return {
             "id": request_id,
             "model": model,
             "labels": [each.label for each in answers],
+            **({"classes": [each.class_name for each in answers]} if "rows" in request else {}),
             "probabilities": [each.probability for each in answers],
         }
+
+    def _inputs(self, request: dict[str, Any]) -> Inputs:
+        if "rows" not in request:
+            return Inputs(self._rows(request), None)
+        manifest, records = self._active.loaded.manifest, request["rows"]
+        if "x" in request:
+            raise BadRequest("x and rows are both there; send one of them")
+        if not isinstance(records, list) or len(records) > _MOST_ROWS:
+            raise BadRequest(f"rows is not a list of 1 to {_MOST_ROWS} rows")
+        try:
+            inputs = read_records(records, manifest.data_schema, self.model)
+        except DataProblem as error:
+            raise BadRequest(str(error)) from None
+        return replace(inputs, x=check_rows(inputs.x, manifest))
 
     def _rows(self, request: dict[str, Any]) -> npt.NDArray[Any]:
         spec = self._active.loaded.manifest.input
         try:
             x = np.asarray(request["x"])
         except KeyError:
-            raise BadRequest("x is missing: rows to predict") from None
+            raise BadRequest("x is missing: rows to predict; or rows, in natural form") from None
         except (ValueError, OverflowError) as error:
             raise BadRequest(f"x does not hold rows of numbers: {error}") from None
         if x.ndim == 0 or not 0 < len(x) <= _MOST_ROWS:

@@ -24,6 +24,7 @@ from edge_client.serving.listening import listening
 from edge_client.serving.service import Batching, Service
 from edge_client.wire.manifest import ManifestError
 from edge_client.wire.rollouts import MODEL_NAME
+from edge_client.wire.schema import ColumnSchema, DataSchema
 from tests.support import released
 from tests.support.edge import Clock
 
@@ -68,6 +69,24 @@ def test_what_is_wrong_with_one_row_is_told_to_its_asker_alone(tmp_path: Path) -
     assert service.counts.batches < 3, "they came together"
     assert two["labels"] == [0, 1] and one["labels"] == [0]
     assert "not finite" in wrong["error"]
+
+
+def test_rows_by_column_name_are_answered_as_arrays_are(tmp_path: Path) -> None:
+    columns = tuple(ColumnSchema(f"p{place}") for place in range(64))
+    schema = DataSchema("table", (64,), "float32", tuple("abcdefghij"), columns, "digit")
+    folder = released.release_folder(tmp_path / "release", 3, schema=schema)
+    service = Service(lambda: folder, WAIT)
+    natural = [{f"p{place}": value for place, value in reversed(list(enumerate(row)))} for row in rows(2)]
+
+    async def run() -> list[dict[str, Any]]:
+        async with serving(service, tmp_path / "s"):
+            requests = ({"x": rows(2)}, {"rows": natural}, {"rows": [{"p0": 1}]}, {"rows": natural, "x": []})
+            return [await asked(tmp_path / "s", each) for each in requests]
+
+    arrays, named, short, both = asyncio.run(run())
+    assert named["labels"] == arrays["labels"] == [0, 1] and named["classes"] == ["a", "b"]
+    assert named["probabilities"] == arrays["probabilities"] and "classes" not in arrays
+    assert "no column" in short["error"] and "send one of them" in both["error"]
 
 
 def test_who_does_not_read_its_answers_keeps_no_service_from_ending(

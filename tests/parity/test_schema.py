@@ -11,11 +11,12 @@ import pytest
 
 from edge_client.data import DataConfig, DataProblem, open_data
 from edge_client.serving.predict import accuracy, errors, from_logits
+from edge_client.serving.records import read_records
 from edge_client.serving.rows import Reading, read_inputs
 from edge_client.train.torch_trainer import TorchRuntime
 from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import schema as schemas
-from edge_client.wire.schema import DataSchema
+from edge_client.wire.schema import ColumnSchema, DataSchema
 from edge_client.wire.strict import InvalidDocument
 from models import zoo
 from models.datasets import Dataset, from_settings
@@ -203,3 +204,37 @@ def test_only_columns_that_are_there_and_no_inputs_are_left_out(
 ) -> None:
     with pytest.raises(DataProblem, match=message):
         read_inputs(table, schema_of(load(table)), "patients:1", Reading((column,)))
+
+
+def test_records_are_read_as_the_rows_of_a_file(tmp_path: Path) -> None:
+    schema = DataSchema(
+        "table",
+        (4,),
+        "float32",
+        columns=(
+            ColumnSchema("age", mean=50.0, deviation=10.0),
+            ColumnSchema("ward", "category", categories=("1", "ICU"), other=True),
+        ),
+        label="outcome",
+        scale="federated",
+    )
+    path = tmp_path / "new.csv"
+    path.write_text("ward,age\nICU,61\n1,\n,40.5\n")
+    records = [
+        {"age": 61, "ward": "ICU"},
+        {"age": None, "ward": 1.0},
+        {"age": np.float64(40.5), "ward": float("nan")},
+    ]
+
+    np.testing.assert_array_equal(
+        read_records(records, schema, "patients").x, read_inputs(path, schema, "patients").x
+    )
+    for wrong, message in (
+        ([{"age": 61}], "no column 'ward'"),
+        ([{"age": 61, "ward": "1", "weight": 3}], "no column 'weight'|'weight'"),
+        ([{"age": "old", "ward": "1"}], "'old' is not a number"),
+        ([records[0], {"age": 3}], "row 2: column 'ward'"),
+        ([[1, 2]], "row 1: expected a mapping"),
+    ):
+        with pytest.raises(DataProblem, match=message):
+            read_records(wrong, schema, "patients")
