@@ -181,6 +181,7 @@ def load(seed):
 """
 
 
+@pytest.mark.extended
 def test_a_model_of_token_ids_comes_out_with_as_many_as_its_embedding_takes(tmp_path: Path) -> None:
     (tmp_path / "words.py").write_text(WORDS)
     asked = [
