@@ -45,6 +45,7 @@ from edge_client.serving.lines import BLOCK_BYTES, BadRequest, Lines, MemoryBudg
 from edge_client.serving.predict import NoRelease, Prediction, next_tokens, predict
 from edge_client.serving.records import read_records
 from edge_client.serving.rows import Inputs
+from edge_client.wire.inference import InferenceManifest
 
 MOST_CONNECTIONS = 64
 """At a time. `edge_client.serving.lines` limits their memory."""
@@ -175,17 +176,19 @@ class Service:
         try:
             request = _parse(line)
             request_id = request.get("id")
-            inputs = self._inputs(request)
+            manifest = self._active.loaded.manifest
+            inputs = self._inputs(request, manifest)
             waiting = _PendingRequest(inputs.x, asyncio.get_running_loop().create_future())
             await self._queue.put(waiting)
             model, answers = await waiting.answer
+            if "rows" in request and self._active.loaded.manifest is not manifest:
+                raise BadRequest("another release became active meanwhile; send the rows again")
         except (BadRequest, InvalidRows) as error:
             return {"id": request_id, "error": str(error)}
         if answers[0].value is not None:
             return {"id": request_id, "model": model, "values": [each.value for each in answers]}
-        schema = self._active.loaded.manifest.data_schema
         if inputs.last is not None:
-            answers = next_tokens(answers, inputs, schema)
+            answers = next_tokens(answers, inputs, manifest.data_schema)
         return {
             "id": request_id,
             "model": model,
@@ -194,10 +197,10 @@ class Service:
             "probabilities": [each.probability for each in answers],
         }
 
-    def _inputs(self, request: dict[str, Any]) -> Inputs:
+    def _inputs(self, request: dict[str, Any], manifest: InferenceManifest) -> Inputs:
         if "rows" not in request:
             return Inputs(self._rows(request), None)
-        manifest, records = self._active.loaded.manifest, request["rows"]
+        records = request["rows"]
         if "x" in request:
             raise BadRequest("x and rows are both there; send one of them")
         if not isinstance(records, list) or len(records) > _MOST_ROWS:
