@@ -268,7 +268,7 @@ def _figure_lines(report: Mapping[str, Any]) -> list[str]:
         shown = {"auc": "AUC", "balanced_accuracy": "balanced accuracy", "f1": "F1", "sensitivity": "sensitivity",
                  "specificity": "specificity", "ece": "calibration error"}  # fmt: skip
         figures = ", ".join(f"{name} {format_metric(metrics[key], 3)}" for key, name in shown.items())
-        lines.append(figures + of_positive)
+        lines.append(figures + of_positive + _origin(metrics))
     elif metrics.get("perplexity") is not None:
         lines.append(f"perplexity {metrics['perplexity']:.2f}")
     if "r2" in metrics:
@@ -285,6 +285,14 @@ def _figure_lines(report: Mapping[str, Any]) -> list[str]:
             f"lowest of {len(scored)} sites: {name}, accuracy {worst['test_accuracy']:.4f} on {worst['test_rows']} rows{compared}"
         )
     return lines
+
+
+def _origin(metrics: Mapping[str, Any]) -> str:
+    """Whose rows the figures are of, if devices counted them."""
+    if "auc_error" not in metrics:
+        return ""
+    bound = "" if metrics["auc_error"] is None else f"; AUC to within {metrics['auc_error']:.4f}"
+    return f"; on {metrics['rows']} rows of {metrics['devices']} devices{bound}"
 
 
 def _regression_lines(report: Mapping[str, Any]) -> list[str]:

@@ -190,12 +190,15 @@ def finish(
     notices: Sequence[str],
     **details: Any,
 ) -> list[str] | None:
-    """Ends a run after its last round with its final model; otherwise as `end`."""
-    connection.execute(
-        update(t.runs)
-        .where(t.runs.c.id == run, t.runs.c.state.in_(LIVE))
-        .values(params=model_sha256, notices=list(notices))
-    )
+    """Ends a run after its last round with its final model; otherwise as `end`.
+
+    If the run keeps the best round's params, its final model takes their place.
+    """
+    values: dict[str, Any] = {"params": model_sha256, "notices": list(notices)}
+    before = find(connection, run)
+    if before is not None and before.best and before.best["params"]:
+        values["best"] = {**before.best, "params": model_sha256}
+    connection.execute(update(t.runs).where(t.runs.c.id == run, t.runs.c.state.in_(LIVE)).values(**values))
     return end(connection, run, "finished", now, model_sha256=model_sha256, **details)
 
 

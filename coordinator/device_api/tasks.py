@@ -19,6 +19,7 @@ from coordinator.db.rounds import TaskRow
 from coordinator.device_api.identity import CallerDep
 from coordinator.errors import Refusal
 from coordinator.limits.request_bodies import read_message
+from edge_client.wire import scores
 from edge_client.wire.arrays import LARGEST_COUNT
 from edge_client.wire.device import Decline, EvaluationResult, TaskKind, to_json
 from edge_client.wire.statistics import StatisticsRequest, StatisticsResult, require_valid
@@ -48,6 +49,7 @@ async def evaluation(
             raise Refusal(
                 422, "stale_base", f"it evaluated model {message.base[:12]}, expected the model of its task"
             )
+        _require_valid_scores(message, row.offer["model"])
         answers.record_evaluation(connection, row, to_json(message), now)
         return row.run
 
@@ -111,6 +113,19 @@ def _require_valid_figures(message: EvaluationResult) -> None:
     for holds, problem in (*checks, *_quantity_checks(message)):
         if not holds:
             raise Refusal(422, "malformed", f"EvaluationResult.{problem[:200]}")
+
+
+def _require_valid_scores(message: EvaluationResult, model: Mapping[str, Any]) -> None:
+    """Checks the counts by class against the message's own sums and the task's model."""
+    if message.scores is None:
+        return
+    if model["task"] != "classification":
+        raise Refusal(
+            422, "malformed", f"EvaluationResult.scores is given, but the model's task is {model['task']}"
+        )
+    for holds, problem in scores.checks(message.scores, message.labels, message.correct, model["classes"]):
+        if not holds:
+            raise Refusal(422, "malformed", f"EvaluationResult.scores.{problem[:200]}")
 
 
 def _quantity_checks(message: EvaluationResult) -> Iterator[tuple[bool, str]]:

@@ -84,6 +84,7 @@ class DataSection(Section):
 
 class Data(DataSection):
     label: str = "label"
+    positive: str | None = None
     site: str | None = None
     encoding: str | None = None
     partition: str | None = None

@@ -93,8 +93,8 @@ def _figures(
     if _is_regression(data_info):
         outputs = judged.final.logits[chosen, 0]
         return {"metrics": _regression(outputs, judged.test.y[chosen], data_info), **baselines}
-    names = data_info["class_names"]
-    figures = metrics.classification(judged.final.logits[chosen], judged.test.y[chosen], names)
+    names, positive = data_info["class_names"], data_info.get("positive", 1)
+    figures = metrics.classification(judged.final.logits[chosen], judged.test.y[chosen], names, positive)
     kept = {key: value for key, value in figures.items() if detailed or key not in _DETAILS}
     return {"metrics": kept, **baselines}
 
@@ -108,7 +108,7 @@ def _baselines(
     if judged.test.y.ndim == 1:
         found["majority"] = _majority(judged, data_info["class_names"], chosen, site)
     if judged.alone is not None:
-        found["local"] = _alone(judged.alone, judged.test.y, data_info["class_names"], chosen)
+        found["local"] = _alone(judged.alone, judged.test.y, data_info, chosen)
     return {"baselines": found} if found else {}
 
 
@@ -159,11 +159,12 @@ def _regression_baselines(
 
 
 def _alone(
-    alone: Evaluation, y: npt.NDArray[np.int32], names: Sequence[str], chosen: npt.NDArray[np.bool_]
+    alone: Evaluation, y: npt.NDArray[np.int32], data_info: Mapping[str, Any], chosen: npt.NDArray[np.bool_]
 ) -> dict[str, Any]:
     labels = int(alone.labels[chosen].sum())
     found = {"test_accuracy": int(alone.correct[chosen].sum()) / labels if labels else None}
     if alone.logits is None:
         return found
-    figures = metrics.classification(alone.logits[chosen], y[chosen], names)
+    names, positive = data_info["class_names"], data_info.get("positive", 1)
+    figures = metrics.classification(alone.logits[chosen], y[chosen], names, positive)
     return {**found, **metrics.headline(figures)}

@@ -7,31 +7,34 @@ figure that the rows do not define, such as the AUC of rows of one class, is Non
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.examples import PADDING
+from edge_client.train.class_scores import calibration_bins
 from edge_client.train.evaluation import figures_of, score, softmax
+from edge_client.wire.scores import CALIBRATION_BINS
 
 Floats = npt.NDArray[np.float64]
 
 MAX_CLASSES = 100
 """Most classes for which these figures are computed."""
-BINS = 10
-"""Bins of the calibration, of equal width."""
 HEADLINE = ("balanced_accuracy", "sensitivity", "specificity", "precision", "f1", "auc", "brier", "ece")
 REGRESSION = ("r2", "mae", "rmse")
+DETAILS = ("classes", "confusion", "calibration")
+"""The figures that are not single numbers."""
 _OF_CLASS = ("sensitivity", "specificity", "precision", "f1", "auc")
 
 
 def classification(
-    logits: npt.NDArray[np.float32], y: npt.NDArray[np.int32], names: Sequence[str]
+    logits: npt.NDArray[np.float32], y: npt.NDArray[np.int32], names: Sequence[str], positive: int = 1
 ) -> dict[str, Any]:
     """All figures of `logits` [N, classes] against the labels `y` [N]. `names`: of the classes, empty if they have none.
 
-    Of two classes the second is the positive one: the figures are its own. Of more classes they are the means over the
+    Of two classes the figures are those of the one with the index `positive`. Of more classes they are the means over the
     classes that define them. `brier` is the squared error of the positive class' probability, or summed over the classes.
     The bins of `calibration` are of the positive class' probability, or of the predicted class' (Guo 2017,
     arXiv:1706.04599); `ece` is the expected calibration error over them. `confusion`: a row per true class, a column per
@@ -39,28 +42,59 @@ def classification(
     """
     logits, y = logits[y != PADDING], y[y != PADDING]
     classes = logits.shape[1]
-    named = [str(name) for name in names] or [str(index) for index in range(classes)]
     confusion = np.bincount(y * classes + logits.argmax(axis=1), minlength=classes * classes)
     confusion = confusion.reshape(classes, classes)
     probabilities = softmax(logits)
     usable = bool(np.isfinite(probabilities).all())
+    aucs: list[float | None] = [None] * classes
+    calibration = brier = None
+    if usable:
+        aucs = [_auc(probabilities[:, index], y == index) for index in range(classes)]
+    if usable and len(y):
+        calibration, brier = _calibration(probabilities, y, positive), _brier(probabilities, y)
+    return summarize(confusion, aucs, calibration, brier, names, positive)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Bins of a stated probability, each [`CALIBRATION_BINS`]: rows, those of the class it is of, and its sum."""
+
+    rows: Floats
+    correct: Floats
+    sums: Floats
+
+
+def summarize(
+    confusion: npt.NDArray[Any],
+    aucs: Sequence[float | None],
+    calibration: Calibration | None,
+    brier: float | None,
+    names: Sequence[str],
+    positive: int,
+) -> dict[str, Any]:
+    """The figures of `classification`. `confusion`: [classes, classes], numbers of rows. `aucs`: of each class."""
+    classes = len(confusion)
+    named = class_names(names, classes)
     per_class = [
-        {"class": named[index], **_of_class(confusion, index, probabilities if usable else None, y)}
-        for index in range(classes)
+        {"class": named[index], **_of_class(confusion, index), "auc": auc} for index, auc in enumerate(aucs)
     ]
     binary = classes == 2
-    chosen = per_class[1:] if binary else per_class
-    calibration = _calibration(probabilities, y, binary) if usable and len(y) else None
+    chosen = [per_class[positive]] if binary else per_class
     return {
-        "positive": named[1] if binary else None,
-        "balanced_accuracy": _mean(each["sensitivity"] for each in per_class),
-        **{key: _mean(each[key] for each in chosen) for key in _OF_CLASS},
-        "brier": _brier(probabilities, y, binary) if usable and len(y) else None,
-        "ece": calibration["ece"] if calibration else None,
+        "positive": named[positive] if binary else None,
+        "balanced_accuracy": mean_of(each["sensitivity"] for each in per_class),
+        **{key: mean_of(each[key] for each in chosen) for key in _OF_CLASS},
+        "brier": brier,
+        "ece": _calibration_error(calibration) if calibration else None,
         "classes": per_class,
         "confusion": confusion.tolist(),
-        "calibration": calibration["bins"] if calibration else [],
+        "calibration": _calibration_lines(calibration) if calibration else [],
     }
+
+
+def class_names(names: Sequence[str], classes: int) -> list[str]:
+    """The names of the classes, or their indices if they have none."""
+    return [str(name) for name in names] or [str(index) for index in range(classes)]
 
 
 def headline(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,19 +114,16 @@ def regression(
     return figures_of(score(outputs[:, None], y), deviation)
 
 
-def _of_class(
-    confusion: npt.NDArray[np.int64], index: int, probabilities: Floats | None, y: npt.NDArray[np.int32]
-) -> dict[str, Any]:
+def _of_class(confusion: npt.NDArray[Any], index: int) -> dict[str, Any]:
     """Figures of one class against all others."""
-    hits, rows = int(confusion[index, index]), int(confusion[index].sum())
-    predicted, total = int(confusion[:, index].sum()), int(confusion.sum())
+    hits, rows = confusion[index, index].item(), confusion[index].sum().item()
+    predicted, total = confusion[:, index].sum().item(), confusion.sum().item()
     return {
         "rows": rows,
         "sensitivity": _ratio(hits, rows),
         "specificity": _ratio(total - rows - predicted + hits, total - rows),
         "precision": _ratio(hits, predicted),
         "f1": _ratio(2 * hits, rows + predicted),
-        "auc": None if probabilities is None else _auc(probabilities[:, index], y == index),
     }
 
 
@@ -107,35 +138,48 @@ def _auc(scores: Floats, positive: npt.NDArray[np.bool_]) -> float | None:
     return float((ranks[positive].sum() - count * (count + 1) / 2) / pairs)
 
 
-def _brier(probabilities: Floats, y: npt.NDArray[np.int32], binary: bool) -> float:
+def _brier(probabilities: Floats, y: npt.NDArray[np.int32]) -> float:
     errors = np.square(probabilities - np.eye(probabilities.shape[1])[y]).sum(axis=1)
-    return float(errors.mean() / (2 if binary else 1))
+    return float(errors.mean() / (2 if probabilities.shape[1] == 2 else 1))
 
 
-def _calibration(probabilities: Floats, y: npt.NDArray[np.int32], binary: bool) -> dict[str, Any]:
-    stated = probabilities[:, 1] if binary else probabilities.max(axis=1)
-    came_true = (y == 1) if binary else probabilities.argmax(axis=1) == y
-    bins = np.searchsorted(np.arange(1, BINS) / BINS, stated)  # a bin holds its upper edge
-    lines = []
-    for index in np.unique(bins):
-        inside = bins == index
-        lines.append(
-            {
-                "from": index / BINS,
-                "to": (index + 1) / BINS,
-                "rows": int(inside.sum()),
-                "predicted": float(stated[inside].mean()),
-                "observed": float(came_true[inside].mean()),
-            }
-        )
-    gaps = sum(line["rows"] * abs(line["observed"] - line["predicted"]) for line in lines)
-    return {"ece": float(gaps / len(y)), "bins": lines}
+def _calibration(probabilities: Floats, y: npt.NDArray[np.int32], positive: int) -> Calibration:
+    if probabilities.shape[1] == 2:
+        stated, came_true = probabilities[:, positive], y == positive
+    else:
+        stated, came_true = probabilities.max(axis=1), probabilities.argmax(axis=1) == y
+    bins = calibration_bins(stated)
+    weighted = (None, came_true.astype(np.float64), stated)
+    return Calibration(
+        *(np.bincount(bins, weights=each, minlength=CALIBRATION_BINS).astype(np.float64) for each in weighted)
+    )
 
 
-def _ratio(part: int, whole: int) -> float | None:
+def _calibration_lines(calibration: Calibration) -> list[dict[str, Any]]:
+    """Of the bins that have rows."""
+    return [
+        {
+            "from": index / CALIBRATION_BINS,
+            "to": (index + 1) / CALIBRATION_BINS,
+            "rows": int(rows) if float(rows).is_integer() else float(rows),
+            "predicted": float(calibration.sums[index] / rows),
+            "observed": float(calibration.correct[index] / rows),
+        }
+        for index, rows in enumerate(calibration.rows)
+        if rows
+    ]
+
+
+def _calibration_error(calibration: Calibration) -> float | None:
+    """The expected calibration error: the gaps of the bins, weighted by their rows."""
+    return _ratio(float(np.abs(calibration.correct - calibration.sums).sum()), float(calibration.rows.sum()))
+
+
+def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """The mean of the values that are defined, None if none is."""
     defined = [value for value in values if value is not None]
     return sum(defined) / len(defined) if defined else None

@@ -23,6 +23,7 @@ def make_report(connection: Connection, run: Row[Any]) -> dict[str, Any]:
     is_finished, judged = run.state == "finished", run.figures or {}
     if is_finished and run.best and run.best["params"]:
         last = records[run.best["round"] - 1]
+    on_devices = last.get("on_devices") or {}
     runtimes = rows.runtimes_used(connection, run.id)
     report: dict[str, Any] = {
         "run": run.id,
@@ -40,9 +41,9 @@ def make_report(connection: Connection, run: Row[Any]) -> dict[str, Any]:
             "stopped_early": is_finished and len(records) < run.experiment["federation"]["rounds"],
             "test_accuracy": last.get("test_accuracy"),
             "test_loss": last.get("test_loss"),
-            "test_rows": start.get("test_rows") or last.get("on_devices", {}).get("test_rows"),
+            "test_rows": start.get("test_rows") or on_devices.get("test_rows"),
             "model_sha256": run.params,
-            **_of_devices(last, model),
+            **_of_devices(on_devices),
             **judged.get("final", {}),
         },
     }
@@ -55,10 +56,9 @@ def make_report(connection: Connection, run: Row[Any]) -> dict[str, Any]:
     return report
 
 
-def _of_devices(last: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """`metrics` of a quantity by the devices' own rows, which stand for the coordinator's where it has none."""
-    metrics = (last.get("on_devices") or {}).get("metrics")
-    return {"metrics": metrics} if metrics and model.get("task") == "regression" else {}
+def _of_devices(on_devices: Mapping[str, Any]) -> dict[str, Any]:
+    """`metrics` by the devices' own rows, which stand for the coordinator's where it has none."""
+    return {"metrics": on_devices["metrics"]} if on_devices.get("metrics") else {}
 
 
 def _per_site(

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from coordinator import failpoints
 from coordinator.experiments.schema import Experiment
 from coordinator.json_values import finite
+from coordinator.reports.pooled_metrics import pooled_classification
 from coordinator.rounds.fleet import Fleet, Model
 from coordinator.rounds.pooling import bounded_loss, label_cap, pool_quantities
 from coordinator.rounds.records import Score
+from coordinator.rounds.scores import pool_scores
 from edge_client.wire.device import EvaluationResult
 from strategies.params import Tensors
 
@@ -32,14 +34,36 @@ class EvaluatingFleet(Fleet, Protocol):
         """From now on every method raises `Stopped`, also one that is waiting."""
 
 
+MAX_DETAILED_SITES = 50
+"""Most sites that list figures of every class; each round's record holds them."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What the labels of a run are.
+
+    Attributes:
+        names: of the classes; empty if they have none.
+        positive: index of the positive class of two.
+        scale: mean and deviation of labels that are quantities; None: classes.
+    """
+
+    names: Sequence[str] = ()
+    positive: int = 1
+    scale: Sequence[float] | None = None
+
+
+CLASSES = Labels()
+
+
 @dataclass(frozen=True)
 class FederatedScore:
     """A model's score over devices, each weighted by its labels up to a cap.
 
     Attributes:
         figures: test_loss, test_accuracy, test_rows, devices, as the devices report them, and label_cap: the most labels
-            that one device counts for, also in the score of its site.
-        clients: accuracy by device; empty for a regression, whose figures have `metrics` instead of an accuracy.
+            that one device counts for, also in the score of its site; and `metrics` if devices report what they need.
+        clients: accuracy by device; empty for a regression, which has none.
         per_site: site -> its figures; a device without a site is its own site.
     """
 
@@ -48,10 +72,8 @@ class FederatedScore:
     per_site: Mapping[str, Mapping[str, Any]]
 
 
-def pool_results(
-    results: Mapping[str, EvaluationResult], label_scale: Sequence[float] | None = None
-) -> FederatedScore | None:
-    """The pooled score of all results; None if there are none. `label_scale`: mean and deviation of labels that are quantities."""
+def pool_results(results: Mapping[str, EvaluationResult], about: Labels = CLASSES) -> FederatedScore | None:
+    """The pooled score of all results; None if there are none."""
     if not results:
         return None
     cap = label_cap(result.labels for result in results.values())
@@ -59,47 +81,59 @@ def pool_results(
     for device in sorted(results):
         sites.setdefault(results[device].site or device, []).append(results[device])
     return FederatedScore(
-        figures={**_score(list(results.values()), cap, label_scale), "label_cap": cap},
+        figures={**_score(list(results.values()), cap, about, detailed=True), "label_cap": cap},
         clients={}
-        if label_scale
+        if about.scale
         else {device: result.correct / result.labels for device, result in sorted(results.items())},
-        per_site={site: _score(of_site, cap, label_scale) for site, of_site in sorted(sites.items())},
+        per_site={
+            site: _score(of_site, cap, about, detailed=len(sites) <= MAX_DETAILED_SITES)
+            for site, of_site in sorted(sites.items())
+        },
     )
 
 
-def _score(results: list[EvaluationResult], cap: int, label_scale: Sequence[float] | None) -> dict[str, Any]:
+def _score(results: list[EvaluationResult], cap: int, about: Labels, *, detailed: bool) -> dict[str, Any]:
     """Loss and accuracy per label, and numbers of rows and devices. No device counts for more than `cap` labels."""
     shares = [min(1.0, cap / result.labels) for result in results]
     labels = sum(share * result.labels for share, result in zip(shares, results, strict=True))
     losses = (bounded_loss(result.loss_sum, result.labels) for result in results)
     correct = sum(share * result.correct for share, result in zip(shares, results, strict=True))
-    metrics = pool_quantities(results, cap, label_scale[1]) if label_scale else None
+    metrics = _metrics(results, cap, about, detailed=detailed)
     return {
         "test_loss": sum(share * loss for share, loss in zip(shares, losses, strict=True)) / labels,
-        "test_accuracy": None if label_scale else correct / labels,
+        "test_accuracy": None if about.scale else correct / labels,
         "test_rows": sum(result.rows for result in results),
         "devices": len(results),
         **({"metrics": metrics} if metrics else {}),
     }
 
 
-class LiveEvaluation:
-    """Scores the model after each round.
+def _metrics(
+    results: list[EvaluationResult], cap: int, about: Labels, *, detailed: bool
+) -> Mapping[str, Any] | None:
+    """The figures besides loss and accuracy; None if no device reports what they need."""
+    if about.scale:
+        return pool_quantities(results, cap, about.scale[1])
+    pooled = pool_scores(results, cap)
+    if pooled is None:
+        return None
+    return pooled_classification(pooled, about.names, about.positive, detailed=detailed)
 
-    `held_out`: the coordinator's rows, None if it has none. `label_scale`: mean and deviation of labels that are quantities.
-    """
+
+class LiveEvaluation:
+    """Scores the model after each round. `held_out`: the coordinator's rows, None if it has none."""
 
     def __init__(
         self,
         experiment: Experiment,
         fleet: EvaluatingFleet,
         held_out: HeldOut | None,
-        label_scale: Sequence[float] | None = None,
+        about: Labels = CLASSES,
     ) -> None:
         self._experiment = experiment
         self._fleet = fleet
         self._held_out = held_out
-        self._label_scale = label_scale
+        self._about = about
         self._on_devices: FederatedScore | None = None
         self._per_site: Mapping[str, Any] = {}
 
@@ -130,7 +164,7 @@ class LiveEvaluation:
         if not devices.evaluate_every or (number % devices.evaluate_every and number != last):
             return None
         model = self._fleet.model(params, {})
-        return pool_results(self._fleet.evaluate(number, model, devices.evaluate_seconds), self._label_scale)
+        return pool_results(self._fleet.evaluate(number, model, devices.evaluate_seconds), self._about)
 
 
 def start_figures(held_out: HeldOut | None, params: Tensors) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from coordinator.experiments.validation import dataset_name_problem
 from coordinator.reports import figures
 from coordinator.reports.figures import LabelledRows
 from coordinator.runs import own_model
-from coordinator.runs.model_setup import export_model, load_data, set_up_model
+from coordinator.runs.model_setup import export_model, load_data, positive_class, set_up_model
 from coordinator.runs.own_model import OwnModel
 from coordinator.sandbox import policy
 from coordinator.settings import Settings
@@ -101,6 +101,10 @@ def prepare(
     (place.folder / "found.json").unlink(missing_ok=True)
     data = _data(experiment, place, notices)
     shape = _shape(experiment, data)
+    names = ((data or {}).get("schema") or {}).get("classes") or ()
+    positive_class(
+        experiment, names, shape["classes"], shape["task"]
+    )  # refuses a class that the data does not have
     ids = 0 if data is None else data.get("ids", 0)
     runtimes = tuple(name for name in _PREFERRED if name in experiment.federation.runtimes)
     artifact: tuple[BlobRef, BlobRef] | None = None

@@ -19,10 +19,10 @@ from coordinator.rounds import engine
 from coordinator.rounds.fleet import Stopped
 from coordinator.rounds.records import RunState
 from coordinator.runs import admission, live_preparation
-from coordinator.runs.live_evaluation import EvaluatingFleet, LiveEvaluation, start_figures
+from coordinator.runs.live_evaluation import EvaluatingFleet, Labels, LiveEvaluation, start_figures
 from coordinator.runs.live_preparation import HeldOut, Prepared
 from coordinator.runs.live_store import LiveStore, finish
-from coordinator.runs.model_setup import make_run_plan, require_scores
+from coordinator.runs.model_setup import make_run_plan, positive_class, require_scores
 from coordinator.runs.own_model import OwnModel
 from coordinator.runs.own_strategy import make_strategy
 from coordinator.scheduling.deployments import Deployment, Selection
@@ -99,8 +99,7 @@ class LiveRun:
         experiment = self._experiment
         cohort = experiment.federation.clients_per_round or COHORT
         run_plan = make_run_plan(experiment, self._strategy, self._prepared.trainable, cohort)
-        scale = ((self._prepared.data or {}).get("schema") or {}).get("label_scale")
-        evaluation = LiveEvaluation(experiment, fleet, self._held_out, scale)
+        evaluation = LiveEvaluation(experiment, fleet, self._held_out, self._labels())
         store = LiveStore(self._services, self._run, evaluation.more_figures)
         try:
             engine.run(
@@ -116,10 +115,17 @@ class LiveRun:
             store.release()
         self._judge()
         with self._services.blobs.reference_lock:
-            last = self._read().params
+            trained = {self._read().params, self._kept_params()}
             finish(self._services, self._run, self._final_model(), experiment.model.register_as)
-            self._services.blobs.remove({last} - self._services.database.read(rows.blobs_in_use))
+            self._services.blobs.remove(trained - self._services.database.read(rows.blobs_in_use))
         self._services.signals.notify("events")
+
+    def _labels(self) -> Labels:
+        """What the labels are, as far as the coordinator knows."""
+        schema = (self._prepared.data or {}).get("schema") or {}
+        names, model = schema.get("classes") or (), self._prepared.model
+        positive = positive_class(self._experiment, names, model.classes, model.task)
+        return Labels(names, positive, schema.get("label_scale"))
 
     def _judge(self) -> None:
         """Stores figures of the final model if the coordinator has rows to compute them on."""

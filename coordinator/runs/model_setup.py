@@ -35,8 +35,7 @@ def load_data(
     """
     done = folder / "found.json"
     if done.exists():
-        description: dict[str, Any] = json.loads(done.read_text("utf-8"))
-        return description
+        return _with_positive(experiment, json.loads(done.read_text("utf-8")))
     request = {
         "kind": "prepare",
         "folder": str(folder),
@@ -46,7 +45,35 @@ def load_data(
         "data_dir": str(data_dir) if data_dir else None,
         "quotes": quotes,
     }
-    return pool.run_one(request).values
+    return _with_positive(experiment, pool.run_one(request).values)
+
+
+def _with_positive(experiment: Experiment, data_info: Mapping[str, Any]) -> dict[str, Any]:
+    """The description with `positive`, the index of the positive class of two."""
+    index = positive_class(experiment, data_info["class_names"], data_info["classes"], data_info["task"])
+    return {**data_info, "positive": index}
+
+
+def positive_class(experiment: Experiment, names: Sequence[str], classes: int, task: str) -> int:
+    """The index of the class that `data.positive` names; without the key the second one's, which counts only if there are two.
+
+    Raises:
+        UserError: the data has no such class, or is not of two classes.
+    """
+    positive = experiment.data.positive
+    if positive is None:
+        return 1
+    if task != "classification" or classes != 2:
+        has = f"has {classes} classes" if task == "classification" else f'is for data.task = "{task}"'
+        raise UserError(
+            f"data.positive = {positive!r} names one of two classes, but the data {has}; leave data.positive out"
+        )
+    known = [str(name) for name in names] or ["0", "1"]
+    if positive not in known:
+        raise UserError(
+            f"data.positive = {positive!r} is no class of the data; expected {' or '.join(known)}"
+        )
+    return known.index(positive)
 
 
 def set_up_model(

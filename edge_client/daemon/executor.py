@@ -32,8 +32,9 @@ from edge_client.wire.device import (
     UploadStart,
     to_json,
 )
+from edge_client.wire.scores import ClassScores, has_small_class
 from edge_client.wire.statistics import StatisticsRequest
-from edge_client.wire.strict import InvalidDocument, parse_message, printable
+from edge_client.wire.strict import InvalidDocument, parse, parse_message, printable
 
 FORGET_BLOBS_SECONDS = 600.0
 """A run that gave no work for so long, while the coordinator holds this device for no run, is over: its blobs are deleted."""
@@ -234,8 +235,11 @@ class Executor:
         """Turns the sums of the training process into the message that leaves the device."""
         assert offer.params is not None, "checked with the offer"
         sums = json.loads(result.read_text("utf-8"))
-        if sums["rows"] < self.config.statistics.minimum_count:
+        least = self.config.statistics.minimum_count
+        if sums["rows"] < least:
             sums.pop("quantity", None)  # few labels follow from their sums
+        if "scores" in sums and has_small_class(parse(ClassScores, sums["scores"], "scores"), least):
+            sums.pop("scores")
         message = EvaluationResult(base=offer.params.sha256, site=self.config.labels.get("site", ""), **sums)
         result.write_text(json.dumps(vars(message)), "utf-8")
 

@@ -172,13 +172,16 @@ def _train(job: Job, trainer: Trainer, data: Any) -> None:
 def _evaluate(job: Job, trainer: Trainer, data: Any) -> None:
     from edge_client.data.examples import NoExamples
     from edge_client.files import write_durably
+    from edge_client.train.class_scores import class_scores
     from edge_client.wire import arrays
     from edge_client.wire.device import to_json
+    from edge_client.wire.scores import MAX_CLASSES
 
     if not len(data):
         raise NoExamples("no rows are held out for evaluation; see the option `held_out` of the data set")
     assert job.params is not None, "checked with the offer"
-    evaluation = trainer.evaluate(arrays.read(job.params), data)
+    is_scored = job.model.task == "classification" and job.model.classes <= MAX_CLASSES
+    evaluation = trainer.evaluate(arrays.read(job.params), data, keep_logits=is_scored)
     sums: dict[str, Any] = {
         "rows": len(data),
         "labels": int(evaluation.labels.sum()),
@@ -187,6 +190,8 @@ def _evaluate(job: Job, trainer: Trainer, data: Any) -> None:
     }
     if evaluation.quantities is not None:
         sums["quantity"] = to_json(evaluation.quantities)
+    if evaluation.logits is not None and (scores := class_scores(evaluation.logits, data.y)) is not None:
+        sums["scores"] = to_json(scores)
     write_durably(job.result, json.dumps(sums).encode(), mode=0o600)
 
 

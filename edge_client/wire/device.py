@@ -18,6 +18,7 @@ versions old, and answers others with 426 `wire_version`.
     1.3  releases: a device reports their state and receives offers
     1.4  data schemas: a task says how the rows of a table become the model's input
          models that predict a quantity, and the sums of their evaluation (`QuantitySums`)
+         an evaluation may count a classifier's rows by class and by probability (`ClassScores`)
          statistics tasks, which need no model: a device reports sums over its training rows (`edge_client.wire.statistics`)
 """
 
@@ -28,6 +29,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from edge_client.wire.quantities import QuantitySums
+from edge_client.wire.scores import ClassScores
 from edge_client.wire.strict import InvalidDocument, parse_message
 
 WIRE = (1, 4)
@@ -334,6 +336,7 @@ class EvaluationResult:
         site: the device's name for the origin of its data, for the report.
         quantity: of a model that predicts a quantity (wire 1.4); None if the device has fewer rows than its owner lets it
             report sums of, because the labels of few rows follow from their sums.
+        scores: of a classifier (wire 1.4); None if a class has so few rows, or for the reasons in `train.class_scores`.
     """
 
     base: str
@@ -343,6 +346,7 @@ class EvaluationResult:
     loss_sum: float
     site: str = field(default="", metadata=_FOR_PEOPLE)
     quantity: QuantitySums | None = None
+    scores: ClassScores | None = None
 
 
 DeclineCode = Literal[

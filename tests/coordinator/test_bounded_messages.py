@@ -42,6 +42,15 @@ MESSAGES: dict[type, dict[str, Any]] = {
         "loss_sum": 0.5,
         "site": "s",
         "quantity": {"absolute_sum": 0.5, "label_sum": 0.1, "label_square_sum": 1.0},
+        "scores": {
+            "confusion": [[1]],
+            "positives": [[1]],
+            "negatives": [[1]],
+            "calibration_rows": [1],
+            "calibration_correct": [1],
+            "calibration_sums": [0.5],
+            "squared_sum": 0.5,
+        },
     },
     wire.Decline: {"code": "failed", "words": "w"},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from sqlalchemy import update
 
@@ -28,6 +30,7 @@ from coordinator.rounds.fleet import (
 )
 from coordinator.rounds.plan import LocalWork, RunPlan, Task
 from coordinator.scheduling.deployments import Selection
+from edge_client.train.class_scores import class_scores
 from edge_client.wire.device import EvaluationResult, TaskOffer, to_json
 from strategies import presets
 from tests.coordinator.test_uploads import PARAMS, result_of
@@ -37,7 +40,15 @@ from tests.support.listening import Listening
 
 __all__ = ["database", "database_url"]
 
-FIGURES = {"rows": 10, "labels": 10, "correct": 7, "loss_sum": 3.5, "site": "north", "quantity": None}
+FIGURES = {
+    "rows": 10,
+    "labels": 10,
+    "correct": 7,
+    "loss_sum": 3.5,
+    "site": "north",
+    "quantity": None,
+    "scores": None,
+}
 BAD_SUMS = ((-0.1, 0.0, 1.0), (6.0, 0.0, 1.0), (3.0, 5.0, 2.0), (3.0, 1e308, 1.0))
 """Sums of 10 labels that no labels and errors have: a negative one, and three beyond the inequality of Cauchy and Schwarz."""
 
@@ -352,16 +363,22 @@ def test_devices_evaluate_on_rows_of_their_own(world: World) -> None:
     evaluating.start()
     offer = held_task(devices["a"])
     assert (offer.kind, offer.round, offer.params.sha256) == ("evaluate", 3, model.base)
-    for bad in ({"correct": 11}, {"rows": 0}, {"loss_sum": -1.0}, *map(sums_of, BAD_SUMS)):
+    logits, y = 4 * np.eye(10, dtype=np.float32), np.array([*range(7), 1, 1, 1], np.int32)
+    counted = class_scores(logits, y)
+    assert counted is not None
+    scores = json.loads(json.dumps(to_json(counted)))
+    lies = ({"scores": scores | {"confusion": [[5, 5], [0, 0]]}}, {"scores": scores | {"positives": []}})
+    for bad in ({"correct": 11}, {"rows": 0}, {"loss_sum": -1.0}, *map(sums_of, BAD_SUMS), *lies):
         with pytest.raises(Refused, match="malformed"):
             devices["a"].evaluated(offer.task, FIGURES | {"base": model.base} | bad)
     with pytest.raises(Refused, match="stale_base"):
         devices["a"].evaluated(offer.task, FIGURES | {"base": "00"})
+    figures = FIGURES | {"base": model.base, "scores": scores}
     for _ in range(2):
-        devices["a"].evaluated(offer.task, FIGURES | {"base": model.base})
+        devices["a"].evaluated(offer.task, figures)
     devices["b"].decline(held_task(devices["b"]).task, "no_data", "no held-out rows")
     evaluating.join()
-    assert {name: to_json(each) for name, each in got[0].items()} == {"a": FIGURES | {"base": model.base}}
+    assert {name: json.loads(json.dumps(to_json(each))) for name, each in got[0].items()} == {"a": figures}
 
 
 def held_task(device: TestDevice) -> TaskOffer:

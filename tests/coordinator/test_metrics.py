@@ -10,9 +10,13 @@ import pytest
 from sklearn import metrics as sklearn_metrics
 from sklearn.calibration import calibration_curve
 
+from coordinator.errors import UserError
+from coordinator.experiments.schema import Experiment
 from coordinator.reports import figures, metrics
 from coordinator.reports.figures import Judged, LabelledRows
+from coordinator.runs.model_setup import positive_class
 from edge_client.train.evaluation import Evaluation, score, softmax
+from edge_client.wire.scores import CALIBRATION_BINS
 
 CLASSES = (2, 3, 7)
 
@@ -70,7 +74,7 @@ def test_calibration_equals_scikit_learns_curve(classes: int) -> None:
     p = softmax(logits)
     stated = p[:, 1] if classes == 2 else p.max(axis=1)
     came_true = y == 1 if classes == 2 else p.argmax(axis=1) == y
-    observed, predicted = calibration_curve(came_true, stated, n_bins=metrics.BINS)
+    observed, predicted = calibration_curve(came_true, stated, n_bins=CALIBRATION_BINS)
     got = metrics.classification(logits, y, [])
     assert [line["observed"] for line in got["calibration"]] == pytest.approx(observed.tolist())
     assert [line["predicted"] for line in got["calibration"]] == pytest.approx(predicted.tolist())
@@ -219,3 +223,26 @@ def test_a_regression_is_judged_beside_the_mean_of_the_training_rows() -> None:
     }
     assert (per_site["b"]["test_accuracy"], per_site["b"]["metrics"]["r2"]) == (None, None)
     assert per_site["c"]["baselines"]["mean"]["value"] is None
+
+
+@pytest.mark.parametrize("positive", [0, 1])
+def test_the_positive_class_of_two_can_be_chosen(positive: int) -> None:
+    logits, y = rows(2)
+    got = metrics.classification(logits, y, ["ill", "well"], positive)
+    predicted, chances = logits.argmax(axis=1), softmax(logits)[:, positive]
+    assert got["positive"] == ("ill", "well")[positive]
+    assert got["sensitivity"] == pytest.approx(sklearn_metrics.recall_score(y, predicted, pos_label=positive))
+    assert got["f1"] == pytest.approx(sklearn_metrics.f1_score(y, predicted, pos_label=positive))
+    assert got["auc"] == pytest.approx(sklearn_metrics.roc_auc_score(y == positive, chances))
+
+
+def test_a_positive_class_that_the_data_does_not_have_is_refused() -> None:
+    given = Experiment.model_validate({"data": {"positive": "ill"}})
+    assert positive_class(given, ["ill", "well"], 2, "classification") == 0
+    for names, classes, task in (
+        (["no", "yes"], 2, "classification"),
+        ([], 3, "classification"),
+        ([], 1, "regression"),
+    ):
+        with pytest.raises(UserError, match=r"data\.positive = 'ill'"):
+            positive_class(given, names, classes, task)

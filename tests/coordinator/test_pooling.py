@@ -17,7 +17,7 @@ from coordinator.rounds.pooling import (
     bounded_loss,
     label_cap,
 )
-from coordinator.runs.live_evaluation import pool_results
+from coordinator.runs.live_evaluation import Labels, pool_results
 from edge_client.wire.device import EvaluationResult
 from edge_client.wire.quantities import QuantitySums
 
@@ -99,7 +99,7 @@ def test_sums_over_quantities_give_scikit_learns_figures_of_all_rows() -> None:
     y = rng.normal(size=(3, 40)) + np.arange(3)[:, None]
     outputs = y + rng.normal(scale=0.5, size=y.shape)
     results = {str(at): reported(outputs[at], y[at], f"site {at}") for at in range(3)}
-    found = pool_results(results, (100.0, 7.0))
+    found = pool_results(results, Labels(scale=(100.0, 7.0)))
     assert found is not None and found.clients == {}
     own, predicted = y.ravel() * 7 + 100, outputs.ravel() * 7 + 100
     assert found.figures["test_accuracy"] is None
@@ -116,11 +116,11 @@ def test_a_device_without_sums_has_a_loss_and_no_figures_of_its_own() -> None:
     rng = np.random.default_rng(1)
     y = rng.normal(size=40)
     few = replace(reported(y[:5] + 1, y[:5], "few"), quantity=None)
-    found = pool_results({"few": few, "many": reported(y + 0.5, y, "many")}, (0.0, 2.0))
+    found = pool_results({"few": few, "many": reported(y + 0.5, y, "many")}, Labels(scale=(0.0, 2.0)))
     assert found is not None
     assert "metrics" not in found.per_site["few"] and found.per_site["few"]["test_loss"] == pytest.approx(1)
     assert found.figures["metrics"]["mae"] == pytest.approx(1)
-    equal = pool_results({"a": reported(np.ones(10), np.zeros(10), "")}, (0.0, 2.0))
+    equal = pool_results({"a": reported(np.ones(10), np.zeros(10), "")}, Labels(scale=(0.0, 2.0)))
     assert equal is not None
     assert equal.figures["metrics"] == {"r2": None, "mae": 2, "rmse": 2}
 
@@ -137,7 +137,7 @@ def test_no_sums_of_a_liar_move_the_mean_error_beyond_its_share(
     y = np.random.default_rng(1).normal(size=40)
     lie = EvaluationResult("ab" * 32, 2**53, 2**53, 0, loss, "", QuantitySums(absolute, labels, squares))
     honest = {name: reported(y + 0.5, y, "") for name in "abc"}
-    found = pool_results({**honest, "liar": lie}, (0.0, 1.0))
+    found = pool_results({**honest, "liar": lie}, Labels(scale=(0.0, 1.0)))
     assert found is not None
     assert found.figures["metrics"]["mae"] <= 0.375 + np.sqrt(MAX_LOSS) / 4 + 1e-9
     assert all(value is None or np.isfinite(value) for value in found.figures["metrics"].values())

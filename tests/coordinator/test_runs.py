@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coordinator.commands.summaries import show_report
@@ -24,8 +25,10 @@ from coordinator.rounds.fleet import (
     Silence,
 )
 from coordinator.rounds.plan import Task
+from coordinator.runs.live_run import LiveRun
 from coordinator.runs.service import RunService
 from coordinator.scheduling.deployments import Deployment
+from edge_client.train.class_scores import class_scores
 from edge_client.wire.device import EvaluationResult
 from strategies.update import Update
 from tests.support.databases import database_url
@@ -300,6 +303,52 @@ def test_a_run_ends_early_and_keeps_its_best_model(tmp_path: Path) -> None:
         assert report["final"]["model_sha256"] == run.params
         left = {path.name for path in (tmp_path / "home" / "blobs").iterdir()}
         assert left == {run.params, run.strategy_state, first.strategy_state}
+
+
+@pytest.mark.slow
+def test_a_best_model_that_was_merged_with_frozen_params_leaves_one_blob(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def merged(run: LiveRun) -> str:
+        return services.blobs.put_arrays({"merged": np.ones(3, np.float32)}).sha256
+
+    monkeypatch.setattr(LiveRun, "_final_model", merged)
+    keep = {"devices": {"evaluate_every": 1}, "federation": {**UNKNOWN["federation"], "keep": "best"}}
+    with services_in(tmp_path / "home") as services:
+        run = carried(services, {**UNKNOWN, **keep})
+        assert (run.state, run.best["round"], run.best["params"]) == ("finished", 1, run.params)
+        left = {path.name for path in (tmp_path / "home" / "blobs").iterdir()}
+        assert left == {run.params, run.strategy_state}
+        assert report_of(services, run.id)["final"]["round"] == 1
+
+
+@pytest.mark.slow
+def test_devices_that_count_their_classes_give_the_final_model_figures(tmp_path: Path) -> None:
+    y = np.arange(10, dtype=np.int32) % 2
+    logits = np.stack([np.zeros(10), np.where(np.arange(10) < 7, 2 * y - 1, 1 - 2 * y)], axis=1)
+
+    class Counting(FakeDevices):
+        def evaluate(self, number: int, model: Model, seconds: float) -> dict[str, EvaluationResult]:
+            scores = class_scores(logits.astype(np.float32), y)
+            honest = super().evaluate(number, model, seconds)
+            return {name: replace(each, correct=7, scores=scores) for name, each in honest.items()}
+
+    data = {**UNKNOWN["data"], "classes": 2, "positive": "0"}
+    with services_in(tmp_path / "home") as services:
+        document = {**UNKNOWN, "data": data, "devices": {"evaluate_every": 1}}
+        run = carried(services, document, lambda *given: Counting(*given[:2]))
+        report = report_of(services, run.id)
+        figures = report["final"]["metrics"]
+        assert (figures["positive"], figures["rows"], figures["devices"]) == ("0", 30, 3)
+        assert figures["confusion"] == [[12, 3], [6, 9]]
+        assert (figures["sensitivity"], figures["specificity"]) == (12 / 15, 9 / 15)
+        assert report["per_site"]["north"]["metrics"]["confusion"] == [[8, 2], [4, 6]]
+        show_report(report, tmp_path, as_json=False)
+        wrong = carried(services, {**document, "data": {**data, "positive": "ill"}})
+        assert (wrong.state, wrong.error) == (
+            "failed",
+            "data.positive = 'ill' is no class of the data; expected 0 or 1",
+        )
 
 
 @pytest.mark.slow

@@ -93,6 +93,7 @@ def test_an_evaluate_task_sends_sums_only(coordinator: FakeCoordinator, tmp_path
         "loss_sum": 1.5,
         "quantity": None,
         "site": "berlin",
+        "scores": None,
     }
 
 
@@ -109,6 +110,22 @@ def test_sums_of_few_quantities_stay_on_the_device(
     edge.ticks(lambda: offer.task in coordinator.accepted)
     sent = json.loads(coordinator.accepted[offer.task])
     assert (sent["quantity"], sent["loss_sum"]) == (sums if is_sent else None, 1.5)
+
+
+@pytest.mark.parametrize(("minimum_count", "is_counted"), [(2, True), (3, False)])
+def test_classes_of_fewer_rows_than_the_owner_allows_are_not_counted(
+    coordinator: FakeCoordinator, tmp_path: Path, minimum_count: int, is_counted: bool
+) -> None:
+    enrolled(coordinator, tmp_path)
+    edge = daemon(tmp_path, (f"statistics.minimum_count={minimum_count}",))
+    offer = coordinator.offer(kind="evaluate")
+    edge.ticks(lambda: any(entry.outcome for entry in edge.executor.ledger.entries()))
+    told = json.loads(coordinator.accepted[offer.task])
+    assert (told["correct"], told["scores"] is not None) == (4, is_counted)
+    if is_counted:
+        assert told["scores"]["confusion"] == [[2, 1], [0, 2]]
+    (entry,) = edge.executor.ledger.entries()
+    assert json.loads(edge.executor.ledger.payload(entry)) == told
 
 
 STATISTICS: dict[str, object] = {

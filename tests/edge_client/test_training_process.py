@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 
 from edge_client.data import DataConfig, open_data
+from edge_client.train.class_scores import class_scores
 from edge_client.train.litert_trainer import LiteRTRuntime
 from edge_client.train.process import Interrupted, Job, Limits, TrainingFailed, TrainingProcess
 from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.arrays import encode_result
-from edge_client.wire.device import ModelRef, TaskMessage
+from edge_client.wire.device import ModelRef, TaskMessage, to_json
 from strategies.params import Params, unflatten
 from tests.support.artifacts import exported
 from tests.support.training_jobs import MODEL, install_plug_in, job, message, naughty
@@ -105,8 +106,11 @@ def test_an_evaluate_job_leaves_sums_over_the_held_out_rows(
     found, manifest = exported(MODEL)
     rows = open_data(work.data).held_out()
     expected = Trainer(LiteRTRuntime(found.tflite, manifest)).evaluate(
-        arrays.decode(work.params.read_bytes()), rows
+        arrays.decode(work.params.read_bytes()), rows, keep_logits=True
     )
+    assert expected.logits is not None
+    scores = class_scores(expected.logits, rows.y)
+    assert scores is not None
 
     start().run(work, go_on)
 
@@ -115,6 +119,7 @@ def test_an_evaluate_job_leaves_sums_over_the_held_out_rows(
         "labels": len(rows),
         "correct": int(expected.correct.sum()),
         "loss_sum": expected.loss_sum,
+        "scores": json.loads(json.dumps(to_json(scores))),
     }
     assert not work.state_out.exists()
 

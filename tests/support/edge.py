@@ -18,9 +18,11 @@ from edge_client.daemon.heartbeat import WakeupPipe
 from edge_client.daemon.host_environment import HostEnvironment
 from edge_client.outbox import Ledger, Outbox
 from edge_client.state import State
+from edge_client.train.class_scores import class_scores
 from edge_client.train.process import Done, Interrupted, Job, TrainingFailed
 from edge_client.transport import identity
 from edge_client.wire import arrays
+from edge_client.wire.device import to_json
 from tests.support.fake_coordinator import FakeCoordinator
 
 DATA = ["data.digits.kind=csv", "data.digits.path=/nowhere/digits.csv"]
@@ -48,8 +50,17 @@ class FakeTraining:
         if self.failure is not None:
             raise self.failure
         if job.kind == "evaluate":
-            sums = {"rows": 5, "labels": 5, "correct": 4, "loss_sum": 1.5, **self.quantity}
-            job.result.write_text(json.dumps(sums))
+            logits = np.array([[3.0, -3.0], [3.0, -3.0], [-3.0, 3.0], [-3.0, 3.0], [-3.0, 3.0]], np.float32)
+            scores = to_json(class_scores(logits, np.array([0, 0, 0, 1, 1], np.int32)))
+            figures = {
+                "rows": 5,
+                "labels": 5,
+                "correct": 4,
+                "loss_sum": 1.5,
+                "scores": scores,
+                **self.quantity,
+            }
+            job.result.write_text(json.dumps(figures))
             return Done(rows=5, seconds=0.1, peak_memory_bytes=1)
         if job.kind == "statistics":
             job.result.write_text(json.dumps({"rows": 40, "minimum_count": job.message["minimum_count"]}))

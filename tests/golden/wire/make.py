@@ -22,6 +22,7 @@ from edge_client.wire import device as wire
 from edge_client.wire.arrays import encode_result
 from edge_client.wire.device import TaskMessage
 from edge_client.wire.quantities import QuantitySums
+from edge_client.wire.scores import CALIBRATION_BINS, SCORE_BINS, ClassScores
 from edge_client.wire.statistics import ColumnStatistics, StatisticsRequest, StatisticsResult
 from strategies.update import Update
 
@@ -50,6 +51,20 @@ KINDS: dict[str, type] = {
     "decline": wire.Decline,
 }
 """Message by the name of its file, without `.json`."""
+
+
+def _scores() -> ClassScores:
+    """Counts of 40 rows of three classes, 31 of them correct; no row is of the third."""
+    inner, rest = (0,) * (SCORE_BINS - 2), (0,) * (CALIBRATION_BINS - 1)
+    return ClassScores(
+        confusion=((19, 5, 0), (4, 12, 0), (0, 0, 0)),
+        positives=((5, *inner, 19), (4, *inner, 12), (0, *inner, 0)),
+        negatives=((12, *inner, 4), (19, *inner, 5), (40, *inner, 0)),
+        calibration_rows=(*rest, 40),
+        calibration_correct=(*rest, 31),
+        calibration_sums=(*map(float, rest), 39.5),
+        squared_sum=17.5,
+    )
 
 
 def messages() -> dict[str, Any]:
@@ -100,7 +115,9 @@ def messages() -> dict[str, Any]:
         ),
         "upload_start": wire.UploadStart(len(result()), "ab" * 32, len(result()), "identity"),
         "upload_state": wire.UploadState(100, accepted=False),
-        "evaluation": wire.EvaluationResult(BASE, 40, 40, 31, 12.25, "north", QuantitySums(9.5, -1.25, 38.5)),
+        "evaluation": wire.EvaluationResult(
+            BASE, 40, 40, 31, 12.25, "north", QuantitySums(9.5, -1.25, 38.5), _scores()
+        ),
         "statistics": StatisticsResult(
             40,
             10,
