@@ -18,7 +18,8 @@ from rich.text import Text
 from coordinator.commands.options import Json, Shown, command_group, remote_command
 from coordinator.commands.output import format_time, make_table, print_json
 from coordinator.errors import UserError
-from coordinator.operator.client import Coordinator, OperatorClient, connect, device_id, run_id
+from coordinator.operator.client import Coordinator, OperatorClient, connect, device_id, run_id, token_id
+from coordinator.short_ids import short_id
 from edge_client.wire.strict import printable
 
 app = command_group("Devices: enrolment tokens, the list of devices, and why a device takes part or not.")
@@ -84,14 +85,19 @@ def list_tokens(client: OperatorClient) -> Shown:
     return tokens, map(_token_line, tokens) if tokens else ["no tokens; make one: fedloop device token"]
 
 
-@remote_command(app, example="fedloop device withdraw 0b9f2c1e-…")
+@remote_command(app, example="fedloop device withdraw 0b9f2c1e")
 def withdraw(
     client: OperatorClient,
-    token: Annotated[str, typer.Argument(metavar="TOKEN-ID", help="As `fedloop device tokens` shows it.")],
+    token: Annotated[
+        str,
+        typer.Argument(
+            metavar="TOKEN-ID", help="As `fedloop device tokens` shows it; the beginning is enough."
+        ),
+    ],
 ) -> Shown:
     """Withdraw a token now; devices that enrolled with it stay."""
-    withdrawn = client.post(f"/tokens/{quote(token, safe='')}/withdraw")
-    return withdrawn, [f"token {withdrawn['id']} admits no more devices"]
+    withdrawn = client.post(f"/tokens/{quote(token_id(client, token), safe='')}/withdraw")
+    return withdrawn, [f"token {short_id(withdrawn['id'])} admits no more devices"]
 
 
 @remote_command(app, "import", example="fedloop device import serials.txt --group line-3")
@@ -159,14 +165,16 @@ def why(
 
 def _change(client: OperatorClient, device: str, verb: str, outcome: str) -> Shown:
     changed = client.post(f"/devices/{device_id(client, device)}/{verb}")
-    return changed, [f"{printable(changed['name'])} ({changed['id']}) {outcome}"]
+    return changed, [f"{printable(changed['name'])} ({short_id(changed['id'])}) {outcome}"]
 
 
 def _token_line(token: Mapping[str, Any]) -> str:
     who = "any listed machine" if token["listed_serials_only"] else f"group {printable(token['group'])}"
     uses = f"{token['uses_left']} more device{'s' * (token['uses_left'] != 1)}"
     ends = format_time(token["expires_at"])
-    return f"{token['id']}  {who}, {uses}, until {ends}{', with approval' * token['needs_approval']}"
+    return (
+        f"{short_id(token['id'])}  {who}, {uses}, until {ends}{', with approval' * token['needs_approval']}"
+    )
 
 
 def _seconds(text: str) -> float:
@@ -198,7 +206,7 @@ def _table(devices: list[dict[str, Any]]) -> Table:
     table = make_table("id", "name", "group", "state", "presence", "last seen", "runtimes")
     for each in devices:
         cells = (
-            each["id"],
+            short_id(each["id"]),
             each["name"],
             each["group"],
             each["state"],
@@ -211,13 +219,13 @@ def _table(devices: list[dict[str, Any]]) -> Table:
 
 
 def _explanation_lines(explanation: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{printable(explanation['name'])} ({explanation['device']}) is {explanation['state']}"
+    yield f"{printable(explanation['name'])} ({short_id(explanation['device'])}) is {explanation['state']}"
     for reason in explanation["reasons"]:
         yield f"  {printable(reason['words'])}"
     if not explanation["runs"]:
         yield "no runs to take part in"
     for run in explanation["runs"]:
-        yield f"run {printable(run['name'])} ({run['run']}, {run['state']})"
+        yield f"run {printable(run['name'])} ({short_id(run['run'])}, {run['state']})"
         for reason in run["reasons"]:
             yield f"  {printable(reason['words'])}"
 

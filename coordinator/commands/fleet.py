@@ -14,6 +14,7 @@ from coordinator.commands.summaries import show_report
 from coordinator.errors import UserError
 from coordinator.operator.client import Coordinator, OperatorClient, connect, run_id
 from coordinator.output_folders import default_folder, require_new
+from coordinator.short_ids import short_id
 
 if TYPE_CHECKING:
     from coordinator.experiments.schema import Experiment
@@ -24,7 +25,7 @@ def run(
     sets: Sets = None,
     out: RunFolder = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Start the run, print its id, and return.")
+        bool, typer.Option("--detach", help="Start the run, print the beginning of its id, and return.")
     ] = False,
     follow: Annotated[
         str | None,
@@ -48,7 +49,7 @@ def run(
         _require_alone("--cancel", experiment, sets, out, detach, follow)
         client = connect(coordinator)
         shown = client.post(f"/runs/{run_id(client, cancel)}/cancel")
-        typer.echo(json.dumps(shown) if as_json else f"run {shown['id']} is cancelled")
+        typer.echo(json.dumps(shown) if as_json else f"run {short_id(shown['id'])} is cancelled")
         return
     if follow is not None:
         _require_alone("--follow", experiment, sets, None, detach, None)
@@ -61,7 +62,7 @@ def run(
     else:
         shown = _submit(client, *submission)
     if detach:
-        typer.echo(json.dumps(shown) if as_json else shown["id"])
+        typer.echo(json.dumps(shown) if as_json else short_id(shown["id"]))
         return
     _follow(client, shown, out, as_json)
 
@@ -84,7 +85,7 @@ def _follow(client: Any, shown: dict[str, Any], out: Path | None, as_json: bool)
 
     folder = out or default_folder(shown["name"])
     with RichProgress() as progress:
-        progress.print(f"run {shown['id']}")
+        progress.print(f"run {short_id(shown['id'])}")
         report = run_follower.follow(client, shown["id"], folder, progress)
     show_report(report, folder, as_json=as_json)
 

@@ -19,6 +19,7 @@ from coordinator.errors import UserError
 from coordinator.operator.client import OperatorClient, device_id
 from coordinator.releases.roles import parse_release
 from coordinator.rollouts.gates import Gates
+from coordinator.short_ids import distinct_ids, short_id
 from edge_client.data.quoting import nearest
 from edge_client.wire.strict import printable
 
@@ -71,11 +72,13 @@ def start(
         "model": name.model,
         "version": name.version,
         "phases": _phases(phases),
-        "filter": _filter(filters or []),
+        "filter": _filter(client, filters or []),
         "gates": _gates(gates or []),
     }
     created = client.post("/rollouts", request)
-    return created, [f"rollout {created['id']} of {name}; see it: fedloop rollout show {created['id'][:8]}"]
+    return created, [
+        f"rollout {short_id(created['id'])} of {name}; see it: fedloop rollout show {short_id(created['id'])}"
+    ]
 
 
 @remote_command(app, "list", example="fedloop rollout list --model digits")
@@ -136,12 +139,14 @@ def force(
     """Let a device that failed with the release try again."""
     which = _id(client, rollout)
     member = client.post(f"/rollouts/{which}/force", {"device": device_id(client, device)})
-    return member, [f"device {member['device']} tries again when its phase is open"]
+    return member, [f"device {short_id(member['device'])} tries again when its phase is open"]
 
 
 def _steer(client: OperatorClient, rollout: str, verb: str, body: Mapping[str, Any], outcome: str) -> Shown:
     changed = client.post(f"/rollouts/{_id(client, rollout)}/{verb}", body)
-    return changed, [f"rollout {changed['id']} of {changed['model']}:{changed['version']} {outcome}"]
+    return changed, [
+        f"rollout {short_id(changed['id'])} of {changed['model']}:{changed['version']} {outcome}"
+    ]
 
 
 def _id(client: OperatorClient, reference: str | None) -> str:
@@ -159,7 +164,7 @@ def _id(client: OperatorClient, reference: str | None) -> str:
             if reference
             else "no rollouts"
         )
-    some = ", ".join(each["id"][:13] for each in matches[:5])
+    some = ", ".join(distinct_ids([each["id"] for each in matches[:5]]))
     raise UserError(f"{reference!r} matches {len(matches)} rollouts: {some}; give more of the id")
 
 
@@ -179,14 +184,15 @@ def _finite(text: str) -> float:
     return value
 
 
-def _filter(texts: list[str]) -> dict[str, Any]:
+def _filter(client: OperatorClient, texts: list[str]) -> dict[str, Any]:
     filters: dict[str, Any] = {"labels": {}}
     for text in texts:
         key, equals, value = text.partition("=")
         if equals and key.startswith("label.") and key != "label.":
             filters["labels"][key.removeprefix("label.")] = value
         elif equals and key in _FILTERS:
-            filters.setdefault(_FILTERS[key], []).append(value)
+            known = device_id(client, value) if key == "id" else value
+            filters.setdefault(_FILTERS[key], []).append(known)
         else:
             raise UserError(
                 f"--filter {text!r}: expected KEY=VALUE with one of {', '.join(_FILTERS)} or label.KEY, such as group=clinic"
@@ -220,11 +226,11 @@ def _summary(rollout: Mapping[str, Any]) -> str:
     has_phase = rollout["phase"] >= 0 and rollout["state"] not in _ENDED
     phase = f", phase {rollout['phase'] + 1}" if has_phase else ""
     release = f"{rollout['model']}:{rollout['version']}"
-    return f"{rollout['id']}  {release:24} {rollout['state']}{phase}, since {format_time(rollout['since'])}"
+    return f"{short_id(rollout['id'])}  {release:24} {rollout['state']}{phase}, since {format_time(rollout['since'])}"
 
 
 def _lines(rollout: Mapping[str, Any]) -> Iterator[str]:
-    yield f"rollout {rollout['id']} of {rollout['model']}:{rollout['version']}"
+    yield f"rollout {short_id(rollout['id'])} of {rollout['model']}:{rollout['version']}"
     yield f"{rollout['state']} since {format_time(rollout['since'])}" + (
         f": {rollout['reason']}" if rollout["reason"] else ""
     )
@@ -246,7 +252,9 @@ def _lines(rollout: Mapping[str, Any]) -> Iterator[str]:
 
 def _reason(failure: Mapping[str, Any]) -> str:
     devices = f"{failure['devices']} device{'s' * (failure['devices'] != 1)}"
-    return f"{failure['code']}: {devices}, such as {failure['device']}: {printable(failure['words'])}"
+    return (
+        f"{failure['code']}: {devices}, such as {short_id(failure['device'])}: {printable(failure['words'])}"
+    )
 
 
 def _phase_line(phase: Mapping[str, Any]) -> str:

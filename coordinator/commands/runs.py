@@ -29,6 +29,7 @@ from coordinator.errors import UserError
 from coordinator.json_values import flatten
 from coordinator.operator.client import Coordinator
 from coordinator.operator.run_references import FOLDER, LocalRun, RemoteRun, find_run, reach
+from coordinator.short_ids import short_id
 from edge_client.wire.strict import printable
 
 app = command_group("Runs: in folders and at a coordinator; what they did, and how to go on with them.")
@@ -184,7 +185,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         is_folder = row["id"] != row["run"]
         cells = (
-            row["id"] if is_folder else row["id"][:8],
+            row["id"] if is_folder else short_id(row["id"]),
             row["name"],
             row["state"],
             f"{row['round']}/{row['rounds']}",
@@ -217,7 +218,7 @@ def _show_lines(
     yield "devices:" if devices else "no device is enrolled; admit one: fedloop device token"
     for device in devices:
         part = "; ".join(reason["words"] for reason in device["reasons"]) or "can take part"
-        yield f"  {printable(device['name'])} ({device['device'][:8]}): {printable(part)}"
+        yield f"  {printable(device['name'])} ({short_id(device['device'])}): {printable(part)}"
 
 
 def _format_event(event: Mapping[str, Any]) -> str:

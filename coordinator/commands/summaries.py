@@ -10,6 +10,7 @@ from rich.console import Group
 
 from coordinator.commands.output import format_bytes, format_errors, format_metric, make_table, print_summary
 from coordinator.errors import NothingLearnt
+from coordinator.short_ids import short_id
 
 _MAX_ROWS = 10
 
@@ -69,7 +70,7 @@ def _unused_clients(events: Iterable[Mapping[str, Any]]) -> list[str]:
         reason = event.get("words") or event.get("reason")
         if client is not None and kind in ("client_silent", "update_rejected", "update_excluded"):
             why[client] = (
-                f"{client[:8] if 'device' in event else client}: {reason}, in round {event['round']}"
+                f"{short_id(client) if 'device' in event else client}: {reason}, in round {event['round']}"
             )
         elif kind == "quorum_missed":
             why["quorum"] = (

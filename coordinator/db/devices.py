@@ -13,6 +13,7 @@ from sqlalchemy import Connection, delete, func, insert, or_, select, update
 
 from coordinator.certificates import key_sha256, pem_of, serial_of
 from coordinator.db.tables import certificates, columns_of, devices, find_row
+from coordinator.short_ids import short_id
 
 State = Literal["pending", "active", "revoked", "left"]
 
@@ -45,7 +46,7 @@ def names(connection: Connection, ids: Collection[str]) -> dict[str, str]:
     """The names of these devices; of several with one name, each with the beginning of its id."""
     rows = connection.execute(select(devices.c.id, devices.c.name).where(devices.c.id.in_(ids))).all()
     called = Counter(row.name for row in rows)
-    return {row.id: row.name if called[row.name] == 1 else f"{row.name} ({row.id[:8]})" for row in rows}
+    return {row.id: row.name if called[row.name] == 1 else f"{row.name} ({short_id(row.id)})" for row in rows}
 
 
 def by_key(connection: Connection, key_sha256: str) -> DeviceRow | None:

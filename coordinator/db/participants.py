@@ -81,6 +81,12 @@ def checked_in(
     connection.execute(update(devices).where(devices.c.id == device).values(**values))
 
 
+def expect(connection: Connection, device: str, seen_at: datetime, expected_at: datetime) -> None:
+    """Changes the time of a device's next check-in, unless it has checked in again since `seen_at`."""
+    same = and_(devices.c.id == device, devices.c.last_seen_at == seen_at)
+    connection.execute(update(devices).where(same).values(expected_at=expected_at))
+
+
 def _candidate(row: Row[*tuple[Any, ...]]) -> Candidate:
     return Candidate(**{**row._mapping, "report": _report(row.report)})
 

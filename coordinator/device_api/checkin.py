@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
@@ -32,6 +32,7 @@ from edge_client.wire.device import (
     CheckIn,
     CheckInAnswer,
     TaskOffer,
+    beat_seconds,
     negotiate,
     supports,
     to_json,
@@ -39,6 +40,8 @@ from edge_client.wire.device import (
 )
 
 LONGEST_HOLD_SECONDS = 50.0
+_RETURN_SECONDS = 5.0
+"""How soon a device checks in again after a long poll, whether that was answered or its connection broke."""
 
 router = APIRouter()
 
@@ -67,8 +70,10 @@ async def check_in(request: Request, caller: CallerDep, services: ServicesDep) -
     hold_seconds = min(max(report.wait_seconds, 0.0), LONGEST_HOLD_SECONDS)
 
     seen = services.signals.seen(topic)
-    due_seconds = max(hold_seconds, idle_seconds)
-    outcome = await services.write(lambda at: _record(at, services, caller, report, due_seconds))
+    now = services.clock()
+    outcome = await services.write(
+        lambda at: _record(at, services, caller, report, now, hold_seconds, idle_seconds)
+    )
     services.signals.notify("devices")
     _notify(services, caller, report, outcome)
     if not outcome.worth_holding:
@@ -76,9 +81,15 @@ async def check_in(request: Request, caller: CallerDep, services: ServicesDep) -
     if outcome.releases.is_new:
         return _answer(wire, 0.0, outcome, hold=True)
     with services.pacing.poll_slot(services.settings.held, caller) as held:
-        if held and await _wait_for_signal(request, services, topic, seen, hold_seconds):
-            outcome = await services.write(lambda at: _find_work(at, services, caller, report))
+        ended = await _wait_for_signal(request, services, topic, seen, hold_seconds) if held else "no_room"
+        if ended == "signal":
+            outcome = await services.write(lambda at: _find_late_work(at, services, caller, report, now))
             _notify(services, caller, report, outcome)
+        elif ended != "time":
+            # A device whose poll broke off is back soon or gone: it must not count as online until the poll would have ended.
+            told_seconds = max(idle_seconds, _due_seconds(services, report, outcome, 0.0))
+            seconds = _RETURN_SECONDS if ended == "disconnect" else told_seconds
+            await services.write(lambda at: _expect(at, services, caller, now, seconds))
     next_seconds = 0.0 if held and hold_seconds > 0 else idle_seconds
     return _answer(wire, next_seconds, outcome, hold=held and outcome.worth_holding)
 
@@ -116,12 +127,45 @@ def _require_valid_releases(report: CheckIn) -> None:
 
 
 def _record(
-    connection: Connection, services: Services, caller: str, report: CheckIn, due_seconds: float
+    connection: Connection,
+    services: Services,
+    caller: str,
+    report: CheckIn,
+    now: datetime,
+    hold_seconds: float,
+    idle_seconds: float,
 ) -> _Outcome:
-    now = services.clock()
-    due = now + timedelta(seconds=due_seconds)
+    due = now + timedelta(seconds=idle_seconds)
     participants.checked_in(connection, caller, to_json(report), now, due)
-    return _find_work(connection, services, caller, report)
+    outcome = _find_work(connection, services, caller, report)
+    due_seconds = _due_seconds(services, report, outcome, hold_seconds)
+    if due_seconds > idle_seconds:
+        _expect(connection, services, caller, now, due_seconds)
+    return outcome
+
+
+def _due_seconds(services: Services, report: CheckIn, outcome: _Outcome, hold_seconds: float) -> float:
+    """When the device checks in next if it is at work or held; 0 if it is told a time."""
+    if outcome.offer is not None or (report.working_on is not None and not outcome.stop):
+        return beat_seconds(services.settings.lease_seconds) + _RETURN_SECONDS
+    return hold_seconds + _RETURN_SECONDS if outcome.worth_holding and hold_seconds else 0.0
+
+
+def _find_late_work(
+    connection: Connection, services: Services, caller: str, report: CheckIn, seen_at: datetime
+) -> _Outcome:
+    """What a device that has been held since `seen_at` must do."""
+    outcome = _find_work(connection, services, caller, report)
+    if due_seconds := _due_seconds(services, report, outcome, 0.0):
+        _expect(connection, services, caller, seen_at, due_seconds)
+    return outcome
+
+
+def _expect(
+    connection: Connection, services: Services, caller: str, seen_at: datetime, seconds: float
+) -> None:
+    due = services.clock() + timedelta(seconds=seconds)
+    participants.expect(connection, caller, seen_at, due)
 
 
 def _find_work(connection: Connection, services: Services, caller: str, report: CheckIn) -> _Outcome:
@@ -201,13 +245,15 @@ def _idle_seconds(services: Services) -> float:
 
 async def _wait_for_signal(
     request: Request, services: Services, topic: str, seen: int, hold_seconds: float
-) -> bool:
-    """Waits for a signal to the device; returns early when the device disconnects."""
+) -> Literal["signal", "time", "disconnect"]:
+    """Waits for a signal to the device; returns what ended the wait."""
     signal = asyncio.ensure_future(services.signals.wait_async(topic, seen, hold_seconds))
     disconnect = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({signal, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        return signal.done() and signal.result()
+        if signal.done():
+            return "signal" if signal.result() else "time"
+        return "disconnect"
     finally:
         signal.cancel()
         disconnect.cancel()

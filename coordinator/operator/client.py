@@ -20,6 +20,7 @@ import urllib3
 
 from coordinator.errors import UserError
 from coordinator.settings import DEFAULT_OPERATOR, default_home
+from coordinator.short_ids import distinct_ids
 from edge_client.wire.strict import printable
 
 DEFAULT_URL = f"http://{DEFAULT_OPERATOR}"
@@ -286,6 +287,20 @@ def find_run_id(client: OperatorClient, reference: str) -> str | None:
     return _unique(reference, client.get("/runs", called=reference, limit=100), "runs")
 
 
+def token_id(client: OperatorClient, reference: str) -> str:
+    """The id of the enrolment token that begins with `reference`; of no usable token, `reference` itself.
+
+    Raises:
+        UserError: it matches several.
+    """
+    ids = [each["id"] for each in client.get("/tokens") if each["id"].startswith(reference.lower())]
+    if len(ids) > 1 and reference.lower() not in ids:
+        raise UserError(
+            f"{reference!r} matches {len(ids)} tokens: {', '.join(distinct_ids(ids[:_MAX_LISTED]))}; give more of the id"
+        )
+    return ids[0] if len(ids) == 1 else reference
+
+
 def _unique(reference: str, matches: Sequence[dict[str, Any]], kind: str) -> str | None:
     """The id of the only match. A full id wins over a name, a name over the beginning of an id."""
     for candidates in (
@@ -303,4 +318,6 @@ def _unique(reference: str, matches: Sequence[dict[str, Any]], kind: str) -> str
 
 
 def _list(items: Sequence[dict[str, Any]]) -> str:
-    return ", ".join(f"{printable(each['name'])} ({each['id'][:8]}…)" for each in items[:_MAX_LISTED])
+    listed = items[:_MAX_LISTED]
+    ids = distinct_ids([each["id"] for each in listed])
+    return ", ".join(f"{printable(each['name'])} ({start}…)" for each, start in zip(listed, ids, strict=True))

@@ -22,6 +22,7 @@ from coordinator.reports.curves import draw_curves, loss_name
 from coordinator.reports.progress import Progress
 from coordinator.rounds.events import LineFile
 from coordinator.rounds.records import RoundRecord
+from coordinator.short_ids import short_id
 from edge_client.files import write_durably
 from edge_client.wire import arrays
 from edge_client.wire.strict import printable
@@ -58,16 +59,16 @@ def follow(
         last = _watch(client, run, lines, progress, experiment.federation.rounds, notices, wait)
     except KeyboardInterrupt:
         raise RunInterrupted(
-            f"stopped following; the run continues. Follow it with: fedloop run --follow {run[:8]}, "
-            f"cancel it with: fedloop run --cancel {run[:8]}"
+            f"stopped following; the run continues. Follow it with: fedloop run --follow {short_id(run)}, "
+            f"cancel it with: fedloop run --cancel {short_id(run)}"
         ) from None
     finally:
         for file in lines.values():
             file.close()
     if last["event"] == "run_failed":
-        raise RunInterrupted(f"run {run} failed: {last.get('error', 'no reason was given')}")
+        raise RunInterrupted(f"run {short_id(run)} failed: {last.get('error', 'no reason was given')}")
     if last["event"] == "run_cancelled":
-        raise RunInterrupted(f"run {run} was cancelled")
+        raise RunInterrupted(f"run {short_id(run)} was cancelled")
     return _save_results(client, run, out, experiment.name)
 
 
@@ -93,7 +94,7 @@ def events_of(
                 raise
             if waited >= patience_seconds:
                 raise RunInterrupted(
-                    f"{error}\nfollow the run again with: fedloop run --follow {run[:8]}"
+                    f"{error}\nfollow the run again with: fedloop run --follow {short_id(run)}"
                 ) from None
         wait(_RETRY_SECONDS)
         waited += _RETRY_SECONDS
@@ -150,7 +151,7 @@ def format_waiting(event: Mapping[str, Any]) -> Iterator[str]:
     """How many devices can take part in a waiting round, how many it wants, when it begins, and why others cannot."""
     yield _format_counts(event)
     for each in event.get("blocked", ()):
-        yield f"  {printable(each['name'])} ({each['device'][:8]}): {printable('; '.join(each['reasons']))}"
+        yield f"  {printable(each['name'])} ({short_id(each['device'])}): {printable('; '.join(each['reasons']))}"
     if event.get("unnamed"):
         yield f"  and {event['unnamed']} more; why one of them cannot: fedloop device why DEVICE"
 
@@ -177,8 +178,8 @@ def _save_results(client: OperatorClient, run: str, out: Path, name: str) -> dic
     document: dict[str, Any] = client.get(f"/runs/{run}/report")
     if arrays.sha256(model) != document["final"]["model_sha256"]:
         raise RunInterrupted(
-            f"the model of run {run} does not have the hash in its report; try again with: "
-            f"fedloop run --follow {run[:8]}; if that does not help, the coordinator's disk has damaged it"
+            f"the model of run {short_id(run)} does not have the hash in its report; try again with: "
+            f"fedloop run --follow {short_id(run)}; if that does not help, the coordinator's disk has damaged it"
         )
     write_durably(out / "model.safetensors", model)
     run_files.write_schema(out, document["data"].get("schema"))

@@ -15,6 +15,7 @@ import typer
 
 from coordinator.errors import UserError
 from coordinator.operator.client import OperatorClient, Refused, connect, find_run_id
+from coordinator.short_ids import short_id
 
 if TYPE_CHECKING:
     # Only for type checking: `fedloop --help` needs none of what it imports.
@@ -71,7 +72,7 @@ class RemoteRun:
 
     @property
     def label(self) -> str:
-        return str(self.shown["id"])[:8]
+        return short_id(str(self.shown["id"]))
 
     def row(self) -> dict[str, Any]:
         keys = ("id", "name", "state", "round", "rounds", "test_accuracy")
@@ -109,7 +110,9 @@ def find_run(reference: str, coordinator: str | None, *, folders_too: bool = Tru
     client = None if folder is not None else reach(coordinator)
     run = find_run_id(client, reference) if client is not None else None
     if len(local) + (run is not None) > 1:
-        names = [str(each.folder) for each in local] + ([f"run {run[:8]} at the coordinator"] if run else [])
+        names = [str(each.folder) for each in local] + (
+            [f"run {short_id(run)} at the coordinator"] if run else []
+        )
         raise UserError(f"{reference!r} matches {len(names)} runs: {', '.join(names[:5])}; give more of it")
     if local:
         return LocalRun(local[0])
@@ -151,10 +154,10 @@ def reach(coordinator: str | None) -> OperatorClient | None:
 def _refuse_fleet(verb: str, run: str) -> str:
     if verb == "resume":
         return (
-            f"run {run[:8]} is on devices; its coordinator resumes it by itself when it starts: fedloop serve; watch it: fedloop run "
-            f"--follow {run[:8]}"
+            f"run {short_id(run)} is on devices; its coordinator resumes it by itself when it starts: fedloop serve; watch it: fedloop run "
+            f"--follow {short_id(run)}"
         )
     return (
-        f"run {run[:8]} is on devices, and after its last round these have no part in it any more; go on with its model in a new "
-        f"run: fedloop model add-run {run[:8]} --name NAME, then fedloop run EXPERIMENT.toml --set model.init=NAME:VERSION"
+        f"run {short_id(run)} is on devices, and after its last round these have no part in it any more; go on with its model in a new "
+        f"run: fedloop model add-run {short_id(run)} --name NAME, then fedloop run EXPERIMENT.toml --set model.init=NAME:VERSION"
     )

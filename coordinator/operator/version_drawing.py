@@ -10,6 +10,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from coordinator.json_values import flatten
+from coordinator.short_ids import short_id
 from edge_client.wire.strict import printable
 
 Graph = Mapping[str, Any]
@@ -113,7 +114,7 @@ def _describe(node: Mapping[str, Any]) -> list[str]:
         return [each for each in (f"{node['id']}{aliases}", facts["stage"], measured) if each]
     kind, _, ref = node["id"].partition(":")
     if kind == "run":
-        run = f"run {ref[:8]}"
+        run = f"run {short_id(ref)}"
         if not facts:
             return [f"{run} (of another coordinator)"]
         accuracy = [f"accuracy {facts['test_accuracy']:.4f}"] if "test_accuracy" in facts else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from coordinator.experiments.experiment import change, read_toml, resolve
 from coordinator.experiments.schema import Experiment
 from coordinator.output_folders import begin, locked
 from coordinator.reports.folder_state import EXPERIMENT, LOCK, committed_round, fleet_run, is_finished
+from coordinator.short_ids import short_id
 from edge_client.files import write_durably
 
 
@@ -27,8 +29,8 @@ def read(out: Path, sets: Sequence[str] = ()) -> Experiment:
         raise UserError(f"--resume {out}: there is no run here (no {path.name})")
     if (run := fleet_run(out)) is not None:
         raise UserError(
-            f"--resume {out}: this is the report of run {run[:8]} on devices, which its coordinator resumes by itself; watch it: "
-            f"fedloop run --follow {run[:8]}"
+            f"--resume {out}: this is the report of run {short_id(run)} on devices, which its coordinator resumes by itself; watch it: "
+            f"fedloop run --follow {short_id(run)}"
         )
     before = resolve(read_toml(path), str(path), stored=True)
     after = change(before, str(path), sets)
@@ -47,14 +49,19 @@ def read(out: Path, sets: Sequence[str] = ()) -> Experiment:
 
 @contextmanager
 def restored_if_refused(out: Path) -> Iterator[None]:
-    """Restores the experiment in `out` if a `UserError` ends the run before it has committed another round."""
+    """Restores the experiment in `out`, and removes a new workspace, if a `UserError` ends the run before another round."""
     path, committed = out / EXPERIMENT, committed_round(out)
+    work = out / "work"
+    is_new = not work.exists()
     before = path.read_bytes() if path.exists() else None
     try:
         yield
     except UserError:
-        if before is not None and committed_round(out) == committed and path.read_bytes() != before:
-            write_durably(path, before)
+        if committed_round(out) == committed:
+            if before is not None and path.read_bytes() != before:
+                write_durably(path, before)
+            if is_new:
+                shutil.rmtree(work, ignore_errors=True)
         raise
 
 

@@ -39,6 +39,7 @@ from coordinator.runs.live_evaluation import EvaluatingFleet
 from coordinator.runs.live_run import LiveRun
 from coordinator.sandbox import policy
 from coordinator.scheduling.deployments import Deployment
+from coordinator.short_ids import short_id
 from coordinator.storage.errors import is_temporary
 from coordinator.workers.pool import WorkerPool
 from edge_client.wire.schema import DataSchema
@@ -183,7 +184,9 @@ class RunService:
 
     def _start_thread(self, run: str) -> None:
         # The worker processes of a run die with the thread that starts them, so that is the thread of the run.
-        thread = threading.Thread(target=self._run_thread, args=(run,), name=f"run-{run[:8]}", daemon=True)
+        thread = threading.Thread(
+            target=self._run_thread, args=(run,), name=f"run-{short_id(run)}", daemon=True
+        )
         with self._lock:
             self._threads[run] = thread
         thread.start()

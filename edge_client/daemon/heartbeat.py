@@ -13,9 +13,7 @@ from dataclasses import replace
 from edge_client.daemon.executor import Executor
 from edge_client.transport.failures import CertificateExpired, ServerRefused, Unreachable
 from edge_client.transport.link import Link, parse_answer
-from edge_client.wire.device import CheckIn, CheckInAnswer
-
-_LONGEST_BEAT_SECONDS = 600.0
+from edge_client.wire.device import CheckIn, CheckInAnswer, beat_seconds
 
 
 class ShutdownRequested(BaseException):
@@ -43,12 +41,12 @@ class WakeupPipe:
 
 @contextmanager
 def heartbeat(link: Link, message: CheckIn, lease_seconds: float) -> Iterator[threading.Event]:
-    """Checks in for a task every third of its lease, in a thread of its own, for the time of the block.
+    """Checks in for a task every `beat_seconds` of its lease, in a thread of its own, for the time of the block.
 
     The event is set once the coordinator no longer wants the result.
     """
     closed, unwanted = threading.Event(), threading.Event()
-    seconds = min(max(0.05, lease_seconds / 3), _LONGEST_BEAT_SECONDS)
+    seconds = beat_seconds(lease_seconds)
     beat = replace(message, wait_seconds=0.0)
 
     def check_in() -> None:

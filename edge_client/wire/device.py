@@ -362,6 +362,11 @@ class Decline:
     words: str = field(metadata=_FOR_PEOPLE)
 
 
+def beat_seconds(lease_seconds: float) -> float:
+    """How often a device at work checks in, so that its task's lease does not run out: a third of it, at most 10 minutes."""
+    return min(max(0.05, lease_seconds / 3), 600.0)
+
+
 def to_json(message: Any) -> dict[str, Any]:
     """A message as a JSON object."""
     return asdict(message)

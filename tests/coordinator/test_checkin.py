@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from sqlalchemy import update
 
-from coordinator.db import events
+from coordinator.db import events, participants
 from coordinator.db.store import Database
 from coordinator.db.tables import rounds
 from coordinator.fleets.device import DeviceFleet
@@ -89,6 +89,13 @@ def told(world: World, device: str, run: str = "r") -> list[tuple[str, str]]:
     return [(reason["code"], reason["words"]) for reason in answer["runs"][0]["reasons"]]
 
 
+def due_seconds(world: World) -> float:
+    """Seconds until the device `a` is expected."""
+    row = world.services.database.read(lambda at: participants.candidate(at, "a"))
+    assert row is not None and row.expected_at is not None
+    return (row.expected_at - world.clock()).total_seconds()
+
+
 def codes(world: World, device: str, run: str = "r") -> list[str]:
     return [code for code, _ in told(world, device, run)]
 
@@ -109,6 +116,27 @@ def test_a_device_of_a_runs_pool_is_held_until_its_task_is_there(world: World) -
     submit(fleet, ("a",))
     poll.join()
     assert got[0] is not None and got[0].deadline_seconds == 3600 and got[0].runtime == "litert"
+
+
+def test_a_device_is_expected_when_it_was_told_to_come_back(world: World) -> None:
+    device = world.enrol("a")
+    told = device.check_in(wait_seconds=50).next_seconds
+    assert due_seconds(world) == pytest.approx(told)
+    fleet = fleet_of(world)
+    submit(fleet, ("a",))
+    offer = device.lease()  # of 120 s, renewed every third of it
+    assert due_seconds(world) == 45
+    device.check_in(working_on=offer.task)
+    assert due_seconds(world) == 45
+
+
+def test_a_device_whose_long_poll_breaks_off_is_late_five_seconds_after(world: World) -> None:
+    device = world.enrol("a")
+    fleet_of(world)
+    with pytest.raises(httpx.ReadTimeout):
+        device.check_in(read_seconds=0.3, wait_seconds=50)
+    while due_seconds(world) != 5:
+        threading.Event().wait(0.01)
 
 
 def test_where_there_is_no_room_for_long_polls_a_time_is_told(tmp_path: Path) -> None:

@@ -188,6 +188,7 @@ def test_a_finished_run_that_cannot_be_extended_stays_as_it_is(tmp_path: Path, f
     assert done.returncode == 0, done.stderr
     (tmp_path / "t.csv").unlink()
     assert_refused(fedloop("runs", "extend", "mine", "--rounds", "2"), "t.csv")
+    assert not (tmp_path / "runs" / "mine" / "work").exists()
     run = run_folders.read_run(tmp_path / "runs" / "mine")
     assert (run.state, run.rounds) == ("finished", 1)
     again = fedloop("runs", "resume", "mine")

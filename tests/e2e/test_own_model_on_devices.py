@@ -18,6 +18,7 @@ from coordinator.accounts.admin_token import read_admin_token
 from coordinator.demos.demo_fleet import client_data
 from coordinator.demos.local_fleet import Daemon, LocalFleet
 from coordinator.experiments import experiment as experiments
+from coordinator.operator.client import run_id
 from edge_client.files import file_sha256
 from tests.support.cli import options, report_of, run_cli
 from tests.support.processes import HANGS_SECONDS
@@ -116,7 +117,7 @@ def test_a_torch_module_is_trained_by_devices_also_across_a_restart(fleet: Local
     begun = run_cli("run", "--detach", *asked, cwd=folder, env=environment(fleet))
     assert begun.returncode == 0, begun.stderr
     run, end = begun.stdout.strip(), time.monotonic() + HANGS_SECONDS
-    while not (shown := fleet.client.get(f"/runs/{run}"))["round"]:
+    while not (shown := fleet.client.get(f"/runs/{run_id(fleet.client, run)}"))["round"]:
         assert shown["error"] is None and time.monotonic() < end, shown
         time.sleep(0.05)
     fleet.coordinator.kill()

@@ -144,10 +144,11 @@ class TestDevice:
             base_url=f"{url}/device/v1", headers={"x-device": device}, timeout=60, verify=_NO_TLS
         )
 
-    def check_in(self, **changed: Any) -> CheckInAnswer:
-        return parse_message(
-            CheckInAnswer, self._post("/checkin", to_json(replace(REPORT, **changed))), "answer"
-        )
+    def check_in(self, read_seconds: float = 60, **changed: Any) -> CheckInAnswer:
+        """Raises httpx.ReadTimeout, and closes the connection, without an answer within `read_seconds`."""
+        body = to_json(replace(REPORT, **changed))
+        answer = self._http.post("/checkin", json=body, timeout=read_seconds)
+        return parse_message(CheckInAnswer, self._checked(answer), "answer")
 
     def lease(self, **changed: Any) -> TaskOffer:
         """The task that waits for this device."""
