@@ -109,14 +109,20 @@ def _combinations(file: Path | None, sets: list[str], over: list[str], seeds: in
 
 
 def _summary(document: Mapping[str, Any], folder: Path) -> Group:
-    """A row for each combination: the mean and the standard deviation of the main figures over its seeds."""
+    """A row for each combination: the mean of the main figures over its seeds, and half its 95 % confidence interval."""
     names = [name for name in _SHOWN if name in document["figures"]]
-    headings = [part for name in names for part in (name.replace("_", " "), "std")]
+    headings = [part for name in names for part in (name.replace("_", " "), "±")]
     table = make_table(*document["keys"], "seeds", *headings, right=("seeds", *headings))
     for row in document["rows"]:
         figures = [row["figures"][name] for name in names]
-        cells = [format_metric(each[what], 4) for each in figures for what in ("mean", "std")]
+        cells = [
+            format_metric(value, 4)
+            for each in figures
+            for value in (each["mean"], None if each["high"] is None else each["high"] - each["mean"])
+        ]
         table.add_row(*row["values"].values(), str(row["n"]), *cells)
     return Group(
-        table, "", f"mean and standard deviation over seeds; all figures, plot and runs in {folder}/"
+        table,
+        "",
+        f"mean over seeds, ± half its 95 % confidence interval (Student's t); all figures, plot and runs in {folder}/",
     )

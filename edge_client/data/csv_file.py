@@ -206,7 +206,7 @@ def _undecodable(path: Path, encoding: str) -> DataProblem:
             byte = error.object[error.start]
     return DataProblem(
         f"{path}, line {line}, column {column}: {one_byte(byte)} is not {encoding.upper().removesuffix('-SIG')}; save the "
-        "table as UTF-8 (spreadsheets call it 'CSV UTF-8'), or say what it is with encoding = \"latin-1\", for example"
+        "table as UTF-8 (spreadsheets call it 'CSV UTF-8'), or say what it is, such as encoding = \"latin-1\", or --encoding latin-1 of a command"
     )
 
 

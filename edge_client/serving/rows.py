@@ -208,7 +208,8 @@ def read_arrays(path: Path, reading: Reading) -> tuple[npt.NDArray[Any], npt.NDA
 
 def _table(path: Path, schema: DataSchema, model: str, reading: Reading) -> Inputs:
     if path.suffix.lower() not in (".csv", ".tsv", ".txt", ".parquet"):
-        raise DataProblem(f"{path}: {model} reads tables; expected a file named .csv or .parquet")
+        found = "this is a folder" if path.is_dir() else f"this is named {path.suffix or 'without an ending'}"
+        raise DataProblem(f"{path}: {model} reads tables, .csv, .tsv, .txt or .parquet; {found}")
     if reading.moments is None:
         require_given_scale(schema, model, str(path))
     needed = [column.name for column in schema.columns if column.name in reading.leave_out]

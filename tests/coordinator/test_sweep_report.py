@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy import stats
 
 from coordinator.reports import sweep
 
@@ -50,7 +51,14 @@ def test_a_figure_that_one_seed_lacks_has_no_mean(tmp_path: Path) -> None:
     good, diverged = (row["figures"] for row in document["rows"])
     assert good["test_accuracy"]["mean"] == pytest.approx(0.85)
     assert good["test_accuracy"]["std"] == pytest.approx(0.1 / 2**0.5)
-    assert diverged["test_loss"] == {"mean": None, "std": None, "n": 1, "values": [None, 5.0]}
+    assert diverged["test_loss"] == {
+        "mean": None,
+        "std": None,
+        "low": None,
+        "high": None,
+        "n": 1,
+        "values": [None, 5.0],
+    }
     assert diverged["auc"]["mean"] == pytest.approx(0.2)
     line = list(csv.DictReader((tmp_path / "sweep.csv").open(newline="")))[1]
     assert (line["local.lr"], line["seeds"], line["test_loss_mean"], line["test_loss_n"]) == (
@@ -60,3 +68,10 @@ def test_a_figure_that_one_seed_lacks_has_no_mean(tmp_path: Path) -> None:
         "1",
     )
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_interval_is_students() -> None:
+    values = [0.81, 0.84, 0.9, 0.86]
+    expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert sweep.confidence_interval(values) == pytest.approx((expected.low, expected.high))
+    assert sweep.confidence_interval(values[:1]) == (None, None)
