@@ -1,4 +1,4 @@
-"""The admin token, the one credential of the operator API so far.
+"""The admin token, the credential of the operator API that needs no account.
 
 It is the content of `admin.token` in the coordinator's home, readable by its owner only. Replacing the file replaces the
 token from the next request on. A guessable token is refused.
@@ -7,9 +7,7 @@ token from the next request on. A guessable token is refused.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from coordinator.errors import Refusal, UserError
 from edge_client.files import write_durably
@@ -17,17 +15,6 @@ from edge_client.files import write_durably
 TOKEN_FILE = "admin.token"
 MIN_TOKEN_CHARACTERS = 32
 """Of a token that a person chose; a generated one has 43, from 256 random bits."""
-
-
-@dataclass(frozen=True)
-class Principal:
-    """Who makes a request to the operator API."""
-
-    kind: Literal["operator"]
-    name: str
-
-
-ADMIN = Principal("operator", "admin")
 
 
 def ensure_admin_token(home: Path) -> None:

@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from sqlalchemy import select
 
-from coordinator.api.deps import bearer, require_operator
+from coordinator.api.deps import authenticate, bearer
 from coordinator.context.services import ServicesDep
 from coordinator.db import tables
 
@@ -61,6 +61,6 @@ def healthz(services: ServicesDep) -> dict[str, str]:
 async def metrics(request: Request, services: ServicesDep) -> Response:
     """Metrics for Prometheus. Requests from other machines need the token."""
     if request.client is None or request.client.host not in _LOOPBACK:
-        await require_operator(request, services, await bearer(request))
+        await authenticate(request, services, await bearer(request))
     text = await run_in_threadpool(request.app.state.metrics.text)
     return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -31,7 +31,8 @@ from coordinator.api import (
     system,
     tokens,
 )
-from coordinator.api.deps import has_admin_token, require_operator
+from coordinator.api.deps import has_admin_token, require_permission
+from coordinator.api.permissions import require_complete
 from coordinator.context.services import Services
 from coordinator.device_api import checkin, downloads, enrolment, tasks, uploads
 from coordinator.errors import Refusal, UserError
@@ -47,6 +48,22 @@ if TYPE_CHECKING:
 OPERATOR_PREFIX = "/api/v1"
 RETRY_SECONDS = 5
 """Sent with every response that fails because of the disk or the database."""
+_ROUTERS = tuple(
+    each.router
+    for each in (
+        devices,
+        tokens,
+        participation,
+        runs,
+        statistics,
+        models,
+        releases,
+        rollouts,
+        events,
+        system,
+    )
+)
+"""Of the operator API: their routes need a permission."""
 BODY_LIMIT_BYTES = 4 * 2**20
 """Limit of a request to the operator API, such as an experiment or a list of serial numbers."""
 
@@ -82,19 +99,9 @@ def operator_app(services: Services, run_service: RunService, metrics: Metrics) 
     app.state.runs = run_service
     app.state.metrics = metrics
     app.state.started_at = services.clock()
-    for routes in (
-        devices,
-        tokens,
-        participation,
-        runs,
-        statistics,
-        models,
-        releases,
-        rollouts,
-        events,
-        system,
-    ):
-        app.include_router(routes.router, prefix=OPERATOR_PREFIX, dependencies=[Depends(require_operator)])
+    require_complete(_ROUTERS)
+    for router in _ROUTERS:
+        app.include_router(router, prefix=OPERATOR_PREFIX, dependencies=[Depends(require_permission)])
     app.include_router(system.open_router)
     app.add_middleware(
         BodyLimitMiddleware,

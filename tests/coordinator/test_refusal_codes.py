@@ -61,7 +61,10 @@ OF_REGISTRY = {
     (409, "run_not_finished"),
     (409, "wrong_name"),
 }
-OF_OPERATORS |= OF_RELEASES | OF_ROLLOUTS | OF_REGISTRY
+OF_PEOPLE = {
+    (403, "forbidden"),
+}
+OF_OPERATORS |= OF_PEOPLE | OF_RELEASES | OF_ROLLOUTS | OF_REGISTRY
 BY_STARLETTE = {(405, "method_not_allowed")}
 BY_PROTOCOL = {(414, "url_too_long"), (431, "headers_too_large")}
 """Answered before there is a request for the applications."""

@@ -1,0 +1,109 @@
+"""Which role a route of the operator API needs at least. A route that is not listed here is refused, and so is a start.
+
+Viewers read states and figures. Operators run the fleet: devices, enrolment, rollouts, publishing what the offline keys have
+signed, and stopping a run. Data scientists start runs and read and register the params of models. Admins manage users and
+keys. Auditors read what viewers read, and the audit log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
+
+from coordinator.errors import Refusal
+from coordinator.identity.principals import Principal, Role
+
+LEAST_ROLES: dict[tuple[str, str], Role] = {
+    ("GET", "/devices"): "viewer",
+    ("GET", "/devices/{device}"): "viewer",
+    ("GET", "/devices/{device}/why"): "viewer",
+    ("POST", "/devices/{device}/approve"): "operator",
+    ("POST", "/devices/{device}/revoke"): "operator",
+    ("GET", "/tokens"): "operator",
+    ("POST", "/tokens"): "operator",
+    ("POST", "/tokens/{token}/withdraw"): "operator",
+    ("POST", "/serials"): "operator",
+    ("GET", "/runs"): "viewer",
+    ("POST", "/runs"): "data_scientist",
+    ("GET", "/runs/{run}"): "viewer",
+    ("GET", "/runs/{run}/devices"): "viewer",
+    ("GET", "/runs/{run}/rounds"): "viewer",
+    ("GET", "/runs/{run}/report"): "viewer",
+    ("GET", "/runs/{run}/events"): "viewer",
+    ("GET", "/runs/{run}/model"): "data_scientist",
+    ("POST", "/runs/{run}/cancel"): "operator",
+    ("POST", "/statistics"): "data_scientist",
+    ("GET", "/statistics/{run}"): "viewer",
+    ("GET", "/models"): "viewer",
+    ("GET", "/models/{name}"): "viewer",
+    ("GET", "/models/{name}/versions"): "viewer",
+    ("POST", "/models/{name}/versions"): "data_scientist",
+    ("GET", "/models/{name}/moves"): "viewer",
+    ("PUT", "/models/{name}/aliases/{alias}"): "data_scientist",
+    ("DELETE", "/models/{name}/aliases/{alias}"): "data_scientist",
+    ("GET", "/model-files/{sha256}"): "data_scientist",
+    ("PUT", "/model-files/{sha256}"): "data_scientist",
+    ("GET", "/versions/{version}"): "viewer",
+    ("GET", "/versions/{version}/lineage"): "viewer",
+    ("GET", "/versions/{version}/files/{path}"): "data_scientist",
+    ("PUT", "/versions/{version}/metrics/{stage}"): "data_scientist",
+    ("GET", "/releases"): "viewer",
+    ("POST", "/releases"): "operator",
+    ("GET", "/releases/status"): "viewer",
+    ("GET", "/releases/metadata"): "viewer",
+    ("GET", "/releases/online-keys"): "viewer",
+    ("POST", "/releases/online-keys/rotate"): "admin",
+    ("GET", "/releases/files/{sha256}"): "operator",
+    ("PUT", "/releases/files/{sha256}"): "operator",
+    ("GET", "/rollouts"): "viewer",
+    ("POST", "/rollouts"): "operator",
+    ("GET", "/rollouts/{rollout}"): "viewer",
+    ("GET", "/rollouts/{rollout}/devices"): "viewer",
+    ("POST", "/rollouts/{rollout}/pause"): "operator",
+    ("POST", "/rollouts/{rollout}/resume"): "operator",
+    ("POST", "/rollouts/{rollout}/abort"): "operator",
+    ("POST", "/rollouts/{rollout}/force"): "operator",
+    ("GET", "/events"): "viewer",
+    ("GET", "/system"): "viewer",
+}
+"""Method and path below `/api/v1` -> role."""
+
+
+def route_key(request: Request) -> tuple[str, str]:
+    """Method and path template of the route that serves a request."""
+    return request.method, request.scope["route"].path_format
+
+
+def require_permission_of(principal: Principal, route: tuple[str, str]) -> None:
+    """Requires that the principal's role includes the one that the route needs.
+
+    Raises:
+        Refusal: 403 `forbidden`.
+    """
+    needed = LEAST_ROLES.get(route)
+    if needed is None or needed not in principal.grants:
+        method, path = route
+        raise Refusal(
+            403,
+            "forbidden",
+            f"{method} {path} needs the role {needed or 'of nobody'}; {principal.name} has {principal.role}",
+        )
+
+
+def require_complete(routers: Iterable[APIRouter]) -> None:
+    """Requires that each route of these routers is listed, and that each listed one exists.
+
+    Raises:
+        RuntimeError: naming those that differ.
+    """
+    served = {
+        (method, route.path_format)
+        for router in routers
+        for route in router.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods or ()
+    }
+    if served != set(LEAST_ROLES):
+        raise RuntimeError(f"permissions differ from routes: {sorted(served ^ set(LEAST_ROLES))}")

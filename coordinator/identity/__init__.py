@@ -1,0 +1,1 @@
+"""People: users, roles, passwords, sessions and access tokens."""

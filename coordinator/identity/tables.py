@@ -1,0 +1,55 @@
+"""Tables of users, their sessions and access tokens, and of the link that creates the first account.
+
+Passwords are stored as Argon2id hashes, random secrets of 256 bits as SHA-256. No secret can be read back.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import Column, ForeignKey, String, Table
+
+from coordinator.db.tables import UTCDateTime, metadata
+
+users = Table(
+    "users",
+    metadata,
+    Column("id", String(36), primary_key=True),
+    Column("name", String(64), nullable=False, unique=True),
+    Column("role", String(16), nullable=False),  # principals.Role
+    Column("password_hash", String(200), nullable=False),  # Argon2id, PHC format
+    Column("created_at", UTCDateTime, nullable=False),
+    Column("password_changed_at", UTCDateTime, nullable=False),
+    Column("disabled_at", UTCDateTime, nullable=True),
+)
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("secret_sha256", String(64), primary_key=True),
+    Column("user", String(36), ForeignKey("users.id"), nullable=False, index=True),
+    Column("created_at", UTCDateTime, nullable=False),
+    Column("last_used_at", UTCDateTime, nullable=False),  # within a minute
+    Column("expires_at", UTCDateTime, nullable=False),  # however much it is used
+)
+
+access_tokens = Table(
+    "access_tokens",
+    metadata,
+    Column("id", String(36), primary_key=True),
+    Column("user", String(36), ForeignKey("users.id"), nullable=False, index=True),
+    Column("name", String(64), nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("secret_sha256", String(64), nullable=False, unique=True),
+    Column("parent", String(36), ForeignKey("access_tokens.id"), nullable=True),  # the token that created it
+    Column("created_at", UTCDateTime, nullable=False),
+    Column("expires_at", UTCDateTime, nullable=False),
+    Column("last_used_at", UTCDateTime, nullable=True),  # within a minute
+    Column("revoked_at", UTCDateTime, nullable=True),
+)
+
+setup_links = Table(
+    "setup_links",
+    metadata,
+    Column("secret_sha256", String(64), primary_key=True),
+    Column("created_at", UTCDateTime, nullable=False),
+    Column("expires_at", UTCDateTime, nullable=False),
+)
