@@ -15,12 +15,28 @@ WORKERS ?= 4
 CHECK_WORKERS ?= 3
 SOURCES := coordinator edge_client strategies models tests docs fedloop.py _fedloop_command.py
 
-.PHONY: help setup constrained demo demo-fleet demo-loop test test-long twins coverage check bench docs clean
+CONSOLE := coordinator/console/index.html
+WEB_SOURCES := $(shell find web -type f -not -path 'web/node_modules/*' 2>/dev/null)
+NPM := PATH="$(CURDIR)/.venv/bin:$$PATH" npm --prefix web
+
+.PHONY: help setup web web-types constrained demo demo-fleet demo-loop test test-long twins coverage check bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-setup: $(STAMP) ## make .venv with everything; nothing to do the second time
+setup: $(STAMP) ## make .venv with everything, and the web console; nothing to do the second time
+	@$(MAKE) --no-print-directory web || echo "The web console was not built; everything else works. Try again with: make web"
+
+web: $(CONSOLE) ## build the web console
+
+$(CONSOLE): $(STAMP) $(WEB_SOURCES)
+	$(NPM) ci --silent
+	$(NPM) run --silent check
+	$(NPM) run --silent build -- --logLevel warn
+
+web-types: $(STAMP) ## write the console's copy of the API's document, and its types, anew
+	$(BIN)/python -c 'import json; from coordinator.server.app import operator_document; print(json.dumps(operator_document(), indent=1))' > web/openapi.json
+	$(NPM) run --silent types
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; assert sys.version_info[:2] == (3, 11)' 2>/dev/null || { echo "fedloop needs Python 3.11: apt-get install python3.11 python3.11-venv, or make PYTHON=/path/to/python3.11"; exit 2; }
@@ -76,5 +92,5 @@ docs: setup ## the documentation as a site in site; broken links and warnings ar
 	@echo "site/index.html"
 
 clean: ## remove what was made here: environment, caches, runs
-	rm -rf .venv .venv-constrained runs site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* *.egg-info
+	rm -rf .venv .venv-constrained runs site web/node_modules coordinator/console .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -36,6 +36,7 @@ from coordinator.api.permissions import require_complete
 from coordinator.context.services import Services
 from coordinator.device_api import checkin, downloads, enrolment, tasks, uploads
 from coordinator.errors import Refusal, UserError
+from coordinator.server.console import SecurityHeadersMiddleware, add_console
 from coordinator.server.metrics import Metrics
 from coordinator.server.middleware import BodyLimitMiddleware, RequestLogMiddleware, TrustedHostMiddleware
 from coordinator.storage.blobs import BlobDamaged
@@ -84,7 +85,30 @@ class Problem(BaseModel):
 
 
 def operator_app(services: Services, run_service: RunService, metrics: Metrics) -> FastAPI:
-    """The operator API; its OpenAPI document is at `/api/openapi.json`."""
+    """The operator API and the web console; the API's OpenAPI document is at `/api/openapi.json`."""
+    app = _operator_routes()
+    app.state.services = services
+    app.state.runs = run_service
+    app.state.metrics = metrics
+    app.state.started_at = services.clock()
+    add_console(app)
+    app.add_middleware(
+        BodyLimitMiddleware,
+        limit_bytes=BODY_LIMIT_BYTES,
+        is_trusted=lambda request: has_admin_token(services, request),
+    )
+    app.add_middleware(TrustedHostMiddleware, allowed=allowed_hosts(services))
+    app.add_middleware(RequestLogMiddleware, api="operator", metrics=metrics, failure=_unexpected_failure)
+    app.add_middleware(SecurityHeadersMiddleware)
+    return app
+
+
+def operator_document() -> dict[str, Any]:
+    """The OpenAPI document of the operator API, which the console's client is generated from."""
+    return _operator_routes().openapi()
+
+
+def _operator_routes() -> FastAPI:
     app = FastAPI(
         title="Fedloop operator API",
         version=version("fedloop"),
@@ -95,21 +119,10 @@ def operator_app(services: Services, run_service: RunService, metrics: Metrics) 
         exception_handlers=_ERROR_HANDLERS,
         responses={"4XX": {"model": Problem}, "5XX": {"model": Problem}, 422: {"model": Problem}},
     )
-    app.state.services = services
-    app.state.runs = run_service
-    app.state.metrics = metrics
-    app.state.started_at = services.clock()
     require_complete(_ROUTERS)
     for router in _ROUTERS:
         app.include_router(router, prefix=OPERATOR_PREFIX, dependencies=[Depends(require_permission)])
     app.include_router(system.open_router)
-    app.add_middleware(
-        BodyLimitMiddleware,
-        limit_bytes=BODY_LIMIT_BYTES,
-        is_trusted=lambda request: has_admin_token(services, request),
-    )
-    app.add_middleware(TrustedHostMiddleware, allowed=allowed_hosts(services))
-    app.add_middleware(RequestLogMiddleware, api="operator", metrics=metrics, failure=_unexpected_failure)
     return app
 
 

@@ -1,0 +1,42 @@
+import createClient, { type Middleware } from "openapi-fetch";
+
+import type { components, paths } from "./schema";
+import { session } from "./session.svelte";
+
+export type Schemas = components["schemas"];
+
+/** What the API refused, in its own words. `code` is stable. */
+export class ApiError extends Error {
+  constructor(
+    readonly status: number,
+    readonly code: string,
+    message: string,
+  ) {
+    super(message);
+  }
+}
+
+const credentials: Middleware = {
+  onRequest({ request }) {
+    for (const [name, value] of Object.entries(session.headers)) request.headers.set(name, value);
+    return request;
+  },
+  async onResponse({ response }) {
+    if (response.ok) return undefined;
+    const body: unknown = await response
+      .clone()
+      .json()
+      .catch(() => null);
+    const error = (body as { error?: { code?: string; message?: string } } | null)?.error;
+    if (response.status === 401) session.end();
+    throw new ApiError(response.status, error?.code ?? "unknown", error?.message ?? response.statusText);
+  },
+};
+
+export const api = createClient<paths>({ baseUrl: location.origin });
+api.use(credentials);
+
+/** The body of a response that the middleware has let through. */
+export function body<T>(result: { data?: T }): T {
+  return result.data as T;
+}

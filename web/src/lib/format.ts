@@ -1,0 +1,45 @@
+const moment = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
+const relative = new Intl.RelativeTimeFormat(undefined, { numeric: "auto" });
+const percent = new Intl.NumberFormat(undefined, { style: "percent", minimumFractionDigits: 1, maximumFractionDigits: 1 });
+
+const UNITS: readonly [Intl.RelativeTimeFormatUnit, number][] = [
+  ["day", 86_400],
+  ["hour", 3_600],
+  ["minute", 60],
+  ["second", 1],
+];
+
+/** An ISO time in the reader's zone; a dash where there is none. */
+export function time(iso: string | null | undefined): string {
+  return iso ? moment.format(new Date(iso)) : "–";
+}
+
+/** "3 minutes ago", by the largest unit that fits. */
+export function ago(iso: string | null | undefined, now: number = Date.now()): string {
+  if (!iso) return "–";
+  const seconds = (new Date(iso).getTime() - now) / 1000;
+  const [unit, size] = UNITS.find(([, size]) => Math.abs(seconds) >= size) ?? ["second", 1];
+  return relative.format(Math.round(seconds / size), unit);
+}
+
+/** A share from 0 to 1 as percent. */
+export function share(value: number | null | undefined): string {
+  return value === null || value === undefined ? "–" : percent.format(value);
+}
+
+/** Bytes in decimal units. */
+export function bytes(value: number | null | undefined): string {
+  if (value === null || value === undefined) return "–";
+  const units = ["B", "kB", "MB", "GB", "TB"] as const;
+  let index = 0;
+  while (value >= 1000 && index < units.length - 1) {
+    value /= 1000;
+    index += 1;
+  }
+  return `${index ? value.toFixed(1) : value} ${units[index]}`;
+}
+
+/** The first eight characters of an id, which commands accept too. */
+export function short(id: string): string {
+  return id.slice(0, 8);
+}
