@@ -43,3 +43,16 @@ export function bytes(value: number | null | undefined): string {
 export function short(id: string): string {
   return id.slice(0, 8);
 }
+
+const wall = new Intl.DateTimeFormat(undefined, { timeStyle: "medium" });
+
+/** The time of day, for lists of what happened just now. */
+export function clock(iso: string): string {
+  return wall.format(new Date(iso));
+}
+
+/** A value of an event or a report: fractions with four digits, objects as JSON. */
+export function figure(value: unknown): string {
+  if (typeof value === "number") return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(4)));
+  return typeof value === "object" ? JSON.stringify(value) : String(value);
+}

@@ -1,0 +1,71 @@
+import { api, body, type Schemas } from "./api";
+
+/** Options of `createQuery` for each resource, so that views that show the same thing share one answer. */
+export const queries = {
+  system: () => ({ queryKey: ["system"], queryFn: async () => body(await api.GET("/api/v1/system")) }),
+  runs: () => ({
+    queryKey: ["runs"],
+    queryFn: async () => body(await api.GET("/api/v1/runs", { params: { query: { limit: 200 } } })),
+  }),
+  run: (run: string) => ({
+    queryKey: ["runs", run],
+    queryFn: async () => body(await api.GET("/api/v1/runs/{run}", { params: { path: { run } } })),
+  }),
+  rounds: (run: string) => ({
+    queryKey: ["runs", run, "rounds"],
+    queryFn: async () => body(await api.GET("/api/v1/runs/{run}/rounds", { params: { path: { run } } })) as unknown as Round[],
+  }),
+  runDevices: (run: string) => ({
+    queryKey: ["runs", run, "devices"],
+    queryFn: async () => body(await api.GET("/api/v1/runs/{run}/devices", { params: { path: { run }, query: { limit: 1000 } } })),
+  }),
+  devices: () => ({ queryKey: ["devices"], queryFn: allDevices }),
+  device: (device: string) => ({
+    queryKey: ["devices", device],
+    queryFn: async () => body(await api.GET("/api/v1/devices/{device}", { params: { path: { device } } })),
+  }),
+  why: (device: string) => ({
+    queryKey: ["devices", device, "why"],
+    queryFn: async () => body(await api.GET("/api/v1/devices/{device}/why", { params: { path: { device } } })),
+  }),
+  models: () => ({ queryKey: ["models"], queryFn: async () => body(await api.GET("/api/v1/models")) }),
+  versions: (name: string) => ({
+    queryKey: ["models", name],
+    queryFn: async () => body(await api.GET("/api/v1/models/{name}/versions", { params: { path: { name } } })),
+  }),
+  lineage: (version: string) => ({
+    queryKey: ["lineage", version],
+    queryFn: async () => body(await api.GET("/api/v1/versions/{version}/lineage", { params: { path: { version } } })),
+  }),
+  rollouts: () => ({ queryKey: ["rollouts"], queryFn: async () => body(await api.GET("/api/v1/rollouts")) }),
+  rollout: (rollout: string) => ({
+    queryKey: ["rollouts", rollout],
+    queryFn: async () => body(await api.GET("/api/v1/rollouts/{rollout}", { params: { path: { rollout } } })),
+  }),
+};
+
+/** A committed round, a line of a run's report. */
+export interface Round {
+  readonly round: number;
+  readonly selected: number;
+  readonly accepted: number;
+  readonly rejected: number;
+  readonly silent: number;
+  readonly train_loss: number | null;
+  readonly test_loss: number | null;
+  readonly test_accuracy: number | null;
+  readonly bytes_up: number;
+  readonly seconds: number;
+}
+
+async function allDevices(): Promise<Schemas["Device"][]> {
+  const found: Schemas["Device"][] = [];
+  let after: string | null = null;
+  do {
+    const query: { limit: number; after?: string } = after === null ? { limit: 1000 } : { limit: 1000, after };
+    const page: Schemas["Devices"] = body(await api.GET("/api/v1/devices", { params: { query } }));
+    found.push(...page.devices);
+    after = page.next;
+  } while (after !== null);
+  return found;
+}
