@@ -27,11 +27,12 @@ help: ## list the targets
 setup: $(STAMP) ## make .venv with everything, and the web console; nothing to do the second time
 	@$(MAKE) --no-print-directory web || echo "The web console was not built; everything else works. Try again with: make web"
 
-web: $(CONSOLE) ## build the web console
+web: $(CONSOLE) ## check and build the web console
 
 $(CONSOLE): $(STAMP) $(WEB_SOURCES)
 	$(NPM) ci --silent
 	$(NPM) run --silent check
+	$(NPM) run --silent test -- --reporter=dot
 	$(NPM) run --silent build -- --logLevel warn
 
 web-types: $(STAMP) ## write the console's copy of the API's document, and its types, anew

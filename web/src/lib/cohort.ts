@@ -1,4 +1,4 @@
-import type { FleetEvent } from "./events.svelte";
+import type { FleetEvent } from "./event_stream";
 
 /** The round in progress as its events tell it. */
 export interface LiveRound {

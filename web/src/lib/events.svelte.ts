@@ -1,14 +1,5 @@
+import { parse, type FleetEvent } from "./event_stream";
 import { session } from "./session.svelte";
-
-/** An event of the coordinator: its id, time, kind, and what belongs to the kind. */
-export interface FleetEvent {
-  readonly id: number;
-  readonly time: string;
-  readonly event: string;
-  readonly run?: string;
-  readonly device?: string;
-  readonly [key: string]: unknown;
-}
 
 const KEPT = 500;
 const RETRY_MILLISECONDS = 1_000;
@@ -76,14 +67,4 @@ export class EventFeed {
     this.#last = newest.id;
     this.events = [...this.events, ...fresh].slice(-KEPT);
   }
-}
-
-/** The events of one block of a Server-Sent Events stream; comments have none. */
-export function parse(block: string): FleetEvent[] {
-  const data = block
-    .split(/\r?\n/)
-    .filter((line) => line.startsWith("data:"))
-    .map((line) => line.slice(5).trimStart())
-    .join("\n");
-  return data ? [JSON.parse(data) as FleetEvent] : [];
 }

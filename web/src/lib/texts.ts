@@ -43,7 +43,7 @@ export const texts = {
   fleet: {
     search: "Name or id",
     all: "All",
-    count: (shown: number, all: number) => (shown === all ? `${all} devices` : `${shown} of ${all} devices`),
+    count: (shown: number, all: number) => `${shown === all ? all : `${shown} of ${all}`} ${all === 1 ? "device" : "devices"}`,
     empty: "No device is enrolled yet.",
     none: "No device matches the filters.",
     enrol: "Enrol a device",

@@ -1,0 +1,94 @@
+"""The web console in a real browser, on a real coordinator with real devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomlkit
+
+from coordinator.accounts.admin_token import read_admin_token
+from coordinator.demos.local_fleet import Daemon, LocalFleet, local_fleet
+from coordinator.server.console import BUILT
+from tests.support import noop
+from tests.support.require import require
+
+pytestmark = pytest.mark.slow
+
+WEB = Path(__file__).parents[2] / "web"
+BIN = Path(sys.executable).parent
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+MODEL_BYTES = 60_000
+
+
+def browser() -> str:
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None or not (BUILT / "index.html").is_file() or not (WEB / "node_modules").is_dir():
+        require("chromium", "no Chromium is installed, or `make web` did not build the console")
+    assert found is not None
+    return found
+
+
+def test_an_operators_day(tmp_path: Path) -> None:
+    """Signs in, enrols a device by the command shown, trains, compares, sees the coordinator killed and back, cancels, revokes, signs out."""
+    executable = browser()
+    with local_fleet(tmp_path / "fleet") as fleet:
+        noop.add_device(fleet, "pump-1").start()
+        asked = {
+            "url": fleet.operator_url,
+            "token": read_admin_token(fleet.home),
+            "experiment": experiment("first", rounds=2),
+            "endless": experiment("endless", rounds=100_000),
+            "chromium": executable,
+            "pictures": os.environ.get("FEDLOOP_TEST_PICTURES"),
+        }
+        command = [str(BIN / "node"), str(WEB / "e2e" / "console.mjs")]
+        environment = {**os.environ, "CONSOLE_TEST": json.dumps(asked)}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as page:
+            assert page.stdout is not None
+            steps = []
+            for line in page.stdout:
+                step = json.loads(line)
+                steps.append(step["step"])
+                if step["step"] == "enrol":
+                    enrol(fleet, "pump-2", step["command"]).start()
+                elif step["step"] == "kill":
+                    fleet.coordinator.kill()
+                elif step["step"] == "restart":
+                    fleet.serve(wait=False)
+        assert page.returncode == 0, steps
+        assert steps[-1] == "signed out"
+
+
+def experiment(name: str, rounds: int) -> str:
+    document = noop.experiment(MODEL_BYTES, rounds, clients=2)
+    return tomlkit.dumps({**document, "name": name})
+
+
+def enrol(fleet: LocalFleet, name: str, command: str) -> Daemon:
+    """The device that ran the command which the console showed."""
+    folder = fleet.device_folder(name)
+    folder.mkdir()
+    fleet.write_data(name, noop.rows())
+    config = {
+        "name": name,
+        "state_dir": str(folder / "state"),
+        "runtimes": ["torch"],
+        "data": {"rows": {"kind": "numpy", "path": str(folder / "data.npz")}},
+    }
+    (folder / "edge.toml").write_text(tomlkit.dumps(config))
+    environment = {"FEDLOOP_EDGE_CONFIG": str(folder / "edge.toml")}
+    program, *arguments = shlex.split(command)
+    subprocess.run(
+        [str(BIN / program), *arguments], env={**os.environ, **environment}, check=True, capture_output=True
+    )
+    fleet.devices[name] = Daemon(
+        [str(BIN / program), "run"], fleet.folder / "logs" / f"{name}.log", environment
+    )
+    return fleet.devices[name]

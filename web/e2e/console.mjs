@@ -1,0 +1,169 @@
+// An operator's day in the browser, against a real coordinator. Steps are announced as lines of JSON on standard output;
+// what a step needs from outside, such as a command to run on a device, is in its line.
+
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import { createRequire } from "node:module";
+
+import { chromium } from "playwright-core";
+
+const { url, token, experiment, endless, chromium: executablePath, pictures } = JSON.parse(process.env.CONSOLE_TEST);
+const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+const FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-quic", "--no-first-run", "--disable-sync"];
+
+const browser = await chromium.launch({ executablePath, args: FLAGS });
+const context = await browser.newContext({ viewport: { width: 1280, height: 800 }, permissions: ["clipboard-read", "clipboard-write"] });
+const page = await context.newPage();
+page.setDefaultTimeout(60_000);
+const problems = [];
+page.on("pageerror", (error) => problems.push(`error: ${error.message}`));
+page.on("request", (request) => {
+  const { protocol, origin } = new URL(request.url());
+  if (protocol !== "blob:" && origin !== new URL(url).origin) problems.push(`request to ${request.url()}`);
+});
+await page.addInitScript(() => {
+  addEventListener("securitypolicyviolation", (event) => console.error(`policy: ${event.violatedDirective} ${event.blockedURI}`));
+});
+page.on("console", (message) => {
+  if (message.type() === "error" && message.text().startsWith("policy:")) problems.push(message.text());
+});
+
+let pictured = 0;
+
+function announce(step, more = {}) {
+  console.log(JSON.stringify({ step, ...more }));
+}
+
+async function accessible(view) {
+  for (const theme of ["light", "dark"]) {
+    await page.emulateMedia({ colorScheme: theme });
+    await page.evaluate(axe);
+    const { violations } = await page.evaluate(() => window.axe.run());
+    const grave = violations.filter((each) => ["serious", "critical"].includes(each.impact));
+    assert.deepEqual(grave.map((each) => [each.id, each.nodes.map((node) => node.html)]), [], `${view}, ${theme}`);
+    if (pictures) await page.screenshot({ path: `${pictures}/${String(pictured).padStart(2, "0")}-${view}-${theme}.png`, fullPage: true });
+  }
+  pictured += 1;
+  await page.emulateMedia({ colorScheme: "light" });
+}
+
+async function signIn(text) {
+  await page.getByLabel("Admin token").fill(text);
+  await page.getByRole("button", { name: "Sign in" }).click();
+}
+
+async function visit(name) {
+  await page.getByRole("navigation").getByRole("link", { name }).click();
+  await page.getByRole("heading", { level: 1, name }).waitFor();
+}
+
+async function start(text) {
+  await visit("Runs");
+  await page.getByRole("button", { name: "Start a run" }).click();
+  await page.getByLabel("Experiment (TOML)").fill(text);
+  await page.getByRole("button", { name: "Start", exact: true }).click();
+}
+
+async function confirm(label) {
+  await page.getByRole("button", { name: label }).click();
+  await page.getByRole("dialog").getByRole("button", { name: label }).click();
+}
+
+try {
+  await page.goto(url);
+  await accessible("sign-in");
+  await signIn("not the token of this coordinator, which is longer");
+  await page.getByRole("alert").filter({ hasText: "not the admin token" }).waitFor();
+  await signIn(token);
+  await page.getByRole("heading", { level: 1, name: "Overview" }).waitFor();
+  await page.getByText("No run is in progress").waitFor();
+  await accessible("overview");
+  announce("signed in");
+
+  await visit("Fleet");
+  await page.getByRole("link", { name: "pump-1" }).waitFor();
+  await page.getByRole("button", { name: "Enrol a device" }).click();
+  await page.getByRole("button", { name: "Create the command" }).click();
+  const command = await page.getByRole("dialog").locator("pre").innerText();
+  await accessible("enrol");
+  await page.getByRole("dialog").getByRole("button", { name: "Close" }).click();
+  announce("enrol", { command });
+  await page.getByRole("link", { name: "pump-2" }).waitFor();
+  await accessible("fleet");
+  await page.getByLabel("Name or id").fill("pump-2");
+  await page.getByText("1 of 2 devices").waitFor();
+  assert.match(page.url(), /search=pump-2/);
+
+  await visit("Runs");
+  await accessible("runs-empty");
+  await start('name = "wrong"\n[federation]\nrounds = -1\nclient = 3\n');
+  const refusal = page.getByRole("dialog").getByRole("alert");
+  await refusal.filter({ hasText: "federation.rounds" }).waitFor();
+  assert.match(await refusal.innerText(), /federation\.client\b/);
+  await page.getByRole("dialog").getByRole("button", { name: "Close" }).click();
+  announce("refused a wrong experiment");
+
+  for (const text of [experiment, experiment.replace("lr = 0.001", "lr = 0.002")]) {
+    await start(text);
+    await page.getByRole("heading", { level: 1, name: "first" }).waitFor();
+    await page.getByText("round committed").first().waitFor();
+    await page.locator("h1 + .badge", { hasText: "finished" }).waitFor();
+  }
+  await page.locator("canvas").first().waitFor();
+  await accessible("run-finished");
+  announce("trained twice");
+
+  await visit("Runs");
+  for (const box of await page.getByRole("checkbox").all()) await box.check();
+  await page.getByRole("row", { name: /local\.lr 0\.002 0\.001/ }).waitFor();
+  await page.locator("canvas").first().waitFor();
+  await accessible("compare");
+  announce("compared");
+
+  await start(endless);
+  await page.getByText("Live", { exact: true }).waitFor();
+  await page.getByText("round committed").first().waitFor();
+  await accessible("run-live");
+  announce("kill");
+  await page.getByText("Not connected").first().waitFor();
+  await accessible("run-stale");
+  announce("restart");
+  await page.getByText("Live", { exact: true }).waitFor();
+  await page.getByText("run resumed").first().waitFor();
+  const ids = await page.locator("time").evaluateAll((all) => all.map((each) => each.getAttribute("datetime")));
+  assert.deepEqual(ids, [...ids].sort().reverse(), "after the cut events go on in order");
+  await confirm("Cancel the run");
+  await page.locator("h1 + .badge", { hasText: "cancelled" }).waitFor();
+  announce("cancelled");
+
+  await visit("Fleet");
+  await page.getByRole("link", { name: "pump-2" }).click();
+  await page.getByText(/its update of round \d+ was accepted/).first().waitFor();
+  await accessible("device");
+  await confirm("Revoke");
+  await page.locator("h1 + .badge", { hasText: "revoked" }).waitFor();
+  announce("revoked");
+
+  await visit("Models");
+  await page.getByText("The registry is empty").waitFor();
+  await visit("Rollouts");
+  await page.getByText("Nothing was rolled out yet").waitFor();
+  await page.setViewportSize({ width: 360, height: 740 });
+  for (const name of ["Overview", "Fleet", "Runs"]) {
+    await visit(name);
+    const overflow = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+    assert.ok(overflow <= 0, `${name} is ${overflow} px too wide for 360`);
+    if (pictures) await page.screenshot({ path: `${pictures}/narrow-${name}.png`, fullPage: true });
+  }
+  await page.getByRole("button", { name: "Sign out" }).click();
+  await page.getByRole("button", { name: "Sign in" }).waitFor();
+  assert.equal(await page.evaluate(() => JSON.stringify({ ...localStorage }).includes("token")), false);
+  assert.deepEqual(problems, []);
+  announce("signed out");
+} catch (error) {
+  if (pictures) await page.screenshot({ path: `${pictures}/failed.png`, fullPage: true });
+  console.error(error, problems);
+  process.exitCode = 1;
+} finally {
+  await browser.close();
+}
