@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -11,13 +13,17 @@ from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import BaseModel
 
 from coordinator.accounts.admin_token import require_admin_token
+from coordinator.api.cookies import SAFE_METHODS, require_csrf_token, require_own_origin, session_secret
 from coordinator.api.permissions import require_permission_of, route_key
 from coordinator.context.services import Services, ServicesDep
 from coordinator.errors import Refusal
+from coordinator.identity import access_tokens, sessions
 from coordinator.identity.principals import ADMIN, Principal
 
 bearer = HTTPBearer(
-    auto_error=False, description="The admin token, in `admin.token` of the coordinator's home."
+    auto_error=False,
+    description="An access token, or the admin token in `admin.token` of the coordinator's home. Browsers have a session's "
+    "cookie instead.",
 )
 
 
@@ -41,26 +47,62 @@ async def authenticate(
     """Who makes the request; also as `request.state.principal` from then on.
 
     Raises:
-        Refusal: 401 `no_token` without a bearer token; 401 `bad_token` for a wrong one, 429 `too_many_guesses` after
-            many; 503 `no_admin_token` if the coordinator has lost its own.
+        Refusal: 401 `no_token` without credentials; 401 `bad_token` for a wrong token, 429 `too_many_guesses` after many;
+            401 `session_ended`; 503 `no_admin_token` if the coordinator has lost its own.
     """
-    if credentials is None:
-        raise Refusal(401, "no_token", "the operator API needs `Authorization: Bearer <admin token>`")
-    if not _is_admin_token(services, credentials.credentials):
-        services.admin_guesses.record("admin", request.client.host if request.client else None)
-        raise Refusal(401, "bad_token", "this is not the admin token of this coordinator")
-    request.state.principal = ADMIN
-    return ADMIN
+    principal = await identify(services, request)
+    if principal is not None:
+        return principal
+    if credentials is not None:
+        services.admin_guesses.record("admin", address_of(request))
+        raise Refusal(
+            401,
+            "bad_token",
+            "this token is neither the admin token of this coordinator nor a valid access token",
+        )
+    if session_secret(services, request) is not None:
+        raise Refusal(401, "session_ended", "this session has ended; sign in again")
+    raise Refusal(
+        401,
+        "no_token",
+        "the operator API needs `Authorization: Bearer <access token or admin token>`, or a session",
+    )
+
+
+async def identify(services: Services, request: Request) -> Principal | None:
+    """Who makes a request; None if its credentials are missing, wrong or no longer valid. Decides nothing else.
+
+    Raises:
+        Refusal: 503 `no_admin_token`.
+    """
+    if not hasattr(request.state, "principal"):
+        scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
+        secret = session_secret(services, request)
+        if scheme.lower() == "bearer" and token:
+            request.state.principal = await _by_token(services, token)
+        else:
+            request.state.principal = None if secret is None else await _by_session(services, secret)
+    principal: Principal | None = request.state.principal
+    return principal
+
+
+def address_of(request: Request) -> str | None:
+    return request.client.host if request.client else None
 
 
 async def require_permission(
-    request: Request, principal: Annotated[Principal, Depends(authenticate)]
+    request: Request, services: ServicesDep, principal: Annotated[Principal, Depends(authenticate)]
 ) -> Principal:
     """Who makes the request, if their role may use its route.
 
     Raises:
-        Refusal: as `authenticate`; 403 `forbidden`.
+        Refusal: as `authenticate`; 403 `csrf` if a session makes a change from another site's page; 403 `forbidden`.
     """
+    if principal.kind == "session" and request.method not in SAFE_METHODS:
+        secret = session_secret(services, request)
+        assert secret is not None  # the principal was found by it
+        require_own_origin(request, required=True)
+        require_csrf_token(request, secret)
     require_permission_of(principal, route_key(request))
     return principal
 
@@ -69,12 +111,35 @@ PrincipalDep = Annotated[Principal, Depends(require_permission)]
 """Type of a route's parameter that receives who makes the request."""
 
 
-def has_admin_token(services: Services, request: Request) -> bool:
-    """Whether a request carries the admin token, for code that runs before `authenticate` can refuse."""
-    scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
-    return _is_admin_token(services, token) and scheme.lower() == "bearer"
+async def _by_token(services: Services, token: str) -> Principal | None:
+    if not token.startswith(access_tokens.PREFIX):
+        expected = require_admin_token(services.settings.home)
+        return ADMIN if hmac.compare_digest(token.encode(), expected.encode()) else None
+    now = services.clock()
+    find = partial(access_tokens.find_access_token, text=token, now=now)
+    found = await asyncio.to_thread(services.database.read, find)
+    if found is None:
+        return None
+    principal, last_used_at = found
+    if last_used_at is None or now - last_used_at >= sessions.TOUCH:
+        assert principal.credential is not None  # an access token has an id
+        # Not awaited: a request does not fail because its use cannot be recorded.
+        services.database.write(
+            partial(access_tokens.touch_access_token, token=principal.credential, now=now)
+        )
+    return principal
 
 
-def _is_admin_token(services: Services, token: str) -> bool:
-    expected = require_admin_token(services.settings.home)
-    return hmac.compare_digest(token.encode(), expected.encode())
+async def _by_session(services: Services, secret: str) -> Principal | None:
+    now = services.clock()
+    found = await asyncio.to_thread(
+        services.database.read, partial(sessions.find_session, secret=secret, now=now)
+    )
+    if found is None:
+        return None
+    principal, last_used_at = found
+    if now - last_used_at >= sessions.TOUCH:
+        services.database.write(
+            partial(sessions.touch_session, secret=secret, now=now)
+        )  # not awaited, as above
+    return principal

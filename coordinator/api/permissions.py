@@ -65,10 +65,24 @@ LEAST_ROLES: dict[tuple[str, str], Role] = {
     ("POST", "/rollouts/{rollout}/resume"): "operator",
     ("POST", "/rollouts/{rollout}/abort"): "operator",
     ("POST", "/rollouts/{rollout}/force"): "operator",
+    ("GET", "/session"): "viewer",
+    ("DELETE", "/session"): "viewer",
+    ("POST", "/session/end-all"): "viewer",
+    ("PUT", "/session/password"): "viewer",
+    ("GET", "/access-tokens"): "viewer",
+    ("POST", "/access-tokens"): "viewer",
+    ("POST", "/access-tokens/{token}/revoke"): "viewer",
+    ("GET", "/users"): "admin",
+    ("POST", "/users"): "admin",
+    ("PATCH", "/users/{user}"): "admin",
+    ("PUT", "/users/{user}/password"): "admin",
     ("GET", "/events"): "viewer",
     ("GET", "/system"): "viewer",
 }
-"""Method and path below `/api/v1` -> role."""
+"""Method and path below `/api/v1` -> role. Every user may manage their own session, password and access tokens."""
+
+OPEN = frozenset({("POST", "/session"), ("POST", "/setup")})
+"""Routes that need no credentials: they take a password, or the secret of the setup link."""
 
 
 def route_key(request: Request) -> tuple[str, str]:
@@ -82,28 +96,31 @@ def require_permission_of(principal: Principal, route: tuple[str, str]) -> None:
     Raises:
         Refusal: 403 `forbidden`.
     """
+    method, path = route
     needed = LEAST_ROLES.get(route)
-    if needed is None or needed not in principal.grants:
-        method, path = route
+    if needed is None:
+        raise Refusal(403, "forbidden", f"no role may use {method} {path}")
+    if needed not in principal.grants:
         raise Refusal(
             403,
             "forbidden",
-            f"{method} {path} needs the role {needed or 'of nobody'}; {principal.name} has {principal.role}",
+            f"{method} {path} needs the role {needed}; {principal.name} has {principal.role}",
         )
 
 
-def require_complete(routers: Iterable[APIRouter]) -> None:
-    """Requires that each route of these routers is listed, and that each listed one exists.
+def require_complete(guarded: Iterable[APIRouter], unguarded: Iterable[APIRouter]) -> None:
+    """Requires that each route of the guarded routers is listed, that the others are exactly `OPEN`.
 
     Raises:
         RuntimeError: naming those that differ.
     """
-    served = {
-        (method, route.path_format)
-        for router in routers
-        for route in router.routes
-        if isinstance(route, APIRoute)
-        for method in route.methods or ()
-    }
-    if served != set(LEAST_ROLES):
-        raise RuntimeError(f"permissions differ from routes: {sorted(served ^ set(LEAST_ROLES))}")
+    for routers, listed in ((guarded, set(LEAST_ROLES)), (unguarded, set(OPEN))):
+        served = {
+            (method, route.path_format)
+            for router in routers
+            for route in router.routes
+            if isinstance(route, APIRoute)
+            for method in route.methods or ()
+        }
+        if served != listed:
+            raise RuntimeError(f"permissions differ from routes: {sorted(served ^ listed)}")

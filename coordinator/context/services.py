@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, TypeVar
 
 import structlog
@@ -19,7 +20,7 @@ from sqlalchemy import Connection
 from coordinator.accounts.certificate_authority import Authority
 from coordinator.context.signals import Signals
 from coordinator.db.store import Database
-from coordinator.limits.rates import DeviceRequests, WrongTokens
+from coordinator.limits.rates import DeviceRequests, SignIns, WrongTokens
 from coordinator.limits.uploads_in_flight import UploadSlots
 from coordinator.releases.incoming import Incoming
 from coordinator.releases.repository import Repository
@@ -30,6 +31,9 @@ from coordinator.storage.blobs import Blobs, PartFiles
 
 Clock = Callable[[], datetime]
 T = TypeVar("T")
+
+PASSWORDS_AT_A_TIME = 2
+"""Hashed or compared; each takes 64 MiB and a tenth of a second."""
 
 _log = structlog.get_logger("fedloop.devices")
 
@@ -75,6 +79,10 @@ class Services:
     device_log: DeviceLog = field(default_factory=DeviceLog)
     admin_guesses: WrongTokens = field(default_factory=WrongTokens)
     enrolment_guesses: WrongTokens = field(default_factory=WrongTokens)
+    sign_ins: SignIns = field(default_factory=SignIns)
+    password_threads: ThreadPoolExecutor = field(
+        default_factory=partial(ThreadPoolExecutor, PASSWORDS_AT_A_TIME, thread_name_prefix="password")
+    )
 
     async def write(self, work: Callable[[Connection], T]) -> T:
         """The result of `work` in one transaction of the database, without blocking the event loop."""

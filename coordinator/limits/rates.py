@@ -1,4 +1,4 @@
-"""Limits on rates: the requests of a device, so that one, or a copy of its key, takes only its share, and wrong tokens.
+"""Limits on rates: the requests of a device, so that one, or a copy of its key, takes only its share; wrong tokens; sign-ins.
 
 Concurrent requests of a device are bounded too, since each may hold a block in memory. A daemon stays far below both.
 
@@ -28,6 +28,8 @@ BURST_REQUESTS = 5000.0
 """Requests that a silent device accumulates at most."""
 PER_ADDRESS = 20
 OVERALL = 200
+PER_NAME = 10
+_NAME_REFILL_SECONDS = 600.0
 _REFILL_SECONDS = 60.0
 _MAX_KEYS = 10_000
 """Keys kept before full buckets are dropped."""
@@ -62,6 +64,10 @@ class TokenBuckets:
             }
         self._levels[key] = (level - 1.0, self._monotonic())
         return 0.0
+
+    def give_back(self, key: Hashable) -> None:
+        """Undoes a `take`."""
+        self._levels[key] = (min(self._capacity, self._level(key) + 1.0), self._monotonic())
 
     def _level(self, key: Hashable) -> float:
         now = self._monotonic()
@@ -123,6 +129,45 @@ class WrongTokens:
             )
         self._all.take(None)
         _log.warning("wrong_token", kind=kind, address=network)
+
+
+class SignIns:
+    """Attempts to sign in with a password. For one thread only, that of the event loop.
+
+    People choose passwords, so a guess may be right: attempts are counted before the password is compared, and those that
+    succeed are given back. Who floods a name keeps its owner from signing in, but ends no session and no token.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._by_name = TokenBuckets(PER_NAME / _NAME_REFILL_SECONDS, PER_NAME, monotonic)
+        self._by_address = TokenBuckets(PER_ADDRESS / _REFILL_SECONDS, PER_ADDRESS, monotonic)
+        self._all = TokenBuckets(OVERALL / _REFILL_SECONDS, OVERALL, monotonic)
+
+    def attempt(self, name: str, address: str | None) -> None:
+        """Counts an attempt.
+
+        Raises:
+            Refusal: 429 `too_many_guesses`: there were too many with this name, from this address, or in all.
+        """
+        wait = max(bucket.wait_seconds(key) for bucket, key in self._buckets(name, address))
+        if wait:
+            raise Refusal(
+                429,
+                "too_many_guesses",
+                f"too many attempts to sign in; wait {math.ceil(wait)} s before the next one",
+                retry_after_seconds=wait,
+                closes=True,
+            )
+        for bucket, key in self._buckets(name, address):
+            bucket.take(key)
+
+    def succeeded(self, name: str, address: str | None) -> None:
+        """Gives an attempt back."""
+        for bucket, key in self._buckets(name, address):
+            bucket.give_back(key)
+
+    def _buckets(self, name: str, address: str | None) -> tuple[tuple[TokenBuckets, Hashable], ...]:
+        return (self._by_name, name), (self._by_address, network_of(address or "")), (self._all, None)
 
 
 @lru_cache(1024)

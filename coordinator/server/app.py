@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from coordinator.api import (
+    access_tokens,
     devices,
     events,
     models,
@@ -27,15 +28,18 @@ from coordinator.api import (
     releases,
     rollouts,
     runs,
+    session,
     statistics,
     system,
     tokens,
+    users,
 )
-from coordinator.api.deps import has_admin_token, require_permission
-from coordinator.api.permissions import require_complete
+from coordinator.api.deps import identify, require_permission
+from coordinator.api.permissions import OPEN, require_complete
 from coordinator.context.services import Services
 from coordinator.device_api import checkin, downloads, enrolment, tasks, uploads
 from coordinator.errors import Refusal, UserError
+from coordinator.limits.request_bodies import ANONYMOUS_LIMIT_BYTES, ANONYMOUS_SECONDS, BODY_SECONDS
 from coordinator.server.console import SecurityHeadersMiddleware, add_console
 from coordinator.server.metrics import Metrics
 from coordinator.server.middleware import BodyLimitMiddleware, RequestLogMiddleware, TrustedHostMiddleware
@@ -62,6 +66,9 @@ _ROUTERS = tuple(
         rollouts,
         events,
         system,
+        session,
+        users,
+        access_tokens,
     )
 )
 """Of the operator API: their routes need a permission."""
@@ -94,8 +101,7 @@ def operator_app(services: Services, run_service: RunService, metrics: Metrics) 
     add_console(app)
     app.add_middleware(
         BodyLimitMiddleware,
-        limit_bytes=BODY_LIMIT_BYTES,
-        is_trusted=lambda request: has_admin_token(services, request),
+        limit_of=lambda request: _body_limit(services, request),
     )
     app.add_middleware(TrustedHostMiddleware, allowed=allowed_hosts(services))
     app.add_middleware(RequestLogMiddleware, api="operator", metrics=metrics, failure=_unexpected_failure)
@@ -119,11 +125,19 @@ def _operator_routes() -> FastAPI:
         exception_handlers=_ERROR_HANDLERS,
         responses={"4XX": {"model": Problem}, "5XX": {"model": Problem}, 422: {"model": Problem}},
     )
-    require_complete(_ROUTERS)
+    require_complete(_ROUTERS, [session.open_router])
+    app.include_router(session.open_router, prefix=OPERATOR_PREFIX)
     for router in _ROUTERS:
         app.include_router(router, prefix=OPERATOR_PREFIX, dependencies=[Depends(require_permission)])
     app.include_router(system.open_router)
     return app
+
+
+async def _body_limit(services: Services, request: Request) -> tuple[int, float]:
+    """Bytes and seconds of a request's body: nothing from strangers but what the open routes need."""
+    if (request.method, request.url.path.removeprefix(OPERATOR_PREFIX)) in OPEN:
+        return ANONYMOUS_LIMIT_BYTES, ANONYMOUS_SECONDS
+    return (BODY_LIMIT_BYTES if await identify(services, request) is not None else 0), BODY_SECONDS
 
 
 def device_app(services: Services, metrics: Metrics) -> FastAPI:

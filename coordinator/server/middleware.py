@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 
 import structlog
 from starlette.requests import ClientDisconnect, Request
@@ -109,13 +109,13 @@ class TrustedHostMiddleware:
 class BodyLimitMiddleware:
     """Reads a request's body completely, up to a limit, before anything uses it.
 
-    The body of an untrusted request is not read and counts as empty: a refusal needs none.
+    `limit_of` returns the bytes and seconds that a request may take. With a limit of 0 the body is not read and counts as
+    empty: a refusal needs none.
     """
 
-    def __init__(self, app: ASGIApp, *, limit_bytes: int, is_trusted: Callable[[Request], bool]) -> None:
+    def __init__(self, app: ASGIApp, *, limit_of: Callable[[Request], Awaitable[tuple[int, float]]]) -> None:
         self._app = app
-        self._limit = limit_bytes
-        self._is_trusted = is_trusted
+        self._limit_of = limit_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
@@ -123,7 +123,8 @@ class BodyLimitMiddleware:
             return
         request = Request(scope, receive)
         try:
-            body = await read_body(request, self._limit) if self._is_trusted(request) else b""
+            limit_bytes, seconds = await self._limit_of(request)
+            body = await read_body(request, limit_bytes, seconds) if limit_bytes else b""
         except ClientDisconnect:
             return
         except Refusal as refusal:

@@ -62,7 +62,19 @@ OF_REGISTRY = {
     (409, "wrong_name"),
 }
 OF_PEOPLE = {
+    (401, "bad_sign_in"),
+    (401, "session_ended"),
+    (403, "bad_password"),
+    (403, "csrf"),
     (403, "forbidden"),
+    (403, "needs_tls"),
+    (403, "setup_link_ended"),
+    (404, "unknown_access_token"),
+    (404, "unknown_user"),
+    (409, "no_account"),
+    (409, "too_many_tokens"),
+    (409, "user_exists"),
+    (422, "weak_password"),
 }
 OF_OPERATORS |= OF_PEOPLE | OF_RELEASES | OF_ROLLOUTS | OF_REGISTRY
 BY_STARLETTE = {(405, "method_not_allowed")}
