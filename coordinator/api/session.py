@@ -64,6 +64,7 @@ class Session(BaseModel):
     name: str
     role: Role
     grants: list[Role] = Field(description="Roles whose permissions the credentials have.")
+    credential: str | None = Field(description="Id of the access token; null for others.")
     csrf_token: str | None = Field(
         description="For the header X-CSRF-Token of every change by this session; null for tokens."
     )
@@ -223,6 +224,7 @@ def _render(principal: Principal, secret: str | None = None, until: datetime | N
         name=principal.name,
         role=principal.role,
         grants=sorted(principal.grants),
+        credential=principal.credential,
         csrf_token=None if secret is None else sessions.csrf_token(secret),
         expires_at=until,
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,6 +50,8 @@ from coordinator.commands.options import (
     show_version,
 )
 from coordinator.commands.output import RichProgress, plain_console, print_json, print_output, print_summary
+from coordinator.commands.people import access_tokens, users
+from coordinator.commands.people.login import add_login
 from coordinator.commands.summaries import demo_summary, fleet_demo_summary, loop_demo_summary, show_report
 from coordinator.errors import NothingLearnt, RunInterrupted, UserError
 from coordinator.output_folders import default_folder
@@ -176,7 +179,19 @@ def serve(**values: Any) -> None:
     from coordinator.server import serve as serving
 
     logs.configure(settings.log_format)
-    serving.serve(settings, lambda event: typer.echo(json.dumps(event)))
+    serving.serve(settings, lambda event: _announce(event, Path(event["home"])))
+
+
+def _announce(event: Mapping[str, Any], home: Path) -> None:
+    """Prints the addresses, and on a terminal the link that creates the first account; elsewhere it could end in a log."""
+    from coordinator.identity.setup_links import LINK_FILE
+
+    typer.echo(json.dumps(event))
+    link = home / LINK_FILE
+    if sys.stdout.isatty() and link.exists():
+        typer.echo(
+            f"no users yet; to create the first account, open within a day: {link.read_text().strip()}"
+        )
 
 
 serve.__signature__ = serve_signature()  # type: ignore[attr-defined]
@@ -202,6 +217,9 @@ app.add_typer(pretrain.app, name="pretrain")
 app.add_typer(rollout.app, name="rollout")
 app.add_typer(release.app, name="release")
 app.add_typer(runs.app, name="runs")
+app.add_typer(users.app, name="user")
+app.add_typer(access_tokens.app, name="access-token")
+add_login(app)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, delete, insert, select
 
+from coordinator.db.store import Database
 from coordinator.errors import Refusal
 from coordinator.identity.principals import Role
 from coordinator.identity.sessions import hash_of
@@ -20,6 +21,7 @@ from coordinator.identity.users import UserRow, add_user, count_users
 from edge_client.files import write_durably
 
 LINK_FILE = "setup-link"
+FRAGMENT = "#setup="
 LIFETIME = timedelta(days=1)
 _ROLE: Role = "admin"
 
@@ -69,6 +71,18 @@ def setup_link_ended() -> Refusal:
         "this link was used, has expired or was replaced; restart `fedloop serve` for a new one, or add a user with the "
         "admin token: fedloop user add",
     )
+
+
+def offer_setup_link(home: Path, operator_url: str, database: Database, now: datetime) -> str | None:
+    """Leaves a new link in the home and returns it; removes the file and returns None if there are users.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    secret = database.write(lambda at: renew_setup_link(at, now)).result()
+    link = None if secret is None else f"{operator_url}/{FRAGMENT}{secret}"
+    write_link(home, link)
+    return link
 
 
 def write_link(home: Path, url: str | None) -> None:

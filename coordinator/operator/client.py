@@ -1,8 +1,8 @@
 """The command line's client of the operator API.
 
 `connect(url)` returns a client; its calls return parsed JSON or raise `UserError` with the coordinator's own
-message. The address is `--coordinator`, `FEDLOOP_COORDINATOR` or the default of `fedloop serve`; the token is
-`FEDLOOP_ADMIN_TOKEN` or the file that `fedloop serve` wrote into the default home.
+message. The address is `--coordinator`, `FEDLOOP_COORDINATOR` or the default of `fedloop serve`;
+`coordinator.operator.credentials` finds the token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import typer
 import urllib3
 
 from coordinator.errors import UserError
-from coordinator.settings import DEFAULT_OPERATOR, default_home
+from coordinator.operator.credentials import find_credential
+from coordinator.settings import DEFAULT_OPERATOR
 from coordinator.short_ids import distinct_ids
 from edge_client.wire.strict import printable
 
@@ -68,9 +69,11 @@ class OperatorClient:
     Every call raises `Unreachable` if nobody answers and `Refused` if the coordinator refuses.
     """
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, token: str | None, token_source: str = "") -> None:
+        """`token`: None to sign in. `token_source`: where it is from, for messages about a wrong one."""
         self.url = url
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self._token_source = token_source
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         # Ignores proxies of the environment: the operator API is on this machine or tunnelled to it.
         self._pool = urllib3.PoolManager(retries=False, timeout=_TIMEOUT)
 
@@ -117,8 +120,30 @@ class OperatorClient:
             offset = reached
 
     def put(self, path: str, body: Any) -> Any:
+        """The response to `body`; None if it is empty."""
+        response = self._call("PUT", path, body).data
+        return json.loads(response) if response else None
+
+    def patch(self, path: str, body: Any) -> Any:
         """The response to `body`."""
-        return json.loads(self._call("PUT", path, body).data)
+        return json.loads(self._call("PATCH", path, body).data)
+
+    def sign_in(self, name: str, password: str) -> None:
+        """Begins a session, for the calls from then on in place of a token. It acts as a page of the coordinator does."""
+        self._begin_session(self._call("POST", "/session", {"name": name, "password": password}))
+
+    def set_up(self, secret: str, name: str, password: str) -> None:
+        """Creates the first account with the secret of the setup link, and begins a session of it."""
+        body = {"secret": secret, "name": name, "password": password}
+        self._begin_session(self._call("POST", "/setup", body))
+
+    def _begin_session(self, response: urllib3.BaseHTTPResponse) -> None:
+        parts = urlsplit(self.url)
+        self._headers = {
+            "Cookie": response.headers["set-cookie"].partition(";")[0],
+            "Origin": f"{parts.scheme}://{parts.netloc}",
+            "X-CSRF-Token": json.loads(response.data)["csrf_token"],
+        }
 
     def delete(self, path: str) -> Any:
         """The response; None if it is empty."""
@@ -189,7 +214,7 @@ class OperatorClient:
                 "address with --coordinator or FEDLOOP_COORDINATOR"
             ) from None
         if response.status >= 300:
-            raise _refusal(response, self.url)
+            raise _refusal(response, self.url, self._token_source)
         return response
 
 
@@ -197,30 +222,27 @@ def connect(coordinator: str | None = None) -> OperatorClient:
     """A client for the coordinator at this address, by default the one of this machine.
 
     Raises:
-        UserError: the address is invalid, or there is no admin token.
+        UserError: the address is invalid, or there is no token for it.
+    """
+    url = coordinator_url(coordinator)
+    credential = find_credential(url)
+    return OperatorClient(url, credential.token, credential.source)
+
+
+def coordinator_url(coordinator: str | None = None) -> str:
+    """The address that commands use: the option, `FEDLOOP_COORDINATOR`, or the default of `fedloop serve`.
+
+    Raises:
+        UserError: it is invalid.
     """
     url = (coordinator or os.environ.get("FEDLOOP_COORDINATOR") or DEFAULT_URL).rstrip("/")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(f"--coordinator {url!r} is not an address; expected one such as {DEFAULT_URL}")
-    return OperatorClient(url, _token())
+    return url
 
 
-def _token() -> str:
-    if token := os.environ.get("FEDLOOP_ADMIN_TOKEN", "").strip():
-        return token
-    path = default_home() / "admin.token"
-    try:
-        return path.read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(
-            f"no admin token: {path}: {reason}; give the token in FEDLOOP_ADMIN_TOKEN, or the home of "
-            "`fedloop serve` in FEDLOOP_HOME"
-        ) from None
-
-
-def _refusal(response: urllib3.BaseHTTPResponse, url: str) -> Refused:
+def _refusal(response: urllib3.BaseHTTPResponse, url: str, token_source: str) -> Refused:
     try:
         error = json.loads(response.data)["error"]
         code, message = str(error["code"]), str(error["message"])
@@ -231,15 +253,9 @@ def _refusal(response: urllib3.BaseHTTPResponse, url: str) -> Refused:
             "not_a_coordinator",
             f"{url} answered {response.status}, but not as a coordinator does; is the address right?",
         )
-    if code in ("no_token", "bad_token", "too_many_guesses"):
-        message += f"; the one used is from {_token_source()}"
+    if token_source and code in ("no_token", "bad_token", "too_many_guesses"):
+        message += f"; the one used is from {token_source}"
     return Refused(response.status, code, message, details)
-
-
-def _token_source() -> str:
-    if os.environ.get("FEDLOOP_ADMIN_TOKEN", "").strip():
-        return "FEDLOOP_ADMIN_TOKEN"
-    return str(Path(default_home(), "admin.token"))
 
 
 def _reason(error: BaseException) -> str:

@@ -39,6 +39,7 @@ from coordinator.db.migrations import migrate
 from coordinator.db.store import Database, require_intact
 from coordinator.errors import UserError
 from coordinator.fleets.device import DeviceFleet
+from coordinator.identity.setup_links import LINK_FILE, offer_setup_link
 from coordinator.option_parsers import Address
 from coordinator.output_folders import locked
 from coordinator.releases.renewal import ReleaseGauges, keep_fresh
@@ -112,7 +113,7 @@ def serve(settings: Settings, announce: Announce) -> None:
             stack.callback(rollouts.close)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(
-                _serve_until_stopped(services, servers, context, lambda: _announce(settings, announce))
+                _serve_until_stopped(services, servers, context, lambda: _announce(services, announce))
             )
 
 
@@ -271,7 +272,8 @@ def _open_services(settings: Settings) -> Iterator[Services]:
         )
 
 
-def _announce(settings: Settings, announce: Announce) -> None:
+def _announce(services: Services, announce: Announce) -> None:
+    settings = services.settings
     addresses = {
         "operator": f"http://{settings.operator}",
         "device": f"https://{settings.device}",
@@ -281,7 +283,13 @@ def _announce(settings: Settings, announce: Announce) -> None:
     }
     with _startup_failures(settings.home):
         write_durably(settings.home / "serve.json", json.dumps(addresses).encode() + b"\n")
+        link = offer_setup_link(
+            settings.home, f"http://{settings.operator}", services.database, services.clock()
+        )
     announce({"event": "serving", **addresses})
+    if link is not None:
+        where = str(settings.home / LINK_FILE)
+        _log.info("no_users_yet", setup_link_in=where)  # not the link: it is a secret
     sdnotify.SystemdNotifier().notify("READY=1")
 
 

@@ -63,6 +63,13 @@ def test_a_coordinator_serves_both_apis_and_ends_cleanly(tmp_path: Path) -> None
         assert (answer.status, answer.json()["error"]["code"]) == (401, "no_certificate")
         assert stat.S_IMODE(home.stat().st_mode) == 0o700
         assert stat.S_IMODE((home / "admin.token").stat().st_mode) == 0o600
+        assert stat.S_IMODE((home / "setup-link").stat().st_mode) == 0o600
+        link = (home / "setup-link").read_text().strip()
+        address, _, secret = link.partition("/#setup=")
+        assert (address, len(secret)) == (place["operator"], 43)
+        log = (tmp_path / "home.log").read_text()
+        assert "setup-link" in log
+        assert secret not in log + json.dumps(place)
         process.send_signal(signal.SIGTERM)
         assert process.wait(ENDS_SECONDS) == 0
 

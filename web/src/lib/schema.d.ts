@@ -2030,6 +2030,11 @@ export interface components {
              */
             grants: ("viewer" | "auditor" | "operator" | "data_scientist" | "admin")[];
             /**
+             * Credential
+             * @description Id of the access token; null for others.
+             */
+            credential: string | null;
+            /**
              * Csrf Token
              * @description For the header X-CSRF-Token of every change by this session; null for tokens.
              */

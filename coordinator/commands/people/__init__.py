@@ -1,0 +1,1 @@
+"""Commands that sign in, and manage users and access tokens."""

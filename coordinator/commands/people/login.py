@@ -1,0 +1,104 @@
+"""`fedloop login`, `logout` and `whoami`: the user's own access token for a coordinator."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from coordinator.commands.options import Json, Shown, remote_command
+from coordinator.commands.output import format_time, print_json
+from coordinator.commands.people.passwords import read_secret
+from coordinator.operator.client import Coordinator, OperatorClient, Refused, coordinator_url
+from coordinator.operator.credentials import VARIABLES, credentials_file, find_saved, save_token
+from edge_client.wire.strict import printable
+
+
+def add_login(app: typer.Typer) -> None:
+    """Adds the three commands."""
+    app.command(epilog="Example: fedloop login --coordinator https://fed.example.org --name anna")(login)
+    app.command(epilog="Example: fedloop logout")(logout)
+    remote_command(app, example="fedloop whoami")(whoami)
+
+
+def login(
+    name: Annotated[str | None, typer.Option("--name", help="User. Default: asked for.")] = None,
+    with_token: Annotated[
+        bool,
+        typer.Option("--with-token", help="Keep an access token from standard input, not a new one."),
+    ] = False,
+    days: Annotated[
+        float, typer.Option("--days", help="Until the new token expires.", min=0.01, max=366)
+    ] = 30.0,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Sign in to a coordinator: keep an access token for it in a file that only you can read.
+
+    The password comes from a prompt, or from standard input.
+    """
+    url = coordinator_url(coordinator)
+    if with_token:
+        token = read_secret("Access token")
+    else:
+        user = name or typer.prompt("Name", err=True)
+        session = OperatorClient(url, None)
+        session.sign_in(user, read_secret("Password"))
+        body = {"name": f"fedloop login on {os.uname().nodename}"[:64], "days": days}
+        token = session.post("/access-tokens", body)["token"]
+        session.delete("/session")
+    who = OperatorClient(url, token, "standard input").get("/session")
+    save_token(url, token)
+    if as_json:
+        print_json(who)
+        return
+    typer.echo(
+        f"signed in to {url} as {printable(who['name'])} ({who['role']}); the token is in {credentials_file()}"
+    )
+    for variable in VARIABLES:
+        if os.environ.get(variable, "").strip():
+            typer.echo(f"note: {variable} is set, and commands use that token instead", err=True)
+            break
+
+
+def logout(coordinator: Coordinator = None, as_json: Json = False) -> None:
+    """Revoke the token that `fedloop login` left for a coordinator, and forget it."""
+    url = coordinator_url(coordinator)
+    token = find_saved(url)
+    revoked = False
+    if token is not None:
+        client = OperatorClient(url, token)
+        try:
+            identity = client.get("/session")["credential"]
+            client.post(f"/access-tokens/{identity}/revoke")
+            revoked = True
+        except Refused as refused:
+            if refused.status != 401:  # it has ended already
+                raise
+        save_token(url, None)
+    if as_json:
+        print_json({"coordinator": url, "signed_in_before": token is not None, "revoked": revoked})
+    else:
+        typer.echo(f"signed out of {url}" if token is not None else f"not signed in to {url}")
+
+
+def whoami(client: OperatorClient) -> Shown:
+    """Show as whom commands act on a coordinator, and what they may do."""
+    who = client.get("/session")
+    return who, _lines(who)
+
+
+def _lines(who: dict[str, Any]) -> list[str]:
+    kinds = {
+        "admin_token": "by the admin token",
+        "access_token": "by an access token",
+        "session": "by a session",
+    }
+    lines = [
+        f"{printable(who['name'])} ({who['role']}), {kinds[who['kind']]}",
+        f"may act as: {', '.join(who['grants'])}",
+    ]
+    if who["expires_at"]:
+        lines.append(f"until {format_time(who['expires_at'])}")
+    return lines
