@@ -87,7 +87,8 @@ async def sign_in(body: SignIn, request: Request, response: Response, services: 
     services.sign_ins.attempt(name, address)
     user = await asyncio.to_thread(services.database.read, partial(users.find_user, name=name))
     if not await _matches(services, user, body.password) or user is None or user.disabled_at is not None:
-        _log.warning("sign_in_refused", name=name)
+        # The name of a user only: people type passwords into the wrong field.
+        _log.warning("sign_in_refused", name=None if user is None else user.name)
         raise _bad_sign_in()
     services.sign_ins.succeeded(name, address)
     session = await _begin(services, request, response, user)
