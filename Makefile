@@ -56,8 +56,8 @@ $(CONSTRAINED_STAMP): pyproject.toml constraints-constrained.txt
 demo: setup ## the whole loop on digits: pretrain, distil, quantize, federate, report
 	$(BIN)/fedloop demo
 
-demo-fleet: setup ## a coordinator and four devices on this machine, as real processes, train digits together
-	$(BIN)/fedloop demo-fleet
+demo-fleet: setup ## a coordinator and four devices on this machine, as real processes, train digits together; ARGS=--serve keeps them
+	$(BIN)/fedloop demo-fleet $(ARGS)
 
 demo-loop: setup ## the whole circle: pretrain, compress, signed release, rollout to daemons, training there, next release
 	$(BIN)/fedloop demo-loop

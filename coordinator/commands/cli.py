@@ -14,12 +14,13 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
 from coordinator import import_guard
+from coordinator.accounts.admin_token import TOKEN_FILE
 from coordinator.commands import (
     compress,
     device,
@@ -57,6 +58,9 @@ from coordinator.errors import NothingLearnt, RunInterrupted, UserError
 from coordinator.output_folders import default_folder
 from coordinator.settings import read_settings
 from edge_client.wire.strict import printable_lines
+
+if TYPE_CHECKING:
+    from coordinator.demos.local_fleet import LocalFleet
 
 _ERROR_CHARACTERS = 4_000
 """Limit of an error message, which may quote a device or a file."""
@@ -138,15 +142,34 @@ def demo(out: RunFolder = None, as_json: Json = False) -> None:
 
 
 @app.command("demo-fleet", epilog="Example: fedloop demo-fleet --out runs/my-fleet")
-def demo_fleet(out: RunFolder = None, as_json: Json = False) -> None:
+def demo_fleet(
+    out: RunFolder = None,
+    serve_it: Annotated[
+        bool,
+        typer.Option(
+            "--serve", help="Instead, keep the fleet training until Ctrl-C, and open its console to you."
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Run a real federation on this machine, with a coordinator and four device daemons, and its simulation."""
     from coordinator.demos import demo_fleet as demonstration
     from coordinator.runs import simulation
 
     folder = out or default_folder("demo-fleet")
+    if serve_it:
+        with RichProgress() as progress:
+            demonstration.serve_fleet(folder, simulation.Environment(progress=progress), _announce_console)
+        return
     with RichProgress() as progress:
         result = demonstration.demo_fleet(folder, simulation.Environment(progress=progress))
     print_summary(result, fleet_demo_summary(result), as_json=as_json)
+
+
+def _announce_console(fleet: LocalFleet) -> None:
+    typer.echo(f"console: {fleet.operator_url}")
+    typer.echo(f"admin token: in {fleet.home / TOKEN_FILE}")
+    typer.echo("Ctrl-C stops the coordinator and its devices")
 
 
 @app.command("demo-loop", epilog="Example: fedloop demo-loop --out runs/my-loop")

@@ -5,12 +5,15 @@
     3. `fedloop run` trains on them
     4. all processes stop, and a simulation trains on the same shares
 
-Results are in `demo-fleet.json`, the files of the run in `federated/`.
+Results are in `demo-fleet.json`, the files of the run in `federated/`. `serve_fleet` keeps the same fleet training instead, for the
+console.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.datacenter.documents import write_document
-from coordinator.demos.local_fleet import LocalFleet, local_fleet
+from coordinator.demos.local_fleet import LocalFleet, ProcessFailed, local_fleet
 from coordinator.experiments import experiment as experiments
 from coordinator.experiments.schema import Experiment
 from coordinator.operator import run_follower
@@ -38,6 +41,10 @@ _EXPERIMENT: dict[str, Any] = {
     "local": {"epochs": 5, "batch_size": 16, "lr": 0.05},
     "devices": {"evaluate_every": 1},
 }
+
+
+_SERVED_ROUNDS = 10_000
+"""Of the run that `serve_fleet` starts: more than anyone watches."""
 
 
 def demo_fleet(out: Path, surroundings: simulation.Environment) -> dict[str, Any]:
@@ -79,6 +86,34 @@ def demo_fleet(out: Path, surroundings: simulation.Environment) -> dict[str, Any
     }
     write_document(out / "demo-fleet.json", document)
     return document
+
+
+def serve_fleet(
+    out: Path, surroundings: simulation.Environment, announce: Callable[[LocalFleet], None]
+) -> None:
+    """Serves a coordinator whose four devices train without end, until interrupted; its files are in `out`.
+
+    `announce` is called once the devices train.
+
+    Raises:
+        UserError: `out` is not empty.
+        ProcessFailed: a process failed; the message holds the end of its log.
+    """
+    require_new(out)
+    out = out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    with local_fleet(out) as fleet:
+        surroundings.progress.stage("a coordinator, and devices that enrol with it")
+        _enrol(fleet)
+        federation = {**_EXPERIMENT["federation"], "rounds": _SERVED_ROUNDS}
+        fleet.client.post("/runs", {"experiment": {**_EXPERIMENT, "federation": federation}})
+        announce(fleet)
+        with suppress(KeyboardInterrupt):
+            while fleet.coordinator.is_running():
+                time.sleep(0.5)
+        if not fleet.coordinator.is_running():
+            raise ProcessFailed(f"the coordinator ended\n{fleet.coordinator.tail()}")
+        fleet.stop()
 
 
 def _enrol(fleet: LocalFleet) -> list[str]:
