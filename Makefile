@@ -35,8 +35,8 @@ $(CONSOLE): $(STAMP) $(WEB_SOURCES)
 	$(NPM) run --silent test -- --reporter=dot
 	$(NPM) run --silent build -- --logLevel warn
 
-web-types: $(STAMP) ## write the console's copy of the API's document, and its types, anew
-	$(BIN)/python -c 'import json; from coordinator.server.app import operator_document; print(json.dumps(operator_document(), indent=1))' > web/openapi.json
+web-types: $(STAMP) ## write the console's copies of the API's document, types and permissions anew
+	$(BIN)/python -m tests.support.console_contract
 	$(NPM) run --silent types
 
 $(STAMP): pyproject.toml constraints.txt

@@ -11,17 +11,18 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from coordinator.server.app import operator_document
 from coordinator.server.console import HEADERS, SecurityHeadersMiddleware, add_console
+from tests.support.console_contract import FILES, WEB
 from tests.support.require import require
 
-WEB = Path(__file__).parents[2] / "web"
 BIN = Path(sys.executable).parent
 
 
-def test_the_committed_document_is_the_apis() -> None:
-    committed = json.loads((WEB / "openapi.json").read_text("utf-8"))
-    assert committed == json.loads(json.dumps(operator_document())), "`make web-types` writes both anew"
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_committed_contract_is_the_apis(path: Path) -> None:
+    assert json.loads(path.read_text("utf-8")) == json.loads(json.dumps(FILES[path]())), (
+        "run `make web-types`"
+    )
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import tomlkit
 
 from coordinator.accounts.admin_token import read_admin_token
 from coordinator.demos.local_fleet import Daemon, LocalFleet, local_fleet
+from coordinator.identity.setup_links import LINK_FILE
 from coordinator.server.console import BUILT
 from tests.support import noop
 from tests.support.require import require
@@ -36,12 +37,16 @@ def browser() -> str:
 
 
 def test_an_operators_day(tmp_path: Path) -> None:
-    """Signs in, enrols a device by the command shown, trains, compares, sees the coordinator killed and back, cancels, revokes, signs out."""
+    """By the link of the first start: enrols a device by the command shown, trains, compares, sees the coordinator killed and back, cancels,
+    revokes, signs out; and what a viewer is not shown is refused."""
     executable = browser()
     with local_fleet(tmp_path / "fleet") as fleet:
         noop.add_device(fleet, "pump-1").start()
+        viewer = {"name": "vera", "password": "a viewer's password"}
         asked = {
             "url": fleet.operator_url,
+            "link": (fleet.home / LINK_FILE).read_text("utf-8").strip(),
+            "viewer": viewer,
             "token": read_admin_token(fleet.home),
             "experiment": experiment("first", rounds=2),
             "endless": experiment("endless", rounds=100_000),
@@ -56,7 +61,9 @@ def test_an_operators_day(tmp_path: Path) -> None:
             for line in page.stdout:
                 step = json.loads(line)
                 steps.append(step["step"])
-                if step["step"] == "enrol":
+                if step["step"] == "signed in":  # once there is a first account, by the link
+                    fleet.client.post("/users", {**viewer, "role": "viewer"})
+                elif step["step"] == "enrol":
                     enrol(fleet, "pump-2", step["command"]).start()
                 elif step["step"] == "kill":
                     fleet.coordinator.kill()

@@ -7,7 +7,7 @@ import { createRequire } from "node:module";
 
 import { chromium } from "playwright-core";
 
-const { url, token, experiment, endless, chromium: executablePath, pictures } = JSON.parse(process.env.CONSOLE_TEST);
+const { url, link, token, viewer, experiment, endless, chromium: executablePath, pictures } = JSON.parse(process.env.CONSOLE_TEST);
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-quic", "--no-first-run", "--disable-sync"];
 
@@ -28,6 +28,7 @@ page.on("console", (message) => {
   if (message.type() === "error" && message.text().startsWith("policy:")) problems.push(message.text());
 });
 
+const ADMIN_PASSWORD = "correct horse battery";
 let pictured = 0;
 
 function announce(step, more = {}) {
@@ -47,9 +48,15 @@ async function accessible(view) {
   await page.emulateMedia({ colorScheme: "light" });
 }
 
-async function signIn(text) {
-  await page.getByLabel("Admin token").fill(text);
-  await page.getByRole("button", { name: "Sign in" }).click();
+async function signIn(name, password, button = "Sign in") {
+  await page.getByLabel("Name").fill(name);
+  await page.getByLabel("Password").fill(password);
+  await page.getByRole("button", { name: button, exact: true }).click();
+}
+
+async function signOut() {
+  await page.getByRole("button", { name: "Sign out" }).click();
+  await page.getByRole("button", { name: "Sign in", exact: true }).waitFor();
 }
 
 async function visit(name) {
@@ -70,12 +77,25 @@ async function confirm(label) {
 }
 
 try {
-  await page.goto(url);
-  await accessible("sign-in");
-  await signIn("not the token of this coordinator, which is longer");
-  await page.getByRole("alert").filter({ hasText: "not the admin token" }).waitFor();
-  await signIn(token);
+  await page.goto(link);
+  await accessible("first-account");
+  assert.ok(!page.url().includes("setup="), "the secret of the link is not kept in the address");
+  await signIn("ada", "short", "Create the account");
+  await page.getByRole("alert").filter({ hasText: "password" }).waitFor();
+  await signIn("ada", ADMIN_PASSWORD, "Create the account");
   await page.getByRole("heading", { level: 1, name: "Overview" }).waitFor();
+  await signOut();
+  await accessible("sign-in");
+  await signIn("ada", "not the password of ada");
+  await page.getByRole("alert").filter({ hasText: "wrong name or password" }).waitFor();
+  await page.getByRole("button", { name: "Use the admin token instead" }).click();
+  await page.getByLabel("Admin token").fill(token);
+  await page.getByRole("button", { name: "Sign in", exact: true }).click();
+  await page.getByRole("heading", { level: 1, name: "Overview" }).waitFor();
+  await page.reload();
+  await signIn("ada", ADMIN_PASSWORD);
+  await page.getByRole("heading", { level: 1, name: "Overview" }).waitFor();
+  await page.reload(); // the cookie of the session is still there
   await page.getByText("No run is in progress").waitFor();
   await accessible("overview");
   announce("signed in");
@@ -155,9 +175,28 @@ try {
     assert.ok(overflow <= 0, `${name} is ${overflow} px too wide for 360`);
     if (pictures) await page.screenshot({ path: `${pictures}/narrow-${name}.png`, fullPage: true });
   }
-  await page.getByRole("button", { name: "Sign out" }).click();
-  await page.getByRole("button", { name: "Sign in" }).waitFor();
-  assert.equal(await page.evaluate(() => JSON.stringify({ ...localStorage }).includes("token")), false);
+  await page.setViewportSize({ width: 1280, height: 800 });
+  await signOut();
+  assert.equal(await page.evaluate(() => Object.keys({ ...localStorage }).join()), "theme", "no secret is stored");
+
+  await signIn(viewer.name, viewer.password);
+  await visit("Runs");
+  await page.getByRole("link", { name: "first" }).first().waitFor();
+  assert.equal(await page.getByRole("button", { name: "Start a run" }).count(), 0);
+  await visit("Fleet");
+  await page.getByRole("link", { name: "pump-1" }).click();
+  await page.getByText("What it reported").waitFor();
+  assert.equal(await page.getByRole("button", { name: "Revoke" }).count(), 0);
+  const codes = await page.evaluate(async () => {
+    const { csrf_token } = await (await fetch("/api/v1/session")).json();
+    const ask = async (headers) => {
+      const answer = await fetch("/api/v1/runs", { method: "POST", headers: { "content-type": "application/json", ...headers }, body: '{"experiment": ""}' });
+      return [answer.status, (await answer.json()).error.code];
+    };
+    return [await ask({}), await ask({ "x-csrf-token": csrf_token })];
+  });
+  assert.deepEqual(codes, [[403, "csrf"], [403, "forbidden"]]);
+  await signOut();
   assert.deepEqual(problems, []);
   announce("signed out");
 } catch (error) {

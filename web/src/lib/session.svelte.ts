@@ -1,23 +1,77 @@
-let token = $state<string | null>(null);
+import permissions from "./permissions.json";
+import type { components } from "./schema";
 
-/** Who is signed in. The token is in this page's memory only, and goes when the page does. */
+type Session = components["schemas"]["Session"];
+export type Route = keyof typeof permissions;
+
+let current = $state.raw<Session | null>(null);
+let token: string | null = null;
+let known = $state(false);
+
+/**
+ * Who is signed in: a user by the session's cookie, which no script can read, or the admin token, which is in this page's memory only
+ * and goes when the page does.
+ */
 export const session = {
+  /** Whether it is known yet if the browser has a session. */
+  get known(): boolean {
+    return known;
+  },
   get active(): boolean {
-    return token !== null;
+    return current !== null;
   },
+  get name(): string {
+    return current?.name ?? "";
+  },
+  get role(): string {
+    return current?.role ?? "";
+  },
+  /** Whether the role may use a route; what it may not is not shown. */
+  may(route: Route): boolean {
+    return current?.grants.some((role) => role === permissions[route]) ?? false;
+  },
+  /** What a request needs besides the cookie. */
   get headers(): Record<string, string> {
-    return token === null ? {} : { authorization: `Bearer ${token}` };
+    if (token !== null) return { authorization: `Bearer ${token}` };
+    return current?.csrf_token ? { "x-csrf-token": current.csrf_token } : {};
   },
-  async begin(candidate: string): Promise<string | null> {
-    const response = await fetch("/api/v1/system", { headers: { authorization: `Bearer ${candidate}` } });
-    if (response.ok) {
-      token = candidate;
-      return null;
-    }
-    const answer = (await response.json()) as { error?: { message?: string } };
-    return answer.error?.message ?? response.statusText;
+  /** Looks whether the browser has a session already, as after a reload. */
+  async find(): Promise<void> {
+    const response = await fetch("/api/v1/session").catch(() => null);
+    current = response?.ok ? ((await response.json()) as Session) : null;
+    known = true;
   },
+  /** Returns the reason of a refusal; null if it worked. */
+  async signIn(name: string, password: string): Promise<string | null> {
+    return take(await send("/api/v1/session", { name, password }));
+  },
+  /** Creates the first account by the secret of the link that `fedloop serve` printed. */
+  async setUp(secret: string, name: string, password: string): Promise<string | null> {
+    return take(await send("/api/v1/setup", { secret, name, password }));
+  },
+  async useToken(candidate: string): Promise<string | null> {
+    const refused = await take(await fetch("/api/v1/session", { headers: { authorization: `Bearer ${candidate}` } }));
+    if (refused === null) token = candidate;
+    return refused;
+  },
+  async signOut(): Promise<void> {
+    if (token === null) await fetch("/api/v1/session", { method: "DELETE", headers: session.headers });
+    session.end();
+  },
+  /** What happens when the server no longer knows the session. */
   end(): void {
+    current = null;
     token = null;
   },
 };
+
+function send(path: string, body: object): Promise<Response> {
+  return fetch(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+}
+
+async function take(response: Response): Promise<string | null> {
+  const answer = (await response.json().catch(() => null)) as (Session & { error?: { message?: string } }) | null;
+  if (!response.ok || !answer) return answer?.error?.message ?? response.statusText;
+  current = answer;
+  return null;
+}

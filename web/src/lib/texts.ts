@@ -6,7 +6,12 @@ export const texts = {
   nav: { overview: "Overview", fleet: "Fleet", runs: "Runs", models: "Models", rollouts: "Rollouts" },
   theme: { label: "Theme", system: "System", light: "Light", dark: "Dark" },
   signIn: {
-    title: "Sign in",
+    name: "Name",
+    password: "Password",
+    first: "Create the first account. It may do everything, also add others.",
+    create: "Create the account",
+    byToken: "Use the admin token instead",
+    byPassword: "Use name and password instead",
     token: "Admin token",
     hint: "The content of the file admin.token in the coordinator's home. It stays in this page's memory only.",
     submit: "Sign in",
