@@ -34,10 +34,16 @@ RegistryFailpoint = Literal[
     "registry.blobs_stored",  # the files of a new version are durable, no row refers to them
     "registry.committed",  # its row is durable, nothing is notified
 ]
-Name = RoundFailpoint | ReleaseFailpoint | RegistryFailpoint
+AuditFailpoint = Literal[
+    "audit.begun",  # a change is announced in the audit log, and not made yet
+    "audit.changed",  # it is made, its outcome is not recorded
+    "audit.ended",  # its outcome is recorded, the request is not answered
+]
+Name = RoundFailpoint | ReleaseFailpoint | RegistryFailpoint | AuditFailpoint
 NAMES: tuple[str, ...] = get_args(RoundFailpoint)
 RELEASE_NAMES: tuple[str, ...] = get_args(ReleaseFailpoint)
 REGISTRY_NAMES: tuple[str, ...] = get_args(RegistryFailpoint)
+AUDIT_NAMES: tuple[str, ...] = get_args(AuditFailpoint)
 
 _name, _, _count = os.environ.get("FEDLOOP_FAILPOINT", "").partition(":")
 _left = int(_count or 1)

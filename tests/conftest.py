@@ -82,6 +82,7 @@ _LONG_FIRST = ("faults", "e2e", "models", "parity")
 
 
 _ON_POSTGRESQL = {
+    "test_audit_chain",
     "test_enrolment",
     "test_migrations",
     "test_store",

@@ -78,6 +78,9 @@ LEAST_ROLES: dict[tuple[str, str], Role] = {
     ("PUT", "/users/{user}/password"): "admin",
     ("GET", "/events"): "viewer",
     ("GET", "/system"): "viewer",
+    ("GET", "/audit"): "auditor",
+    ("GET", "/audit/entries"): "auditor",
+    ("GET", "/audit/head"): "auditor",
 }
 """Method and path below `/api/v1` -> role. Every user may manage their own session, password and access tokens."""
 

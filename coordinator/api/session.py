@@ -194,7 +194,9 @@ async def _begin(services: Services, request: Request, response: Response, user:
 
     secret, until = await services.write(begin)
     set_session_cookie(services, request, response, secret)
-    return _render(Principal("session", user.name, user.role, GRANTS[user.role], user.id), secret, until)
+    principal = Principal("session", user.name, user.role, GRANTS[user.role], user.id)
+    request.state.principal = principal  # for the audit log: who signed in
+    return _render(principal, secret, until)
 
 
 async def _matches(services: Services, user: UserRow | None, password: SecretStr) -> bool:

@@ -38,6 +38,7 @@ from coordinator.commands import (
     sweep,
 )
 from coordinator.commands import doctor as checks
+from coordinator.commands.administration import audit
 from coordinator.commands.options import (
     HELP_NAMES,
     DataDir,
@@ -234,6 +235,7 @@ app.command(
     "compress-search", epilog="Example: fedloop compress-search runs/digits --memory 64KB --accuracy 0.95"
 )(compress.compress_search)
 app.command(epilog="Example: fedloop export runs/compressed --name digits --out runs/release")(export.export)
+app.add_typer(audit.app, name="audit")
 app.add_typer(device.app, name="device")
 app.add_typer(model.app, name="model")
 app.add_typer(pretrain.app, name="pretrain")

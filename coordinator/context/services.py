@@ -18,6 +18,7 @@ from fastapi import Depends, Request
 from sqlalchemy import Connection
 
 from coordinator.accounts.certificate_authority import Authority
+from coordinator.audit.heads import Heads
 from coordinator.context.signals import Signals
 from coordinator.db.store import Database
 from coordinator.limits.rates import DeviceRequests, SignIns, WrongTokens
@@ -103,6 +104,11 @@ class Services:
     def part_files(self) -> PartFiles:
         """Uploads that are not complete yet."""
         return PartFiles(self.settings.home / "uploads")
+
+    @cached_property
+    def audit_heads(self) -> Heads:
+        """Signs heads of the audit log."""
+        return Heads(self.settings.home / "audit")
 
     @cached_property
     def releases(self) -> Repository:

@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect
 
 from coordinator.api import (
     access_tokens,
+    audit,
     devices,
     events,
     models,
@@ -34,6 +35,7 @@ from coordinator.api import (
     tokens,
     users,
 )
+from coordinator.api.audit_recorder import AuditMiddleware, AuditRecorder, record_begin
 from coordinator.api.deps import identify, require_permission
 from coordinator.api.permissions import OPEN, require_complete
 from coordinator.context.services import Services
@@ -69,6 +71,7 @@ _ROUTERS = tuple(
         session,
         users,
         access_tokens,
+        audit,
     )
 )
 """Of the operator API: their routes need a permission."""
@@ -98,6 +101,7 @@ def operator_app(services: Services, run_service: RunService, metrics: Metrics) 
     app.state.runs = run_service
     app.state.metrics = metrics
     app.state.started_at = services.clock()
+    app.state.audit_recorder = AuditRecorder(services)
     add_console(app)
     app.add_middleware(
         BodyLimitMiddleware,
@@ -106,6 +110,7 @@ def operator_app(services: Services, run_service: RunService, metrics: Metrics) 
     app.add_middleware(TrustedHostMiddleware, allowed=allowed_hosts(services))
     app.add_middleware(RequestLogMiddleware, api="operator", metrics=metrics, failure=_unexpected_failure)
     app.add_middleware(SecurityHeadersMiddleware)
+    app.add_middleware(AuditMiddleware, recorder=app.state.audit_recorder)
     return app
 
 
@@ -128,7 +133,11 @@ def _operator_routes() -> FastAPI:
     require_complete(_ROUTERS, [session.open_router])
     app.include_router(session.open_router, prefix=OPERATOR_PREFIX)
     for router in _ROUTERS:
-        app.include_router(router, prefix=OPERATOR_PREFIX, dependencies=[Depends(require_permission)])
+        app.include_router(
+            router,
+            prefix=OPERATOR_PREFIX,
+            dependencies=[Depends(require_permission), Depends(record_begin)],
+        )
     app.include_router(system.open_router)
     return app
 

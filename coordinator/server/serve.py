@@ -47,6 +47,7 @@ from coordinator.rollouts.controller import RolloutThread
 from coordinator.runs.service import RunService
 from coordinator.sandbox import enter, policy
 from coordinator.server.app import device_app, operator_app
+from coordinator.server.audit_log import keep_head, record_start
 from coordinator.server.handshakes import HandshakeScheduler, Slot, over_tls
 from coordinator.server.http_protocol import DeviceProtocol, LimitedProtocol
 from coordinator.server.metrics import Metrics
@@ -106,6 +107,7 @@ def serve(settings: Settings, announce: Announce) -> None:
                 ),
             )
             _log_sandbox(settings)
+            record_start(services)
             runs.start()
             stack.callback(runs.close)
             rollouts = RolloutThread(services, services.releases)
@@ -139,6 +141,7 @@ async def _serve_until_stopped(
     background = [
         asyncio.create_task(_renew_certificate(services, context)),
         asyncio.create_task(keep_fresh(services.releases, services.clock)),
+        asyncio.create_task(keep_head(services)),
         asyncio.create_task(_watchdog()),
         asyncio.create_task(_return_freed_memory(servers)),
     ]

@@ -16,6 +16,7 @@ OF_OPERATORS = {
     (401, "no_token"),
     (401, "bad_token"),
     (404, "unknown_run"),
+    (409, "audit_altered"),
     (409, "not_pending"),
     (409, "not_prepared"),
     (409, "run_ended"),

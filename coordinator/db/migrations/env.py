@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
+from coordinator.audit import entries  # noqa: F401  they belong to the metadata
 from coordinator.db.tables import metadata
 from coordinator.identity import tables as identity_tables  # noqa: F401  they belong to the metadata
 from coordinator.rollouts import tables  # noqa: F401  they belong to the metadata

@@ -1104,6 +1104,68 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/audit": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Audit Records
+         * @description Changes and refused attempts, newest first. `action` and `resource` match a part of the text, `by` a name.
+         */
+        get: operations["listAuditRecords"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/audit/entries": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Audit Entries
+         * @description The entries of the chain, a page at a time.
+         */
+        get: operations["listAuditEntries"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/audit/head": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Sign Audit Head
+         * @description The head of the log, signed now.
+         *
+         *     409 `audit_altered`: the log does not contain the head that was signed before, which `head` holds.
+         */
+        get: operations["signAuditHead"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
 }
 export type webhooks = Record<string, never>;
 export interface components {
@@ -1176,6 +1238,99 @@ export interface components {
             version: number;
             /** Expected */
             expected?: number | null;
+        };
+        /**
+         * AuditEntries
+         * @description A page of entries as stored, oldest first; docs/audit.md says how they are hashed.
+         */
+        AuditEntries: {
+            /** Entries */
+            entries: {
+                [key: string]: unknown;
+            }[];
+            /**
+             * Next
+             * @description `after` for the next page; null on the last one.
+             */
+            next: number | null;
+        };
+        /**
+         * AuditHead
+         * @description The last entry, signed.
+         */
+        AuditHead: {
+            /** Number */
+            number: number;
+            /** Hash */
+            hash: string;
+            /** Time */
+            time: string;
+            /**
+             * Key
+             * @description Ed25519 public key in hex.
+             */
+            key: string;
+            /** Signature */
+            signature: string;
+        };
+        /**
+         * AuditRecord
+         * @description A change or a refused attempt. `outcome`: `unfinished` if the coordinator stopped before the end, or works on it.
+         */
+        AuditRecord: {
+            /** Number */
+            number: number;
+            /** Time */
+            time: string;
+            /**
+             * Kind
+             * @description admin_token | session | access_token | anonymous | process
+             */
+            kind: string;
+            /** Name */
+            name: string;
+            /** Address */
+            address: string;
+            /**
+             * Action
+             * @description Method and path template.
+             */
+            action: string;
+            /**
+             * Resource
+             * @description Path parameters.
+             */
+            resource: {
+                [key: string]: unknown;
+            };
+            /** Details */
+            details: {
+                [key: string]: unknown;
+            };
+            /**
+             * Outcome
+             * @enum {string}
+             */
+            outcome: "done" | "failed" | "refused" | "unfinished";
+            /** Status */
+            status: number | null;
+            /** Ended At */
+            ended_at: string | null;
+            /** Hash */
+            hash: string;
+        };
+        /**
+         * AuditRecords
+         * @description A page of records, newest first.
+         */
+        AuditRecords: {
+            /** Records */
+            records: components["schemas"]["AuditRecord"][];
+            /**
+             * Next
+             * @description `before` for the next page; null on the last one.
+             */
+            next: number | null;
         };
         /**
          * Comparison
@@ -5562,6 +5717,160 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["AccessToken"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    listAuditRecords: {
+        parameters: {
+            query?: {
+                by?: string | null;
+                action?: string | null;
+                resource?: string | null;
+                since?: string | null;
+                refused?: boolean | null;
+                limit?: number;
+                /** @description Only smaller numbers. */
+                before?: number | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AuditRecords"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    listAuditEntries: {
+        parameters: {
+            query?: {
+                limit?: number;
+                /** @description Only larger numbers. */
+                after?: number | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AuditEntries"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    signAuditHead: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AuditHead"];
                 };
             };
             /** @description Unprocessable Entity */

@@ -1,0 +1,1 @@
+"""Commands of administrators and auditors: the audit log."""
