@@ -36,6 +36,7 @@ LEAST_ROLES: dict[tuple[str, str], Role] = {
     ("POST", "/runs/{run}/cancel"): "operator",
     ("POST", "/statistics"): "data_scientist",
     ("GET", "/statistics/{run}"): "viewer",
+    ("GET", "/statistics/{run}/schema"): "viewer",
     ("GET", "/models"): "viewer",
     ("GET", "/models/{name}"): "viewer",
     ("GET", "/models/{name}/versions"): "viewer",

@@ -428,6 +428,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/statistics/{run}/schema": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Statistics Schema
+         * @description The data schema that the tables of the devices have in common. 422 `no_schema`: they contradict each other.
+         */
+        get: operations["getStatisticsSchema"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/models": {
         parameters: {
             query?: never;
@@ -1335,14 +1355,16 @@ export interface components {
         /**
          * Comparison
          * @description Candidate and champion on the devices' own held-out rows, pooled.
+         *
+         *     Accuracies are None of models that predict a quantity; their loss is the squared error.
          */
         Comparison: {
             /** Labels */
             labels: number;
             /** Accuracy */
-            accuracy: number;
+            accuracy: number | null;
             /** Champion Accuracy */
-            champion_accuracy: number;
+            champion_accuracy: number | null;
             /** Mean Loss */
             mean_loss: number;
             /** Champion Mean Loss */
@@ -1785,6 +1807,18 @@ export interface components {
             message: string;
         } & {
             [key: string]: unknown;
+        };
+        /**
+         * ProposedSchema
+         * @description `schema`: the document of a data schema, for `data.schema` of an experiment. `notices`: what it leaves out, and why.
+         */
+        ProposedSchema: {
+            /** Schema */
+            schema: {
+                [key: string]: unknown;
+            };
+            /** Notices */
+            notices: string[];
         };
         /**
          * PublishRequest
@@ -3704,6 +3738,55 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["Statistics"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getStatisticsSchema: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                run: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ProposedSchema"];
                 };
             };
             /** @description Unprocessable Entity */
