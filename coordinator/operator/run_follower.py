@@ -184,7 +184,11 @@ def _save_results(client: OperatorClient, run: str, out: Path, name: str) -> dic
     write_durably(out / "model.safetensors", model)
     run_files.write_schema(out, document["data"].get("schema"))
     draw_curves(
-        out / "curves.png", name, document["start"], document["rounds"], loss_name(document["data"]["task"])
+        out / "curves.png",
+        name,
+        document["start"],
+        document["rounds"],
+        loss_name(document["data"].get("task")),
     )
     write_durably(out / "report.json", json.dumps(document, indent=2).encode())
     return document

@@ -20,7 +20,7 @@ from tests.support.cli import run_cli
 
 ROOT = Path(__file__).parents[2]
 # Keys of the example that belong to another data set than the one it names.
-OF_OTHERS = {*KEYS, "input_shape", "classes", "input_dtype"} - {"dataset"}
+OF_OTHERS = {*KEYS, "schema", "positive", "input_shape", "classes", "input_dtype"} - {"dataset"}
 
 
 def blocks(page: str, language: str) -> list[str]:
