@@ -168,6 +168,9 @@ try {
   await page.getByText("The registry is empty").waitFor();
   await visit("Rollouts");
   await page.getByText("Nothing was rolled out yet").waitFor();
+  await visit("Audit");
+  await page.getByRole("row", { name: /ada session POST \/devices\/\{device\}\/revoke done/ }).waitFor();
+  await accessible("audit");
   await page.setViewportSize({ width: 360, height: 740 });
   for (const name of ["Overview", "Fleet", "Runs"]) {
     await visit(name);
@@ -187,6 +190,7 @@ try {
   await page.getByRole("link", { name: "pump-1" }).click();
   await page.getByText("What it reported").waitFor();
   assert.equal(await page.getByRole("button", { name: "Revoke" }).count(), 0);
+  assert.equal(await page.getByRole("link", { name: "Audit" }).count(), 0);
   const codes = await page.evaluate(async () => {
     const { csrf_token } = await (await fetch("/api/v1/session")).json();
     const ask = async (headers) => {

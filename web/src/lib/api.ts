@@ -16,19 +16,27 @@ export class ApiError extends Error {
   }
 }
 
+const generations = new Map<string, number>();
+
 const credentials: Middleware = {
-  onRequest({ request }) {
+  onRequest({ request, id }) {
+    generations.set(id, session.generation);
     for (const [name, value] of Object.entries(session.headers)) request.headers.set(name, value);
     return request;
   },
-  async onResponse({ response }) {
+  onError({ id }) {
+    generations.delete(id);
+  },
+  async onResponse({ response, id }) {
+    const generation = generations.get(id);
+    generations.delete(id);
     if (response.ok) return undefined;
     const body: unknown = await response
       .clone()
       .json()
       .catch(() => null);
     const error = (body as { error?: { code?: string; message?: string } } | null)?.error;
-    if (response.status === 401) session.end();
+    if (response.status === 401 && generation === session.generation) session.end();
     throw new ApiError(response.status, error?.code ?? "unknown", error?.message ?? response.statusText);
   },
 };

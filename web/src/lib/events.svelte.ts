@@ -44,7 +44,7 @@ export class EventFeed {
     this.#cut = cut;
     const query = new URLSearchParams({ run: this.run, after: String(this.#last) });
     const response = await fetch(`/api/v1/events?${query}`, { headers: session.headers, signal: cut.signal });
-    if (response.status === 401) session.end();
+    if (response.status === 401 && !this.#stopped) session.end();
     if (!response.ok || !response.body) return;
     this.live = true;
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

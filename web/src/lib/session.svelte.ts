@@ -7,6 +7,7 @@ export type Route = keyof typeof permissions;
 let current = $state.raw<Session | null>(null);
 let token: string | null = null;
 let known = $state(false);
+let generation = 0;
 
 /**
  * Who is signed in: a user by the session's cookie, which no script can read, or the admin token, which is in this page's memory only
@@ -50,9 +51,9 @@ export const session = {
     return take(await send("/api/v1/setup", { secret, name, password }));
   },
   async useToken(candidate: string): Promise<string | null> {
-    const refused = await take(await fetch("/api/v1/session", { headers: { authorization: `Bearer ${candidate}` } }));
-    if (refused === null) token = candidate;
-    return refused;
+    const response = await fetch("/api/v1/session", { headers: { authorization: `Bearer ${candidate}` } });
+    if (response.ok) token = candidate; // before views that need it appear
+    return take(response);
   },
   async signOut(): Promise<void> {
     if (token === null) await fetch("/api/v1/session", { method: "DELETE", headers: session.headers });
@@ -60,8 +61,13 @@ export const session = {
   },
   /** What happens when the server no longer knows the session. */
   end(): void {
+    generation += 1;
     current = null;
     token = null;
+  },
+  /** Another after every end, so that a late answer to one session does not end the next. */
+  get generation(): number {
+    return generation;
   },
 };
 

@@ -3,7 +3,7 @@ export const texts = {
   product: "Fedloop",
   skip: "Skip to the content",
   navigation: "Main",
-  nav: { overview: "Overview", fleet: "Fleet", runs: "Runs", models: "Models", rollouts: "Rollouts" },
+  nav: { overview: "Overview", fleet: "Fleet", runs: "Runs", models: "Models", rollouts: "Rollouts", audit: "Audit" },
   theme: { label: "Theme", system: "System", light: "Light", dark: "Dark" },
   signIn: {
     name: "Name",
@@ -116,5 +116,15 @@ export const texts = {
     failures: "Failures",
     waits: "What it waits for",
     members: "Devices",
+  },
+  audit: {
+    hint: "Every change and refused attempt, newest first. Each entry holds the hash of the one before; this checks all of them:",
+    by: "By",
+    action: "Action",
+    number: "Number",
+    outcome: "Outcome",
+    facts: "About",
+    none: "Nothing matches the filters.",
+    more: "Older",
   },
 } as const;
