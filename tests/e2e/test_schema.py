@@ -176,7 +176,7 @@ def test_run_release_and_device_predict_a_table_by_name_as_the_simulation_does(w
 
     kept = new.read_bytes()
     done = run_here("predict", world.run, new, "--encoding", "latin-1", "--out", new)
-    assert done.returncode == 2 and "is a table that is read" in done.stderr
+    assert done.returncode == 2 and "is a file that is read" in done.stderr
     assert new.read_bytes() == kept
     done = run_here("predict", world.run, new, "--explain-columns", "--out", world.folder / "columns.csv")
     assert done.returncode == 2 and "--explain-columns predicts nothing" in done.stderr
