@@ -1,7 +1,8 @@
 """Which token a command sends, and the file of tokens that `fedloop login` leaves.
 
 In this order: `FEDLOOP_TOKEN`, `FEDLOOP_ADMIN_TOKEN`, the token of `fedloop login` for this coordinator, and the admin token in the
-default home. No option takes a token: other users of a machine can read the arguments of a command.
+default home, which is sent to this machine only: a mistyped address must not learn it. No option takes a token: other users of a machine can
+read the arguments of a command.
 
 The file is `credentials.json` in `$XDG_CONFIG_HOME/fedloop` or `~/.config/fedloop`, for its user only (0600); a file that others can
 read is refused.
@@ -9,6 +10,7 @@ read is refused.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import stat
@@ -43,6 +45,11 @@ def find_credential(url: str) -> Credential:
     if token := _read().get(_origin(url), ""):
         return Credential(token, f"{credentials_file()}; to sign in again: fedloop login")
     path = default_home() / "admin.token"
+    if not _is_this_machine(url):
+        raise UserError(
+            f"not signed in to {url}: sign in with `fedloop login`, or give a token in FEDLOOP_TOKEN. The admin token in {path} is "
+            "sent to an address of this machine only"
+        )
     try:
         return Credential(path.read_text("ascii").strip(), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -102,6 +109,14 @@ def _read() -> dict[str, str]:
             f"chmod 600 {path}"
         )
     return tokens
+
+
+def _is_this_machine(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _origin(url: str) -> str:

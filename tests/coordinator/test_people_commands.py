@@ -137,7 +137,11 @@ def test_tokens_are_found_in_the_documented_order(tmp_path: Path, monkeypatch: p
     assert find_credential(url).token == "third"
     assert find_credential("http://other:8080").token == "of another"
     save_token(url, None)
-    assert find_credential(url).token == "fourth"
+    for local in (url, "http://localhost:1", "https://[::1]:8080"):
+        assert find_credential(local).token == "fourth"
+    for elsewhere in ("http://192.0.2.7:8080", "https://localhost.example.org", "http://127.0.0.1.example.org"):
+        with pytest.raises(UserError, match="sent to an address of this machine only"):
+            find_credential(elsewhere)
     (tmp_path / "admin.token").unlink()
     with pytest.raises(UserError, match="fedloop login"):
         find_credential(url)
