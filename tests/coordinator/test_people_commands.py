@@ -139,7 +139,11 @@ def test_tokens_are_found_in_the_documented_order(tmp_path: Path, monkeypatch: p
     save_token(url, None)
     for local in (url, "http://localhost:1", "https://[::1]:8080"):
         assert find_credential(local).token == "fourth"
-    for elsewhere in ("http://192.0.2.7:8080", "https://localhost.example.org", "http://127.0.0.1.example.org"):
+    for elsewhere in (
+        "http://192.0.2.7:8080",
+        "https://localhost.example.org",
+        "http://127.0.0.1.example.org",
+    ):
         with pytest.raises(UserError, match="sent to an address of this machine only"):
             find_credential(elsewhere)
     (tmp_path / "admin.token").unlink()

@@ -115,6 +115,7 @@ def test_what_is_missing_or_does_not_fit_is_named(coordinator: None, tmp_path: P
     refused(tmp_path, "expected data.KEY=VALUE or model.KEY=VALUE", asked=[*DATA, "--set", "x.y=1"])
 
 
+@pytest.mark.extended
 def test_a_table_of_ones_own_is_read_and_compress_takes_it_too(tmp_path: Path) -> None:
     from models import zoo
 

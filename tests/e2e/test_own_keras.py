@@ -50,6 +50,7 @@ def run(folder: Path) -> Path:
     return folder / "run"
 
 
+@pytest.mark.extended
 def test_litert_clients_train_it_from_its_own_initialisation(run: Path) -> None:
     report: dict[str, Any] = report_of(run)
 
@@ -60,6 +61,7 @@ def test_litert_clients_train_it_from_its_own_initialisation(run: Path) -> None:
     }
 
 
+@pytest.mark.extended
 def test_torch_clients_are_refused_with_what_to_do(folder: Path) -> None:
     done = run_here("simulate", "--out", "torch", *options(SETTINGS), cwd=folder)
     assert_refused(done, "federation.runtimes", "torch", "mine:build", "Keras model", "{litert=1}")

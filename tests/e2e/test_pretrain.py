@@ -117,6 +117,7 @@ def test_a_training_leaves_curves_a_checkpoint_and_its_lineage(trained: dict[str
     assert one["config_sha256"] != other["config_sha256"]
 
 
+@pytest.mark.extended
 def test_compress_takes_what_a_split_training_has_left(trained: dict[str, Path], tmp_path: Path) -> None:
     full, split = (shapes(folder / "model.safetensors") for folder in trained.values())
     assert full == split
@@ -185,6 +186,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(tmp_path: Path
     assert_refused(run_here("compress", tmp_path), "there is no model.safetensors here")
 
 
+@pytest.mark.extended
 def test_plans_are_ranked_with_reasons(tmp_path: Path) -> None:
     unmeasured = options(("planner.measure=0",))  # the guide's plan measures
     done = run_cli("pretrain", "plan", "--processes", "2", "--json", *unmeasured, cwd=tmp_path)

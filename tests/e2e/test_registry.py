@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 GUIDE = Path(__file__).parents[2] / "docs" / "registry.md"
 
 
+@pytest.mark.extended
 def test_the_guide_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = "".join(re.findall(r"```sh\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)).splitlines()
     assert len(commands) > 10

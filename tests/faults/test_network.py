@@ -23,6 +23,7 @@ MODEL_BYTES = 200_000
 CUT_SECONDS = 60.0 if LONG else 10.0
 
 
+@pytest.mark.extended
 @pytest.mark.long
 def test_after_a_while_without_network_the_device_delivers_to_the_same_round(
     tmp_path: Path, served_on: Mapping[str, str]

@@ -163,6 +163,7 @@ def test_a_code_folder_or_cache_that_cannot_be_is_refused(tmp_path: Path) -> Non
         export(ARCHITECTURES["cnn"], tmp_path / "file" / "cache", code_folder=ROOT)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_second_export_is_a_hit_that_converts_nothing() -> None:
     first, _ = exported("cnn")

@@ -33,6 +33,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", ["scaffold", *extended("fedprox")])
 def test_a_round_of_three_runtimes_equals_the_round_of_pytorch_alone(tmp_path: Path, strategy: str) -> None:
     settings = [*SETTINGS, *STRATEGIES[strategy]]

@@ -7,18 +7,19 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordinator.audit.copies import Copy, write
-from coordinator.audit.heads import Head
-from coordinator.audit.verification import Altered, verify_chain
 from coordinator.commands.options import Json, Shown, command_group, remote_command
 from coordinator.commands.output import make_table, print_json, print_lines
 from coordinator.errors import UserError
 from coordinator.operator.client import Coordinator, OperatorClient, Refused, connect
 from edge_client.wire.strict import printable
+
+if TYPE_CHECKING:  # imported by the commands that need them: they bring the database with them
+    from coordinator.audit.copies import Copy
+    from coordinator.audit.heads import Head
 
 app = command_group("The audit log: every change by a person or a token, chained by hashes and signed.")
 
@@ -89,6 +90,9 @@ def verify(
     Exits with 1 if there is one. Entries deleted from the end, and a log that was rewritten from some entry on, are
     found with --head. The coordinator's log is compared with the head that the coordinator signed last, too.
     """
+    from coordinator.audit.copies import Copy
+    from coordinator.audit.verification import Altered
+
     try:
         earlier = None if known is None else Copy(known)
         hashes = {} if earlier is None else _known_hashes(earlier)
@@ -118,6 +122,8 @@ def export(
     ] = False,
 ) -> Shown:
     """Write the log with its signed head as JSON Lines. Keep it on another machine: it shows later what is missing."""
+    from coordinator.audit.copies import write
+
     if file.exists():
         raise UserError(f"{file} exists; an export does not replace a file")
     head = _signed_head(client)
@@ -130,6 +136,9 @@ def export(
 
 
 def _verify_file(file: Path, hashes: Mapping[int, str]) -> tuple[int, Head]:
+    from coordinator.audit.copies import Copy
+    from coordinator.audit.verification import Altered, verify_chain
+
     copy = Copy(file)
     if copy.head.number and next(copy.entries(), None) is None:
         raise UserError(
@@ -150,6 +159,9 @@ def _verify_file(file: Path, hashes: Mapping[int, str]) -> tuple[int, Head]:
 
 def _verify_remote(client: OperatorClient, hashes: Mapping[int, str]) -> tuple[int, Head]:
     """As `_verify_file`, of the coordinator's log: up to the head that it signs now, and against the one before."""
+    from coordinator.audit.heads import Head
+    from coordinator.audit.verification import Altered, verify_chain
+
     try:
         head = _signed_head(client)
     except Refused as refused:
@@ -162,6 +174,8 @@ def _verify_remote(client: OperatorClient, hashes: Mapping[int, str]) -> tuple[i
 
 
 def _known_hashes(earlier: Copy) -> dict[int, str]:
+    from coordinator.audit.verification import Altered
+
     try:
         return earlier.known_hashes()
     except Altered as altered:
@@ -173,6 +187,8 @@ def _of(head: Head) -> dict[int, str]:
 
 
 def _signed_head(client: OperatorClient) -> Head:
+    from coordinator.audit.heads import Head
+
     return Head.parse(client.get("/audit/head"), client.url)
 
 

@@ -56,6 +56,7 @@ def test_the_warm_up_of_onebit_is_adam() -> None:
     assert np.abs(np.subtract(coded, alone)).max() > 1e-4
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds", [["powersgd", "onebit"], *extended(["fp16", "bf16"])], ids=["coded", "rounded"]
