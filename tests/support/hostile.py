@@ -350,7 +350,7 @@ def _encodings() -> Iterator[Case]:
         "a stream cut short": lambda payload: zlib.compress(payload)[:-5],
         "a stream with garbage behind it": lambda payload: zlib.compress(payload) + b"garbage",
         "two streams": lambda payload: zlib.compress(payload) * 2,
-        "a wrong checksum": lambda payload: zlib.compress(payload)[:-1] + b"\0",
+        "a wrong checksum": lambda payload: _with_last_bit_flipped(zlib.compress(payload)),
         "no zlib header": lambda payload: _raw_deflate(payload),
         "the result as it is": lambda payload: payload,
         "a deflated deflated result": lambda payload: zlib.compress(zlib.compress(payload)),
@@ -382,6 +382,10 @@ def _encodings() -> Iterator[Case]:
             "oversized",
             lambda target, size=size: sent(target, b"x", bomb, decoded_bytes=size)[0],  # type: ignore[misc]
         )
+
+
+def _with_last_bit_flipped(stream: bytes) -> bytes:
+    return stream[:-1] + bytes([stream[-1] ^ 1])
 
 
 def _raw_deflate(payload: bytes) -> bytes:
