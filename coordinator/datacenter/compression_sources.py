@@ -37,6 +37,7 @@ from coordinator.errors import UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import MODEL_KEYS, Experiment, Section
 from edge_client.files import file_sha256, write_durably
+from edge_client.wire import schema as schemas
 from edge_client.wire.schema import SCHEMA_NAME
 from models import user_code
 from models.datasets.names import KEYS
@@ -127,6 +128,7 @@ class SourceReader:
         seed = lineage["seed"] if self.pipeline.seed is None else self.pipeline.seed
         if self.options.data is not None:
             arrays, loaded, given = self._given_rows(self.options.data, seed)
+            require_schema_of(folder, loaded)
             model = model_for(folder, model, self.options, loaded)
             lineage = {**lineage, **given}
         else:
@@ -166,6 +168,8 @@ class SourceReader:
             )
         run = run_in(folder)
         held_out, loaded = self._held_out(run)
+        if self.options.data is not None:
+            require_schema_of(folder, loaded)
         seed = run.seed if self.pipeline.seed is None else self.pipeline.seed
         rng = np.random.default_rng(seed)
         order = rng.permutation(len(held_out["x"]))
@@ -256,6 +260,28 @@ def load_rows(
     settings = data.model_dump(exclude_none=True)
     loaded = training_data.load_data(settings, seed, scratch / "data", environment)
     return training_data.read_arrays(scratch), loaded
+
+
+def require_schema_of(folder: Path, loaded: Mapping[str, Any]) -> None:
+    """Requires that the rows of `--data` were read as the table that the model in this folder was trained on.
+
+    A table that is loaded by itself is scaled and encoded by its own rows, so the model would be calibrated on inputs of another
+    meaning, and its accuracy would be measured on them.
+
+    Raises:
+        UserError: they were read otherwise.
+    """
+    path = folder / SCHEMA_NAME
+    if not path.is_file():
+        return
+    known = schemas.from_json(path.read_bytes(), str(path))
+    found = schemas.from_document(loaded["schema"])
+    same = all(getattr(known, key) == getattr(found, key) for key in ("columns", "classes", "label_scale"))
+    if known.kind == "table" and not same:
+        raise UserError(
+            f"--data: its rows are scaled and encoded otherwise than {path} says, which {folder} was trained by; omit --data, and "
+            f"the run's own rows are used. Rows of another table are predicted by: fedloop predict {folder} FILE"
+        )
 
 
 def model_for(
