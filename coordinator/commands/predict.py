@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coordinator.commands.options import Json
 from coordinator.commands.output import format_errors, make_table, print_json, print_lines, print_output
 from coordinator.errors import UserError
+
+if TYPE_CHECKING:
+    from coordinator.datacenter.predictions import Model, Reading
 
 Out = Annotated[
     Path | None, typer.Option("--out", help="Write class and probabilities to a .csv, .json or .parquet.")
@@ -40,18 +43,22 @@ def predict(
         ),
     ],
     files: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
             help="Rows: a table (.csv, .parquet), images or a folder of them, texts (.txt, one a line), or arrays (.npy, .npz).",
             metavar="FILE...",
+            show_default=False,
         ),
-    ],
+    ] = None,
     out: Out = None,
     site_rows: SiteRows = None,
     leave_out: LeaveOut = None,
     encoding: Encoding = None,
     explain_columns: Annotated[
-        bool, typer.Option("--explain-columns", help="Show how each column is read, and predict nothing.")
+        bool,
+        typer.Option(
+            "--explain-columns", help="Show how each column is read, and whether FILE fits; predict nothing."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -62,15 +69,15 @@ def predict(
     from coordinator.datacenter import predictions
 
     source = predictions.open_model(model)
+    reading = predictions.Reading(tuple(files or ()), site_rows, tuple(leave_out or ()), encoding)
     if explain_columns:
         if out is not None:
             raise UserError("--out: --explain-columns predicts nothing; leave one of the two out")
-        _explain(source.schema, as_json)
+        _explain_columns(source, reading, as_json)
         return
-    skipped = tuple(leave_out or ())
-    found = predictions.predict(
-        source, files, site_rows=site_rows, leave_out=skipped, encoding=encoding, out=out
-    )
+    if not files:
+        raise UserError("FILE is missing: name the rows to predict, or give --explain-columns")
+    found = predictions.predict(source, reading, out)
     lines = found.pop("lines")
     if as_json:
         print_json({"model": source.name, **found})
@@ -82,6 +89,20 @@ def predict(
         typer.echo(f"accuracy {found['accuracy']:.4f} on {rows} rows whose class is known", err=True)
     if "metrics" in found:
         typer.echo(f"{format_errors(found['metrics'])} on {len(found['predictions'])} rows", err=True)
+
+
+def _explain_columns(source: Model, reading: Reading, as_json: bool) -> None:
+    """Shows the columns, and of files that fit the number of their rows."""
+    from coordinator.datacenter import predictions
+
+    if reading.files:
+        rows = predictions.count_rows(source, reading)
+    elif given := [name for name, value in reading.options().items() if value]:
+        raise UserError(f"{given[0]}: says how a FILE is read; name the FILE too")
+    _explain(source.schema, as_json)
+    if reading.files:
+        named = ", ".join(map(str, reading.files))
+        typer.echo(f"{named}: {rows} row{'s' * (rows != 1)} can be predicted", err=True)
 
 
 def _explain(schema: Any, as_json: bool) -> None:

@@ -22,7 +22,7 @@ def run_summary(report: dict[str, Any], folder: Path | None) -> str:
     lines = [
         _scores(final) + f" after {_rounds(report)}",
         *_figure_lines(report),
-        f"{report['clients']} clients: {runtimes};  {_traffic(report)}",
+        f"{report['clients']} client{'s' * (report['clients'] != 1)}: {runtimes};  {_traffic(report)}",
     ]
     if report["rejections"]:
         lines.append(
@@ -253,7 +253,7 @@ def _scores(final: dict[str, Any]) -> str:
 def _rounds(report: Mapping[str, Any]) -> str:
     """How many rounds there were, and whose model is kept if it is not the last one's."""
     final, taken = report["final"], len(report["rounds"])
-    text = f"{taken} rounds"
+    text = f"{taken} round{'s' * (taken != 1)}"
     if final.get("stopped_early"):
         text += ", stopped early"
     return text + (f"; the model of round {final['round']}" if final.get("round", taken) != taken else "")

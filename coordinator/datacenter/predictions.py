@@ -6,7 +6,7 @@ They are computed in a worker process, because a model may be a user's code.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,44 +61,73 @@ def open_model(folder: Path) -> Model:
         raise UserError(f"{folder}: {error.strerror}") from None
 
 
-def predict(
-    model: Model,
-    files: Sequence[Path],
-    *,
-    site_rows: Path | None = None,
-    leave_out: tuple[str, ...] = (),
-    encoding: str | None = None,
-    out: Path | None = None,
-) -> dict[str, Any]:
-    """`predictions`, one for each row of the files, `lines` for people, and the `accuracy`, None where the files do not have the classes.
+@dataclass(frozen=True)
+class Reading:
+    """The rows to predict.
 
-    Args:
+    Attributes:
         site_rows: table of a site's training rows, whose means and deviations scale the numbers.
         leave_out: further columns that are not inputs.
-        encoding: of the file's text, where it differs from that of the training table.
-        out: `.csv`, `.json` or `.parquet` to write class and probabilities to.
+        encoding: of the files' text, where it differs from that of the training table.
+    """
+
+    files: tuple[Path, ...]
+    site_rows: Path | None = None
+    leave_out: tuple[str, ...] = ()
+    encoding: str | None = None
+
+    def options(self) -> dict[str, Any]:
+        """What the files are read by, by the command's options."""
+        return {
+            "--site-rows": self.site_rows,
+            "--leave-out": self.leave_out,
+            "--encoding": self.encoding,
+        }
+
+
+def predict(model: Model, reading: Reading, out: Path | None = None) -> dict[str, Any]:
+    """`predictions`, one for each row of the files, `lines` for people, and the `accuracy`, None where the files do not have the classes.
+
+    `out`: `.csv`, `.json` or `.parquet` to write class and probabilities to.
 
     Raises:
         UserError: the rows do not fit the model, or `out` is one of the files that are read.
     """
-    if out is not None and out.resolve() in {path.resolve() for path in (*files, site_rows) if path}:
+    if out is not None and out.resolve() in {
+        path.resolve() for path in (*reading.files, reading.site_rows) if path
+    }:
         raise UserError(f"--out {out}: is a file that is read; name another one")
+    return _run(model, reading, out, only_count=False)
+
+
+def count_rows(model: Model, reading: Reading) -> int:
+    """How many rows of the files could be predicted; reads them all.
+
+    Raises:
+        UserError: the rows do not fit the model.
+    """
+    return int(_run(model, reading, None, only_count=True)["rows"])
+
+
+def _run(model: Model, reading: Reading, out: Path | None, *, only_count: bool) -> dict[str, Any]:
+    site_rows = reading.site_rows
     request = {
         "kind": "predict",
-        "files": [str(file) for file in files],
+        "files": [str(file) for file in reading.files],
         "model": model.name,
         "schema": model.schema.to_document(),
         "release": str(model.folder) if model.description is None else None,
         "description": None if model.description is None else dict(model.description),
         "site_rows": None if site_rows is None else str(site_rows),
-        "leave_out": list(leave_out),
-        "encoding": encoding,
+        "leave_out": list(reading.leave_out),
+        "encoding": reading.encoding,
         "out": None if out is None else str(out),
+        "only_count": only_count,
     }
     with tempfile.TemporaryDirectory() as scratch:
-        modules = TORCH if model.description is not None else ()
+        modules = TORCH if model.description is not None and not only_count else ()
         with WorkerPool(1, Path(scratch) / "worker.log", modules) as pool:
-            if model.description is not None:
+            if model.description is not None and not only_count:
                 pool.broadcast({"kind": "candidate"}, [model.params])
             return dict(pool.run_one(request).values)
 

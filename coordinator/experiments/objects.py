@@ -110,6 +110,6 @@ def _arrays(data: Any, data_dir: Path | None, seed: int) -> dict[str, Any]:
             raise DataError(
                 f"it is a {type(data).__name__}, expected a mapping such as {{'x': …, 'y': …}}, or a function that returns one"
             )
-        return own.archive(data)
+        return own.archive(data, seed)
     except DataError as error:
         raise UserError(f"data: {error}") from error

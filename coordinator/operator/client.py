@@ -75,7 +75,8 @@ class OperatorClient:
         self._token_source = token_source
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         # Ignores proxies of the environment: the operator API is on this machine or tunnelled to it.
-        self._pool = urllib3.PoolManager(retries=False, timeout=_TIMEOUT)
+        # Beside a stream of events there are other calls; urllib3 warns of connections that it cannot keep.
+        self._pool = urllib3.PoolManager(maxsize=4, retries=False, timeout=_TIMEOUT)
 
     def get(self, path: str, **query: Any) -> Any:
         """The JSON at `path`; omits parameters that are None."""

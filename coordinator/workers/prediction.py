@@ -23,6 +23,18 @@ Logits = Callable[[npt.NDArray[Any]], npt.NDArray[np.float32]]
 _CHUNK_ROWS = 4096
 
 
+def count_rows(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The number of rows in the files of a request as of `run`, which are read as for predictions.
+
+    Raises:
+        DataProblem: the rows do not fit the schema. UserError: an option does not.
+    """
+    schema = schemas.from_document(request["schema"])
+    reading = _reading(request, schema)
+    parts = [rows.read_inputs(Path(each), schema, request["model"], reading) for each in request["files"]]
+    return {"rows": sum(len(part.x) for part in parts)}
+
+
 def run(request: Mapping[str, Any], logits: Logits | None) -> dict[str, Any]:
     """The predictions for the rows of files, a line each for people, and their accuracy where the files have the classes; of
     quantities R2, MAE and RMSE as `metrics`.
@@ -37,8 +49,7 @@ def run(request: Mapping[str, Any], logits: Logits | None) -> dict[str, Any]:
         ManifestError, SelfTestFailed: the release cannot be used here.
     """
     schema, name = schemas.from_document(request["schema"]), request["model"]
-    moments = None if request["site_rows"] is None else _moments(schema, Path(request["site_rows"]))
-    reading = rows.Reading(tuple(request["leave_out"]), request["encoding"], moments)
+    reading = _reading(request, schema)
     files = [Path(each) for each in request["files"]]
     if request["release"] is not None:
         loaded = releases.load(Path(request["release"]))
@@ -59,6 +70,11 @@ def run(request: Mapping[str, Any], logits: Logits | None) -> dict[str, Any]:
         "accuracy": predict.accuracy(found, inputs.y),
         **({} if metrics is None else {"metrics": metrics}),
     }
+
+
+def _reading(request: Mapping[str, Any], schema: DataSchema) -> rows.Reading:
+    moments = None if request["site_rows"] is None else _moments(schema, Path(request["site_rows"]))
+    return rows.Reading(tuple(request["leave_out"]), request["encoding"], moments)
 
 
 def _moments(schema: DataSchema, site_rows: Path) -> Moments:

@@ -187,6 +187,8 @@ class Worker:
         from coordinator.workers import prediction
 
         request = frame.values
+        if request["only_count"]:
+            return prediction.count_rows(request), []
         if request["release"] is not None:
             return prediction.run(request, None), []
         self._model = request["description"]

@@ -40,7 +40,7 @@ def load(target: str, data_dir: Path | None, seed: int) -> Dataset:
         raise DataError(f"data set {target!r}: {error}") from error
     returned = call(function, target, data_dir, seed)
     try:
-        return _dataset(target, returned, seed)
+        return _dataset(target, f"Loaded by {target}.", returned, seed)
     except DataError as error:
         raise DataError(f"{target}: {error}") from error
 
@@ -56,7 +56,7 @@ def read_archive(path: Path, seed: int) -> Dataset:
         if key in arrays:
             arrays[key] = arrays[key].tolist()  # of an array without axes the value itself
     try:
-        return _dataset(str(path), arrays, seed)
+        return _dataset(path.stem, f"Read from {path.name}.", arrays, seed)
     except DataError as error:
         if is_content_hidden():
             raise DataError(
@@ -65,13 +65,13 @@ def read_archive(path: Path, seed: int) -> Dataset:
         raise DataError(f"{path}: {error}") from error
 
 
-def archive(mapping: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
+def archive(mapping: Mapping[str, Any], seed: int) -> dict[str, npt.NDArray[Any]]:
     """The arrays of a `.npz` file from which `read_archive` reads what a loader returned.
 
     Raises:
-        DataError: a value is no array of numbers, or x or y is missing.
+        DataError: it is no data set, as `load` says.
     """
-    _require_keys(mapping)
+    _dataset("data", "", mapping, seed)
     given = {key: value for key, value in mapping.items() if value is not None}
     scalars: dict[str, npt.NDArray[Any]] = {
         key: np.asarray(given.pop(key)) for key in ("classes", "task", "class_names") if key in given
@@ -117,7 +117,8 @@ def _require_keys(mapping: Mapping[Any, Any]) -> None:
             raise DataError(f"returned no {key!r}; it returned: {', '.join(present) or 'nothing'}")
 
 
-def _dataset(target: str, mapping: Mapping[Any, Any], seed: int) -> Dataset:
+def _dataset(name: str, origin: str, mapping: Mapping[Any, Any], seed: int) -> Dataset:
+    """`origin`: a sentence that says where the arrays are from."""
     _require_keys(mapping)
     returned = {key: value for key, value in mapping.items() if value is not None}
     read_labels: Callable[[str, Any], npt.NDArray[Any]] = (
@@ -134,7 +135,7 @@ def _dataset(target: str, mapping: Mapping[Any, Any], seed: int) -> Dataset:
     task = _task(returned.get("task"), x, y)
     classes, class_names = (1, ()) if task == "regression" else _classes(returned, x, y, task)
     site, site_names = _sites(returned["site"], len(x)) if "site" in returned else (None, ())
-    notes = (f"Loaded by {target}.", "It says which rows are held out.")
+    notes = (origin, "The data says which rows are held out.")
     if test is None:
         flat = y if task != "next_token" else np.zeros(len(y), np.int32)
         test = held_out(flat, seed, site)
@@ -150,7 +151,7 @@ def _dataset(target: str, mapping: Mapping[Any, Any], seed: int) -> Dataset:
     if task == "regression":
         y, label_scale = standardised_labels(y, test)
     return Dataset(
-        target,
+        name,
         x,
         y,
         test,
@@ -181,6 +182,8 @@ def _inputs(key: str, value: Any) -> npt.NDArray[Any]:
     array = _array(key, value)
     if array.ndim < 2:
         raise DataError(f"{key} has shape {array.shape}, expected rows and at least one more axis")
+    if not array[0].size:
+        raise DataError(f"{key} has shape {array.shape}, expected at least one value in each row")
     if array.dtype.kind == "f" or array.dtype in (np.bool_, np.uint8):
         with np.errstate(over="ignore"):
             numbers = np.ascontiguousarray(array, dtype=np.float32)

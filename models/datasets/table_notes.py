@@ -17,7 +17,7 @@ from models.datasets.columns import TextRules, TextTable
 
 ROW_NUMBERS = 10
 """Rows from which a column that counts 1, 2, 3 … is taken for a row number."""
-LONGEST_NOTE = 2000
+LONGEST_OPTIONS = 200
 """Characters of options for a device that the notes spell out."""
 
 
@@ -111,7 +111,16 @@ def class_notes(
 
 
 def device_notes(schema: DataSchema) -> Iterator[str]:
-    """The options that give a device the same rows, where it cannot know them from its own."""
+    """How a device comes to the same rows, where it cannot know that from its own."""
+    text = device_options(schema)
+    if len(text) > LONGEST_OPTIONS:
+        yield "Devices get the options of these columns with the run's schema.json."
+    elif text:
+        yield f"A device that gets no schema needs the options: {text}."
+
+
+def device_options(schema: DataSchema) -> str:
+    """What a device's configuration must say to read the same rows without the schema, as an inline table of TOML without braces."""
     options = options_of(schema)
     indices = tuple(map(str, range(len(schema.classes))))
     named = ("categories", "other", "fold", "dates", "standardised", "scaling")
@@ -120,13 +129,10 @@ def device_notes(schema: DataSchema) -> Iterator[str]:
         **{name: getattr(options, name) for name in named},
     }
     # With " = " between them, JSON's objects are the inline tables of TOML.
-    text = ", ".join(
+    found = [
         f"{option} = {json.dumps(value, ensure_ascii=False, separators=(', ', ' = '))}"
         for option, value in fixed.items()
         if value
-    )
-    local = 'standardise = "local", ' if schema.scale == "site" else ""
-    if len(text) > LONGEST_NOTE:
-        yield "A device reads such rows alike by the run's schema.json, whose options are too long to list here."
-    elif text:
-        yield f"A device reads such rows alike with: {local}{text}."
+    ]
+    local = ['standardise = "local"'] if found and schema.scale == "site" else []
+    return ", ".join([*local, *found])

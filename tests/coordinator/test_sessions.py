@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,47 +16,30 @@ from structlog.testing import capture_logs
 from coordinator.accounts.admin_token import read_admin_token
 from coordinator.context.services import Services
 from coordinator.identity import passwords, sessions, setup_links, tables, users
-from coordinator.limits.rates import PER_ADDRESS, PER_NAME, SignIns
+from coordinator.limits.rates import PER_ADDRESS, PER_NAME
 from tests.support.people import (
     ORIGIN,
     PASSWORD,
     Clock,
     add_user,
     anyone,
+    app,
     app_of,
     bearer,
     browser,
     cheap_passwords,
+    clock,
     code_of,
+    opened,
+    services,
     token_of,
 )
 from tests.support.services import services_in
 
-__all__ = ["cheap_passwords"]
+__all__ = ["app", "cheap_passwords", "clock", "opened", "services"]
 
 pytestmark = pytest.mark.usefixtures("cheap_passwords")
 COOKIE = "fedloop-session-8080"
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    with services_in(tmp_path_factory.mktemp("coordinator") / "home") as services:
-        yield services
-
-
-@pytest.fixture
-def services(opened: Services, clock: Clock) -> Services:
-    return replace(opened, clock=clock, sign_ins=SignIns())
-
-
-@pytest.fixture
-def app(services: Services) -> FastAPI:
-    return app_of(services)
 
 
 @pytest.fixture

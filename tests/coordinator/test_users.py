@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,33 +14,25 @@ from coordinator.errors import Refusal
 from coordinator.identity import access_tokens, passwords
 from coordinator.identity.passwords import _hasher as real_hasher
 from coordinator.identity.principals import GRANTS
-from tests.support.people import PASSWORD, Clock, add_user, app_of, bearer, cheap_passwords, code_of, token_of
+from tests.support.people import (
+    PASSWORD,
+    Clock,
+    add_user,
+    app,
+    app_of,
+    bearer,
+    cheap_passwords,
+    clock,
+    code_of,
+    opened,
+    services,
+    token_of,
+)
 from tests.support.services import services_in
 
-__all__ = ["cheap_passwords"]
+__all__ = ["app", "cheap_passwords", "clock", "opened", "services"]
 
 pytestmark = pytest.mark.usefixtures("cheap_passwords")
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    with services_in(tmp_path_factory.mktemp("coordinator") / "home") as services:
-        yield services
-
-
-@pytest.fixture
-def services(opened: Services, clock: Clock) -> Services:
-    return replace(opened, clock=clock)
-
-
-@pytest.fixture
-def app(services: Services) -> FastAPI:
-    return app_of(services)
 
 
 @pytest.fixture

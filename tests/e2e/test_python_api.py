@@ -146,6 +146,10 @@ def test_objects_that_cannot_be_used_are_refused_with_the_reason(
     assert "returned no 'y'; it returned: x" in refused(data={"x": x})
     assert "key 'label'" in refused(data={"x": x, "y": y, "label": y})
     assert "x is a ragged list or holds objects" in refused(data={"x": x.astype(object), "y": y})
+    assert refused(data={"x": x[:, :0], "y": y}) == (
+        "data: x has shape (80, 0), expected at least one value in each row"
+    )
+    assert refused(data={"x": np.full_like(x, np.nan), "y": y}).startswith("data: x has a NaN")
     assert "it is a list, expected a mapping" in refused(data=[x, y])
     assert "fails failed at" in refused(data=fails)
     assert "model.name = 'cmn' is unknown, did you mean 'cnn'" in refused(model="cmn")
@@ -157,7 +161,7 @@ def test_an_archive_gives_back_all_that_a_loader_returned(tmp_path: Path) -> Non
         "x": x, "y": np.arange(6) % 3, "test": np.arange(6) < 2, "site": np.array(["a", "b"] * 3),
         "classes": 3, "class_names": ["p", "q", "r"], "task": "classification",
     }  # fmt: skip
-    np.savez(tmp_path / "rows.npz", **own.archive(given))
+    np.savez(tmp_path / "rows.npz", **own.archive(given, seed=7))
     data = load("npz", path=tmp_path / "rows.npz")
     assert (data.classes, data.class_names, data.site_names) == (3, ("p", "q", "r"), ("a", "b"))
     assert data.test.tolist() == [True, True, False, False, False, False]

@@ -178,8 +178,15 @@ def test_run_release_and_device_predict_a_table_by_name_as_the_simulation_does(w
     done = run_here("predict", world.run, new, "--encoding", "latin-1", "--out", new)
     assert done.returncode == 2 and "is a file that is read" in done.stderr
     assert new.read_bytes() == kept
-    done = run_here("predict", world.run, new, "--explain-columns", "--out", world.folder / "columns.csv")
+    explain = ("predict", world.run, "--explain-columns")
+    done = run_here(*explain, new, "--out", world.folder / "columns.csv")
     assert done.returncode == 2 and "--explain-columns predicts nothing" in done.stderr
+    done = run_here(*explain, "--encoding", "latin-1")
+    assert done.returncode == 2 and "--encoding: says how a FILE is read" in done.stderr
+    done = run_here(*explain, new, "--encoding", "latin-1", "--leave-out", "nowhere")
+    assert done.returncode == 2 and "nowhere" in done.stderr
+    done = run_here(*explain, new, "--encoding", "latin-1")
+    assert done.returncode == 0 and done.stderr.endswith("new.csv: 4200 rows can be predicted\n")
 
 
 def test_devices_read_their_tables_by_the_runs_schema(world: World) -> None:

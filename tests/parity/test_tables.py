@@ -14,7 +14,7 @@ import pytest
 
 from edge_client.data import DataConfig, DataProblem, open_data
 from edge_client.data.examples import Examples
-from models.datasets import Dataset, load
+from models.datasets import Dataset, load, table_notes
 
 COLUMNS = ["dose", "ward", "age", "z", "outcome", "split"]
 WARDS = ['intensive; "ICU"', "Chirurgie, Süd", "surgery", ""]
@@ -49,9 +49,8 @@ def awkward(rows: list[list[str]], columns: Sequence[str] = COLUMNS, delimiter: 
 
 
 def device_options(simulated: Dataset) -> dict[str, Any]:
-    """What the simulation's preview says a device needs."""
-    note = next(note for note in simulated.notes if note.startswith("A device reads such rows alike with: "))
-    inline = note.partition(": ")[2].removesuffix(".")
+    """What a device needs that gets no schema."""
+    inline = table_notes.device_options(simulated.described)
     options: dict[str, Any] = tomllib.loads(f"options = {{ {inline} }}")["options"]
     return options
 

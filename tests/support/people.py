@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -14,10 +16,12 @@ from fastapi.testclient import TestClient
 from coordinator.context.services import Services
 from coordinator.identity import access_tokens, passwords, users
 from coordinator.identity.principals import ADMIN, Role
+from coordinator.limits.rates import SignIns
 from coordinator.runs.service import RunService
 from coordinator.server.app import operator_app
 from coordinator.server.metrics import Metrics
 from tests.support.fake_devices import answering
+from tests.support.services import services_in
 
 PASSWORD = "a mule in the tidal flats"
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -42,6 +46,28 @@ def cheap_passwords(monkeypatch: pytest.MonkeyPatch) -> None:
     """Argon2id with so little work that a test does not wait for it."""
     hasher = PasswordHasher(time_cost=1, memory_cost=8, parallelism=1)
     monkeypatch.setattr(passwords, "_hasher", lambda: hasher)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    with services_in(tmp_path_factory.mktemp("coordinator") / "home") as services:
+        yield services
+
+
+@pytest.fixture
+def services(opened: Services, clock: Clock) -> Services:
+    """With the test's own clock, and nobody who has tried to sign in."""
+    return replace(opened, clock=clock, sign_ins=SignIns())
+
+
+@pytest.fixture
+def app(services: Services) -> FastAPI:
+    return app_of(services)
 
 
 def app_of(services: Services) -> FastAPI:
