@@ -52,12 +52,17 @@ def keys(title: str, guide: str, model: type[BaseModel]) -> str:
         "",
     ]
     for name, section in _sections("", model):
+        fields = [each for each in section.model_fields.items() if _nested(each[1]) is None]
+        explained = any(field.description for _, field in fields)
         lines += [f"## `[{name}]`" if name else "## Top level", ""]
-        lines += ["| key | values | default |", "|---|---|---|"]
+        lines += [
+            "| key | values | default |" + " meaning |" * explained,
+            "|---|---|---|" + "---|" * explained,
+        ]
         lines += [
             f"| `{field.alias or key}` | {_values(field)} | {_default(field)} |"
-            for key, field in section.model_fields.items()
-            if _nested(field) is None
+            + f" {field.description or ''} |" * explained
+            for key, field in fields
         ]
         lines.append("")
     return "\n".join(lines)

@@ -48,6 +48,9 @@ RECORDED_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """Route -> keys of its request and its answer that entries hold. Nothing else of them is recorded: no secrets, no payloads."""
 
+HARMLESS = frozenset({("POST", "/experiments/check")})
+"""Routes that change nothing although their method may; only their refusals are recorded."""
+
 PIECEWISE = frozenset({("PUT", "/model-files/{sha256}"), ("PUT", "/releases/files/{sha256}")})
 """Uploads in pieces: recorded at the first piece that a process receives of a file from the same caller."""
 _UPLOADS_REMEMBERED = 1000
@@ -81,6 +84,9 @@ class AuditRecorder:
         """Announces the change that a request is about to make; durable on return."""
         principal, route = _principal_of(request.scope), route_key(request)
         if principal is None or request.method in SAFE_METHODS:
+            return
+        if route in HARMLESS:
+            recording.is_silent = True
             return
         if route in PIECEWISE:
             recording.upload = (principal.kind, principal.name, request.url.path)

@@ -25,6 +25,8 @@ LEAST_ROLES: dict[tuple[str, str], Role] = {
     ("POST", "/tokens"): "operator",
     ("POST", "/tokens/{token}/withdraw"): "operator",
     ("POST", "/serials"): "operator",
+    ("GET", "/experiments/schema"): "viewer",
+    ("POST", "/experiments/check"): "data_scientist",
     ("GET", "/runs"): "viewer",
     ("POST", "/runs"): "data_scientist",
     ("GET", "/runs/{run}"): "viewer",

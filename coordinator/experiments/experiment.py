@@ -120,15 +120,24 @@ def resolve(
         UserError: listing every problem at once; messages call the document `source`.
     """
 
+    experiment, problems = check(document, fleet, stored=stored)
+    if experiment is None or problems:
+        raise to_user_error(source, problems)
+    return experiment
+
+
+def check(
+    document: Mapping[str, Any], fleet: FleetKind, *, stored: bool = False
+) -> tuple[Experiment | None, list[str]]:
+    """As `resolve`, but every problem is returned; the experiment is None if a key is invalid."""
+
     def complete(valid: Experiment) -> Experiment:
         return with_defaults(valid, fleet, stored=stored)
 
     experiment, problems = validate(
         Experiment, document, lambda valid: find_problems(complete(valid), fleet), _AFFECTED_KEYS
     )
-    if experiment is None or problems:
-        raise to_user_error(source, problems)
-    return complete(experiment)
+    return None if experiment is None else complete(experiment), problems
 
 
 def change(before: Experiment, source: str, sets: Iterable[str]) -> Experiment:

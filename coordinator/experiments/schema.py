@@ -1,6 +1,7 @@
 """The schema of the experiment file: its tables, their keys, types and ranges.
 
-A key's type checks one value; `coordinator.experiments.validation` compares keys with each other.
+A key's type checks one value; `coordinator.experiments.validation` compares keys with each other. The text below a key is
+its help in forms and in the reference.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import tomlkit
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.model_references import RegisterAs, parse_register_as
+from coordinator.scheduling.deployments import Selection
 from edge_client.wire import schema as schemas
 from edge_client.wire.schema import DataSchema, Scale
 from models.datasets import names
@@ -37,7 +39,13 @@ MODEL_KEYS = ("input_shape", "classes", "input_dtype", "task")
 class Section(BaseModel):
     """A table of the file; unknown keys are errors, values are never coerced from strings."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        serialize_by_alias=True,
+        use_attribute_docstrings=True,
+    )
 
     def to_toml(self) -> str:
         """The table, or the whole document, in TOML; keys without a value are left out."""
@@ -50,8 +58,11 @@ class Categories(Section):
     """
 
     max: Annotated[int, Field(ge=1, le=10_000)] = 100
+    """Most frequent texts that are categories; the others share one."""
     minimum_count: Annotated[int, Field(ge=1, le=1_000_000)] = 10
+    """Training rows that a text needs to be a category."""
     fold: bool = False
+    """Whether upper case and blanks make no difference."""
 
 
 Moments = Annotated[list[float], Field(min_length=2, max_length=2)]
@@ -62,19 +73,33 @@ class DataSection(Section):
     """A data set, and how to read it. `public`: rows may be published, as those of public data sets."""
 
     dataset: str = "digits"
+    """A shipped data set, csv, npz, package.module:load, or a name that the devices know."""
     path: str | None = None
+    """The file of csv and npz."""
     label: str | None = None
+    """Column to predict."""
     split: str | None = None
+    """Column of train and test; without one 20 % of each site is held out."""
     features: list[str] | None = None
+    """Columns that are inputs; default: all others."""
     exclude: list[str] | None = None
+    """Columns that are no input."""
     scale: Scale | None = None
+    """How numbers are scaled: by all sites, each site alone, fixed moments, or not."""
     fixed: dict[str, Moments] | None = None
+    """Mean and deviation of each column of numbers, with scale = "fixed"."""
     units: dict[str, str] | None = None
+    """Units of columns, for people."""
     categories: Categories | None = None
+    """Which texts of a column are categories."""
     length: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Tokens in a row."""
     vocab: Annotated[int, Field(ge=3, le=1_000_000)] | None = None
+    """Word ids."""
     public_samples: Annotated[int, Field(ge=0)] = 0
+    """Training rows that no client gets."""
     public: bool = False
+    """Whether its rows may be published."""
 
     @property
     def is_public(self) -> bool:
@@ -84,17 +109,28 @@ class DataSection(Section):
 
 class Data(DataSection):
     label: str = "label"
+    """Column to predict."""
     positive: str | None = None
+    """The class that sensitivity, AUC and F1 are of; default: the second."""
     site: str | None = None
+    """Column with the site of each row."""
     encoding: str | None = None
+    """Of the text; default: UTF-8, or UTF-16 with a byte order mark."""
     partition: str | None = None
+    """How rows are dealt out in a simulation: iid, shards(2), dirichlet(0.3), natural."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Of the held-out rows and the partition; default: that of the experiment."""
     input_shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=4)] | None = None
+    """Shape of a row that only devices hold."""
     classes: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
+    """Number of classes of rows that only devices hold."""
     input_dtype: Literal["float32", "int32"] | None = None
+    """Type of the numbers of a row that only devices hold."""
     task: Literal["classification", "next_token", "regression"] | None = None
+    """What the model predicts."""
     # A field named `schema` would hide a method of pydantic's.
     data_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    """The data schema of a table that only devices hold."""
 
     @property
     def is_described(self) -> bool:
@@ -128,7 +164,9 @@ class Data(DataSection):
 class OpenSection(BaseModel):
     """A table in which every key that is not a field is an option."""
 
-    model_config = ConfigDict(extra="allow", strict=True, serialize_by_alias=True)
+    model_config = ConfigDict(
+        extra="allow", strict=True, serialize_by_alias=True, use_attribute_docstrings=True
+    )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -139,6 +177,7 @@ class ModelSection(OpenSection):
     """A model by `name`, with its options."""
 
     name: str | None = None
+    """A model of the catalog, package.module:build, or a .keras file."""
 
     def describe(self, shape: Mapping[str, Any]) -> dict[str, Any]:
         """The description from which workers and devices build the model. `shape`: the `MODEL_KEYS` of the data."""
@@ -149,9 +188,12 @@ class Model(ModelSection):
     """`name`, `init`, `adapt` and `register`; every other key is an option of the model."""
 
     init: str | None = None
+    """Params to start from: a file or a version, such as digits:3; default: fresh ones from the seed."""
     adapt: str | None = None
+    """Train few params on top of init: head, lora(rank) or lora(rank, alpha)."""
     # A field named `register` would hide the method of that name that every abstract class has.
     registered: str | None = Field(default=None, alias="register")
+    """Model in the registry of which the result becomes a version, such as digits@candidate."""
 
     @property
     def register_as(self) -> RegisterAs | None:
@@ -161,21 +203,34 @@ class Model(ModelSection):
 
 class Federation(Section):
     clients: Annotated[int, Field(ge=1)] | None = None
+    """Clients in a simulation; default: 20, or one per site."""
     clients_per_round: Annotated[int, Field(ge=1)] | None = None
+    """Accepted updates that close a round."""
     rounds: Annotated[int, Field(ge=1)] = 30
+    """Number of rounds."""
     early_stop: Annotated[int, Field(ge=0)] = 0
+    """End after so many scored rounds without a lower test loss; 0: never."""
     keep: Literal["last", "best"] = "last"
+    """Which model is the result: of the last round, or of the one with the lowest test loss."""
     runtimes: Annotated[dict[Runtime, Annotated[float, Field(gt=0, le=1e9)]], Field(min_length=1)] = {
         "litert": 0.5,
         "torch": 0.5,
     }
+    """Runtimes of clients with their shares; on devices those that are allowed."""
     mode: Literal["sync"] = "sync"
+    """How rounds follow each other."""
     over_select: Annotated[float, Field(ge=1, le=10)] = 1.0
+    """Clients that a round selects, as a multiple of those it needs."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Of a round, in seconds."""
     min_updates: Annotated[int, Field(ge=1)] = 1
+    """With fewer at the deadline the round leaves the model unchanged."""
     max_examples: Annotated[int, Field(ge=1, le=2**53)] | None = None
+    """An update that claims more is rejected; default: no limit."""
     weight_cap: Annotated[float, Field(ge=0, le=1e9)] = 10.0
+    """Most that an update counts for, in medians of its cohort's examples; 0: no cap."""
     outlier_factor: Annotated[float, Field(ge=0, le=1e30)] = 100.0
+    """An update is left out if its steps are longer by this factor; 0: no bound."""
 
     @property
     def needs_scores(self) -> bool:
@@ -185,43 +240,70 @@ class Federation(Section):
 
 class Local(Section):
     epochs: Annotated[int, Field(ge=1)] | None = None
+    """Passes over the client's rows in a round; or steps, not both."""
     steps: Annotated[int, Field(ge=1)] | None = None
+    """Batches in a round; or epochs, not both."""
     batch_size: Annotated[int, Field(ge=1, le=65536)] = 16
+    """Rows in a batch."""
     lr: Annotated[float, Field(gt=0)] | None = None
+    """Learning rate on clients."""
 
 
 class StrategySection(OpenSection):
     """`name`; every other key is an option of the strategy."""
 
     name: str = "fedavg"
+    """How updates become the next model; package.module:Class is your own."""
 
 
 class Simulation(Section):
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Worker processes; 0: one per core."""
     engine: Literal["auto", "processes"] = "auto"
+    """The only engine is "processes"."""
     seconds_per_step: Annotated[float, Field(gt=0)] = 0.05
+    """Virtual seconds of a local step on a client of average speed."""
     speed_spread: Annotated[float, Field(ge=0, le=5)] = 0.0
+    """Standard deviation of the logarithm of client speeds."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability that a client does not answer in a round."""
     faults: dict[Fault, Annotated[int, Field(ge=1)]] = {}
+    """Number of clients with each fault, in every round."""
     names: list[Annotated[str, Field(min_length=1, max_length=200)]] | None = None
+    """Of all clients, in order; default: generated."""
     local_baseline: Literal["auto", "on", "off"] = "auto"
+    """Whether every client is trained alone too, to compare."""
 
 
 class Devices(Section):
     """Keys of a real fleet: which devices take part, and when they evaluate. `classes` are device classes."""
 
     groups: list[str] = []
+    """Only devices enrolled into one of these groups; empty: any."""
     labels: dict[str, str] = {}
+    """Only devices that report all of these, such as { site = "north" }."""
     classes: list[str] = []
+    """Only devices of one of these classes, such as ["gateway"]."""
     memory_bytes: Annotated[int, Field(ge=0)] = 0
+    """Least memory of a training process, in bytes."""
     patience_seconds: Annotated[float, Field(ge=0, le=86400)] = 60.0
+    """How long a round waits for enough devices before it begins with those present."""
     evaluate_every: Annotated[int, Field(ge=0)] = 0
+    """Rounds between evaluations on the devices' own held-out rows; 0: never."""
     evaluate_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
+    """How long such an evaluation waits for the devices."""
+
+    @property
+    def selection(self) -> Selection:
+        """Which devices a run accepts."""
+        return Selection(tuple(self.groups), dict(self.labels), tuple(self.classes), self.memory_bytes)
 
 
 class Experiment(Section):
     name: str = ""
+    """Of the run; default: the data set's."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 7
+    """Of initial params, cohorts, batches and faults."""
     data: Data = Data()
     model: Model = Model()
     federation: Federation = Federation()

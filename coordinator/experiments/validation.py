@@ -1,6 +1,8 @@
 """Validation of configuration files: all problems are reported at once, in our own messages instead of pydantic's.
 
 Also the checks that a single key's type cannot express: unknown names, ranges, contradictions between keys.
+
+Every problem is a sentence that begins with the key that it is about, so that a form can show it there (`key_of`).
 """
 
 from __future__ import annotations
@@ -135,6 +137,12 @@ def _known_keys(tables: list[str], root: type[BaseModel]) -> list[str]:
 
 def _is_table(annotation: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def key_of(problem: str) -> str:
+    """The dotted key that a problem begins with."""
+    found = re.match(r"[\w-]+(?:\.[\w-]+)*", problem)
+    return found.group() if found else ""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -9,14 +9,18 @@ Every route that takes an experiment calls `admit`; a resumed run calls `require
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 from coordinator.context.services import Services
 from coordinator.db.registry import VersionRow
-from coordinator.errors import UserError
+from coordinator.errors import Refusal, UserError
+from coordinator.experiments import experiment as experiments
 from coordinator.experiments.schema import Experiment
 from coordinator.model_references import is_version, parse_reference
 from coordinator.registry import registration
@@ -28,6 +32,55 @@ from models.datasets import names
 from strategies.own import GROUP
 
 
+@dataclass(frozen=True)
+class Checked:
+    """An experiment as the operator API would take it.
+
+    Attributes:
+        document: as written, with the settings applied.
+        experiment: with every default filled in; None if a key is invalid.
+        problems: every reason why it cannot run, each beginning with its key; empty if it can.
+        notices: keys that do not apply to a fleet of devices.
+    """
+
+    document: dict[str, Any]
+    experiment: Experiment | None
+    problems: list[str]
+    notices: list[str]
+
+
+def check(document: Mapping[str, Any], sets: Sequence[str], services: Services) -> Checked:
+    """What starting a run of this experiment would say, without starting it.
+
+    Raises:
+        UserError: a setting is not of the form key=value.
+    """
+    changed = experiments.apply_settings(copy.deepcopy(dict(document)), sets)
+    experiment, problems = experiments.check(changed, "devices")
+    if experiment is None:
+        return Checked(changed, None, problems, [])
+    for problem in find_problems(experiment, services):
+        problems.append(f"model.init: {problem}" if isinstance(problem, Refusal) else str(problem))
+    return Checked(changed, experiment, problems, ignored_keys(changed, experiment))
+
+
+def ignored_keys(document: Mapping[str, Any], experiment: Experiment) -> list[str]:
+    """Notices of keys in the document that do not apply to a real fleet."""
+    notices = []
+    data = document.get("data", {})
+    for key in ("partition", "public_samples"):
+        if key in data:
+            notices.append(f"data.{key} is ignored: devices hold data of their own")
+    shares = experiment.federation.runtimes
+    if len(set(shares.values())) > 1 and "runtimes" in document.get("federation", {}):
+        notices.append(
+            f"of federation.runtimes only the names count: allowed are {', '.join(sorted(shares))}"
+        )
+    if "simulation" in document:
+        notices.append("[simulation] is ignored")
+    return notices
+
+
 def admit(experiment: Experiment, services: Services, *, comes_with_model: bool = False) -> Experiment:
     """The experiment with an alias in `model.init` replaced by its version.
 
@@ -37,16 +90,33 @@ def admit(experiment: Experiment, services: Services, *, comes_with_model: bool 
         UserError: `code_not_allowed`, `path_not_allowed`, `bad_file`, `no_params`; it says what to do.
         Refusal: 404, there is no such version.
     """
-    require_code(experiment, services.settings, comes_with_model=comes_with_model)
-    for key, path in _named_files(experiment):
-        if comes_with_model and key.startswith("model."):
-            continue
-        _open(key, path, services.settings).close()
+    for problem in find_problems(experiment, services, comes_with_model=comes_with_model):
+        raise problem
     init = experiment.model.init
     if init is None or not is_version(init):
         return experiment
     pinned = str(_find_version(init, services).id)
     return experiment.model_copy(update={"model": experiment.model.model_copy(update={"init": pinned})})
+
+
+def find_problems(
+    experiment: Experiment, services: Services, *, comes_with_model: bool = False
+) -> Iterator[UserError | Refusal]:
+    """All reasons why the experiment may not run here, as the errors of `admit`. `comes_with_model`: as there."""
+    yield from _code_problems(experiment, services.settings, comes_with_model=comes_with_model)
+    for key, path in _named_files(experiment):
+        if comes_with_model and key.startswith("model."):
+            continue
+        try:
+            _open(key, path, services.settings).close()
+        except UserError as error:
+            yield error
+    init = experiment.model.init
+    if init is not None and is_version(init):
+        try:
+            _find_version(init, services)
+        except (UserError, Refusal) as error:
+            yield error
 
 
 def require_code(experiment: Experiment, settings: Settings, *, comes_with_model: bool = False) -> None:
@@ -55,19 +125,26 @@ def require_code(experiment: Experiment, settings: Settings, *, comes_with_model
     Raises:
         UserError: `code_not_allowed`.
     """
+    for problem in _code_problems(experiment, settings, comes_with_model=comes_with_model):
+        raise problem
+
+
+def _code_problems(
+    experiment: Experiment, settings: Settings, *, comes_with_model: bool
+) -> Iterator[UserError]:
     model, dataset = experiment.model.name or "", experiment.data.dataset
     if user_code.is_reference(model) and model not in settings.allow_code and not comes_with_model:
-        raise _not_allowed(
+        yield _not_allowed(
             "model.name",
             model,
             "; or start the run with `fedloop run` where the code is; or install it, as an entry point of the group "
             "fedloop.models",
         )
     if names.is_code(dataset) and dataset not in settings.allow_code:
-        raise _not_allowed("data.dataset", dataset)
+        yield _not_allowed("data.dataset", dataset)
     strategy = experiment.strategy.name
     if user_code.is_reference(strategy) and strategy not in settings.allow_code:
-        raise _not_allowed(
+        yield _not_allowed(
             "strategy.name", strategy, f"; or install it, as an entry point of the group {GROUP}"
         )
 

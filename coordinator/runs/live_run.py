@@ -25,7 +25,7 @@ from coordinator.runs.live_store import LiveStore, finish
 from coordinator.runs.model_setup import make_run_plan, positive_class, require_scores
 from coordinator.runs.own_model import OwnModel
 from coordinator.runs.own_strategy import make_strategy
-from coordinator.scheduling.deployments import Deployment, Selection
+from coordinator.scheduling.deployments import Deployment
 from coordinator.workers.pool import LITERT, TORCH, WorkerPool
 
 
@@ -214,7 +214,6 @@ class LiveRun:
         return live_preparation.Place(self._folder, pool, self._services.blobs, self._services.settings)
 
     def _deployment(self, prepared: Prepared) -> Deployment:
-        devices = self._experiment.devices
         return Deployment(
             run=self._run,
             run_name=self._experiment.name,
@@ -224,11 +223,6 @@ class LiveRun:
             artifact=prepared.artifact,
             manifest=prepared.manifest,
             schema=prepared.schema,
-            selection=Selection(
-                groups=tuple(devices.groups),
-                labels=dict(devices.labels),
-                device_classes=tuple(devices.classes),
-                memory_bytes=devices.memory_bytes,
-            ),
+            selection=self._experiment.devices.selection,
             quorum=self._experiment.federation.min_updates,
         )

@@ -97,7 +97,7 @@ class RunService:
         if own_files is not None:
             own_model.require_fit(experiment)
             own_model.require_interpreter()
-        return self._create(experiment, _ignored_keys(changed, experiment), "train", own_files)
+        return self._create(experiment, admission.ignored_keys(changed, experiment), "train", own_files)
 
     def create_statistics(self, document: Mapping[str, Any], sets: Sequence[str] = ()) -> str:
         """Starts a statistics round over the devices that this experiment selects, and returns its id.
@@ -311,23 +311,6 @@ class RunService:
             partial(rows.end, run=run, state="failed", now=services.clock(), error=line)
         ).result()
         services.signals.notify("events", *(f"device:{device}" for device in devices or ()))
-
-
-def _ignored_keys(document: Mapping[str, Any], experiment: Experiment) -> list[str]:
-    """Notices of keys in the document that do not apply to a real fleet."""
-    notices = []
-    data = document.get("data", {})
-    for key in ("partition", "public_samples"):
-        if key in data:
-            notices.append(f"data.{key} is ignored: devices hold data of their own")
-    shares = experiment.federation.runtimes
-    if len(set(shares.values())) > 1 and "runtimes" in document.get("federation", {}):
-        notices.append(
-            f"of federation.runtimes only the names count: allowed are {', '.join(sorted(shares))}"
-        )
-    if "simulation" in document:
-        notices.append("[simulation] is ignored")
-    return notices
 
 
 def _start_pool(stack: ExitStack, services: Services, folder: Path, modules: Sequence[str]) -> WorkerPool:

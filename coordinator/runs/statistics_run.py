@@ -27,7 +27,7 @@ from coordinator.experiments.validation import to_user_error, validate
 from coordinator.fleets.statistics import Patience, StatisticsFleet
 from coordinator.reports import statistics as report
 from coordinator.reports import statistics_schema
-from coordinator.scheduling.deployments import Deployment, Selection
+from coordinator.scheduling.deployments import Deployment
 from edge_client.data.statistics import bin_edges, pooled
 from edge_client.wire.device import ModelRef
 from edge_client.wire.schema import DataSchema
@@ -56,19 +56,13 @@ def resolve(document: Mapping[str, Any], sets: tuple[str, ...] = ()) -> Experime
 
 def deployment_of(run: str, experiment: Experiment) -> Deployment:
     """What decides which devices are asked."""
-    wanted = experiment.devices
     return Deployment(
         run=run,
         run_name=experiment.name,
         dataset=experiment.data.dataset,
         model=_NO_MODEL,
         runtimes=(),
-        selection=Selection(
-            groups=tuple(wanted.groups),
-            labels=dict(wanted.labels),
-            device_classes=tuple(wanted.classes),
-            memory_bytes=wanted.memory_bytes,
-        ),
+        selection=experiment.devices.selection,
         kind="statistics",
     )
 

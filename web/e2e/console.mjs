@@ -66,7 +66,8 @@ async function visit(name) {
 
 async function start(text) {
   await visit("Runs");
-  await page.getByRole("button", { name: "Start a run" }).click();
+  await page.getByRole("link", { name: "Start a run" }).click();
+  await page.getByRole("button", { name: "File", exact: true }).click();
   await page.getByLabel("Experiment (TOML)").fill(text);
   await page.getByRole("button", { name: "Start", exact: true }).click();
 }
@@ -117,10 +118,15 @@ try {
   await visit("Runs");
   await accessible("runs-empty");
   await start('name = "wrong"\n[federation]\nrounds = -1\nclient = 3\n');
-  const refusal = page.getByRole("dialog").getByRole("alert");
+  const refusal = page.getByRole("alert").filter({ hasText: "2 problems" });
   await refusal.filter({ hasText: "federation.rounds" }).waitFor();
   assert.match(await refusal.innerText(), /federation\.client\b/);
-  await page.getByRole("dialog").getByRole("button", { name: "Close" }).click();
+  await page.getByRole("button", { name: "Form", exact: true }).click();
+  await page.getByLabel("rounds", { exact: true }).fill("3");
+  await page.getByRole("button", { name: "Remove" }).click();
+  await page.getByText("1 of 2 devices").or(page.getByText("0 of 2 devices")).waitFor();
+  await refusal.waitFor({ state: "detached" });
+  await accessible("run-form");
   announce("refused a wrong experiment");
 
   for (const text of [experiment, experiment.replace("lr = 0.001", "lr = 0.002")]) {
@@ -134,6 +140,7 @@ try {
   announce("trained twice");
 
   await visit("Runs");
+  await page.getByRole("checkbox").nth(1).waitFor();
   for (const box of await page.getByRole("checkbox").all()) await box.check();
   await page.getByRole("row", { name: /local\.lr 0\.002 0\.001/ }).waitFor();
   await page.locator("canvas").first().waitFor();
@@ -185,7 +192,7 @@ try {
   await signIn(viewer.name, viewer.password);
   await visit("Runs");
   await page.getByRole("link", { name: "first" }).first().waitFor();
-  assert.equal(await page.getByRole("button", { name: "Start a run" }).count(), 0);
+  assert.equal(await page.getByRole("link", { name: "Start a run" }).count(), 0);
   await visit("Fleet");
   await page.getByRole("link", { name: "pump-1" }).click();
   await page.getByText("What it reported").waitFor();

@@ -1,8 +1,10 @@
 import { describe, expect, it } from "vitest";
 
 import { newestRound } from "./cohort";
+import { csv } from "./csv";
 import { differences } from "./differences";
 import { parse } from "./event_stream";
+import { ofDevices, placed, sections, settings, toToml } from "./experiment_form";
 import { ago, bytes, figure, share } from "./format";
 
 const event = (id: number, kind: string, more: object = {}) => ({ id, time: "2026-01-01T00:00:00Z", event: kind, ...more });
@@ -59,5 +61,66 @@ describe("format", () => {
   it("shows decimal units and four digits", () => {
     expect([bytes(0), bytes(999), bytes(183_852), bytes(2_000_000)]).toEqual(["0 B", "999 B", "183.9 kB", "2.0 MB"]);
     expect([figure(3), figure(0.062429), figure({ a: 1 })]).toEqual(["3", "0.06243", '{"a":1}']);
+  });
+});
+
+describe("csv", () => {
+  it("quotes what needs quotes, and leaves absent values empty", () => {
+    expect(csv([{ round: 1, loss: null, why: { a: 1 } }, { round: 2, text: 'say "x", y' }])).toBe(
+      'round,loss,why,text\r\n1,,"{""a"":1}",\r\n2,,,"say ""x"", y"\r\n',
+    );
+  });
+});
+
+describe("the form of an experiment", () => {
+  const schema = {
+    experiment: {
+      properties: { name: { type: "string" }, federation: { $ref: "#/$defs/Federation" }, model: { $ref: "#/$defs/Model" }, simulation: { $ref: "#/$defs/Model" } },
+      $defs: {
+        Federation: {
+          properties: {
+            rounds: { type: "integer", minimum: 1, description: "How many." },
+            keep: { enum: ["last", "best"], type: "string" },
+            runtimes: { type: "object" },
+          },
+        },
+        Model: { properties: { name: { anyOf: [{ type: "string" }, { type: "null" }] } } },
+      },
+    },
+    models: { mlp: { properties: { hidden: { type: "array" }, tie: { type: "boolean" } } } },
+    strategies: {},
+    datasets: [],
+  };
+  const form = sections(schema, "mlp", "");
+  const fields = form.flatMap((each) => [...each.basic, ...each.further]);
+
+  it("has a field for each key, with the options of the chosen model", () => {
+    expect(form.map((each) => each.name)).toEqual(["", "federation", "model"]);
+    expect(fields.map((each) => [each.key, each.kind])).toEqual([
+      ["name", "text"], ["federation.rounds", "number"], ["federation.keep", "choice"], ["federation.runtimes", "structure"],
+      ["model.name", "text"], ["model.hidden", "structure"], ["model.tie", "choice"],
+    ]);
+    expect(fields[1]).toMatchObject({ range: "Integer, ≥ 1", help: "How many." });
+    expect(sections(schema, "own:build", "")[2]?.basic.map((each) => each.key)).toEqual(["model.name"]);
+  });
+
+  const values = { name: "7", "federation.rounds": "5", "federation.keep": "", "model.hidden": "[8]", "model.tie": "true", "model.act": "relu", "model.n": "3" };
+
+  it("sends texts as strings and everything else as written", () => {
+    expect(settings(values, fields)).toEqual(['name="7"', "federation.rounds=5", "model.hidden=[8]", "model.tie=true", "model.act=relu", "model.n=3"]);
+  });
+
+  it("writes a file", () => {
+    expect(toToml(values, fields)).toBe('name = "7"\n\n[federation]\nrounds = 5\n\n[model]\nhidden = [8]\ntie = true\nact = "relu"\nn = 3\n');
+    expect(ofDevices({ "simulation.workers": "1", "data.partition": "iid", seed: "1" })).toEqual({ seed: "1" });
+  });
+
+  it("shows a problem at the longest beginning of its key", () => {
+    const found = placed(
+      [{ key: "federation.runtimes.x", message: "a" }, { key: "federation.runtimes", message: "b" }, { key: "federation.client", message: "c" }, { key: "", message: "d" }],
+      new Set(fields.map((each) => each.key)),
+    );
+    expect([...found.at]).toEqual([["federation.runtimes", ["a", "b"]]]);
+    expect(found.elsewhere).toEqual(["c", "d"]);
   });
 });

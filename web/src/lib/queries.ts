@@ -3,6 +3,12 @@ import { api, body, type Schemas } from "./api";
 /** Options of `createQuery` for each resource, so that views that show the same thing share one answer. */
 export const queries = {
   system: () => ({ queryKey: ["system"], queryFn: async () => body(await api.GET("/api/v1/system")) }),
+  experimentSchema: () => ({
+    queryKey: ["experiment schema"],
+    queryFn: async () => body(await api.GET("/api/v1/experiments/schema")),
+    staleTime: Infinity,
+    refetchInterval: false as const,
+  }),
   runs: () => ({
     queryKey: ["runs"],
     queryFn: async () => body(await api.GET("/api/v1/runs", { params: { query: { limit: 200 } } })),

@@ -240,6 +240,46 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/experiments/schema": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Experiment Schema
+         * @description What an experiment file may contain.
+         */
+        get: operations["getExperimentSchema"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/experiments/check": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Check Experiment
+         * @description Every problem of an experiment, each with its key; starts nothing.
+         */
+        post: operations["checkExperiment"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/runs": {
         parameters: {
             query?: never;
@@ -1353,6 +1393,55 @@ export interface components {
             next: number | null;
         };
         /**
+         * CheckRequest
+         * @description An experiment as for `POST /runs`.
+         */
+        CheckRequest: {
+            /**
+             * Experiment
+             * @description TOML text, or the same document in JSON.
+             * @default {}
+             */
+            experiment: string | {
+                [key: string]: unknown;
+            };
+            /**
+             * Sets
+             * @default []
+             */
+            sets: string[];
+            /**
+             * Run
+             * @description Instead of `experiment`: what this earlier run ran with.
+             */
+            run?: string | null;
+            /**
+             * Preview
+             * @description Also which devices would take part, and the data.
+             * @default false
+             */
+            preview: boolean;
+        };
+        /**
+         * CheckedExperiment
+         * @description `values`: the text of every key as written, for `sets`; `resolved`: of every key with defaults, empty if a key is invalid.
+         */
+        CheckedExperiment: {
+            /** Problems */
+            problems: components["schemas"]["ExperimentProblem"][];
+            /** Notices */
+            notices: string[];
+            /** Values */
+            values: {
+                [key: string]: string;
+            };
+            /** Resolved */
+            resolved: {
+                [key: string]: string;
+            };
+            preview: components["schemas"]["Preview"] | null;
+        };
+        /**
          * Comparison
          * @description Candidate and champion on the devices' own held-out rows, pooled.
          *
@@ -1435,6 +1524,52 @@ export interface components {
              * @description `after` for the next page; null on the last one.
              */
             next: string | null;
+        };
+        /**
+         * Exclusion
+         * @description A reason that excludes devices: how many, and the first one with its own words.
+         */
+        Exclusion: {
+            /** Code */
+            code: string;
+            /** Devices */
+            devices: number;
+            /** Example */
+            example: string;
+        };
+        /**
+         * ExperimentProblem
+         * @description `key`: dotted, as in the file; empty if the problem is of the whole text.
+         */
+        ExperimentProblem: {
+            /** Key */
+            key: string;
+            /** Message */
+            message: string;
+        };
+        /**
+         * ExperimentSchema
+         * @description `experiment`: JSON Schema of the file; `models`, `strategies`: by name, that of their options; `datasets`: known names.
+         */
+        ExperimentSchema: {
+            /** Experiment */
+            experiment: {
+                [key: string]: unknown;
+            };
+            /** Models */
+            models: {
+                [key: string]: {
+                    [key: string]: unknown;
+                };
+            };
+            /** Strategies */
+            strategies: {
+                [key: string]: {
+                    [key: string]: unknown;
+                };
+            };
+            /** Datasets */
+            datasets: string[];
         };
         /** FailureRow */
         FailureRow: {
@@ -1788,6 +1923,39 @@ export interface components {
             /** Golden Accuracy */
             golden_accuracy: number | null;
             comparison: components["schemas"]["Comparison"] | null;
+        };
+        /**
+         * Preview
+         * @description Who would take part now, and in what data. `rows`: training rows of the devices that match, as they report them.
+         */
+        Preview: {
+            /** Dataset */
+            dataset: string;
+            /**
+             * Scored By Coordinator
+             * @description It has rows of its own to score every round on.
+             */
+            scored_by_coordinator: boolean;
+            /**
+             * Described
+             * @description Rows that only devices hold: shape, classes, columns.
+             */
+            described: {
+                [key: string]: unknown;
+            } | null;
+            /** Enrolled */
+            enrolled: number;
+            /** Matching */
+            matching: number;
+            /** Rows */
+            rows: number;
+            /**
+             * Names
+             * @description The first 20 that match.
+             */
+            names: string[];
+            /** Excluded */
+            excluded: components["schemas"]["Exclusion"][];
         };
         /**
          * Problem
@@ -3235,6 +3403,104 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["Why"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getExperimentSchema: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ExperimentSchema"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    checkExperiment: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["CheckRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CheckedExperiment"];
                 };
             };
             /** @description Unprocessable Entity */

@@ -1,0 +1,195 @@
+"""Operator API: experiments before they run. Their schema, for forms; and a check that says everything that is wrong at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+from sqlalchemy import Connection
+
+from coordinator.api.deps import RequestBody
+from coordinator.context.services import Services, ServicesDep
+from coordinator.db import participants
+from coordinator.db import runs as rows
+from coordinator.errors import UserError
+from coordinator.experiments import experiment as experiments
+from coordinator.experiments import form
+from coordinator.experiments.schema import Experiment
+from coordinator.experiments.validation import dataset_name_problem, key_of
+from coordinator.runs import admission
+from coordinator.scheduling import matching
+from coordinator.scheduling.deployments import Deployment
+from edge_client.wire.device import BlobRef, ModelRef
+
+router = APIRouter(prefix="/experiments", tags=["experiments"])
+
+SHOWN_DEVICES = 20
+"""Names of devices in a preview."""
+_PAGE = 1000
+_UNTIL_PREPARED = BlobRef("", 0)
+"""For the artifact and the schema, which a run makes when it is prepared; matching asks only whether there are any."""
+
+
+class ExperimentSchema(BaseModel):
+    """`experiment`: JSON Schema of the file; `models`, `strategies`: by name, that of their options; `datasets`: known names."""
+
+    experiment: dict[str, Any]
+    models: dict[str, dict[str, Any]]
+    strategies: dict[str, dict[str, Any]]
+    datasets: list[str]
+
+
+class CheckRequest(RequestBody):
+    """An experiment as for `POST /runs`."""
+
+    experiment: str | dict[str, Any] = Field({}, description="TOML text, or the same document in JSON.")
+    sets: list[str] = Field([], max_length=1000)
+    run: str | None = Field(None, description="Instead of `experiment`: what this earlier run ran with.")
+    preview: bool = Field(False, description="Also which devices would take part, and the data.")
+
+
+class ExperimentProblem(BaseModel):
+    """`key`: dotted, as in the file; empty if the problem is of the whole text."""
+
+    key: str
+    message: str
+
+
+class Exclusion(BaseModel):
+    """A reason that excludes devices: how many, and the first one with its own words."""
+
+    code: str
+    devices: int
+    example: str
+
+
+class Preview(BaseModel):
+    """Who would take part now, and in what data. `rows`: training rows of the devices that match, as they report them."""
+
+    dataset: str
+    scored_by_coordinator: bool = Field(description="It has rows of its own to score every round on.")
+    described: dict[str, Any] | None = Field(
+        description="Rows that only devices hold: shape, classes, columns."
+    )
+    enrolled: int
+    matching: int
+    rows: int
+    names: list[str] = Field(description=f"The first {SHOWN_DEVICES} that match.")
+    excluded: list[Exclusion]
+
+
+class CheckedExperiment(BaseModel):
+    """`values`: the text of every key as written, for `sets`; `resolved`: of every key with defaults, empty if a key is invalid."""
+
+    problems: list[ExperimentProblem]
+    notices: list[str]
+    values: dict[str, str]
+    resolved: dict[str, str]
+    preview: Preview | None
+
+
+@router.get("/schema")
+def get_experiment_schema() -> ExperimentSchema:
+    """What an experiment file may contain."""
+    return ExperimentSchema(
+        experiment=form.experiment_schema(),
+        models=form.model_schemas(),
+        strategies=form.strategy_schemas(),
+        datasets=list(form.dataset_names()),
+    )
+
+
+@router.post("/check")
+def check_experiment(request: CheckRequest, services: ServicesDep) -> CheckedExperiment:
+    """Every problem of an experiment, each with its key; starts nothing."""
+    try:
+        document = request.experiment
+        if request.run is not None:
+            document = services.database.read(partial(rows.require, run=request.run)).experiment
+        elif isinstance(document, str):
+            document = experiments.parse_toml(document, "experiment")
+        checked = admission.check(document, request.sets, services)
+    except UserError as error:
+        whole = ExperimentProblem(key="", message=str(error))
+        return CheckedExperiment(problems=[whole], notices=[], values={}, resolved={}, preview=None)
+    experiment = checked.experiment
+    preview = None if experiment is None or not request.preview else _preview(services, experiment)
+    return CheckedExperiment(
+        problems=[ExperimentProblem(key=key_of(each), message=each) for each in checked.problems],
+        notices=checked.notices,
+        values=form.to_texts(checked.document),
+        resolved={} if experiment is None else form.to_texts(_dump(experiment)),
+        preview=preview,
+    )
+
+
+def _dump(experiment: Experiment) -> dict[str, Any]:
+    return experiment.model_dump(mode="json", exclude_none=True)
+
+
+def _preview(services: Services, experiment: Experiment) -> Preview:
+    deployment, now = _would_deploy(experiment), services.clock()
+    excluded: dict[str, Exclusion] = {}
+    counts, names = Counter[str](), list[str]()
+
+    def read(connection: Connection) -> None:
+        after = ""
+        while page := participants.enrolled(connection, _PAGE, after):
+            after = page[-1].id
+            for device in page:
+                counts["enrolled"] += 1
+                reasons = matching.blocking_reasons(device, deployment, now)
+                for reason in reasons:
+                    example = f"{device.name}: {reason.message}"
+                    seen = excluded.setdefault(
+                        reason.code, Exclusion(code=reason.code, devices=0, example=example)
+                    )
+                    seen.devices += 1
+                if not reasons and device.report is not None:
+                    counts["matching"] += 1
+                    counts["rows"] += device.report.datasets.get(deployment.dataset, 0)
+                    if len(names) < SHOWN_DEVICES:
+                        names.append(device.name)
+
+    services.database.read(read)
+    data = experiment.data
+    return Preview(
+        dataset=data.dataset,
+        scored_by_coordinator=dataset_name_problem(data.dataset) is None,
+        described=_described(experiment),
+        enrolled=counts["enrolled"],
+        matching=counts["matching"],
+        rows=counts["rows"],
+        names=names,
+        excluded=sorted(excluded.values(), key=lambda each: -each.devices),
+    )
+
+
+def _described(experiment: Experiment) -> dict[str, Any] | None:
+    data = experiment.data
+    if not data.is_described:
+        return None
+    schema = data.read_schema()
+    columns = {} if schema is None else {"columns": [each.name for each in schema.columns]}
+    return {**data.described_shape, **columns}
+
+
+def _would_deploy(experiment: Experiment) -> Deployment:
+    """The deployment that a run of this experiment would have."""
+    model, data = experiment.model, experiment.data
+    reads_table = data.data_schema is not None or data.dataset == "csv"
+    return Deployment(
+        run="",
+        run_name=experiment.name,
+        dataset=data.dataset,
+        model=ModelRef(model.name or "", model.options, (), 0, "float32", "classification"),
+        runtimes=tuple(experiment.federation.runtimes),
+        artifact=_UNTIL_PREPARED,
+        manifest=_UNTIL_PREPARED,
+        schema=_UNTIL_PREPARED if reads_table else None,
+        selection=experiment.devices.selection,
+        quorum=experiment.federation.min_updates,
+    )

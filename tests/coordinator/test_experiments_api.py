@@ -1,0 +1,167 @@
+"""Experiments before they run: the schema for forms, every problem with its key, and who would take part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from coordinator.accounts.admin_token import ensure_admin_token, read_admin_token
+from coordinator.db import runs as rows
+from coordinator.experiments.experiment import resolve
+from coordinator.experiments.schema import Experiment
+from tests.support import device_world
+from tests.support.device_world import World
+from tests.support.people import app_of, bearer
+
+ONLY_THERE: dict[str, Any] = {"data": {"dataset": "vibration", "input_shape": [8], "classes": 3}}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("experiments")
+    with device_world.sqlite(folder) as database, device_world.serving(folder, database) as serving:
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def client(world: World) -> TestClient:
+    home = world.services.settings.home
+    ensure_admin_token(home)
+    return bearer(app_of(world.services), read_admin_token(home))
+
+
+def check(client: TestClient, experiment: Any, **more: Any) -> Any:
+    answer = client.post("/api/v1/experiments/check", json={"experiment": experiment, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def keys_of(checked: Any) -> list[str]:
+    return [each["key"] for each in checked["problems"]]
+
+
+def test_every_key_of_the_schema_has_a_type_and_help(client: TestClient) -> None:
+    schema = client.get("/api/v1/experiments/schema").json()
+    tables = schema["experiment"]["$defs"]
+    for table in ("Data", "Model", "Federation", "Local", "StrategySection", "Simulation", "Devices"):
+        for key, field in tables[table]["properties"].items():
+            assert field["description"], f"{table}.{key} has no help"
+            assert {"type", "anyOf", "enum", "const"} & field.keys(), f"{table}.{key} has no type"
+    assert tables["Federation"]["properties"]["rounds"]["minimum"] == 1
+    assert schema["models"]["resnet8"]["properties"]["norm"]["enum"] == ["group", "batch"]
+    assert schema["strategies"]["fedadam"]["properties"]["beta1"]["exclusiveMaximum"] == 1
+    assert "digits" in schema["datasets"]
+
+
+def test_all_problems_come_at_once_each_with_its_key(client: TestClient) -> None:
+    wrong = {
+        "sed": 1,
+        "data": {"dataset": "digist", "path": "x.csv"},
+        "model": {"name": "cnn", "hidden": -1, "adapt": "lora"},
+        "federation": {"rounds": "many", "client": 3, "runtimes": {"tourch": 1.0}},
+        "local": {"epochs": 1, "steps": 2},
+        "strategy": {"name": "fedprox", "mu": -1},
+    }
+    assert sorted(set(keys_of(check(client, wrong)))) == [
+        "data.dataset",
+        "data.path",
+        "federation.client",
+        "federation.rounds",
+        "federation.runtimes.tourch",
+        "local.epochs",
+        "model.adapt",
+        "model.hidden",
+        "sed",
+        "strategy.mu",
+    ]
+
+
+def test_what_this_coordinator_does_not_allow_is_a_problem_of_its_key_too(client: TestClient) -> None:
+    checked = check(
+        client,
+        {
+            "data": {"dataset": "mine:load"},
+            "model": {"name": "mine:build", "init": "nothing:3"},
+            "strategy": {"name": "mine:Mean"},
+        },
+    )
+    assert keys_of(checked) == ["model.name", "data.dataset", "strategy.name", "model.init"]
+    assert "--allow-code mine:build" in checked["problems"][0]["message"]
+    assert keys_of(check(client, {"data": {"dataset": "csv", "path": "/etc/passwd"}})) == ["data.path"]
+
+
+def test_a_text_that_is_no_toml_is_one_problem_without_a_key(client: TestClient) -> None:
+    assert keys_of(check(client, "[data\n")) == [""]
+    assert keys_of(check(client, {}, sets=["no equals sign"])) == [""]
+
+
+def test_the_texts_of_a_document_are_settings_that_make_it_again(client: TestClient) -> None:
+    document = {
+        "name": 'a "b" c',
+        "seed": 2**60 + 1,
+        "data": {**ONLY_THERE["data"], "exclude": ["x", "y"], "public": True},
+        "federation": {"runtimes": {"torch": 1.0}, "rounds": "7"},
+        "odd": [{"a": {"b": 1}}],
+    }
+    values = check(client, document)["values"]
+    assert (values["seed"], values["data.input_shape"]) == (str(2**60 + 1), "[8]")
+    sets = [f"{key}={value}" for key, value in values.items() if key != "federation.rounds"]
+    again = check(client, {"federation": {"rounds": "7"}}, sets=sets)
+    assert again["values"] == values
+
+
+def test_defaults_and_keys_that_do_not_apply_are_told(client: TestClient) -> None:
+    checked = check(client, {"simulation": {"workers": 2}})
+    assert checked["problems"] == []
+    assert (checked["values"], checked["resolved"]["model.name"]) == ({"simulation.workers": "2"}, "cnn")
+    assert checked["resolved"]["federation.rounds"] == str(Experiment().federation.rounds)
+    assert checked["notices"] == ["[simulation] is ignored"]
+    assert checked["preview"] is None
+
+
+def test_the_preview_says_which_devices_would_take_part_and_why_not(world: World, client: TestClient) -> None:
+    for name, datasets in (("a", {"vibration": 40}), ("b", {"vibration": 2}), ("c", {}), ("d", {})):
+        world.enrol(name).check_in(datasets=datasets)
+    world.enrol("e", state="pending")
+    preview = check(client, ONLY_THERE, preview=True)["preview"]
+    assert (preview["enrolled"], preview["matching"], preview["rows"]) == (5, 2, 42)
+    assert preview["names"] == ["the a", "the b"]
+    assert [(each["code"], each["devices"]) for each in preview["excluded"]] == [
+        ("no_dataset", 2),
+        ("pending", 1),
+    ]
+    assert preview["excluded"][0]["example"].startswith("the c: ")
+    assert (preview["scored_by_coordinator"], preview["described"]["classes"]) == (False, 3)
+    wanted = {**ONLY_THERE, "devices": {"groups": ["lab"]}}
+    assert check(client, wanted, preview=True)["preview"]["matching"] == 0
+
+
+def test_an_earlier_run_is_checked_as_it_ran(world: World, client: TestClient) -> None:
+    experiment = resolve(
+        {**ONLY_THERE, "name": "first", "federation": {"rounds": 2}}, "experiment", "devices"
+    )
+    document = experiment.model_dump(mode="json", exclude_none=True)
+    earlier = partial(
+        rows.create,
+        run="early",
+        name="first",
+        experiment=document,
+        notices=[],
+        now=world.clock(),
+        kind="train",
+    )
+    world.services.commit(earlier)
+    values = check(client, {}, run="early")["values"]
+    assert (values["name"], values["federation.rounds"], values["model.name"]) == ("first", "2", "mlp")
+    unknown = client.post("/api/v1/experiments/check", json={"run": "nothing"})
+    assert unknown.status_code == 404
+
+
+def test_a_check_leaves_no_entry_in_the_audit_log(world: World, client: TestClient) -> None:
+    check(client, {})
+    actions = [each["action"] for each in client.get("/api/v1/audit").json()["records"]]
+    assert "POST /experiments/check" not in actions
