@@ -25,10 +25,10 @@ async def stream_events(
     services: ServicesDep,
     run: Annotated[str | None, Query(description="Only events of this run.")] = None,
     after: Annotated[
-        int | None, Query(ge=0, description="Begin after this event; 0: with the first.")
+        int | None, Query(ge=0, lt=2**63, description="Begin after this event; 0: with the first.")
     ] = None,
     last_event_id: Annotated[
-        int | None, Header(ge=0, description="As `after`; what a browser sends when it reconnects.")
+        int | None, Header(ge=0, lt=2**63, description="As `after`; what a browser sends when it reconnects.")
     ] = None,
 ) -> AsyncIterator[ServerSentEvent]:
     """Server-Sent Events. Without `after`, only events from now on; ends with the server."""

@@ -105,7 +105,7 @@ def get_upload(sha256: str, services: ServicesDep) -> FileProgress:
 
 @router.put("/files/{sha256}")
 async def upload_file(
-    sha256: str, request: Request, services: ServicesDep, offset: Annotated[int, Query(ge=0)]
+    sha256: str, request: Request, services: ServicesDep, offset: Annotated[int, Query(ge=0, le=2**53)]
 ) -> FileProgress:
     """The next piece of a file, as the raw body."""
     piece = await request.body()

@@ -157,7 +157,7 @@ def get_report(run: str, services: ServicesDep) -> dict[str, Any]:
 def list_events(
     run: str,
     services: ServicesDep,
-    after: Annotated[int, Query(ge=0, description="Only events after this one.")] = 0,
+    after: Annotated[int, Query(ge=0, lt=2**63, description="Only events after this one.")] = 0,
     limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
 ) -> RunEvents:
     """The events of a run so far, oldest first, a page at a time; `/events` streams them as they happen."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
+from itertools import chain
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -103,14 +104,17 @@ async def _record(services: Services, work: Callable[[Connection], str | None]) 
 
 
 def _require_valid_figures(message: EvaluationResult) -> None:
-    """Checks the ranges of the figures; the wire has checked that they are finite numbers."""
+    """Checks the ranges of the figures; the wire has checked that they are finite numbers.
+
+    The sums of quantities are checked last: their bounds divide by `labels` and take the root of `loss_sum`.
+    """
     checks = (
         (1 <= message.rows <= LARGEST_COUNT, f"rows is {message.rows}, expected 1 or more"),
         (1 <= message.labels <= LARGEST_COUNT, f"labels is {message.labels}, expected 1 or more"),
         (0 <= message.correct <= message.labels, f"correct is {message.correct} of {message.labels} labels"),
         (message.loss_sum >= 0, f"loss_sum is {message.loss_sum}, expected 0 or more"),
     )
-    for holds, problem in (*checks, *_quantity_checks(message)):
+    for holds, problem in chain(checks, _quantity_checks(message)):
         if not holds:
             raise Refusal(422, "malformed", f"EvaluationResult.{problem[:200]}")
 

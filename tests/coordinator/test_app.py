@@ -75,6 +75,11 @@ def test_errors_have_one_form(admin: TestClient) -> None:
     assert code_of(admin.get("/api/v1/runs/nobody")) == (404, "unknown_run")
 
 
+@pytest.mark.parametrize("path", ["/events", "/runs/r/events"])
+def test_an_event_number_beyond_those_of_the_database_is_refused(admin: TestClient, path: str) -> None:
+    assert code_of(admin.get(f"/api/v1{path}?after={2**63}")) == (422, "malformed")
+
+
 def test_a_wrong_experiment_is_refused_with_every_mistake(admin: TestClient) -> None:
     answer = admin.post("/api/v1/runs", json={"experiment": "[local]\nlr = -1\nepochs = 0\n"})
     assert code_of(answer) == (422, "bad_input")

@@ -396,7 +396,9 @@ def test_devices_evaluate_on_rows_of_their_own(world: World) -> None:
     assert counted is not None
     scores = json.loads(json.dumps(to_json(counted)))
     lies = ({"scores": scores | {"confusion": [[5, 5], [0, 0]]}}, {"scores": scores | {"positives": []}})
-    for bad in ({"correct": 11}, {"rows": 0}, {"loss_sum": -1.0}, *map(sums_of, BAD_SUMS), *lies):
+    sums = sums_of((3.0, 1.0, 2.0))  # their bounds divide by the labels and take the root of the losses
+    beyond = ({"labels": 0, "correct": 0} | sums, {"loss_sum": -1.0} | sums)
+    for bad in ({"correct": 11}, {"rows": 0}, {"loss_sum": -1.0}, *map(sums_of, BAD_SUMS), *lies, *beyond):
         with pytest.raises(Refused, match="malformed"):
             devices["a"].evaluated(offer.task, FIGURES | {"base": model.base} | bad)
     with pytest.raises(Refused, match="stale_base"):
