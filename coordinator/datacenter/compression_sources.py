@@ -36,8 +36,8 @@ from coordinator.datacenter.training_data import Arrays, DataOptions, TrainingDa
 from coordinator.errors import UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import MODEL_KEYS, Experiment, Section
+from coordinator.experiments.validation import dataset_name_problem
 from edge_client.files import file_sha256, write_durably
-from edge_client.wire import schema as schemas
 from edge_client.wire.schema import SCHEMA_NAME
 from models import user_code
 from models.datasets.names import KEYS
@@ -127,8 +127,7 @@ class SourceReader:
             )
         seed = lineage["seed"] if self.pipeline.seed is None else self.pipeline.seed
         if self.options.data is not None:
-            arrays, loaded, given = self._given_rows(self.options.data, seed)
-            require_schema_of(folder, loaded)
+            arrays, loaded, given = self._given_rows(self.options.data, seed, folder)
             model = model_for(folder, model, self.options, loaded)
             lineage = {**lineage, **given}
         else:
@@ -142,7 +141,7 @@ class SourceReader:
         require_data_options(folder, self.options)
         assert self.options.data is not None
         seed = self.pipeline.seed or 0
-        arrays, loaded, given = self._given_rows(self.options.data, seed)
+        arrays, loaded, given = self._given_rows(self.options.data, seed, folder)
         model = model_for(folder, known, self.options, loaded)
         source = {"imported": str(folder.absolute()), "model_sha256": file_sha256(params)}
         lineage = {**source, **given, "seed": seed}
@@ -155,7 +154,7 @@ class SourceReader:
             raise UserError(
                 f"{path}: --data is missing: the data set to calibrate and score it on, such as digits"
             )
-        arrays, loaded, given = self._given_rows(self.options.data, 0)
+        arrays, loaded, given = self._given_rows(self.options.data, 0, None)
         model = {"name": str(path), "options": {}, **{key: loaded[key] for key in MODEL_KEYS}}
         lineage = {"model_sha256": file_sha256(path), **given}
         rows = sample_rows(arrays, self.pipeline.limits, np.random.default_rng(0))
@@ -167,9 +166,7 @@ class SourceReader:
                 f"model.name = {self.options.model.name!r}: {folder} is a run, which names its model itself; remove the option"
             )
         run = run_in(folder)
-        held_out, loaded = self._held_out(run)
-        if self.options.data is not None:
-            require_schema_of(folder, loaded)
+        held_out, loaded = self._held_out(run, folder)
         seed = run.seed if self.pipeline.seed is None else self.pipeline.seed
         rng = np.random.default_rng(seed)
         order = rng.permutation(len(held_out["x"]))
@@ -182,31 +179,38 @@ class SourceReader:
             PUBLIC: (self.options.data or run.data).is_public,
             "seed": run.seed,
         }
+        whose = "the run's" if self.options.data is None else "--data's"
         return Source(
             run.model.describe(loaded),
             folder / PARAMS,
             sample_rows(arrays, self.pipeline.limits, rng),
             seed,
             lineage,
-            f"of the run's {len(order)} held-out rows; the other half trains and calibrates",
+            f"of {whose} {len(order)} held-out rows; the other half trains and calibrates",
         )
 
-    def _held_out(self, run: Experiment) -> tuple[Arrays, dict[str, Any]]:
+    def _held_out(self, run: Experiment, folder: Path) -> tuple[Arrays, dict[str, Any]]:
         """The rows `x` and `y` that the run held out, or those of `--data`, and the result of loading them."""
         if self.options.data is not None:
-            arrays, loaded = load_rows(self.options.data, run.data_seed, self.scratch, self.environment)
+            arrays, loaded = load_rows(
+                self.options.data, run.data_seed, self.scratch, self.environment, folder
+            )
             return {key: arrays[f"{key}_test"] for key in "xy"}, loaded
+        if dataset_name_problem(run.data.dataset) is not None:
+            raise UserError(
+                f"{folder}: only devices hold the rows that it was trained on; give {_DATA}, read by the run's own schema"
+            )
         data = run.data.model_dump(exclude_none=True)
         settings = {key: data[key] for key in KEYS if key in data}
         loaded = training_data.load_data(settings, run.data_seed, self.scratch, self.environment)
-        folder = self.scratch / "arrays"
-        return {key: np.load(folder / f"{key}_test.npy", mmap_mode="r") for key in "xy"}, loaded
+        arrays_folder = self.scratch / "arrays"
+        return {key: np.load(arrays_folder / f"{key}_test.npy", mmap_mode="r") for key in "xy"}, loaded
 
     def _given_rows(
-        self, data: TrainingData, seed: int
+        self, data: TrainingData, seed: int, folder: Path | None
     ) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any], dict[str, Any]]:
-        """The rows of `--data`, the result of loading them, and what a lineage says of them."""
-        arrays, loaded = load_rows(data, seed, self.scratch, self.environment)
+        """The rows of `--data` for the model in `folder`, the result of loading them, and what a lineage says of them."""
+        arrays, loaded = load_rows(data, seed, self.scratch, self.environment, folder)
         return arrays, loaded, {"data_fingerprint": loaded["fingerprint"], PUBLIC: data.is_public}
 
     def _sampled(
@@ -250,38 +254,21 @@ def is_imported(folder: Path) -> bool:
 
 
 def load_rows(
-    data: TrainingData, seed: int, scratch: Path, environment: Environment
+    data: TrainingData, seed: int, scratch: Path, environment: Environment, folder: Path | None
 ) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
     """The data set's arrays, in `scratch` and mapped into memory, and the result of loading them.
+
+    `folder`: of the model that they are for. A table is read by the data schema there, so that its rows mean what the model's
+    training rows meant; other data has to be what the schema says.
 
     Raises:
         UserError: the data or its description is wrong.
     """
     settings = data.model_dump(exclude_none=True)
+    if folder is not None and (folder / SCHEMA_NAME).is_file():
+        settings["schema"] = read_document(folder / SCHEMA_NAME)
     loaded = training_data.load_data(settings, seed, scratch / "data", environment)
     return training_data.read_arrays(scratch), loaded
-
-
-def require_schema_of(folder: Path, loaded: Mapping[str, Any]) -> None:
-    """Requires that the rows of `--data` were read as the table that the model in this folder was trained on.
-
-    A table that is loaded by itself is scaled and encoded by its own rows, so the model would be calibrated on inputs of another
-    meaning, and its accuracy would be measured on them.
-
-    Raises:
-        UserError: they were read otherwise.
-    """
-    path = folder / SCHEMA_NAME
-    if not path.is_file():
-        return
-    known = schemas.from_json(path.read_bytes(), str(path))
-    found = schemas.from_document(loaded["schema"])
-    same = all(getattr(known, key) == getattr(found, key) for key in ("columns", "classes", "label_scale"))
-    if known.kind == "table" and not same:
-        raise UserError(
-            f"--data: its rows are scaled and encoded otherwise than {path} says, which {folder} was trained by; omit --data, and "
-            f"the run's own rows are used. Rows of another table are predicted by: fedloop predict {folder} FILE"
-        )
 
 
 def model_for(

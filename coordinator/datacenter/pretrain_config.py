@@ -13,15 +13,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from coordinator.datacenter.training_data import StartModel, TrainingData
+from coordinator.datacenter.training_data import TEXT, StartModel, TrainingData, find_data_problems
 from coordinator.errors import UserError
-from coordinator.experiments.defaults import absolute, complete_options, data_name, missing
+from coordinator.experiments.defaults import absolute, complete_options, data_name, missing, table_defaults
 from coordinator.experiments.experiment import apply_settings, read_document
 from coordinator.experiments.schema import Section
 from coordinator.experiments.validation import (
     dataset_name_problem,
     find_model_problems,
-    own_key_problems,
     to_user_error,
     validate,
 )
@@ -32,9 +31,6 @@ from models.pretrain.parameter_server.settings import Servers
 from models.pretrain.plan import ParallelPlan, PlanError
 from models.pretrain.planner import scaling
 from models.pretrain.training import ProfileOptions, TrainingOptions
-
-TEXT = "text"
-"""The name of the data set that reads the user's own text file."""
 
 
 class Checkpoint(Section):
@@ -97,22 +93,6 @@ _TRAIN: Mapping[str, Mapping[str, Any]] = {
 _OTHER_TRAIN = {"epochs": 20, "batch_size": 32, "lr": 2e-3}
 _AFFECTS = {"data.dataset": ("data", "model"), "model.name": ("model",)}
 """Key -> tables whose defaults or meaning depend on it."""
-
-_OWN_KEYS: Mapping[str, tuple[str, ...]] = {
-    "path": ("csv", "npz", TEXT),
-    "label": ("csv",),
-    "split": ("csv",),
-    "features": ("csv",),
-    "exclude": ("csv",),
-    "scale": ("csv",),
-    "fixed": ("csv",),
-    "units": ("csv",),
-    "categories": ("csv",),
-    "length": ("shakespeare", "phrasebank", TEXT),
-    "encoding": ("shakespeare", TEXT),
-    "vocab": ("phrasebank",),
-}
-
 
 MUTABLE = (
     "plan",
@@ -213,11 +193,11 @@ def _problems(config: Pretraining, plan: str) -> Iterator[str]:
     data = config.data
     if data.dataset != TEXT and (problem := dataset_name_problem(data.dataset)):
         yield f"data.dataset: {problem}; for your own text file use {TEXT!r} with data.path"
-    if data.dataset in _OWN_KEYS["path"] and data.path is None:
+    if data.dataset in ("csv", "npz", TEXT) and data.path is None:
         yield f"data.dataset = {data.dataset!r} needs data.path, the file to read"
     if data.public_samples and data.dataset in ("shakespeare", TEXT):
         yield f"data.public_samples = {data.public_samples} is for data sets of rows, but data.dataset = {data.dataset!r} is one text"
-    yield from own_key_problems(data, _OWN_KEYS)
+    yield from find_data_problems(data)
     yield from find_model_problems(_model_name(config), config.model.options)
     if config.model.head is not None and config.model.init is None:
         yield "model.head selects what to use of model.init, which is missing"
@@ -241,7 +221,7 @@ def _problems(config: Pretraining, plan: str) -> Iterator[str]:
 
 def _complete(config: Pretraining, plan: ParallelPlan) -> Pretraining:
     data, name = config.data, _model_name(config)
-    text = missing(data, _TEXT.get(data.dataset, {}))
+    text = missing(data, {**_TEXT.get(data.dataset, {}), **table_defaults(data.dataset)})
     if data.path is not None:
         text["path"] = absolute(data.path)
     if data.dataset == TEXT and data.encoding is None:

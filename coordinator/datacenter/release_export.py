@@ -293,7 +293,7 @@ def _model_rows_lineage(
     options = request.data_options
     if options.data is None:
         return known or {}, _test_rows(folder), _lineage(folder)
-    arrays, loaded = load_rows(options.data, 0, scratch, environment)
+    arrays, loaded = load_rows(options.data, 0, scratch, environment, folder)
     model = model_for(folder, known, options, loaded)
     test = {name: arrays[name] for name in ("x_test", "y_test")}
     return model, test, {**_lineage(folder), "data_fingerprint": loaded["fingerprint"]}

@@ -9,6 +9,7 @@ Imported models need these options: a `.safetensors` file holds nothing but name
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,21 +25,50 @@ from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import Environment, Job
 from coordinator.errors import UserError
 from coordinator.experiments.schema import DataSection, ModelSection
-from coordinator.experiments.validation import find_model_problems, read_table, to_user_error
+from coordinator.experiments.validation import (
+    TABLE_KEYS,
+    find_model_problems,
+    find_table_problems,
+    own_key_problems,
+    read_table,
+    to_user_error,
+)
+
+_TABLES = (".csv", ".tsv", ".parquet")
+"""Of a file that `--data` names: a table."""
+
+_TOKENS = re.compile(r"characters|bytes|bpe\(\d+\)")
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+TEXT = "text"
+"""The name of the data set that reads the user's own text file."""
+
+_OWN_KEYS: Mapping[str, tuple[str, ...]] = {
+    "path": ("csv", "npz", TEXT),
+    "label": ("csv",),
+    "task": ("csv",),
+    **TABLE_KEYS,
+    "length": ("shakespeare", "phrasebank", TEXT),
+    "encoding": ("csv", "shakespeare", TEXT),
+    "vocab": ("phrasebank",),
+}
 
 
 class TrainingData(DataSection):
     """The training data.
 
     Attributes:
-        encoding: of a text's tokens, `characters`, `bytes` or `bpe(n)`.
+        encoding: of a table's text; of a text's tokens `characters`, `bytes` or `bpe(n)`.
+        task: `regression` predicts the label of a table as a quantity.
         test_rows: at most so many of the held-out rows are scored; 0: all.
         public_samples: train only on so many rows, which an experiment of this number and this `data.seed` withholds from its clients; 0: all.
     """
 
-    encoding: Annotated[str, Field(pattern=r"^(characters|bytes|bpe\(\d+\))$")] | None = None
+    site: str | None = None
+    encoding: str | None = None
+    task: Literal["classification", "regression"] | None = None
     test_rows: Annotated[int, Field(ge=0)] = 1000
 
 
@@ -69,13 +99,15 @@ def parse_data_options(name: str | None, tables: Mapping[str, Any], command: str
     problems: list[str] = []
     table = tables.get("data")
     if name is not None and not isinstance(table, str):
-        named = {"dataset": "csv", "path": name} if Path(name).suffix == ".csv" else {"dataset": name}
+        is_table = Path(name).suffix.lower() in _TABLES
+        named = {"dataset": "csv", "path": name} if is_table else {"dataset": name}
         table = {"test_rows": 0, **(table or {}), **named}
     data = None
     if isinstance(table, dict) and not (table.get("dataset") or table.get("path")):
         problems.append(f"data.{next(iter(table))} is set, but no data set is named; give --data")
     elif table is not None:
         data = read_table(TrainingData, table, problems, "data.")
+        problems += [] if data is None else find_data_problems(data)
     model = read_table(StartModel, tables.get("model", {}), problems, "model.") or StartModel()
     if model.name is None and model.options:
         problems.append(f"model.{next(iter(model.options))} is set, but not model.name")
@@ -84,6 +116,14 @@ def parse_data_options(name: str | None, tables: Mapping[str, Any], command: str
     if problems:
         raise to_user_error(command, problems)
     return DataOptions(data, model)
+
+
+def find_data_problems(data: TrainingData) -> Iterator[str]:
+    """One sentence for each key that is not for its data set, or contradicts another."""
+    if data.dataset in (TEXT, "shakespeare") and not _TOKENS.fullmatch(data.encoding or "characters"):
+        yield f"data.encoding = {data.encoding!r}: expected characters, bytes or bpe(n) such as bpe(512)"
+    yield from find_table_problems(data)
+    yield from own_key_problems(data, _OWN_KEYS)
 
 
 def load_data(

@@ -56,8 +56,8 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
     """
     model, partition, lr = _DEFAULTS.get(experiment.data.dataset, _OTHER_DEFAULTS)
     data = _data(experiment.data, partition, experiment.data_seed)
-    if data.dataset == "csv" and not stored:
-        data = data.model_copy(update=missing(data, {"scale": "federated", "categories": Categories()}))
+    if not stored:
+        data = data.model_copy(update=missing(data, table_defaults(data.dataset)))
     return experiment.model_copy(
         update={
             "name": experiment.name or data_name(data.dataset, data.path),
@@ -69,6 +69,11 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
             "strategy": _strategy(experiment.strategy),
         }
     )
+
+
+def table_defaults(dataset: str) -> dict[str, Any]:
+    """How a table is read by default; nothing of other data."""
+    return {"scale": "federated", "categories": Categories()} if dataset == "csv" else {}
 
 
 def _data(data: Data, partition: str, seed: int) -> Data:

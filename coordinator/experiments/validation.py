@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import UserError
 from coordinator.experiments import device_schema
-from coordinator.experiments.schema import Experiment, Federation, FleetKind
+from coordinator.experiments.schema import DataSection, Experiment, Federation, FleetKind
 from coordinator.json_values import is_finite
 from coordinator.model_references import parse_register_as
 from models import adaptation, catalog, user_code
@@ -34,18 +34,14 @@ UNSCORED = (
 
 Root = TypeVar("Root", bound=BaseModel)
 
-# Data sets that a key of [data] is for.
+TABLE_KEYS: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("site", "split", "features", "exclude", "encoding", "scale", "fixed", "units", "categories"), ("csv",)
+)
+"""The keys of [data] that are for tables, each with the data sets that it is for."""
+
 _OWN_KEYS: dict[str, tuple[str, ...]] = {
     "path": ("csv", "npz"),
-    "site": ("csv",),
-    "split": ("csv",),
-    "features": ("csv",),
-    "exclude": ("csv",),
-    "encoding": ("csv",),
-    "scale": ("csv",),
-    "fixed": ("csv",),
-    "units": ("csv",),
-    "categories": ("csv",),
+    **TABLE_KEYS,
     "length": ("shakespeare", "phrasebank"),
     "vocab": ("phrasebank",),
 }
@@ -287,12 +283,17 @@ def _data_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         yield from _regression_problems(experiment, fleet)
     if data.dataset in _OWN_KEYS["path"] and data.path is None:
         yield f'data.dataset = "{data.dataset}" needs data.path, the file to read'
+    yield from find_table_problems(data)
+    yield from own_key_problems(data, _OWN_KEYS)
+
+
+def find_table_problems(data: DataSection) -> Iterator[str]:
+    """One sentence for each contradiction between the keys that say how a table is scaled."""
     if (data.fixed is not None) != (data.scale == "fixed"):
         yield 'data.scale = "fixed" and data.fixed, mean and deviation of each column of numbers, need each other'
     for column, (_, deviation) in (data.fixed or {}).items():
         if deviation <= 0:
             yield f"data.fixed: the deviation of {column!r} is {deviation:g}, expected more than 0"
-    yield from own_key_problems(data, _OWN_KEYS)
 
 
 def _regression_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:

@@ -7,7 +7,8 @@ where the two contradict each other the data set is refused, because the model w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from edge_client.data.connector import DataConfig, DataProblem
@@ -16,6 +17,9 @@ from edge_client.data.quoting import listed
 from edge_client.wire.schema import DataSchema
 
 TABLE_KINDS = ("csv", "parquet", "sqlite")
+
+TABLE_SUFFIXES = (".csv", ".tsv", ".txt", ".parquet")
+"""Of files that are read as a table where a model takes one."""
 
 _ARRAYS = "numpy"
 
@@ -56,6 +60,16 @@ def with_schema(config: DataConfig, schema: DataSchema) -> DataConfig:
     return replace(config, options=given | said)
 
 
+def table_at(path: Path, schema: DataSchema) -> DataConfig:
+    """The configuration that reads the table in a file as the schema says."""
+    return with_schema(DataConfig(table_kind(path), path), schema)
+
+
+def table_kind(path: Path) -> str:
+    """The kind of data that a table in a file is, by the file's name."""
+    return "parquet" if path.suffix.lower() == ".parquet" else "csv"
+
+
 def _with_label_scale(config: DataConfig, schema: DataSchema) -> DataConfig:
     """The configuration of arrays, whose labels are scaled as the schema says if they are quantities."""
     if schema.label_scale is None:
@@ -73,6 +87,23 @@ def _with_label_scale(config: DataConfig, schema: DataSchema) -> DataConfig:
             "comes with the task"
         )
     return replace(config, options={**config.options, "label_scale": scale})
+
+
+def contradiction(schema: DataSchema, found: DataSchema) -> str | None:
+    """How images, texts or classes differ from those of the model with this schema, if they do.
+
+    Arrays say nothing of what they are, so they fit any input of their shape. Shapes are compared where a model's input is.
+    """
+    if "array" not in (schema.kind, found.kind) and schema.kind != found.kind:
+        return f"its rows are of kind {found.kind}, and the model was trained on data of kind {schema.kind}"
+    for name in ("image", "text"):
+        known, own = getattr(schema, name), getattr(found, name)
+        for part in fields(known) if known is not None and own is not None else ():
+            if (expected := getattr(known, part.name)) != (value := getattr(own, part.name)):
+                return f"{name}.{part.name} is {shortened(value)} here and {shortened(expected)} in the model's schema"
+    if schema.classes and found.classes and schema.classes != found.classes:
+        return f"its classes are {listed(found.classes)}; the model's are {listed(schema.classes)}, in this order"
+    return None
 
 
 def options_of(schema: DataSchema) -> TableOptions:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_client.data.connector import DataConfig, DataProblem
-from edge_client.data.contract import TABLE_KINDS
+from edge_client.data.contract import TABLE_KINDS, TABLE_SUFFIXES, table_kind
 from edge_client.data.examples import PADDING
 from edge_client.data.numpy_file import NumpyOptions
 from edge_client.data.options import TableOptions, read_options
@@ -21,7 +21,6 @@ from edge_client.data.table_reader import read_rows
 from edge_client.data.tables import read_table
 from edge_client.serving.rows import Inputs, Reading, read_arrays
 
-_TABLES = (".csv", ".tsv", ".txt", ".parquet")
 _OF_ITS_OWN_FILE = ("split", "test_path", "held_out", "query", "delimiter", "encoding")
 """Options that say how the data set's own file is written or divided, not what its columns mean."""
 
@@ -32,7 +31,7 @@ def read_as_data_set(path: Path, config: DataConfig, reading: Reading) -> Inputs
     Raises:
         DataProblem: the file cannot be read, or is not of the data set's kind.
     """
-    table = path.suffix.lower() in _TABLES
+    table = path.suffix.lower() in TABLE_SUFFIXES
     if config.kind in TABLE_KINDS and table:
         return _table(path, config, reading)
     if config.kind == "numpy" and not table:
@@ -53,7 +52,7 @@ def _table(path: Path, config: DataConfig, reading: Reading) -> Inputs:
     options = {name: value for name, value in given.items() if name not in _OF_ITS_OWN_FILE}
     split = [given["split"]] if given.get("split") else []
     options["exclude"] = [*given.get("exclude", ()), *split, *reading.leave_out]
-    kind = "parquet" if path.suffix.lower() == ".parquet" else "csv"
+    kind = table_kind(path)
     if kind == "csv" and (encoding := reading.encoding or given.get("encoding")):
         options["encoding"] = encoding
 

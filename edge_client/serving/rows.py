@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.cells import numbers
-from edge_client.data.connector import DataConfig, DataProblem
-from edge_client.data.contract import with_schema
+from edge_client.data.connector import DataProblem
+from edge_client.data.contract import TABLE_SUFFIXES, table_at
 from edge_client.data.csv_file import open_table
 from edge_client.data.examples import PADDING
 from edge_client.data.image_folder import SUFFIXES
@@ -207,7 +207,7 @@ def read_arrays(path: Path, reading: Reading) -> tuple[npt.NDArray[Any], npt.NDA
 
 
 def _table(path: Path, schema: DataSchema, model: str, reading: Reading) -> Inputs:
-    if path.suffix.lower() not in (".csv", ".tsv", ".txt", ".parquet"):
+    if path.suffix.lower() not in TABLE_SUFFIXES:
         found = "this is a folder" if path.is_dir() else f"this is named {path.suffix or 'without an ending'}"
         raise DataProblem(f"{path}: {model} reads tables, .csv, .tsv, .txt or .parquet; {found}")
     if reading.moments is None:
@@ -244,8 +244,7 @@ def read_natural(path: Path, schema: DataSchema, leave_out: tuple[str, ...] = ()
         labelled = options.label in table.columns and options.label not in options.exclude
         return read_table_rows(table, options, labelled=labelled)
 
-    kind = "parquet" if path.suffix.lower() == ".parquet" else "csv"
-    return read_table(with_schema(DataConfig(kind, path), known), all_rows)
+    return read_table(table_at(path, known), all_rows)
 
 
 def _numpy(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:

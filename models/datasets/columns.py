@@ -4,6 +4,7 @@ categories and classes."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,9 @@ class TextRules:
     fold: bool = False
 
 
+Sites = npt.NDArray[np.int32]
+"""The site [N] of each row."""
+
 MISTYPED = 0.05
 """Share of cells that may fail to be numbers in a column that is plainly one of numbers; they are mistakes."""
 
@@ -71,6 +75,10 @@ def read(path: Path, encoding: str | None = None) -> TextTable:
     Raises:
         DataError: naming the file, the line and the column.
     """
+    if path.suffix.lower() == ".parquet":
+        raise DataError(
+            f"{path}: Parquet is read only for a model that has a data schema; save the table as CSV"
+        )
     with open_table(path, encoding=encoding) as table:
         records = list(table.records)
     if not records:
@@ -152,6 +160,20 @@ def quantities(table: TextTable, column: str) -> npt.NDArray[np.float64]:
     """
     cells = table.cells(column, "the label")
     return quantities_of(cells, lambda row: table.at(row, column), table.decimal_comma)
+
+
+def sites_of(cells: Sequence[str], place: Callable[[int], str]) -> tuple[Sites, tuple[str, ...]]:
+    """The site [N] of each row, and the names of the sites; an error begins with the `place` of its cell.
+
+    Raises:
+        DataError: a cell is empty.
+    """
+    for row, cell in enumerate(cells):
+        if not cell:
+            raise DataError(f"{place(row)}: the site is empty; fill it in or remove the row")
+    names = in_order(set(cells))
+    code = {name: index for index, name in enumerate(names)}
+    return np.array([code[cell] for cell in cells], np.int32), tuple(names)
 
 
 def in_order(names: set[str]) -> list[str]:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.data.connector import DataProblem
+
 SHARE = Fraction(1, 5)
 
 
@@ -50,3 +52,22 @@ def held_out(
 def take(size: int) -> int:
     """How many of `size` rows are held out: the rounded share, and never all of them."""
     return max(0, min(round(size * SHARE), size - 1))
+
+
+def require_both_parts(name: str, split: str | None, test: npt.NDArray[np.bool_]) -> None:
+    """Requires rows to train on and rows to test on. `split`: the column that says which; None: they were drawn.
+
+    Raises:
+        DataProblem: one part is empty.
+    """
+    if test.any() and not test.all():
+        return
+    if split is None:
+        raise DataProblem(
+            f"{name}: {len(test)} rows are too few to hold any out for testing; "
+            "add rows, or a column `split` that says train or test"
+        )
+    raise DataProblem(
+        f"{name}: every row in column {split!r} says {'test' if test.all() else 'train'}; "
+        "expected some train and some test"
+    )

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from models.datasets import notation, own, table
+import numpy as np
+
+from edge_client.data.contract import contradiction
+from edge_client.data.labels import standardised
+from edge_client.wire.schema import DataSchema
+from models.datasets import described_table, notation, own, table
 from models.datasets.columns import TextRules
 from models.datasets.dataset import DataError, Dataset, TaskKind
 from models.datasets.names import KEYS, check_name, is_code
@@ -19,8 +25,17 @@ def from_settings(
     data_dir: Path | None = None,
     seed: int = 0,
     clients: int | None = None,
+    schema: DataSchema | None = None,
 ) -> Dataset:
-    """The data set that the `KEYS` of a table `[data]` describe; keys that are missing or None have their defaults."""
+    """The data set that the `KEYS` of a table `[data]` describe; keys that are missing or None have their defaults.
+
+    `schema`: of the model that its rows are for. A table is read by it; other data has to be what it says.
+
+    Raises:
+        DataError: as `load`; or the data is not what the schema says.
+    """
+    if schema is not None and schema.kind == "table":
+        return _by_schema(settings, seed, schema)
     given = {key: settings[key] for key in KEYS if settings.get(key) is not None}
     reading = table.Reading(
         scale=given.pop("scale", None),
@@ -30,7 +45,28 @@ def from_settings(
         encoding=given.pop("encoding", None),
     )
     name = given.pop("dataset")
-    return load(name, data_dir=data_dir, seed=seed, clients=clients, reading=reading, **given)
+    dataset = load(name, data_dir=data_dir, seed=seed, clients=clients, reading=reading, **given)
+    return dataset if schema is None else _for_model(dataset, schema)
+
+
+def _for_model(dataset: Dataset, schema: DataSchema) -> Dataset:
+    """The data set with quantities scaled as the model predicts them, if it is what the model was trained on."""
+    if difference := contradiction(schema, dataset.described):
+        raise DataError(f"data set {dataset.name!r}: {difference}")
+    if schema.label_scale in (None, dataset.label_scale) or dataset.label_scale is None:
+        return dataset
+    (mean, deviation), own = schema.label_scale, dataset.label_scale
+    y = standardised(dataset.y.astype(np.float64) * own[1] + own[0], (mean, deviation))
+    return replace(dataset, y=y, label_scale=(mean, deviation))
+
+
+def _by_schema(settings: Mapping[str, Any], seed: int, schema: DataSchema) -> Dataset:
+    name, path = settings["dataset"], settings.get("path")
+    if name != "csv" or path is None:
+        raise DataError(
+            f"data set {name!r}: the model was trained on a table with the label {schema.label!r}; expected a table, such as table.csv"
+        )
+    return described_table.load(Path(path), seed, schema, settings)
 
 
 def load(

@@ -24,7 +24,7 @@ from edge_client.wire.schema import ColumnSchema, DataSchema, Scale
 from models.datasets import columns, table_notes
 from models.datasets.columns import TextRules, TextTable
 from models.datasets.dataset import DataError, Dataset, TaskKind
-from models.datasets.holdout import held_out
+from models.datasets.holdout import held_out, require_both_parts
 from models.datasets.standardise import standardised, standardised_labels
 
 
@@ -222,32 +222,18 @@ def _test_rows(
 ) -> npt.NDArray[np.bool_]:
     if roles.split is None:
         test = held_out(y, seed, sites)
-        if not test.any():
-            raise DataError(
-                f"{table.name}: {len(table)} rows are too few to hold any out for testing; "
-                "add rows, or a column `split` that says train or test"
-            )
+        require_both_parts(table.name, None, test)
         return test
     cells = table.cells(roles.split, "the split")
     test = split_column(Column(table, roles.split, cells, [number for number, _ in table.records]))
-    if test.all() or not test.any():
-        raise DataError(
-            f"{table.name}: every row in column {roles.split!r} says {'test' if test.all() else 'train'}; "
-            "expected some train and some test"
-        )
+    require_both_parts(table.name, roles.split, test)
     return test
 
 
-def _sites(table: TextTable, column: str | None) -> tuple[npt.NDArray[np.int32] | None, tuple[str, ...]]:
+def _sites(table: TextTable, column: str | None) -> tuple[columns.Sites | None, tuple[str, ...]]:
     if column is None:
         return None, ()
-    cells = table.cells(column, "the site")
-    for row, cell in enumerate(cells):
-        if not cell:
-            raise DataError(f"{table.at(row, column)}: the site is empty; fill it in or remove the row")
-    names = columns.in_order(set(cells))
-    code = {name: index for index, name in enumerate(names)}
-    return np.array([code[cell] for cell in cells], np.int32), tuple(names)
+    return columns.sites_of(table.cells(column, "the site"), lambda row: table.at(row, column))
 
 
 def _scale(

@@ -1,8 +1,8 @@
 """A data set as the arrays of a datacenter job: `python -P -m models.datasets.worker JOB.json`.
 
 The job file's `data` are keyword arguments of `models.datasets.load`, with `test_rows`: how many of the held-out
-rows to keep, drawn by the seed; 0: all; and `public_samples`: train only on the rows that a federation withholds from
-its clients. It is a process of its own because a data set may be a user's code. It writes `x_train`, `y_train`,
+rows to keep, drawn by the seed; 0: all; `public_samples`: train only on the rows that a federation withholds from
+its clients; and `schema`: of the model that the rows are for. It is a process of its own because a data set may be a user's code. It writes `x_train`, `y_train`,
 `x_test`, `y_test` into the job's `arrays`, and a description into `result.json`.
 
 With an `encoding`, `characters`, `bytes` or `bpe(n)`, the data set is a text, `shakespeare` or the file `path`, and what
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from edge_client.processes import process
+from edge_client.wire import schema as schemas
 from models import datasets
 from models import job as jobs
 from models.datasets import corpus, encodings
@@ -29,12 +30,14 @@ def load(path: Path, report: process.Report) -> None:
     job = jobs.read(path)
     arguments: dict[str, Any] = dict(job.value("data"))
     test_rows, public = arguments.pop("test_rows", 0), arguments.pop("public_samples", 0)
+    document = arguments.pop("schema", None)
+    schema = None if document is None else schemas.from_document(document)
     report(stage="load")
     if "encoding" in arguments and arguments["dataset"] != "csv":
         jobs.write_result(job.out, _text(job, arguments, test_rows))
         return
     data_dir = Path(arguments["data_dir"]) if "data_dir" in arguments else None
-    dataset = datasets.from_settings(arguments, data_dir=data_dir, seed=job.seed)
+    dataset = datasets.from_settings(arguments, data_dir=data_dir, seed=job.seed, schema=schema)
     train, test = np.flatnonzero(~dataset.test), np.flatnonzero(dataset.test)
     if not len(train) or not len(test):
         raise datasets.DataError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.datacenter.compression_sources import Pipeline, Source, SourceReader
+from coordinator.datacenter.jobs import Environment
+from coordinator.datacenter.training_data import parse_data_options
 from coordinator.errors import UserError
 from coordinator.experiments import experiment as experiments
 from coordinator.experiments.schema import Categories, Data, Experiment
@@ -255,3 +259,30 @@ def test_a_text_never_seen_in_training_is_refused_with_its_place_and_what_to_do(
         assert part in str(caught.value)
     assert "option" not in str(caught.value)
     assert read_inputs(tmp_path / "new.csv", SCHEMA, "triage").x[:, 1:].tolist() == [[1, 0], [0, 1]]
+
+
+def test_rows_to_calibrate_such_a_model_on_are_read_by_its_schema(tmp_path: Path) -> None:
+    run, table = tmp_path / "run", tmp_path / "own.csv"
+    run.mkdir()
+    (run / "experiment.toml").write_text(experiment(tmp_path).to_toml())
+    (run / "schema.json").write_text(SCHEMA.to_json())
+    (run / "model.safetensors").write_bytes(b"not read")
+    table.write_text("ward;outcome;age\n" + "er;home;60\nicu;died;40\n" * 20)
+
+    def source(name: str | None, *settings: str) -> Source:
+        tables = {"data": dict(each.split("=") for each in settings)} if settings else {}
+        options = parse_data_options(name, tables, "export")
+        scratch = Path(tempfile.mkdtemp(dir=tmp_path))
+        return SourceReader(Pipeline(), scratch, Environment(), options).read(run)
+
+    with pytest.raises(UserError, match=r"only devices hold the rows .* give --data"):
+        source(None)
+    with pytest.raises(UserError, match=r"leave data\.scale out"):
+        source(str(table), "scale=site")
+    found = source(str(table))
+    assert found.model["input_shape"] == [3] and "--data's 8 held-out rows" in found.scored
+    x, y = (np.concatenate([found.arrays[f"{key}_{part}"] for part in ("train", "test")]) for key in "xy")
+    assert {(*row, int(label)) for row, label in zip(x.tolist(), y, strict=True)} == {
+        (1, 1, 0, 1),
+        (-1, 0, 1, 0),
+    }

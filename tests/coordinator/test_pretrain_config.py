@@ -91,7 +91,7 @@ def test_problems_of_several_keys_are_told_beside_those_of_one() -> None:
         ({"data": {"dataset": "csv"}}, "needs data.path"),
         ({"data": {"dataset": "text"}}, "data.dataset = 'text' needs data.path"),
         ({"data": {"dataset": "shakespeare", "encoding": "bpe"}}, "data.encoding = 'bpe'"),
-        ({"data": {"encoding": "bytes"}}, "data.encoding = 'bytes' is for shakespeare and text"),
+        ({"data": {"encoding": "bytes"}}, "data.encoding = 'bytes' is for csv and shakespeare and text"),
         ({"server": {"wrkers": 2}}, "unknown key 'wrkers', did you mean 'workers'"),
         ({"server": {}, "plan": {"dp": 2}}, "server and plan are both given"),
         ({"server": {"mode": "k-of-n", "keep": 9}}, "server: keep is 9, expected 1 to 2, the workers"),

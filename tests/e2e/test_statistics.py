@@ -15,7 +15,7 @@ import pytest
 from coordinator.accounts.admin_token import read_admin_token
 from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from edge_client.wire import schema as schemas
-from tests.support.cli import run_here
+from tests.support.cli import assert_refused, run_here
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +73,8 @@ def ledger(fleet: LocalFleet, site: str, *more: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_statistics_of_four_daemons_are_those_of_their_pooled_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("release", [False, pytest.param(True, marks=pytest.mark.extended)])
+def test_statistics_of_four_daemons_are_those_of_their_pooled_rows(tmp_path: Path, release: bool) -> None:
     tables = write(tmp_path)
     with local_fleet(tmp_path / "fleet") as fleet:
         for site in tables:
@@ -117,10 +118,12 @@ def test_statistics_of_four_daemons_are_those_of_their_pooled_rows(tmp_path: Pat
                 assert secret not in reported
                 assert secret not in done.stdout
         assert ledger(fleet, FORBIDDEN) == []
-        train_and_predict(fleet, tmp_path, age["mean"])
+        classes = train_and_predict(fleet, tmp_path, age["mean"])
+        if release:
+            release_and_predict(fleet, tmp_path, classes)
 
 
-def train_and_predict(fleet: LocalFleet, folder: Path, mean: float) -> None:
+def train_and_predict(fleet: LocalFleet, folder: Path, mean: float) -> list[str]:
     """Sites train by the schema that four of them made; the model predicts a table in its natural form."""
     schema = schemas.from_json((folder / "schema.json").read_bytes())
     assert [(column.name, column.categories, column.other) for column in schema.columns] == [
@@ -143,12 +146,41 @@ def train_and_predict(fleet: LocalFleet, folder: Path, mean: float) -> None:
     assert schemas.from_json((folder / "run" / "schema.json").read_bytes()) == schema
 
     (folder / "new.csv").write_text("ward,age\nicu,41\nnever seen,\n")
-    predicted = run_here("predict", str(folder / "run"), str(folder / "new.csv"), "--json")
-    assert predicted.returncode == 0, predicted.stderr
-    assert [row["class_name"] in schema.classes for row in json.loads(predicted.stdout)["predictions"]] == [
-        True,
-        True,
-    ]
+    classes = predicted_classes(folder / "run", folder / "new.csv")
+    assert len(classes) == 2 and set(classes) <= set(schema.classes)
+    return classes
+
+
+def release_and_predict(fleet: LocalFleet, folder: Path, expected: list[str]) -> None:
+    """The run, whose rows the coordinator never had, is exported with a table that is read by its schema, and signed."""
+    export = ("export", str(folder / "run"), "--name", "triage", "--out", str(folder / "release"))
+    refused = run_here(*export)
+    assert_refused(refused, "only devices hold the rows", "--data")
+    given = ("--data", str(folder / "south.csv"), "--precision", "float32")
+    done = run_here(*export, *given)
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((folder / "release" / "manifest.json").read_text())
+    assert manifest["schema"] == json.loads((folder / "run" / "schema.json").read_text())
+    assert predicted_classes(folder / "release", folder / "new.csv") == expected
+
+    secret = {**operator(fleet), "FEDLOOP_RELEASE_PASSPHRASE": "correct horse"}
+    staging = ("--staging", "stick")
+    keys = run_here("release", "online-keys", cwd=folder, env=secret)
+    (folder / "online.json").write_text(keys.stdout)
+    for command in (
+        ("keygen", "keys"),
+        ("init", "--keys", "keys", "--online", "online.json", *staging),
+        ("add", "release", *staging),
+        ("sign", "--keys", "keys", *staging),
+    ):
+        done = run_here("release", *command, cwd=folder, env=secret)
+        assert done.returncode == 0, done.stderr
+
+
+def predicted_classes(model: Path, rows: Path) -> list[str]:
+    done = run_here("predict", str(model), str(rows), "--json")
+    assert done.returncode == 0, done.stderr
+    return [row["class_name"] for row in json.loads(done.stdout)["predictions"]]
 
 
 def operator(fleet: LocalFleet) -> dict[str, str]:

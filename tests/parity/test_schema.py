@@ -110,6 +110,33 @@ def test_columns_that_are_missing_or_unknown_are_refused(
         read_inputs(path, schema_of(load(table)), "patients:1")
 
 
+@pytest.mark.parametrize("scale", ["federated", "site", "none"])
+def test_rows_for_a_trained_model_are_read_as_its_training_rows_were(
+    table: Path, tmp_path: Path, scale: str
+) -> None:
+    features = {"features": ["ward", "code"]} if scale == "none" else {}  # numbers have gaps
+    dataset = load(table, scale, **features)
+    schema = schema_of(dataset)
+    given: dict[str, object] = {"dataset": "csv", "site": "site", "encoding": "latin-1"}
+    shuffled = ["outcome", "site", "dose", "split", "code", "admitted", "ward", "age", "patient"]
+    path = write(tmp_path / "again.csv", awkward_rows(), shuffled, "latin-1", "|")
+    again = from_settings({**given, "path": str(path)}, schema=schema)
+    assert again.site_names == dataset.site_names
+    for name in ("x", "y", "test", "site"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(dataset, name))
+    if scale == "federated":  # other rows are scaled by the model's moments, not by their own
+        few = write(tmp_path / "few.csv", awkward_rows()[:50], shuffled, "latin-1", "|")
+        some = from_settings({**given, "path": str(few)}, schema=schema)
+        np.testing.assert_array_equal(some.x, dataset.x[:50])
+        with pytest.raises(DataProblem, match=r"leave data\.scale out"):
+            from_settings({**given, "path": str(few), "scale": "site"}, schema=schema)
+        with pytest.raises(DataProblem, match=r"expected a table, such as table\.csv"):
+            from_settings({"dataset": "digits"}, schema=schema)
+    unlabelled = write(tmp_path / "none.csv", awkward_rows(), shuffled[1:], "latin-1", "|")
+    with pytest.raises(DataProblem, match="no column 'outcome' for the label"):
+        from_settings({**given, "path": str(unlabelled)}, schema=schema)
+
+
 def test_a_site_scaled_model_needs_the_sites_rows(table: Path) -> None:
     with pytest.raises(DataProblem, match="--site-rows TABLE"):
         read_inputs(table, schema_of(load(table, "site")), "patients:1")
