@@ -149,6 +149,16 @@ class Settings:
         ),
     ] = 8 * 2**20
     workers: int = 1
+    job_slots: Annotated[
+        int,
+        Option(
+            "--job-slots",
+            "Processes that jobs of the API may use together; a job takes one, a pretraining one for each of its plan. 0: no jobs.",
+            parse.integer(0, 4096),
+            "FEDLOOP_JOB_SLOTS",
+            "COUNT",
+        ),
+    ] = 2
     data_dir: Annotated[
         Path | None,
         Option("--data-dir", "Folder that holds the data files.", parse.existing_path, "FEDLOOP_DATA_DIR"),

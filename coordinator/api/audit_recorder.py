@@ -35,6 +35,7 @@ RECORDED_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
     ("POST", "/tokens"): ("id", "group", "uses", "ttl_seconds", "needs_approval", "listed_serials_only"),
     ("POST", "/serials"): ("group", "added", "already_listed"),
     ("POST", "/runs"): ("id", "name"),
+    ("POST", "/jobs"): ("id", "kind", "name", "source", "priority"),
     ("POST", "/statistics"): ("id", "name"),
     ("POST", "/models/{name}/versions"): ("kind", "run", "version"),
     ("PUT", "/models/{name}/aliases/{alias}"): ("version", "expected"),

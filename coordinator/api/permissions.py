@@ -1,7 +1,7 @@
 """Which role a route of the operator API needs at least. A route that is not listed here is refused, and so is a start.
 
 Viewers read states and figures. Operators run the fleet: devices, enrolment, rollouts, publishing what the offline keys have
-signed, and stopping a run. Data scientists start runs and read and register the params of models. Admins manage users and
+signed, and stopping a run. Data scientists start runs and jobs, and read and register the params of models. Admins manage users and
 keys. Auditors read what viewers read, and the audit log.
 """
 
@@ -36,6 +36,16 @@ LEAST_ROLES: dict[tuple[str, str], Role] = {
     ("GET", "/runs/{run}/events"): "viewer",
     ("GET", "/runs/{run}/model"): "data_scientist",
     ("POST", "/runs/{run}/cancel"): "operator",
+    ("GET", "/jobs"): "viewer",
+    ("POST", "/jobs"): "data_scientist",
+    ("GET", "/jobs/{job}"): "viewer",
+    ("DELETE", "/jobs/{job}"): "data_scientist",
+    ("GET", "/jobs/{job}/events"): "viewer",
+    ("GET", "/jobs/{job}/curve"): "viewer",
+    ("GET", "/jobs/{job}/report"): "viewer",
+    ("GET", "/jobs/{job}/files/{name}"): "data_scientist",
+    ("POST", "/jobs/{job}/cancel"): "data_scientist",
+    ("POST", "/jobs/{job}/resume"): "data_scientist",
     ("POST", "/statistics"): "data_scientist",
     ("GET", "/statistics/{run}"): "viewer",
     ("GET", "/statistics/{run}/schema"): "viewer",

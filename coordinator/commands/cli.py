@@ -28,6 +28,7 @@ from coordinator.commands import (
     export,
     fleet,
     init,
+    jobs,
     model,
     predict,
     pretrain,
@@ -237,6 +238,7 @@ app.command(
 app.command(epilog="Example: fedloop export runs/compressed --name digits --out runs/release")(export.export)
 app.add_typer(audit.app, name="audit")
 app.add_typer(device.app, name="device")
+app.add_typer(jobs.app, name="jobs")
 app.add_typer(model.app, name="model")
 app.add_typer(pretrain.app, name="pretrain")
 app.add_typer(rollout.app, name="rollout")

@@ -60,9 +60,10 @@ def compress(
     DIR is a folder that fedloop pretrain, simulate, run or model export wrote. Writes model.tflite, every step's model, a report and a plot.
     """
     from coordinator.datacenter import compression
+    from coordinator.datacenter.compression_request import parse_request
     from coordinator.datacenter.jobs import Environment
 
-    request = compression.parse_request(pipeline, student, sets or [], data)
+    request = parse_request(pipeline, student, sets or [], data)
     destination = out or default_folder("compressed")
     with RichProgress() as progress:
         report = compression.compress(folder, request, destination, Environment(data_dir, progress))
@@ -102,11 +103,11 @@ def compress_search(
     Writes what fedloop compress would write for the chosen one. If none fits, exits with 1 and names the nearest.
     """
     from coordinator.datacenter import compress_search as searching
-    from coordinator.datacenter import compression
+    from coordinator.datacenter.compression_request import parse_request
     from coordinator.datacenter.jobs import Environment
 
     budget = searching.parse_budget(memory, size, latency, accuracy)
-    request = compression.parse_request(None, student, sets or [], data)
+    request = parse_request(None, student, sets or [], data)
     destination = out or default_folder("searched")
     with RichProgress() as progress:
         report = searching.search(

@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from edge_client.wire.strict import printable
+
 if TYPE_CHECKING:
     # Only for type checking: the import takes longer than a short run.
     from coordinator.rounds.records import RoundRecord
@@ -67,6 +69,17 @@ def make_table(*columns: str, right: Collection[str] = ()) -> Table:
 def format_time(text: str) -> str:
     """An ISO timestamp in UTC, to the minute."""
     return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def format_event(event: Mapping[str, Any]) -> str:
+    """An event of a run or a job in one line: its time, its name and its values."""
+    moment = str(event["time"])[:19].replace("T", " ")
+    values = (
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in event.items()
+        if key not in ("time", "event", "id", "run")
+    )
+    return printable(" ".join([moment, event["event"], *values]), 2000)
 
 
 def format_bytes(count: int) -> str:

@@ -17,6 +17,7 @@ from rich.text import Text
 from coordinator.commands.options import DataDir, Json, Sets, command_group
 from coordinator.commands.output import (
     RichProgress,
+    format_event,
     format_metric,
     format_time,
     make_table,
@@ -35,7 +36,6 @@ from edge_client.wire.strict import printable
 app = command_group("Runs: in folders and at a coordinator; what they did, and how to go on with them.")
 
 _LIVE = ("queued", "running")
-_NOT_SETTINGS = ("time", "event", "id", "run")
 _FIGURES = ("test_accuracy", "test_loss", "test_rows", "model_sha256")
 
 RunReference = Annotated[
@@ -110,7 +110,7 @@ def logs(
     if follow and isinstance(found, RemoteRun):
         events = run_follower.events_until_end(found.client, found.shown["id"])
     for event in events:
-        typer.echo(json.dumps(event) if as_json else _format_event(event))
+        typer.echo(json.dumps(event) if as_json else format_event(event))
 
 
 @app.command(epilog="Example: fedloop runs compare runs/fedavg runs/fedadam")
@@ -219,16 +219,6 @@ def _show_lines(
     for device in devices:
         part = "; ".join(reason["words"] for reason in device["reasons"]) or "can take part"
         yield f"  {printable(device['name'])} ({short_id(device['device'])}): {printable(part)}"
-
-
-def _format_event(event: Mapping[str, Any]) -> str:
-    moment = event["time"][:19].replace("T", " ")
-    values = (
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in event.items()
-        if key not in _NOT_SETTINGS
-    )
-    return printable(" ".join([moment, event["event"], *values]), 2000)
 
 
 def _compare(labels: Sequence[str], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

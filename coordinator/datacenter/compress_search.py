@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.datacenter import compression
-from coordinator.datacenter.compression import CompressionRequest
+from coordinator.datacenter.compression_request import CompressionRequest
 from coordinator.datacenter.compression_sources import Source, SourceReader
 from coordinator.datacenter.documents import LINEAGE, MODEL, PARAMS, PIPELINE, REPORT, TFLITE
 from coordinator.datacenter.jobs import Environment, Job

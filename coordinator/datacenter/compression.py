@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from coordinator.datacenter import jobs
-from coordinator.datacenter.compression_sources import Pipeline, Source, SourceReader, copy_schema, read_model
+from coordinator.datacenter.compression_pipeline import Pipeline
+from coordinator.datacenter.compression_request import CompressionRequest
+from coordinator.datacenter.compression_sources import Source, SourceReader, copy_schema, read_model
 from coordinator.datacenter.documents import (
     LINEAGE,
     MODEL,
@@ -28,10 +29,8 @@ from coordinator.datacenter.documents import (
 )
 from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import Environment, Job
-from coordinator.datacenter.training_data import DataOptions, StartModel, parse_data_options
+from coordinator.datacenter.training_data import StartModel
 from coordinator.errors import RunInterrupted, UserError
-from coordinator.experiments import experiment
-from coordinator.experiments.experiment import apply_settings
 from coordinator.experiments.validation import read_table, to_user_error
 from coordinator.output_folders import require_new, undone_if_refused
 from coordinator.storage.private_folders import private_folder
@@ -42,65 +41,6 @@ _SLOWER = 1.1
 """Ratio of latencies above which a model counts as slower; repeated measurements vary by less."""
 
 _STUDENTS = {"token sequences": "charlm", "tokens": "textcls", "images": "cnn", "any": "mlp"}
-
-
-@dataclass(frozen=True)
-class CompressionRequest:
-    """A requested compression.
-
-    Attributes:
-        pipeline: the default one if it has no step.
-        origin: its name in messages.
-        student: of the default pipeline, as `name` and options.
-        sets: kind of a step -> options for all steps of that kind.
-        data_options: the data set and the model that the command names.
-    """
-
-    pipeline: Pipeline
-    origin: str
-    student: StartModel = field(default_factory=StartModel)
-    sets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    data_options: DataOptions = field(default_factory=DataOptions)
-
-
-def parse_request(
-    file: Path | None, student: str | None, sets: Sequence[str], data: str | None = None
-) -> CompressionRequest:
-    """The compression that a command's options request. Raises: UserError: listing every problem at once."""
-    origin = "compress" if file is None else str(file)
-    document = {} if file is None else experiment.read_toml(file)
-    if file is not None and not document.get("step"):
-        raise UserError(f"{file}: has no step; expected tables [[step]], each with a kind and its options")
-    if file is not None:
-        _follow_folder(document, file)
-    settings = apply_settings({}, sets)
-    data_options = parse_data_options(
-        data, {key: settings.pop(key) for key in ("data", "model") if key in settings}, origin
-    )
-    overrides: dict[str, Any] = {
-        key: settings.pop(key) for key in ("rows", "test_rows", "seed", "step") if key in settings
-    }
-    student_settings = settings.pop("student", {})
-    if student is not None:
-        student_settings = {
-            **(student_settings if isinstance(student_settings, dict) else {}),
-            "name": student,
-        }
-    if student_settings and file is not None:
-        raise UserError(
-            f"--student is for the default pipeline; in {file} a step of kind distil names the student"
-        )
-    options = {kind: value for kind, value in settings.items() if isinstance(value, dict)}
-    problems = [
-        f"{key} is not a known key; known: rows, test_rows, seed, student, data, model, and kinds of steps with an option, such as quantize.precision"
-        for key in settings
-        if key not in options
-    ]
-    pipeline = read_table(Pipeline, document | overrides, problems)
-    model = read_table(StartModel, student_settings, problems, "student.")
-    if pipeline is None or model is None or problems:
-        raise to_user_error(origin, problems)
-    return CompressionRequest(pipeline, origin, model, options, data_options)
 
 
 def compress(
@@ -300,15 +240,6 @@ def _default(request: CompressionRequest, model: Mapping[str, Any]) -> list[dict
     if student is None:
         return [quantize]
     return [{"kind": "distil", "student": student, "epochs": 6, "lr": 4e-3}, quantize]
-
-
-def _follow_folder(document: dict[str, Any], file: Path) -> None:
-    """Makes the folders of teachers absolute, in place: relative ones follow the folder of `file`."""
-    steps = document["step"] if isinstance(document["step"], list) else []
-    for step in steps:
-        if isinstance(step, dict) and isinstance(step.get("teachers"), str):
-            folders = [part.strip() for part in step["teachers"].split(",")]
-            step["teachers"] = ",".join(experiment.beside(file, folder) for folder in folders if folder)
 
 
 def _teachers(pipeline: Pipeline, origin: str) -> dict[str, Source]:

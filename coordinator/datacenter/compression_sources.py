@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
-from pydantic import Field
 from safetensors import SafetensorError
 
 from coordinator.datacenter import training_data
+from coordinator.datacenter.compression_pipeline import Pipeline
 from coordinator.datacenter.documents import (
     EXPERIMENT,
     LINEAGE,
@@ -35,7 +35,7 @@ from coordinator.datacenter.jobs import Environment
 from coordinator.datacenter.training_data import Arrays, DataOptions, TrainingData, sample_rows
 from coordinator.errors import UserError
 from coordinator.experiments import experiment
-from coordinator.experiments.schema import MODEL_KEYS, Experiment, Section
+from coordinator.experiments.schema import MODEL_KEYS, Experiment
 from coordinator.experiments.validation import dataset_name_problem
 from edge_client.files import file_sha256, write_durably
 from edge_client.wire.schema import SCHEMA_NAME
@@ -44,26 +44,6 @@ from models.datasets.names import KEYS
 
 _ONNX = "model.onnx"
 _DATA = "--data, the data set to calibrate and test it on (such as digits, table.csv or package.module:load)"
-
-
-class Pipeline(Section):
-    """A compression pipeline.
-
-    Attributes:
-        rows: at most so many rows train and calibrate.
-        test_rows: at most so many rows score every step.
-        seed: of rows and steps; by default the source's own.
-        step: `kind` and the options of that kind, one table a step.
-    """
-
-    rows: int = Field(2000, ge=1)
-    test_rows: int = Field(500, ge=1)
-    seed: int | None = Field(None, ge=0)
-    step: list[dict[str, Any]] = Field(default_factory=list)
-
-    @property
-    def limits(self) -> dict[str, int]:
-        return {"train": self.rows, "test": self.test_rows}
 
 
 @dataclass(frozen=True)

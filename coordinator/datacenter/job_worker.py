@@ -110,7 +110,7 @@ def run_worker(
         raise JobPreempted(stage, "it was stopped to make room and saved its work", log)
     if status or errors:
         # When one rank fails, the others fail because of it: the first reason is the cause.
-        raise JobFailed(stage, errors[0] if errors else _exit_reason(status, log), log)
+        raise JobFailed(stage, errors[0] if errors else exit_reason(status, log), log)
 
 
 def _command(stage: Stage, processes: int, path: Path) -> list[str]:
@@ -163,7 +163,8 @@ def _objects(stream: IO[bytes] | None) -> Iterator[dict[str, Any]]:
             yield value
 
 
-def _exit_reason(status: int, log: Path) -> str:
+def exit_reason(status: int, log: Path) -> str:
+    """A clause that says how a worker without a message of its own ended. `log`: its standard error."""
     if status < 0:
         name = signal.Signals(-status).name
         return f"the worker was ended by {name}" + ("; was memory short?" if name == "SIGKILL" else "")

@@ -21,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.datacenter import compression, jobs, keras_models
+from coordinator.datacenter.compression_pipeline import PRECISIONS, Pipeline
+from coordinator.datacenter.compression_request import CompressionRequest
 from coordinator.datacenter.compression_sources import (
-    Pipeline,
     SourceReader,
     is_imported,
     load_rows,
@@ -53,9 +54,6 @@ from edge_client.files import file_sha256, write_durably
 from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 from edge_client.wire.schema import SCHEMA_NAME
 from models import user_code
-
-PRECISIONS = ("float32", "float16", "weight-int8", "dynamic-int8", "static-int8", "mixed", "int4", "codebook")
-"""As `models.compress.step.Precision`, which needs torch."""
 
 _RELEASE = "release"
 _ROWS = ("arrays", "data/arrays")
@@ -183,7 +181,7 @@ def _quantize(path: Path, request: ReleaseRequest, out: Path, environment: Envir
         return
     precision = request.precision or ("float32" if imported else _default_precision(path))
     step = {"kind": "quantize", "precision": precision, **request.accuracy_limit}
-    compression_request = compression.CompressionRequest(
+    compression_request = CompressionRequest(
         Pipeline.model_validate({"step": [step]}), "export", data_options=request.data_options
     )
     report = compression.compress(path, compression_request, out, environment, keep_on_failure=False)

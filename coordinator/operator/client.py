@@ -90,9 +90,11 @@ class OperatorClient:
         response = self._call("POST", path, {} if body is None else body).data
         return json.loads(response) if response else None
 
-    def pages(self, path: str, key: str, cursor: str = "after", **query: Any) -> Iterator[dict[str, Any]]:
-        """The items `key` of all pages at `path`; `cursor` is the parameter that asks for the next one."""
-        position = None
+    def pages(
+        self, path: str, key: str, cursor: str = "after", after: Any = None, **query: Any
+    ) -> Iterator[dict[str, Any]]:
+        """The items `key` of all pages at `path`, behind the position `after`; `cursor` is the parameter that asks for the next one."""
+        position = after
         while True:
             page = self.get(path, limit=_PAGE_ITEMS, **query, **{cursor: position})
             yield from page[key]
@@ -302,6 +304,14 @@ def run_id(client: OperatorClient, reference: str) -> str:
 def find_run_id(client: OperatorClient, reference: str) -> str | None:
     """The id of the run that `reference` means, None if there is none. Raises: UserError: it matches several."""
     return _unique(reference, client.get("/runs", called=reference, limit=100), "runs")
+
+
+def job_id(client: OperatorClient, reference: str) -> str:
+    """The id of the job that `reference` means. Raises: UserError: it matches no job, or several."""
+    match = _unique(reference, client.get("/jobs", called=reference, limit=100), "jobs")
+    if match is None:
+        raise UserError(f"no job matches {reference!r}; see them all: fedloop jobs list")
+    return match
 
 
 def token_id(client: OperatorClient, reference: str) -> str:

@@ -104,11 +104,11 @@ def find_problems(
 ) -> Iterator[UserError | Refusal]:
     """All reasons why the experiment may not run here, as the errors of `admit`. `comes_with_model`: as there."""
     yield from _code_problems(experiment, services.settings, comes_with_model=comes_with_model)
-    for key, path in _named_files(experiment):
+    for key, path in named_files(experiment):
         if comes_with_model and key.startswith("model."):
             continue
         try:
-            _open(key, path, services.settings).close()
+            open_file(key, path, services.settings).close()
         except UserError as error:
             yield error
     init = experiment.model.init
@@ -164,11 +164,21 @@ def init_params(
     if init is None:
         return None
     if is_version(init):
-        return read_regular(services.blobs.path(_params_blob(_find_version(init, services))))
+        return read_regular(params_file(init, services))
     if comes_with_model:
         return None
-    with _open("model.init", init, services.settings) as file:
+    with open_file("model.init", init, services.settings) as file:
         return read_all(file)
+
+
+def params_file(version: str, services: Services) -> Path:
+    """The params of a registered version, such as digits:3 or digits@champion.
+
+    Raises:
+        UserError: `no_params`.
+        Refusal: 404, there is no such version.
+    """
+    return services.blobs.path(_params_blob(_find_version(version, services)))
 
 
 def _not_allowed(key: str, name: str, more: str = "") -> UserError:
@@ -179,7 +189,7 @@ def _not_allowed(key: str, name: str, more: str = "") -> UserError:
     )
 
 
-def _named_files(experiment: Experiment) -> Iterator[tuple[str, str]]:
+def named_files(experiment: Experiment) -> Iterator[tuple[str, str]]:
     """Keys that name a file, with the file."""
     model, data = experiment.model, experiment.data
     if data.path is not None:
@@ -190,7 +200,8 @@ def _named_files(experiment: Experiment) -> Iterator[tuple[str, str]]:
         yield "model.name", model.name
 
 
-def _open(key: str, path: str, settings: Settings) -> BufferedReader:
+def open_file(key: str, path: str, settings: Settings) -> BufferedReader:
+    """The file that a key names, opened. Raises: UserError: `path_not_allowed`, `bad_file`."""
     folders = settings.folders
     try:
         if not is_beneath(Path(path), folders):

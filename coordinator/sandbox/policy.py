@@ -89,24 +89,32 @@ def _require_readable(reference: str) -> None:
         )
 
 
-def launch(settings: Settings, folder: Path, *more: Path) -> Launch:
-    """How to start workers of the run with this folder. `more`: further folders that they may change."""
+def launch(
+    settings: Settings, folder: Path, *more: Path, readable: Sequence[Path] = (), confined: bool = True
+) -> Launch:
+    """How to start workers of the run with this folder.
+
+    `more`: further folders that they may change; `readable`: that they may read; `confined`: whether in the sandbox, which
+    refuses sockets too. The environment is reduced in either case.
+    """
     environment = partial(_environment, settings, folder)
     for path in (folder / TEMPORARY, *more):
         path.mkdir(parents=True, exist_ok=True)  # a missing folder cannot have a rule
-    if settings.no_sandbox or enter.unavailable_reason():
+    if not confined or settings.no_sandbox or enter.unavailable_reason():
         return Launch(environment=environment)
-    rules = json.dumps(_rules(settings, [folder, *more]))
+    rules = json.dumps(_rules(settings, [folder, *more], readable))
     return Launch((sys.executable, "-I", "-S", enter.__file__, rules), environment)
 
 
-def _rules(settings: Settings, writable: Sequence[Path]) -> dict[str, list[str]]:
+def _rules(
+    settings: Settings, writable: Sequence[Path], readable: Sequence[Path] = ()
+) -> dict[str, list[str]]:
     rules: dict[str, list[str]] = {"list": [], "read": [], "write": [], "devices": list(_DEVICES)}
     secrets = _secrets(settings)
     for path in dict.fromkeys(_readable(settings)):
         for kind, allowed in _without(path, secrets):
             rules[kind].append(str(allowed))
-    rules["read"] += map(str, settings.folders)
+    rules["read"] += map(str, (*settings.folders, *readable))
     rules["write"] += map(str, writable)
     return rules
 

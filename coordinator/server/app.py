@@ -37,6 +37,7 @@ from coordinator.api import (
     users,
 )
 from coordinator.api.audit_recorder import AuditMiddleware, AuditRecorder, record_begin
+from coordinator.api.datacenter import jobs
 from coordinator.api.deps import identify, require_permission
 from coordinator.api.permissions import OPEN, require_complete
 from coordinator.context.services import Services
@@ -51,6 +52,7 @@ from coordinator.storage.errors import is_damaged_database, is_disk_full, is_tem
 from edge_client.wire.device import PREFIX as DEVICE_PREFIX
 
 if TYPE_CHECKING:
+    from coordinator.jobs.service import JobService
     from coordinator.runs.service import RunService
 
 OPERATOR_PREFIX = "/api/v1"
@@ -64,6 +66,7 @@ _ROUTERS = tuple(
         participation,
         experiments,
         runs,
+        jobs,
         statistics,
         models,
         releases,
@@ -96,11 +99,17 @@ class Problem(BaseModel):
     error: ProblemDetail
 
 
-def operator_app(services: Services, run_service: RunService, metrics: Metrics) -> FastAPI:
-    """The operator API and the web console; the API's OpenAPI document is at `/api/openapi.json`."""
+def operator_app(
+    services: Services, run_service: RunService, metrics: Metrics, job_service: JobService | None = None
+) -> FastAPI:
+    """The operator API and the web console; the API's OpenAPI document is at `/api/openapi.json`.
+
+    `job_service`: None if it runs no jobs.
+    """
     app = _operator_routes()
     app.state.services = services
     app.state.runs = run_service
+    app.state.jobs = job_service
     app.state.metrics = metrics
     app.state.started_at = services.clock()
     app.state.audit_recorder = AuditRecorder(services)

@@ -40,6 +40,7 @@ from coordinator.db.store import Database, require_intact
 from coordinator.errors import UserError
 from coordinator.fleets.device import DeviceFleet
 from coordinator.identity.setup_links import LINK_FILE, offer_setup_link
+from coordinator.jobs.service import JobService
 from coordinator.option_parsers import Address
 from coordinator.output_folders import locked
 from coordinator.releases.renewal import ReleaseGauges, keep_fresh
@@ -93,9 +94,10 @@ def serve(settings: Settings, announce: Announce) -> None:
                 services,
                 lambda own, deployment, patience: DeviceFleet(own, deployment, patience_seconds=patience),
             )
+            jobs = JobService(services)
             context = services.authority.server_context()
             servers = (
-                _Server(_config(operator_app(services, runs, metrics), LimitedProtocol), operator),
+                _Server(_config(operator_app(services, runs, metrics, jobs), LimitedProtocol), operator),
                 _Server(
                     _config(
                         device_app(services, metrics),
@@ -110,6 +112,8 @@ def serve(settings: Settings, announce: Announce) -> None:
             record_start(services)
             runs.start()
             stack.callback(runs.close)
+            jobs.start()
+            stack.callback(jobs.close)
             rollouts = RolloutThread(services, services.releases)
             rollouts.start()
             stack.callback(rollouts.close)

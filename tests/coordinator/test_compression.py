@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from coordinator.datacenter import compression, release_export
-from coordinator.datacenter.compression_sources import Pipeline, Source, SourceReader
+from coordinator.datacenter.compression_pipeline import Pipeline
+from coordinator.datacenter.compression_request import parse_request
+from coordinator.datacenter.compression_sources import Source, SourceReader
 from coordinator.datacenter.jobs import Environment
 from coordinator.errors import UserError
 
@@ -94,7 +96,7 @@ def test_a_killed_export_can_be_repeated(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["textcls", "cnn", "gpt"])
 def test_without_a_pipeline_the_precision_is_measured(name: str) -> None:
     source = Source({"name": name, "options": {}}, Path(), {}, 7, {})
-    steps = compression._complete(compression.parse_request(None, None, []), source).step
+    steps = compression._complete(parse_request(None, None, []), source).step
     assert steps[-1] == {"kind": "quantize", "precision": "auto"}
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.datacenter import compression
+from coordinator.datacenter import compression_request
 from coordinator.errors import UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import Experiment
@@ -128,7 +128,7 @@ def test_paths_in_a_file_follow_its_folder_and_those_of_set_the_working_director
 
 def test_the_folders_of_teachers_follow_the_folder_of_the_pipeline(tmp_path: Path) -> None:
     text = "[[step]]\nkind = 'distil'\nteachers = 'one, /two'\n"
-    request = compression.parse_request(file(tmp_path, text), None, [])
+    request = compression_request.parse_request(file(tmp_path, text), None, [])
     assert request.pipeline.step[0]["teachers"] == f"{tmp_path / 'one'},/two"
 
 

@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 from ai_edge_litert import schema_py_generated as schema
 
-from coordinator.datacenter.release_export import PRECISIONS
+from coordinator.datacenter.compression_pipeline import PRECISIONS
 from edge_client.infer import golden_check
 from edge_client.infer.runtime import Model, load
 from edge_client.train.golden import SelfTestFailed

@@ -7,6 +7,7 @@ from alembic import context
 from coordinator.audit import entries  # noqa: F401  they belong to the metadata
 from coordinator.db.tables import metadata
 from coordinator.identity import tables as identity_tables  # noqa: F401  they belong to the metadata
+from coordinator.jobs import tables as job_tables  # noqa: F401  they belong to the metadata
 from coordinator.rollouts import tables  # noqa: F401  they belong to the metadata
 
 context.configure(

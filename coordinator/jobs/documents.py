@@ -1,0 +1,222 @@
+"""The document of a job: the file of the command that does the same, checked before anything starts.
+
+| kind          | document                                                                               |
+|---------------|----------------------------------------------------------------------------------------|
+| `simulation`  | an experiment, as of `fedloop simulate`                                                |
+| `pretraining` | a configuration of `fedloop pretrain`                                                  |
+| `plan`        | the same, with a table `planner`                                                       |
+| `compression` | a pipeline of `fedloop compress`, with tables `student`, `data`, `model`               |
+| `export`      | the options of `fedloop export`: `name`, `version`, …, with tables `data`, `model`     |
+
+Whoever may start a job has no account on the coordinator's machine. So a document names no code, only models of the catalog and
+data sets by name, and only files in the coordinator's data folders (`coordinator.runs.admission`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from coordinator.context.services import Services
+from coordinator.datacenter import compression_request, pretrain_config
+from coordinator.datacenter.compression_pipeline import PIPELINE_KEYS, PRECISIONS
+from coordinator.datacenter.compression_request import CompressionRequest
+from coordinator.datacenter.training_data import DataOptions, parse_data_options
+from coordinator.errors import UserError
+from coordinator.experiments import experiment as experiments
+from coordinator.experiments.schema import Section
+from coordinator.experiments.validation import read_table, to_user_error
+from coordinator.jobs.tables import Kind
+from coordinator.model_references import is_version
+from coordinator.runs import admission
+from models import options, user_code
+from models.datasets import names
+from models.pretrain.parameter_server.settings import Servers
+
+INIT = "init.safetensors"
+"""File in a job's folder: the params of the registered version that `model.init` names."""
+
+
+class Export(Section):
+    """The document of an export; see `fedloop export --help`."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+    version: Annotated[int, Field(ge=1, lt=1_000_000_000)] = 1
+    precision: str | None = None
+    device_class: list[str] = Field(default_factory=list)
+    dataset: str = ""
+    real_rows: Annotated[int, Field(ge=0, le=1024)] = 0
+    max_accuracy_drop: Annotated[float, Field(ge=0, le=1)] | None = None
+    data: dict[str, Any] = Field(default_factory=dict)
+    model: dict[str, Any] = Field(default_factory=dict)
+
+    def data_options(self) -> DataOptions:
+        """The tables `data` and `model`. Raises: UserError: listing every problem of them."""
+        tables = {key: table for key, table in (("data", self.data), ("model", self.model)) if table}
+        return parse_data_options(None, tables, "export")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A valid document.
+
+    Attributes:
+        document: with every default filled in, where the command's own file has that form.
+        processes: that the job needs at the same time.
+        code: key -> name that would be code if it were not of the catalog.
+        files: keys that name a file, with the file.
+        init: params that belong into the job's folder as `INIT`.
+    """
+
+    name: str
+    document: dict[str, Any]
+    processes: int = 1
+    code: Sequence[tuple[str, str | None]] = ()
+    files: Sequence[tuple[str, str | None]] = ()
+    init: Path | None = None
+
+
+def check(
+    kind: Kind, document: Mapping[str, Any], sets: Sequence[str], folder: Path, services: Services
+) -> Checked:
+    """The document after `--set key=value` settings, for a job in `folder`.
+
+    Raises:
+        UserError: listing every problem; `code_not_allowed`, `path_not_allowed`, `bad_file`, `no_params`.
+        Refusal: 404, `model.init` names a version that does not exist.
+    """
+    changed = experiments.apply_settings(dict(document), sets)
+    init = _place_init(changed, folder, services) if kind in ("simulation", "pretraining", "plan") else None
+    checked = replace(_CHECKS[kind](changed), init=init)
+    for key, name in checked.code:
+        if name is not None and (names.is_code(name) or user_code.is_own(name.partition("(")[0])):
+            raise UserError(
+                f"{key} = {name!r} is code or a file of your own, and jobs of the API run none, because they run beside the "
+                "coordinator; run the command itself on a machine of yours, or have it installed as an entry point of the "
+                "group fedloop.models",
+                "code_not_allowed",
+            )
+    for key, path in checked.files:
+        if path is not None and path != str(folder / INIT):
+            admission.open_file(key, path, services.settings).close()
+    return checked
+
+
+def read_compression(document: Mapping[str, Any]) -> CompressionRequest:
+    """The compression that a document requests. Raises: UserError: listing every problem."""
+    pipeline = {key: value for key, value in document.items() if key in PIPELINE_KEYS}
+    settings = {key: value for key, value in document.items() if key not in pipeline}
+    return compression_request.read_request(pipeline, settings, "compression")
+
+
+def read_export(document: Mapping[str, Any]) -> Export:
+    """The export that a document requests. Raises: UserError: listing every problem."""
+    problems: list[str] = []
+    found = read_table(Export, document, problems)
+    if found is not None and found.precision not in (None, *PRECISIONS):
+        problems.append(f"precision = {found.precision!r} is unknown; known: {', '.join(PRECISIONS)}")
+    if found is None or problems:
+        raise to_user_error("export", problems)
+    return found
+
+
+def _place_init(document: dict[str, Any], folder: Path, services: Services) -> Path | None:
+    """Replaces a registered version in `model.init` by the file of the job's folder, and returns its params."""
+    model = document.get("model")
+    init = model.get("init") if isinstance(model, dict) else None
+    if not isinstance(init, str) or not is_version(init):
+        return None
+    params = admission.params_file(init, services)
+    document["model"] = {**document["model"], "init": str(folder / INIT)}
+    return params
+
+
+def _simulation(document: dict[str, Any]) -> Checked:
+    experiment = experiments.resolve(document, "experiment")
+    workers = experiment.simulation.workers or 1
+    resolved = experiment.model_dump(mode="json", exclude_none=True)
+    resolved["simulation"]["workers"] = workers
+    named = (
+        ("model.name", experiment.model.name),
+        ("data.dataset", experiment.data.dataset),
+        ("strategy.name", experiment.strategy.name),
+    )
+    return Checked(experiment.name, resolved, workers, named, list(admission.named_files(experiment)))
+
+
+def _pretraining(document: dict[str, Any]) -> Checked:
+    config = pretrain_config.resolve(document, "pretraining")
+    if (config.profile or {}).get("folder", "profile") != "profile":
+        raise UserError(
+            "profile.folder: a job's profile is in its own folder; remove the key", "path_not_allowed"
+        )
+    processes = config.parallel_plan.processes
+    if config.server is not None:
+        processes = options.read(Servers, config.server, "server").processes
+    named = (("model.name", config.model.name), ("data.dataset", config.data.dataset))
+    files = (("data.path", config.data.path), ("model.init", config.model.init))
+    return Checked(config.name, config.model_dump(mode="json", exclude_none=True), processes, named, files)
+
+
+def _plan(document: dict[str, Any]) -> Checked:
+    planner = document.pop("planner", {})
+    planner = {"processes": 2, **planner} if isinstance(planner, dict) else {}
+    processes = planner.get("processes")
+    if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
+        raise UserError(f"planner.processes = {processes!r}: expected a number of processes, 1 or more")
+    if "profile" in planner:
+        raise UserError(
+            "planner.profile names a file of the coordinator's machine; remove the key", "path_not_allowed"
+        )
+    checked = _pretraining(document)
+    started = min(processes, len(os.sched_getaffinity(0)))
+    return replace(
+        checked, document={**checked.document, "planner": planner}, processes=max(started, checked.processes)
+    )
+
+
+def _compression(document: dict[str, Any]) -> Checked:
+    request = read_compression(document)
+    steps = request.pipeline.step
+    if any("teachers" in step for step in (*steps, *request.sets.values())):
+        raise UserError(
+            "distil.teachers names folders of the coordinator's machine, which jobs do not read; leave it out, and the source "
+            "is the teacher",
+            "path_not_allowed",
+        )
+    students = [str(step["student"]) for step in (*steps, *request.sets.values()) if "student" in step]
+    named = [("student.name", request.student.name), *(("distil.student", each) for each in students)]
+    data, files = _data_names(request.data_options)
+    return Checked("compressed", document, code=[*named, *data], files=files)
+
+
+def _export(document: dict[str, Any]) -> Checked:
+    export = read_export(document)
+    code, files = _data_names(export.data_options())
+    return Checked(export.name, export.model_dump(mode="json"), code=code, files=files)
+
+
+_Named = list[tuple[str, str | None]]
+
+
+def _data_names(given: DataOptions) -> tuple[_Named, _Named]:
+    """What the tables `data` and `model` name: possible code, and files."""
+    data, model = given.data, given.model
+    return (
+        [("model.name", model.name), ("data.dataset", data.dataset if data else None)],
+        [("data.path", data.path if data else None), ("model.init", model.init)],
+    )
+
+
+_CHECKS: Mapping[Kind, Callable[[dict[str, Any]], Checked]] = {
+    "simulation": _simulation,
+    "pretraining": _pretraining,
+    "plan": _plan,
+    "compression": _compression,
+    "export": _export,
+}

@@ -1,0 +1,223 @@
+"""Jobs over the operator API: what is refused, in which order they start, what becomes of them, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tomlkit
+from fastapi.testclient import TestClient
+from structlog.testing import capture_logs
+
+from coordinator.accounts.admin_token import read_admin_token
+from coordinator.context.services import Services
+from coordinator.jobs.service import JobService
+from coordinator.runs.service import RunService
+from coordinator.server.app import operator_app
+from coordinator.server.metrics import Metrics
+from tests.support.cli import assert_refused, run_here
+from tests.support.doorway import listening
+from tests.support.fake_devices import answering
+from tests.support.people import bearer, code_of
+from tests.support.services import services_in
+
+EXPERIMENT: dict[str, Any] = {
+    "name": "small",
+    "model": {"name": "logreg"},
+    "data": {"dataset": "synthetic(shape=[4], classes=2, samples=60)"},
+    "federation": {"rounds": 2, "clients": 3, "clients_per_round": 3, "runtimes": {"torch": 1.0}},
+    "local": {"epochs": 1},
+}
+PATIENCE_SECONDS = 120.0
+
+
+@contextmanager
+def coordinator(home: Path, **settings: Any) -> Iterator[tuple[TestClient, JobService, Services]]:
+    """The API of a coordinator whose jobs run."""
+    with services_in(home, **settings) as services:
+        jobs = JobService(services)
+        app = operator_app(
+            services, RunService(services, answering), Metrics(services.database, services.signals), jobs
+        )
+        jobs.start()
+        try:
+            yield bearer(app, read_admin_token(home)), jobs, services
+        finally:
+            jobs.close()
+
+
+@contextmanager
+def commands(client: TestClient, folder: Path) -> Iterator[Callable[..., Any]]:
+    """Runs `fedloop` against this API."""
+    with capture_logs(), listening(client.app) as port:
+        token = client.headers["Authorization"].removeprefix("Bearer ")
+        env = {"FEDLOOP_COORDINATOR": f"http://127.0.0.1:{port}", "FEDLOOP_ADMIN_TOKEN": token}
+        yield partial(run_here, cwd=folder, env=env)
+
+
+def start(client: TestClient, kind: str, document: Any, **more: Any) -> dict[str, Any]:
+    answer = client.post("/api/v1/jobs", json={"kind": kind, "document": document, **more})
+    assert answer.status_code == 201, answer.text
+    shown: dict[str, Any] = answer.json()
+    return shown
+
+
+def until(client: TestClient, job: str, *states: str) -> dict[str, Any]:
+    """The job once it is in one of these states."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < end:
+        shown: dict[str, Any] = client.get(f"/api/v1/jobs/{job}").json()
+        if shown["state"] in states:
+            return shown
+        assert shown["state"] in ("queued", "running"), shown
+        time.sleep(0.05)
+    raise AssertionError(f"{job} is {shown['state']}: {shown['progress']}")
+
+
+@pytest.mark.slow
+def test_a_simulation_is_started_watched_and_leaves_its_report(tmp_path: Path) -> None:
+    """By the command too."""
+    with coordinator(tmp_path / "home") as (client, _, _), commands(client, tmp_path) as fedloop:
+        file = tmp_path / "small.toml"
+        file.write_text(tomlkit.dumps(EXPERIMENT))
+        started = fedloop("jobs", "start", file, "--set", "federation.rounds=2", "--json")
+        assert started.returncode == 0, started.stderr
+        job = json.loads(started.stdout)
+        assert (job["state"], job["name"], job["created_by"]) == ("queued", "small", "admin")
+        done = until(client, job["id"], "finished")
+        path = f"/api/v1/jobs/{job['id']}"
+        assert (done["progress"]["done"], done["progress"]["total"]) == (2, 2)
+        events = [event["event"] for event in client.get(f"{path}/events").json()["events"]]
+        assert events[0] == "started" and events[-1] == "ended" and events.count("round") == 2
+        assert [point["round"] for point in client.get(f"{path}/curve").json()] == [1, 2]
+        report = client.get(f"{path}/report").json()
+        assert report["final"]["test_accuracy"] > 0.5
+        assert client.get(f"{path}/files/model.safetensors").content
+        assert "small" in fedloop("jobs", "list").stdout
+        assert "round 2/2" in fedloop("jobs", "show", "small").stdout
+        assert (
+            "event" not in (told := fedloop("jobs", "logs", job["id"][:8], "--follow").stdout)
+            and "ended" in told
+        )
+        fetched = fedloop("jobs", "fetch", job["id"][:8], "--out", tmp_path / "fetched")
+        assert fetched.returncode == 0 and (tmp_path / "fetched" / "model.safetensors").exists(), (
+            fetched.stderr
+        )
+        assert_refused(fedloop("jobs", "show", "nothing"), "no job matches 'nothing'")
+        assert_refused(fedloop("jobs", "start", "--kind", "compression"), "source")
+        assert fedloop("jobs", "remove", "small").returncode == 0
+        assert code_of(client.get(path)) == (404, "unknown_job")
+    assert not list((tmp_path / "home" / "jobs").iterdir())
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_ends_with_all_its_processes_and_goes_on_when_resumed(tmp_path: Path) -> None:
+    endless = {**EXPERIMENT, "federation": {**EXPERIMENT["federation"], "rounds": 100_000}}
+    with coordinator(tmp_path / "home", job_slots=1) as (client, _, _):
+        first, second = (start(client, "simulation", endless) for _ in range(2))
+        path = f"/api/v1/jobs/{first['id']}"
+        wait_for(lambda: (client.get(path).json()["progress"]["done"] or 0) >= 2)
+        processes = psutil.Process().children(recursive=True)
+        assert (
+            client.get(f"/api/v1/jobs/{second['id']}").json()["state"] == "queued"
+        )  # the only slot is taken
+        assert client.post(f"/api/v1/jobs/{second['id']}/cancel").json()["state"] == "cancelled"
+        assert code_of(client.delete(path)) == (409, "job_state")
+        assert client.post(f"{path}/cancel").json()["state"] == "cancelled"
+        assert code_of(client.post(f"{path}/cancel")) == (409, "job_state")
+        wait_for(lambda: not any(each.is_running() for each in processes))
+        wait_for(lambda: client.post(f"{path}/resume").status_code == 200)
+        done = client.get(path).json()["progress"]["done"]
+        wait_for(lambda: (client.get(path).json()["progress"]["done"] or 0) > done)
+        assert client.get(path).json()["attempts"] == 2
+    with coordinator(tmp_path / "home") as (client, _, _):  # as after a crash, which leaves it running too
+        shown = client.get(path).json()
+        assert (shown["state"], shown["error"]) == (
+            "interrupted",
+            "the coordinator stopped while the job ran",
+        )
+        assert not psutil.Process().children()
+
+
+def test_a_document_is_refused_with_all_its_problems(tmp_path: Path) -> None:
+    with coordinator(tmp_path / "home") as (client, _, _):
+
+        def refused(kind: str, document: Any, **more: Any) -> tuple[int, str, str]:
+            answer = client.post("/api/v1/jobs", json={"kind": kind, "document": document, **more})
+            return *code_of(answer), answer.json()["error"]["message"]
+
+        wrong = 'name = "x"\n[federation]\nrounds = -1\nclient = 3\n'
+        assert refused("simulation", wrong)[:2] == (422, "bad_input")
+        assert (
+            "federation.rounds" in (found := refused("simulation", wrong)[2])
+            and "federation.client " in found
+        )
+        wrong = {"train": {"lr": -1}, "checkpoint": {"every": -1}}
+        assert "lr" in (found := refused("pretraining", wrong)[2]) and "checkpoint.every" in found
+        assert "5 processes" in refused("pretraining", {"plan": {"dp": 5}})[2]
+        assert "2 problems" in refused("export", {"name": "A b", "version": 0})[2]
+        assert "rows" in refused("compression", {"rows": 0})[2]
+        assert "source" in refused("compression", {})[2]
+        assert refused("compression", {}, source="nobody")[:2] == (404, "unknown_job")
+        assert refused("simulation", EXPERIMENT, source="nobody")[:2] == (422, "bad_input")
+        assert "not valid TOML" in refused("simulation", "name =")[2]
+        assert client.get("/api/v1/jobs").json() == []
+        assert not (tmp_path / "home" / "jobs").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "document", "code"),
+    [
+        ("simulation", {"model": {"name": "mine:build"}}, "code_not_allowed"),
+        ("simulation", {"data": {"dataset": "mine:load"}}, "code_not_allowed"),
+        ("simulation", {"strategy": {"name": "mine:Median"}}, "code_not_allowed"),
+        ("simulation", {"data": {"dataset": "csv", "path": "/etc/passwd"}}, "path_not_allowed"),
+        ("simulation", {"model": {"init": "/etc/passwd"}}, "path_not_allowed"),
+        ("pretraining", {"model": {"name": "mine:build"}}, "code_not_allowed"),
+        ("pretraining", {"data": {"dataset": "mine:load"}}, "code_not_allowed"),
+        ("pretraining", {"data": {"dataset": "text", "path": "/etc/passwd"}}, "path_not_allowed"),
+        ("pretraining", {"model": {"init": "/etc/passwd"}}, "path_not_allowed"),
+        ("pretraining", {"profile": {"folder": "../../keys"}}, "path_not_allowed"),
+        ("plan", {"planner": {"profile": "/etc/passwd"}}, "path_not_allowed"),
+        ("plan", {"data": {"dataset": "csv", "path": "/etc/passwd"}}, "path_not_allowed"),
+        ("compression", {"data": {"dataset": "mine:load"}}, "code_not_allowed"),
+        ("compression", {"data": {"dataset": "csv", "path": "/etc/passwd"}}, "path_not_allowed"),
+        ("compression", {"student": {"name": "mine:build"}}, "code_not_allowed"),
+        ("compression", {"step": [{"kind": "distil", "student": "mine:build"}]}, "code_not_allowed"),
+        ("compression", {"step": [{"kind": "distil", "teachers": "/home"}]}, "path_not_allowed"),
+        ("export", {"name": "a", "data": {"dataset": "mine:load"}}, "code_not_allowed"),
+        ("export", {"name": "a", "data": {"dataset": "csv", "path": "/etc/passwd"}}, "path_not_allowed"),
+        ("export", {"name": "a", "model": {"name": "/tmp/net.keras"}}, "code_not_allowed"),
+    ],
+)
+def test_a_document_names_no_code_and_no_file_outside_the_data_folders(
+    kind: str, document: Any, code: str, refusing: TestClient
+) -> None:
+    answer = refusing.post("/api/v1/jobs", json={"kind": kind, "document": document})
+    assert code_of(answer) == (422, code), answer.text
+
+
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    with coordinator(tmp_path_factory.mktemp("refusing") / "home") as (client, _, _):
+        yield client
+
+
+def test_a_coordinator_without_slots_runs_no_jobs(tmp_path: Path) -> None:
+    with coordinator(tmp_path / "home", job_slots=0) as (client, _, _):
+        answer = client.post("/api/v1/jobs", json={"kind": "simulation", "document": EXPERIMENT})
+        assert code_of(answer) == (409, "no_jobs")
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
