@@ -35,6 +35,7 @@ NAMES = (
     "gpu_pretrain",
     "predict",
     "compression",
+    "console",
 )
 
 

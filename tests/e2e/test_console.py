@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,30 +15,19 @@ import tomlkit
 from coordinator.accounts.admin_token import read_admin_token
 from coordinator.demos.local_fleet import Daemon, LocalFleet, local_fleet
 from coordinator.identity.setup_links import LINK_FILE
-from coordinator.server.console import BUILT
 from tests.support import noop
-from tests.support.require import require
+from tests.support.browser import find_browser, running
 
 pytestmark = pytest.mark.slow
 
-WEB = Path(__file__).parents[2] / "web"
 BIN = Path(sys.executable).parent
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 MODEL_BYTES = 60_000
-
-
-def browser() -> str:
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None or not (BUILT / "index.html").is_file() or not (WEB / "node_modules").is_dir():
-        require("chromium", "no Chromium is installed, or `make web` did not build the console")
-    assert found is not None
-    return found
 
 
 def test_an_operators_day(tmp_path: Path) -> None:
     """By the link of the first start: enrols a device by the command shown, trains, compares, sees the coordinator killed and back, cancels,
     revokes, signs out; and what a viewer is not shown is refused."""
-    executable = browser()
+    find_browser()
     with local_fleet(tmp_path / "fleet") as fleet:
         noop.add_device(fleet, "pump-1").start()
         viewer = {"name": "vera", "password": "a viewer's password"}
@@ -50,12 +38,9 @@ def test_an_operators_day(tmp_path: Path) -> None:
             "token": read_admin_token(fleet.home),
             "experiment": experiment("first", rounds=2),
             "endless": experiment("endless", rounds=100_000),
-            "chromium": executable,
             "pictures": os.environ.get("FEDLOOP_TEST_PICTURES"),
         }
-        command = [str(BIN / "node"), str(WEB / "e2e" / "console.mjs")]
-        environment = {**os.environ, "CONSOLE_TEST": json.dumps(asked)}
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as page:
+        with running("console.mjs", asked) as page:
             assert page.stdout is not None
             steps = []
             for line in page.stdout:
