@@ -7,7 +7,6 @@ a plain step has `mu` and `offset` zero, which costs two additions and saves a s
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,15 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.examples import PADDING, QUANTITY_PADDING, Examples
+from edge_client.train.tensorflow_import import tf
 from strategies.client_rules import Correction
 from strategies.params import Params, zeros_like
 from strategies.params import Tensors as NamedArrays
-
-# TensorFlow reads these once, at import. Without them every process logs its CPU features. oneDNN logs at any level
-# and rounds differently on different CPUs; enabling it makes larger convolutions about 1.4 times faster.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-import tensorflow as tf
 
 Tensors = dict[str, tf.Tensor]
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import tensorflow as tf
 
+from edge_client.train.tensorflow_import import tf
 from edge_client.train.tensorflow_trainer import TensorFlowRuntime, squared_error
 from edge_client.wire.manifest import TensorSpec, signature_name
 from models.conversion.convolution import NoGradient

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
+from edge_client.train.tensorflow_import import tf
 from models.conversion.convolution import NoGradient
 
 LOWEST = float(np.finfo(np.float32).min)

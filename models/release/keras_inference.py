@@ -21,12 +21,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
-import tensorflow as tf
 import torch
 from torch import nn
 
 from edge_client.files import write_durably
 from edge_client.processes import process
+from edge_client.train.tensorflow_import import tf
 from models import job as jobs
 from models.compress.quantization import quantize
 from models.compress.quantization.recipes import SIGNATURE

@@ -12,14 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
-from keras import layers
 
 from edge_client.data.examples import Examples
 from edge_client.train.litert_trainer import LiteRTRuntime
+from edge_client.train.tensorflow_import import tf
 from edge_client.train.tensorflow_trainer import TensorFlowRuntime
 from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import manifest
@@ -42,6 +40,7 @@ from tests.support.keras_nets import NETS
 from tests.support.long import extended
 from tests.support.releases import constrained_python
 
+keras, layers = tf.keras, tf.keras.layers
 pytestmark = pytest.mark.slow
 
 BATCH = 8

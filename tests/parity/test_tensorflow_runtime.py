@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
+from edge_client.train.tensorflow_import import tf
 from edge_client.train.tensorflow_trainer import TensorFlowRuntime, masked_cross_entropy
 from edge_client.train.trainer import Trainer, TrainTask
 from models.zoo import cnn, mlp
@@ -108,7 +108,8 @@ threads = tf.config.threading
 assert (threads.get_intra_op_parallelism_threads(), threads.get_inter_op_parallelism_threads()) == (1, 1)
 assert not tf.config.get_visible_devices("GPU")
 tensorflow_trainer.use_one_cpu_thread()
-assert not {"torch", "models"} & set(sys.modules)
+assert not {"torch", "models", "sklearn", "matplotlib", "jax"} & set(sys.modules)
+import matplotlib
 """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TF_")}
     done = subprocess.run(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-from keras import layers
-
+from edge_client.train.tensorflow_import import tf
 from models.zoo.tensorflow.keras import KerasSpec
+
+keras, layers = tf.keras, tf.keras.layers
 
 
 def mlp() -> Any:

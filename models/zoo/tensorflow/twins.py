@@ -8,7 +8,6 @@ its inputs in another order, C·H·W against H·W·C.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# As in `edge_client.train.tensorflow_trainer`, which may be imported after this: no lines about the CPU.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-import tensorflow as tf
+from edge_client.train.tensorflow_import import tf
 
 Array = npt.NDArray[Any]
 Weights = Mapping[str, tf.Tensor]
