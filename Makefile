@@ -11,7 +11,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Compiled once: the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 # More than two cores: many tests wait for real processes rather than compute, most of all the slow ones.
-WORKERS ?= 4
+WORKERS ?= 6
 CHECK_WORKERS ?= 3
 SOURCES := coordinator edge_client strategies models tests docs fedloop.py _fedloop_command.py
 
@@ -19,7 +19,7 @@ CONSOLE := coordinator/console/index.html
 WEB_SOURCES := $(shell find web -type f -not -path 'web/node_modules/*' 2>/dev/null)
 NPM := PATH="$(CURDIR)/.venv/bin:$$PATH" npm --prefix web
 
-.PHONY: help setup web web-types constrained demo demo-fleet demo-loop test test-long twins coverage check bench docs clean
+.PHONY: help setup web web-types constrained demo demo-fleet demo-loop test types tests test-long twins coverage check bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -72,8 +72,13 @@ check: setup ## the fast loop: format, lint, types, import rules, unit tests
 test: setup constrained ## everything; what CI runs
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory --jobs 2 types tests
+
+types:
+	$(BIN)/mypy
+
+tests:
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
 test-long: setup constrained ## what `make test` leaves out: further cases, long editions, both databases for all
