@@ -8,15 +8,23 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import tomlkit
 
 from coordinator.accounts.admin_token import read_admin_token
 from coordinator.demos.local_fleet import Daemon, LocalFleet, local_fleet
 from coordinator.identity.setup_links import LINK_FILE
+from edge_client.wire import arrays
+from edge_client.wire.arrays import encode_result
+from edge_client.wire.device import TaskMessage
+from strategies.update import Update
 from tests.support import noop
 from tests.support.browser import find_browser, running
+from tests.support.device_client import RawDevice
+from tests.support.federation import steps_of
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +34,7 @@ MODEL_BYTES = 60_000
 
 def test_an_operators_day(tmp_path: Path) -> None:
     """By the link of the first start: enrols a device by the command shown, trains, compares, sees the coordinator killed and back, cancels,
-    revokes, signs out; and what a viewer is not shown is refused."""
+    finds out why an update was rejected, promotes a model, revokes, verifies the audit log, signs out; and what a viewer is not shown is refused."""
     find_browser()
     with local_fleet(tmp_path / "fleet") as fleet:
         noop.add_device(fleet, "pump-1").start()
@@ -36,8 +44,9 @@ def test_an_operators_day(tmp_path: Path) -> None:
             "link": (fleet.home / LINK_FILE).read_text("utf-8").strip(),
             "viewer": viewer,
             "token": read_admin_token(fleet.home),
-            "experiment": experiment("first", rounds=2),
+            "experiment": experiment("first", rounds=2, register="pumps@candidate"),
             "endless": experiment("endless", rounds=100_000),
+            "odd": experiment("odd", rounds=1, clients=3),
             "pictures": os.environ.get("FEDLOOP_TEST_PICTURES"),
         }
         with running("console.mjs", asked) as page:
@@ -50,6 +59,12 @@ def test_an_operators_day(tmp_path: Path) -> None:
                     fleet.client.post("/users", {**viewer, "role": "viewer"})
                 elif step["step"] == "enrol":
                     enrol(fleet, "pump-2", step["command"]).start()
+                elif step["step"] == "an odd device":
+                    odd = odd_device(fleet)
+                elif step["step"] == "an odd update":
+                    send_update_of_nan(odd)
+                elif step["step"] == "verify":
+                    verify(fleet, step["command"])
                 elif step["step"] == "kill":
                     fleet.coordinator.kill()
                 elif step["step"] == "restart":
@@ -58,9 +73,38 @@ def test_an_operators_day(tmp_path: Path) -> None:
         assert steps[-1] == "signed out"
 
 
-def experiment(name: str, rounds: int) -> str:
-    document = noop.experiment(MODEL_BYTES, rounds, clients=2)
-    return tomlkit.dumps({**document, "name": name})
+def experiment(name: str, rounds: int, clients: int = 2, **model: Any) -> str:
+    document = noop.experiment(MODEL_BYTES, rounds, clients, min_updates=2)
+    return tomlkit.dumps({**document, "name": name, "model": {**document["model"], **model}})
+
+
+def odd_device(fleet: LocalFleet) -> RawDevice:
+    """One that could take part, and sends what no daemon would."""
+    token = fleet.client.post("/tokens", {"uses": 1})["token"]
+    device = RawDevice.enrol(fleet.device_url, token, fleet.folder / "odd", "odd-pump")
+    assert device.check_in(noop.checkin()).status == 200
+    return device
+
+
+def send_update_of_nan(device: RawDevice) -> None:
+    offer = device.task(noop.checkin())
+    task = TaskMessage.from_json(offer["message"])
+    params = arrays.decode(device.get(f"/blobs/{offer['params']['sha256']}").body)
+    delta = {name: np.full_like(value, np.nan) for name, value in params.items()}
+    device.upload(
+        offer["task"], encode_result(task, Update(delta, noop.ROWS, steps_of(task, noop.ROWS), 0.5))
+    )
+    device.close()
+
+
+def verify(fleet: LocalFleet, command: str) -> None:
+    """Runs the command that the console shows to verify the audit log."""
+    program, *arguments = shlex.split(command)
+    environment = {**os.environ, "FEDLOOP_HOME": str(fleet.home), "FEDLOOP_COORDINATOR": fleet.operator_url}
+    done = subprocess.run(
+        [str(BIN / program), *arguments], env=environment, check=True, capture_output=True, text=True
+    )
+    assert "intact" in done.stdout, done.stdout
 
 
 def enrol(fleet: LocalFleet, name: str, command: str) -> Daemon:

@@ -7,7 +7,7 @@ import { createRequire } from "node:module";
 
 import { chromium } from "playwright-core";
 
-const { url, link, token, viewer, experiment, endless, chromium: executablePath, pictures } = JSON.parse(process.env.CONSOLE_TEST);
+const { url, link, token, viewer, experiment, endless, odd, chromium: executablePath, pictures } = JSON.parse(process.env.CONSOLE_TEST);
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-quic", "--no-first-run", "--disable-sync"];
 
@@ -163,6 +163,18 @@ try {
   await page.locator("h1 + .badge", { hasText: "cancelled" }).waitFor();
   announce("cancelled");
 
+  announce("an odd device");
+  await visit("Fleet");
+  await page.getByRole("link", { name: "odd-pump" }).waitFor();
+  await start(odd);
+  announce("an odd update");
+  const rejected = page.getByRole("listitem").filter({ hasText: "update rejected" });
+  await rejected.filter({ hasText: "odd-pump" }).filter({ hasText: "reason non_finite" }).waitFor();
+  await page.locator("h1 + .badge", { hasText: "finished" }).waitFor();
+  await page.locator("summary", { hasText: "Rounds" }).click();
+  await accessible("run-rejected");
+  announce("saw a rejected update");
+
   await visit("Fleet");
   await page.getByRole("link", { name: "pump-2" }).click();
   await page.getByText(/its update of round \d+ was accepted/).first().waitFor();
@@ -172,12 +184,19 @@ try {
   announce("revoked");
 
   await visit("Models");
-  await page.getByText("The registry is empty").waitFor();
+  await page.getByRole("link", { name: "pumps" }).click();
+  await page.getByRole("heading", { level: 2, name: "pumps:2" }).waitFor();
+  await page.getByRole("button", { name: "Make it @champion" }).last().click();
+  await page.getByRole("dialog").getByRole("button", { name: "Make it @champion" }).click();
+  await page.getByText("@champion", { exact: true }).waitFor();
+  await accessible("model");
+  announce("promoted");
   await visit("Rollouts");
   await page.getByText("Nothing was rolled out yet").waitFor();
   await visit("Audit");
   await page.getByRole("row", { name: /ada session POST \/devices\/\{device\}\/revoke done/ }).waitFor();
   await accessible("audit");
+  announce("verify", { command: await page.getByRole("main").locator("pre").innerText() });
   await page.setViewportSize({ width: 360, height: 740 });
   for (const name of ["Overview", "Fleet", "Runs"]) {
     await visit(name);
