@@ -90,6 +90,22 @@ def https_origin(text: str) -> str:
     return text.rstrip("/")
 
 
+def issuer(text: str) -> str:
+    """The URL by which an OpenID provider names itself, exactly as it is written."""
+    parts = urlsplit(text)
+    is_local = parts.scheme == "http" and parts.hostname in ("localhost", "127.0.0.1", "::1")
+    if not (parts.scheme == "https" or is_local) or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError("expected https://HOST[:PORT][/PATH], as the provider's discovery document has it")
+    return text
+
+
+def scopes(text: str) -> str:
+    """Scopes of OAuth, between spaces; `openid` is one of them."""
+    if "openid" not in text.split():
+        raise ValueError("expected scopes between spaces, openid among them")
+    return " ".join(text.split())
+
+
 def networks(texts: Sequence[str]) -> tuple[str, ...]:
     """IP addresses or networks."""
     for text in texts:

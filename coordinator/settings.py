@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -204,6 +204,57 @@ class Settings:
         bool,
         Option("--insecure-operator", "Let the operator API, plain HTTP, listen beyond this machine."),
     ] = False
+    oidc_issuer: Annotated[
+        str,
+        Option(
+            "--oidc-issuer",
+            "OpenID provider at which people may sign in: its issuer, such as https://login.example.org.",
+            parse.issuer,
+            "FEDLOOP_OIDC_ISSUER",
+            "URL",
+        ),
+    ] = ""
+    oidc_client_id: Annotated[
+        str,
+        Option(
+            "--oidc-client-id",
+            "Our client at that provider.",
+            variable="FEDLOOP_OIDC_CLIENT_ID",
+            metavar="ID",
+        ),
+    ] = ""
+    oidc_client_secret_file: Annotated[
+        Path | None,
+        Option(
+            "--oidc-client-secret-file",
+            "File with the secret of that client. Default: the secret in FEDLOOP_OIDC_CLIENT_SECRET; without one, a public "
+            "client.",
+            parse.existing_path,
+            "FEDLOOP_OIDC_CLIENT_SECRET_FILE",
+        ),
+    ] = None
+    oidc_roles: Annotated[
+        tuple[str, ...],
+        Option(
+            "--oidc-role",
+            "Role of the users whose claim has a value, such as ml-team=data_scientist; may be repeated, the first that fits "
+            "counts.",
+            tuple,
+            metavar="VALUE=ROLE",
+        ),
+    ] = ()
+    oidc_claim: Annotated[
+        str,
+        Option(
+            "--oidc-claim",
+            "Claim of the ID token that gives roles; dots lead into objects, as in realm_access.roles.",
+            metavar="NAME",
+        ),
+    ] = "groups"
+    oidc_scope: Annotated[
+        str, Option("--oidc-scope", "Scopes to ask the provider for.", parse.scopes, metavar="SCOPES")
+    ] = "openid profile email"
+    oidc_client_secret: str = field(default="", repr=False)
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -252,6 +303,7 @@ def read_settings(values: Mapping[str, Any]) -> Settings:
         raise UserError("\n".join(problems))
     home = parsed.setdefault("home", default_home())
     parsed.setdefault("database_url", f"sqlite:///{home / 'fedloop.db'}")
+    parsed["oidc_client_secret"] = _client_secret(parsed.get("oidc_client_secret_file"))
     settings = Settings(**parsed)
     _require_consistent(settings)
     if not values.get("names") and settings.device.host not in (*settings.names, "0.0.0.0", "::"):
@@ -268,6 +320,17 @@ def _require_consistent(settings: Settings) -> None:
             "network in clear; leave it on loopback and reach it through a tunnel or a TLS proxy, or say "
             "--insecure-operator"
         )
+
+
+def _client_secret(file: Path | None) -> str:
+    """The secret of our client at the OpenID provider, which no option takes: other users can read a command line."""
+    if file is None:
+        return os.environ.get("FEDLOOP_OIDC_CLIENT_SECRET", "").strip()
+    try:
+        return file.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UserError(f"--oidc-client-secret-file {file}: {reason}") from None
 
 
 def default_home() -> Path:

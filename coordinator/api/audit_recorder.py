@@ -54,6 +54,8 @@ HARMLESS = frozenset({("POST", "/experiments/check")})
 
 PIECEWISE = frozenset({("PUT", "/model-files/{sha256}"), ("PUT", "/releases/files/{sha256}")})
 """Uploads in pieces: recorded at the first piece that a process receives of a file from the same caller."""
+UNRECORDED = frozenset({("POST", "/session/oidc/begin")})
+"""Requests of strangers that change nothing yet."""
 _UPLOADS_REMEMBERED = 1000
 _REFUSALS_OF_ONE = 60
 """Entries for refusals of one caller in a burst; then one a minute. Strangers count as one caller."""
@@ -133,6 +135,8 @@ class AuditRecorder:
         if status in REFUSALS:
             return self._refusal(scope, route, status, body)
         if is_success and scope["method"] not in SAFE_METHODS and route is not None:
+            if route in UNRECORDED:
+                return None
             return _entry("done", scope, route, status, _answer_values(body, route, is_success=True))
         return None
 

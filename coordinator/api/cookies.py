@@ -11,6 +11,7 @@ send requests, but knows no token and cannot choose the origin.
 from __future__ import annotations
 
 import hmac
+from datetime import timedelta
 from urllib.parse import urlsplit
 
 from fastapi import Request
@@ -19,6 +20,7 @@ from fastapi.responses import Response
 from coordinator.context.services import Services
 from coordinator.errors import Refusal
 from coordinator.identity.sessions import LIFETIME, csrf_token
+from coordinator.oidc.pending import LIFETIME as PENDING_LIFETIME
 
 CSRF_HEADER = "X-CSRF-Token"
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -27,16 +29,32 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 def session_secret(services: Services, request: Request) -> str | None:
     """The secret in the session cookie of a request; None without one."""
-    return request.cookies.get(_cookie_name(services, request))
+    return request.cookies.get(_cookie_name(services, request, "session"))
 
 
 def set_session_cookie(services: Services, request: Request, response: Response, secret: str) -> None:
     """Leaves the secret of a session in the browser, and the response in no cache."""
+    _set_cookie(services, request, response, "session", secret, LIFETIME)
+
+
+def sign_in_secret(services: Services, request: Request) -> str | None:
+    """The secret of the sign-in at the OpenID provider that this browser began; None without one."""
+    return request.cookies.get(_cookie_name(services, request, "oidc"))
+
+
+def set_sign_in_cookie(services: Services, request: Request, response: Response, secret: str) -> None:
+    """Binds a sign-in at the OpenID provider to this browser."""
+    _set_cookie(services, request, response, "oidc", secret, PENDING_LIFETIME)
+
+
+def _set_cookie(
+    services: Services, request: Request, response: Response, kind: str, secret: str, lifetime: timedelta
+) -> None:
     response.headers["Cache-Control"] = "no-store"
     response.set_cookie(
-        _cookie_name(services, request),
+        _cookie_name(services, request, kind),
         secret,
-        max_age=int(LIFETIME.total_seconds()),
+        max_age=int(lifetime.total_seconds()),
         path="/",
         secure=_is_secure(request),
         httponly=True,
@@ -46,7 +64,7 @@ def set_session_cookie(services: Services, request: Request, response: Response,
 
 def clear_session_cookie(services: Services, request: Request, response: Response) -> None:
     response.delete_cookie(
-        _cookie_name(services, request),
+        _cookie_name(services, request, "session"),
         path="/",
         secure=_is_secure(request),
         httponly=True,
@@ -103,12 +121,10 @@ def require_csrf_token(request: Request, secret: str) -> None:
         )
 
 
-def _cookie_name(services: Services, request: Request) -> str:
-    return (
-        "__Host-fedloop-session"
-        if _is_secure(request)
-        else f"fedloop-session-{services.settings.operator.port}"
-    )
+def _cookie_name(services: Services, request: Request, kind: str) -> str:
+    if _is_secure(request):
+        return f"__Host-fedloop-{kind}"
+    return f"fedloop-{kind}-{services.settings.operator.port}"
 
 
 def _is_secure(request: Request) -> bool:

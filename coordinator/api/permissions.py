@@ -97,8 +97,16 @@ LEAST_ROLES: dict[tuple[str, str], Role] = {
 }
 """Method and path below `/api/v1` -> role. Every user may manage their own session, password and access tokens."""
 
-OPEN = frozenset({("POST", "/session"), ("POST", "/setup")})
-"""Routes that need no credentials: they take a password, or the secret of the setup link."""
+OPEN = frozenset(
+    {
+        ("POST", "/session"),
+        ("POST", "/setup"),
+        ("GET", "/session/methods"),
+        ("POST", "/session/oidc/begin"),
+        ("POST", "/session/oidc"),
+    }
+)
+"""Routes that need no credentials: they sign in, with a password, the secret of the setup link or an OpenID provider."""
 
 
 def route_key(request: Request) -> tuple[str, str]:

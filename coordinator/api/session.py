@@ -89,9 +89,9 @@ async def sign_in(body: SignIn, request: Request, response: Response, services: 
     if not await _matches(services, user, body.password) or user is None or user.disabled_at is not None:
         # The name of a user only: people type passwords into the wrong field.
         _log.warning("sign_in_refused", name=None if user is None else user.name)
-        raise _bad_sign_in()
+        raise bad_sign_in()
     services.sign_ins.succeeded(name, address)
-    session = await _begin(services, request, response, user)
+    session = await begin_session_of(services, request, response, user)
     _log.info("signed_in", name=name)
     return session
 
@@ -116,7 +116,7 @@ async def set_up(body: SetupRequest, request: Request, response: Response, servi
     )
     await asyncio.to_thread(setup_links.write_link, services.settings.home, None)
     _log.info("first_user_added", name=name)
-    return await _begin(services, request, response, user)
+    return await begin_session_of(services, request, response, user)
 
 
 @router.get("/session")
@@ -177,17 +177,19 @@ async def change_own_password(
     now = services.clock()
     await services.write(lambda at: users.set_password(at, user.id, password_hash, now))
     if principal.kind == "session":
-        await _begin(services, request, response, replace(user, password_hash=password_hash))
+        await begin_session_of(services, request, response, replace(user, password_hash=password_hash))
 
 
-async def _begin(services: Services, request: Request, response: Response, user: UserRow) -> Session:
-    """Begins a session of a user whose password was just checked, in place of the one that the browser had."""
+async def begin_session_of(
+    services: Services, request: Request, response: Response, user: UserRow
+) -> Session:
+    """Begins a session of a user who has just proved who they are, in place of the one that the browser had."""
     before, now = session_secret(services, request), services.clock()
 
     def begin(connection: Connection) -> tuple[str, datetime]:
         current = users.find_user(connection, user.name)
         if current is None or current.disabled_at is not None or current.password_hash != user.password_hash:
-            raise _bad_sign_in()  # changed since the password was compared
+            raise bad_sign_in()  # changed meanwhile
         if before is not None:
             sessions.end_session(connection, before)
         return sessions.begin_session(connection, user.id, now)
@@ -217,7 +219,8 @@ def _own_account(principal: Principal) -> str:
     return principal.user
 
 
-def _bad_sign_in() -> Refusal:
+def bad_sign_in() -> Refusal:
+    """One answer, so that it tells a stranger nothing."""
     return Refusal(401, "bad_sign_in", "wrong name or password, or the account is disabled")
 
 

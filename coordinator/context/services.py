@@ -23,6 +23,9 @@ from coordinator.context.signals import Signals
 from coordinator.db.store import Database
 from coordinator.limits.rates import DeviceRequests, SignIns, WrongTokens
 from coordinator.limits.uploads_in_flight import UploadSlots
+from coordinator.oidc.configuration import configuration_of
+from coordinator.oidc.pending import PendingSignIns
+from coordinator.oidc.provider import Provider
 from coordinator.releases.incoming import Incoming
 from coordinator.releases.repository import Repository
 from coordinator.scheduling.deployments import Deployments
@@ -81,6 +84,7 @@ class Services:
     admin_guesses: WrongTokens = field(default_factory=WrongTokens)
     enrolment_guesses: WrongTokens = field(default_factory=WrongTokens)
     sign_ins: SignIns = field(default_factory=SignIns)
+    pending_sign_ins: PendingSignIns = field(default_factory=PendingSignIns)
     password_threads: ThreadPoolExecutor = field(
         default_factory=partial(ThreadPoolExecutor, PASSWORDS_AT_A_TIME, thread_name_prefix="password")
     )
@@ -94,6 +98,12 @@ class Services:
         result = self.database.write(work).result()
         self.signals.notify("events", *topics)
         return result
+
+    @cached_property
+    def oidc(self) -> Provider | None:
+        """The OpenID provider at which people may sign in. Raises: UserError: its settings are incomplete."""
+        configuration = configuration_of(self.settings)
+        return None if configuration is None else Provider(configuration)
 
     @cached_property
     def uploads_in_flight(self) -> UploadSlots:

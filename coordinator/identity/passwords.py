@@ -16,6 +16,8 @@ from coordinator.errors import Refusal
 if TYPE_CHECKING:
     from argon2 import PasswordHasher
 
+NO_PASSWORD = "*"
+"""In place of the hash, as in /etc/shadow: no password is the right one. Of users who sign in elsewhere."""
 MIN_CHARACTERS = 12
 MAX_CHARACTERS = 1024
 _MIN_DISTINCT = 5
@@ -66,11 +68,12 @@ def is_password(password_hash: str | None, password: str) -> bool:
     """
     from argon2.exceptions import VerifyMismatchError
 
+    known = None if password_hash == NO_PASSWORD else password_hash
     try:
-        matches = _hasher().verify(password_hash or _hash_of_nobody(), _encoded(password))
+        matches = _hasher().verify(known or _hash_of_nobody(), _encoded(password))
     except VerifyMismatchError:
         return False
-    return matches and password_hash is not None
+    return matches and known is not None
 
 
 def _is_sequence(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Tables of users, their sessions and access tokens, and of the link that creates the first account.
+"""Tables of users, their accounts at OpenID providers, sessions and access tokens, and of the link that creates the first account.
 
 Passwords are stored as Argon2id hashes, random secrets of 256 bits as SHA-256. No secret can be read back.
 """
@@ -15,7 +15,7 @@ users = Table(
     Column("id", String(36), primary_key=True),
     Column("name", String(64), nullable=False, unique=True),
     Column("role", String(16), nullable=False),  # principals.Role
-    Column("password_hash", String(200), nullable=False),  # Argon2id, PHC format
+    Column("password_hash", String(200), nullable=False),  # Argon2id, PHC format; or NO_PASSWORD
     Column("created_at", UTCDateTime, nullable=False),
     Column("password_changed_at", UTCDateTime, nullable=False),
     Column("disabled_at", UTCDateTime, nullable=True),
@@ -44,6 +44,15 @@ access_tokens = Table(
     Column("expires_at", UTCDateTime, nullable=False),
     Column("last_used_at", UTCDateTime, nullable=True),  # within a minute
     Column("revoked_at", UTCDateTime, nullable=True),
+)
+
+external_accounts = Table(
+    "external_accounts",
+    metadata,
+    Column("issuer", String(500), primary_key=True),
+    Column("subject", String(255), primary_key=True),  # of the issuer; ASCII, case-sensitive
+    Column("user", String(36), ForeignKey("users.id"), nullable=False),
+    Column("created_at", UTCDateTime, nullable=False),
 )
 
 setup_links = Table(

@@ -26,6 +26,7 @@ from coordinator.api import (
     events,
     experiments,
     models,
+    oidc,
     participation,
     releases,
     rollouts,
@@ -80,6 +81,7 @@ _ROUTERS = tuple(
     )
 )
 """Of the operator API: their routes need a permission."""
+_OPEN_ROUTERS = (session.open_router, oidc.open_router)
 BODY_LIMIT_BYTES = 4 * 2**20
 """Limit of a request to the operator API, such as an experiment or a list of serial numbers."""
 
@@ -141,8 +143,9 @@ def _operator_routes() -> FastAPI:
         exception_handlers=_ERROR_HANDLERS,
         responses={"4XX": {"model": Problem}, "5XX": {"model": Problem}, 422: {"model": Problem}},
     )
-    require_complete(_ROUTERS, [session.open_router])
-    app.include_router(session.open_router, prefix=OPERATOR_PREFIX)
+    require_complete(_ROUTERS, _OPEN_ROUTERS)
+    for router in _OPEN_ROUTERS:
+        app.include_router(router, prefix=OPERATOR_PREFIX)
     for router in _ROUTERS:
         app.include_router(
             router,

@@ -13,6 +13,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coordinator.oidc.configuration import CALLBACK_PATH
+
 BUILT = Path(__file__).parents[1] / "console"
 """Where `make web` leaves the built files; the wheel has them too."""
 
@@ -43,6 +45,7 @@ def add_console(app: FastAPI, built: Path = BUILT) -> None:
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")
+    @router.get(CALLBACK_PATH)
     def index() -> Response:
         page = built / "index.html"
         if not page.is_file():

@@ -41,6 +41,7 @@ from coordinator.errors import UserError
 from coordinator.fleets.device import DeviceFleet
 from coordinator.identity.setup_links import LINK_FILE, offer_setup_link
 from coordinator.jobs.service import JobService
+from coordinator.oidc.configuration import configuration_of
 from coordinator.option_parsers import Address
 from coordinator.output_folders import locked
 from coordinator.releases.renewal import ReleaseGauges, keep_fresh
@@ -78,6 +79,7 @@ def serve(settings: Settings, announce: Announce) -> None:
         UserError: the home, a port, the database or the CA is unusable, or a user's code would run unconfined.
     """
     policy.require(settings)
+    configuration_of(settings)
     _raise_open_files()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold the CA's key
     with ExitStack() as stack:

@@ -62,6 +62,21 @@ OF_REGISTRY = {
     (409, "run_not_finished"),
     (409, "wrong_name"),
 }
+OF_OIDC = {
+    (401, "id_token_audience"),
+    (401, "id_token_expired"),
+    (401, "id_token_issuer"),
+    (401, "id_token_malformed"),
+    (401, "id_token_nonce"),
+    (401, "id_token_signature"),
+    (401, "oidc_code"),
+    (401, "oidc_issuer"),
+    (401, "oidc_refused"),
+    (401, "oidc_state"),
+    (403, "oidc_no_role"),
+    (404, "oidc_off"),
+    (503, "oidc_unavailable"),
+}
 OF_PEOPLE = {
     (401, "bad_sign_in"),
     (401, "session_ended"),
@@ -78,7 +93,7 @@ OF_PEOPLE = {
     (422, "weak_password"),
 }
 OF_JOBS = {(404, "unknown_job"), (409, "job_state"), (409, "no_jobs")}
-OF_OPERATORS |= OF_JOBS | OF_PEOPLE | OF_RELEASES | OF_ROLLOUTS | OF_REGISTRY
+OF_OPERATORS |= OF_JOBS | OF_PEOPLE | OF_OIDC | OF_RELEASES | OF_ROLLOUTS | OF_REGISTRY
 BY_STARLETTE = {(405, "method_not_allowed")}
 BY_PROTOCOL = {(414, "url_too_long"), (431, "headers_too_large")}
 """Answered before there is a request for the applications."""

@@ -56,6 +56,71 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/session/methods": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Methods
+         * @description How people may sign in, besides with a password or a token.
+         */
+        get: operations["getMethods"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/session/oidc/begin": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Begin Oidc
+         * @description Begins a sign-in at the provider, by this browser only.
+         *
+         *     404 `oidc_off` without a provider; 429 `too_many_guesses`; 503 `oidc_unavailable`; 403 `needs_tls`, `csrf`.
+         */
+        post: operations["beginOidc"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/session/oidc": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Complete Oidc
+         * @description Ends a sign-in at the provider, and begins a session. A new user needs a role, which the provider's claim gives.
+         *
+         *     401 `oidc_state`, `oidc_refused`, `oidc_issuer`, `oidc_code`, `id_token_…`, `bad_sign_in` for a disabled user;
+         *     403 `oidc_no_role`; 503 `oidc_unavailable`.
+         */
+        post: operations["completeOidc"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/devices": {
         parameters: {
             query?: never;
@@ -2158,6 +2223,33 @@ export interface components {
              */
             password: string;
         };
+        /** OidcBegin */
+        OidcBegin: {
+            /**
+             * Redirect Uri
+             * @description Where a command on this machine listens: http://127.0.0.1:PORT/… Null: the console.
+             */
+            redirect_uri?: string | null;
+        };
+        /** OidcBegun */
+        OidcBegun: {
+            /** Authorization Url */
+            authorization_url: string;
+        };
+        /**
+         * OidcComplete
+         * @description The parameters with which the provider sent the browser back.
+         */
+        OidcComplete: {
+            /** State */
+            state: string;
+            /** Code */
+            code?: string | null;
+            /** Iss */
+            iss?: string | null;
+            /** Error */
+            error?: string | null;
+        };
         /**
          * OwnModelFiles
          * @description The files of a user's own model: `.tflite`, its manifest, and the params to start from, in safetensors.
@@ -2723,6 +2815,17 @@ export interface components {
             password: string;
         };
         /**
+         * SignInMethods
+         * @description How people may sign in.
+         */
+        SignInMethods: {
+            /**
+             * Oidc
+             * @description Host of the OpenID provider; null without one.
+             */
+            oidc: string | null;
+        };
+        /**
          * SignedMetadata
          * @description Every root in order and the current targets, each as the text that was signed.
          */
@@ -3173,6 +3276,155 @@ export interface operations {
         requestBody: {
             content: {
                 "application/json": components["schemas"]["SetupRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Session"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getMethods: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SignInMethods"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    beginOidc: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["OidcBegin"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["OidcBegun"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    completeOidc: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["OidcComplete"];
             };
         };
         responses: {

@@ -1,13 +1,19 @@
 import permissions from "./permissions.json";
 import type { components } from "./schema";
 
-type Session = components["schemas"]["Session"];
+type Schemas = components["schemas"];
+type Session = Schemas["Session"];
+type Problem = { error?: { message?: string } };
 export type Route = keyof typeof permissions;
 
 let current = $state.raw<Session | null>(null);
 let token: string | null = null;
 let known = $state(false);
 let generation = 0;
+
+/** Where the OpenID provider sends the browser back to. */
+const CALLBACK = "/sign-in/oidc";
+let refusal = $state<string | null>(null);
 
 /**
  * Who is signed in: a user by the session's cookie, which no script can read, or the admin token, which is in this page's memory only
@@ -36,8 +42,19 @@ export const session = {
     if (token !== null) return { authorization: `Bearer ${token}` };
     return current?.csrf_token ? { "x-csrf-token": current.csrf_token } : {};
   },
-  /** Looks whether the browser has a session already, as after a reload. */
+  /** Why the sign-in at the OpenID provider was refused; null if it was not. */
+  get refusal(): string | null {
+    return refusal;
+  },
+  /** Looks whether the browser has a session already, as after a reload, or comes back from the OpenID provider with a new one. */
   async find(): Promise<void> {
+    if (location.pathname === CALLBACK) {
+      const { state = "", code, iss, error } = Object.fromEntries(new URLSearchParams(location.search));
+      history.replaceState(null, "", "/"); // the code is spent, and belongs in no bookmark
+      refusal = await send("/api/v1/session/oidc", { state, code, iss, error }).then(take, String);
+      known = true;
+      return;
+    }
     const response = await fetch("/api/v1/session").catch(() => null);
     current = response?.ok ? ((await response.json()) as Session) : null;
     known = true;
@@ -45,6 +62,19 @@ export const session = {
   /** Returns the reason of a refusal; null if it worked. */
   async signIn(name: string, password: string): Promise<string | null> {
     return take(await send("/api/v1/session", { name, password }));
+  },
+  /** Host of the OpenID provider at which people may sign in; null without one. */
+  async provider(): Promise<string | null> {
+    const response = await fetch("/api/v1/session/methods").catch(() => null);
+    return response?.ok ? ((await response.json()) as Schemas["SignInMethods"]).oidc : null;
+  },
+  /** Goes to the provider, which sends the browser back to `CALLBACK`. Returns the reason of a refusal. */
+  async signInAtProvider(): Promise<string | null> {
+    const response = await send("/api/v1/session/oidc/begin", {});
+    const answer = (await response.json().catch(() => null)) as (Schemas["OidcBegun"] & Problem) | null;
+    if (!response.ok || !answer) return answer?.error?.message ?? response.statusText;
+    location.assign(answer.authorization_url);
+    return null;
   },
   /** Creates the first account by the secret of the link that `fedloop serve` printed. */
   async setUp(secret: string, name: string, password: string): Promise<string | null> {
@@ -76,8 +106,9 @@ function send(path: string, body: object): Promise<Response> {
 }
 
 async function take(response: Response): Promise<string | null> {
-  const answer = (await response.json().catch(() => null)) as (Session & { error?: { message?: string } }) | null;
+  const answer = (await response.json().catch(() => null)) as (Session & Problem) | null;
   if (!response.ok || !answer) return answer?.error?.message ?? response.statusText;
   current = answer;
+  refusal = null;
   return null;
 }

@@ -15,6 +15,7 @@ export const texts = {
     token: "Admin token",
     hint: "The content of the file admin.token in the coordinator's home. It stays in this page's memory only.",
     submit: "Sign in",
+    atProvider: (host: string) => `Sign in with ${host}`,
     out: "Sign out",
   },
   state: {
