@@ -209,9 +209,11 @@ class Federation(Section):
     rounds: Annotated[int, Field(ge=1)] = 30
     """Number of rounds."""
     early_stop: Annotated[int, Field(ge=0)] = 0
-    """End after so many scored rounds without a lower test loss; 0: never."""
+    """End after so many scored rounds without a better one by `metric`; 0: never."""
     keep: Literal["last", "best"] = "last"
-    """Which model is the result: of the last round, or of the one with the lowest test loss."""
+    """Which model is the result: of the last round, or of the best one by `metric`."""
+    metric: Literal["loss", "auc", "f1", "balanced_accuracy", "r2"] = "loss"
+    """What `early_stop` and `keep` compare: the test loss, or a figure of the held-out rows."""
     runtimes: Annotated[dict[Runtime, Annotated[float, Field(gt=0, le=1e9)]], Field(min_length=1)] = {
         "litert": 0.5,
         "torch": 0.5,
@@ -234,7 +236,7 @@ class Federation(Section):
 
     @property
     def needs_scores(self) -> bool:
-        """Whether the rounds' test losses decide when the run ends, or which model it gives."""
+        """Whether the rounds' scores decide when the run ends, or which model it gives."""
         return self.early_stop > 0 or self.keep == "best"
 
 

@@ -30,7 +30,7 @@ UNSCORED = (
     "the coordinator has no rows of its own to score the model on, and devices.evaluate_every is 0; set it, such as "
     "devices.evaluate_every = 1"
 )
-"""Why the rounds of a run on devices have no test loss."""
+"""Why the rounds of a run on devices have no score."""
 
 Root = TypeVar("Root", bound=BaseModel)
 
@@ -234,6 +234,11 @@ def _federation_problems(federation: Federation) -> Iterator[str]:
             f"federation.min_updates = {federation.min_updates} is more than "
             f"federation.clients_per_round = {federation.clients_per_round}; no round could ever close"
         )
+    if federation.metric != "loss" and not federation.needs_scores:
+        yield (
+            f'federation.metric = {federation.metric!r} is what federation.keep = "best" and federation.early_stop compare; '
+            "set one of them"
+        )
     if 0 < federation.weight_cap < 1:
         yield (
             f"federation.weight_cap = {federation.weight_cap:g} would cap the median client too; expected 1 or more, "
@@ -310,11 +315,12 @@ def _regression_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[s
 
 
 def score_problem(federation: Federation, why_not: str) -> str | None:
-    """A sentence if a key needs the rounds' test losses. `why_not`: the reason why there are none."""
+    """A sentence if a key needs the rounds' scores. `why_not`: the reason why there are none."""
     if not federation.needs_scores:
         return None
     key = f"early_stop = {federation.early_stop}" if federation.early_stop else f'keep = "{federation.keep}"'
-    return f"federation.{key} compares the test losses of the rounds, but {why_not}"
+    by = "test losses" if federation.metric == "loss" else f"federation.metric = {federation.metric!r}"
+    return f"federation.{key} compares the {by} of the rounds, but {why_not}"
 
 
 def own_key_problems(data: Any, own_keys: Mapping[str, tuple[str, ...]]) -> Iterator[str]:

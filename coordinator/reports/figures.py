@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from coordinator.reports import metrics
 from coordinator.workers.evaluation import score_sites
+from edge_client.data.examples import PADDING
 from edge_client.train.evaluation import Evaluation
 
 MAX_CLASSES_PER_SITE = 20
@@ -53,6 +54,40 @@ def has_metrics(data_info: Mapping[str, Any], test_rows: int) -> bool:
     return data_info["task"] != "next_token" and is_moderate
 
 
+def round_metric(
+    name: str, scored: Evaluation, y: npt.NDArray[Any], data_info: Mapping[str, Any]
+) -> float | None:
+    """One of the final model's `metrics`, of the model after a round; None for the loss, and if the rows do not define it.
+
+    `scored`: the held-out rows, with logits. `y`: their labels.
+    """
+    if name == "loss" or scored.logits is None:
+        return None
+    found = _metrics(scored.logits, y, data_info)[name]
+    return None if found is None else float(found)
+
+
+def why_no_metric(name: str, data_info: Mapping[str, Any], y: npt.NDArray[Any]) -> str | None:
+    """Why the held-out rows do not give this figure after a round, None if they do. `y`: their labels."""
+    if name == "loss":
+        return None
+    if (reason := why_not_of_task(name, data_info["task"])) is not None:
+        return reason
+    if not has_metrics(data_info, len(y)):
+        return (
+            f"it needs at most {metrics.MAX_CLASSES} classes, and {MAX_LOGITS:,} held-out rows times classes"
+        )
+    if name != "r2" and len(np.unique(y[y != PADDING])) < 2:
+        return "the held-out rows are all of one class"
+    return None
+
+
+def why_not_of_task(name: str, task: str) -> str | None:
+    """Why models for this task have no such figure; None if they have."""
+    expected = "regression" if name == "r2" else "classification"
+    return None if task == expected else f"it is of data.task = {expected!r}, and the data is for {task!r}"
+
+
 def of_all(judged: Judged, data_info: Mapping[str, Any]) -> dict[str, Any]:
     """`metrics` and `baselines` over all test rows, each only if there are any."""
     everything = np.ones(len(judged.final.labels), np.bool_)
@@ -90,13 +125,17 @@ def _figures(
     baselines = _baselines(judged, data_info, chosen, site)
     if judged.final.logits is None:
         return baselines
-    if _is_regression(data_info):
-        outputs = judged.final.logits[chosen, 0]
-        return {"metrics": _regression(outputs, judged.test.y[chosen], data_info), **baselines}
-    names, positive = data_info["class_names"], data_info.get("positive", 1)
-    figures = metrics.classification(judged.final.logits[chosen], judged.test.y[chosen], names, positive)
+    figures = _metrics(judged.final.logits[chosen], judged.test.y[chosen], data_info)
     kept = {key: value for key, value in figures.items() if detailed or key not in _DETAILS}
     return {"metrics": kept, **baselines}
+
+
+def _metrics(
+    logits: npt.NDArray[np.float32], y: npt.NDArray[Any], data_info: Mapping[str, Any]
+) -> dict[str, Any]:
+    if _is_regression(data_info):
+        return _regression(logits[:, 0], y, data_info)
+    return metrics.classification(logits, y, data_info["class_names"], data_info.get("positive", 1))
 
 
 def _baselines(
@@ -165,6 +204,4 @@ def _alone(
     found = {"test_accuracy": int(alone.correct[chosen].sum()) / labels if labels else None}
     if alone.logits is None:
         return found
-    names, positive = data_info["class_names"], data_info.get("positive", 1)
-    figures = metrics.classification(alone.logits[chosen], y[chosen], names, positive)
-    return {**found, **metrics.headline(figures)}
+    return {**found, **metrics.headline(_metrics(alone.logits[chosen], y[chosen], data_info))}

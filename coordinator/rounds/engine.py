@@ -126,7 +126,8 @@ def run_round(
 
     state, aggregated = _update_model(run_plan, state, aggregated, opened.population, store, emit)
     score = evaluate(number, state.params)
-    best = best.after(number, score, state.params if run_plan.keep_best else None)
+    compared = score.compared(run_plan.by_metric)
+    best = best.after(number, compared, state.params if run_plan.keep_best else None)
     record = _make_record(number, opened.tasks, model, aggregated, score)
     return replace(state, best=best), record, aggregated.accepted
 
@@ -206,4 +207,5 @@ def _make_record(
         bytes_down=len(tasks) * model.payload_bytes,
         seconds=0.0,
         rejections=aggregated.rejections,
+        test_metric=score.metric,
     )

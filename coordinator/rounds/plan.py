@@ -38,8 +38,9 @@ class RunPlan:
         trainable: names of the tensors that clients train.
         closing: when a round closes.
         over_select: the cohort is this many times the updates that close a round, >= 1.
-        early_stop: the run ends after so many scored rounds without a lower test loss; 0: never.
-        keep_best: its result is the model of the round with the lowest test loss, else of the last.
+        early_stop: the run ends after so many scored rounds without a better one; 0: never.
+        keep_best: its result is the model of the best round, else of the last.
+        by_metric: the best round is that with the highest `Score.metric`, else that with the lowest test loss.
         min_updates: quorum at the deadline; with fewer the round changes nothing.
         max_examples: the most that one client may claim; None: no limit.
         outlier_factor: limit of an update's step length as a multiple of the others' (`rounds.aggregation`); 0: no limit.
@@ -54,6 +55,7 @@ class RunPlan:
     closing: Closing
     early_stop: int = 0
     keep_best: bool = False
+    by_metric: bool = False
     over_select: float = 1.0
     min_updates: int = 1
     max_examples: int | None = None

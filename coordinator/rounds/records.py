@@ -35,11 +35,23 @@ class Expected:
 
 @dataclass(frozen=True)
 class Score:
-    """The global model on held-out rows, None if there are none. `clients`: accuracy per client with such rows."""
+    """The global model on held-out rows, None if there are none.
+
+    Attributes:
+        clients: accuracy per client with such rows.
+        metric: the figure that the rounds are compared by; None if that is the loss, or if the rows do not define it.
+    """
 
     loss: float | None
     accuracy: float | None
     clients: Mapping[str, float]
+    metric: float | None = None
+
+    def compared(self, by_metric: bool) -> float | None:
+        """What the rounds are compared by, lower is better: the loss, or the metric with its sign changed."""
+        if not by_metric:
+            return self.loss
+        return None if self.metric is None else -self.metric
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,7 @@ class RoundRecord:
         client_accuracy_min, client_accuracy_median, client_accuracy_max: over single clients.
         seconds: of the whole round, evaluation and commit included.
         rejections: results by reason, `aggregation.OUTLIER` and `engine.MODEL_NOT_FINITE` among them.
+        test_metric: the figure that the rounds are compared by, if it is not the loss.
     """
 
     round: int
@@ -69,15 +82,16 @@ class RoundRecord:
     bytes_down: int
     seconds: float
     rejections: Mapping[str, int]
+    test_metric: float | None = None
 
 
 @dataclass(frozen=True)
 class Best:
-    """The round with the lowest test loss so far.
+    """The best round so far.
 
     Attributes:
-        round: 0 before the first finite test loss.
-        loss: its test loss, None before the first.
+        round: 0 before the first with a finite score.
+        loss: its value of `Score.compared`, None before the first.
         waited: scored rounds since then.
         params: its params if the run keeps them.
     """
@@ -87,12 +101,12 @@ class Best:
     waited: int = 0
     params: Tensors | None = None
 
-    def after(self, number: int, score: Score, params: Tensors | None) -> Best:
-        """The best round once round `number` has this score and these params; of equal losses the first."""
-        if score.loss is None:
+    def after(self, number: int, loss: float | None, params: Tensors | None) -> Best:
+        """The best round once round `number` has this value and these params; of equal values the first."""
+        if loss is None:
             return self
-        if math.isfinite(score.loss) and (self.loss is None or score.loss < self.loss):
-            return Best(number, score.loss, 0, params)
+        if math.isfinite(loss) and (self.loss is None or loss < self.loss):
+            return Best(number, loss, 0, params)
         return replace(self, waited=self.waited + 1)
 
 

@@ -143,13 +143,16 @@ class LiveEvaluation:
         self._on_devices = self._evaluate_on_devices(number, params)
         self._per_site = self._on_devices.per_site if self._on_devices else {}
         clients = self._on_devices.clients if self._on_devices else {}
+        metric = self._experiment.federation.metric
         if self._held_out is not None:
-            scored = self._held_out.score(params)
+            scored = self._held_out.score(params, metric)
             self._per_site = self._per_site or self._held_out.per_site(scored)
-            return Score(scored.loss, self._held_out.accuracy(scored), clients)
+            figure = self._held_out.metric(metric, scored)
+            return Score(scored.loss, self._held_out.accuracy(scored), clients, figure)
         if self._on_devices is not None:
             figures = self._on_devices.figures
-            return Score(figures["test_loss"], figures["test_accuracy"], clients)
+            figure = figures.get("metrics", {}).get(metric)
+            return Score(figures["test_loss"], figures["test_accuracy"], clients, figure)
         return Score(None, None, {})
 
     def more_figures(self) -> dict[str, Any]:

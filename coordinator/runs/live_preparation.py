@@ -200,8 +200,13 @@ class HeldOut:
         """Number of held-out rows."""
         return len(self.test.y)
 
-    def score(self, params: Tensors) -> Evaluation:
-        return evaluate(self.pool, self.rows, params)
+    def score(self, params: Tensors, metric: str = "loss") -> Evaluation:
+        """`metric`: the figure that is wanted of the score too."""
+        return evaluate(self.pool, self.rows, params, keep_logits=metric != "loss")
+
+    def metric(self, name: str, scored: Evaluation) -> float | None:
+        """What rounds are compared by, as `figures.round_metric`."""
+        return figures.round_metric(name, scored, self.test.y, self.data_info)
 
     def accuracy(self, scored: Evaluation) -> float | None:
         """None for labels that are quantities."""

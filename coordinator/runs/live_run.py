@@ -15,6 +15,7 @@ from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.schema import Experiment
 from coordinator.experiments.validation import UNSCORED, is_own_strategy
 from coordinator.fleets import federated_scale
+from coordinator.reports import figures
 from coordinator.rounds import engine
 from coordinator.rounds.fleet import Stopped
 from coordinator.rounds.records import RunState
@@ -27,6 +28,8 @@ from coordinator.runs.own_model import OwnModel
 from coordinator.runs.own_strategy import make_strategy
 from coordinator.scheduling.deployments import Deployment
 from coordinator.workers.pool import LITERT, TORCH, WorkerPool
+from edge_client.wire import scores
+from edge_client.wire.device import ModelRef
 
 
 class LiveRun:
@@ -169,7 +172,7 @@ class LiveRun:
             prepared = live_preparation.scaled(experiment, prepared, schema, place)
         notices += more
         self._open_held_out(prepared, pool)
-        require_scores(experiment, self._why_unscored())
+        require_scores(experiment, self._why_unscored(prepared.model))
         state = RunState(0, params, self._strategy.init(params, prepared.trainable))
         prepared = replace(prepared, start=start_figures(self._held_out, params))
         with services.blobs.reference_lock:
@@ -204,11 +207,20 @@ class LiveRun:
         if self._held_out is None and not is_own_strategy(self._experiment.strategy.name):
             pool.close()  # the workers have nothing more to do
 
-    def _why_unscored(self) -> str | None:
-        """Why no round gets a test loss; None if rounds get one."""
-        if self._held_out is not None or self._experiment.devices.evaluate_every:
+    def _why_unscored(self, model: ModelRef) -> str | None:
+        """Why no round gets the score that rounds are compared by; None if rounds get one."""
+        metric = self._experiment.federation.metric
+        if self._held_out is not None:
+            return figures.why_no_metric(metric, self._held_out.data_info, self._held_out.test.y)
+        if not self._experiment.devices.evaluate_every:
+            return UNSCORED
+        if metric == "loss":
             return None
-        return UNSCORED
+        if metric != "r2" and model.classes > scores.MAX_CLASSES:
+            return (
+                f"devices report it of at most {scores.MAX_CLASSES} classes, and the data has {model.classes}"
+            )
+        return figures.why_not_of_task(metric, model.task)
 
     def _place(self, pool: WorkerPool) -> live_preparation.Place:
         return live_preparation.Place(self._folder, pool, self._services.blobs, self._services.settings)

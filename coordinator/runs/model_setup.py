@@ -194,7 +194,7 @@ def export_model(
 
 
 def require_scores(experiment: Experiment, why_not: str | None) -> None:
-    """Refuses keys that need the rounds' test losses. `why_not`: the reason why there are none, None if there are.
+    """Refuses keys that need the rounds' scores. `why_not`: the reason why there are none, None if there are.
 
     Raises:
         UserError: naming the key, its value and the reason.
@@ -218,6 +218,7 @@ def make_run_plan(
         closing=Closing(clients_per_round, federation.deadline_seconds),
         early_stop=federation.early_stop,
         keep_best=federation.keep == "best",
+        by_metric=federation.metric != "loss",
         over_select=federation.over_select,
         min_updates=federation.min_updates,
         max_examples=federation.max_examples,

@@ -33,7 +33,7 @@ from coordinator.extras import problems_with
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, virtual_time
 from coordinator.output_folders import begin, locked, require_new, resumable, undone_if_refused
 from coordinator.reports import folder_state, report
-from coordinator.reports.figures import Judged, LabelledRows, has_metrics
+from coordinator.reports.figures import Judged, LabelledRows, has_metrics, round_metric, why_no_metric
 from coordinator.reports.progress import Progress, Quiet
 from coordinator.rounds import engine
 from coordinator.rounds.events import Clock
@@ -190,15 +190,19 @@ def _run_rounds(
     fleet = _make_fleet(experiment, pool, prepared)
     owners = np.load(prepared.folder / "owners.npy", allow_pickle=False)
     names = [client.name for client in prepared.clients]
-    require_scores(experiment, None if len(owners) else "the data set holds out no rows")
+    rows, metric = open_workspace(prepared.folder), experiment.federation.metric
+    y = rows.y[rows.test_rows]
+    unscored = None if len(owners) else "the data set holds out no rows"
+    require_scores(experiment, unscored or why_no_metric(metric, prepared.data_info, y))
 
     def score(number: int, params: Tensors) -> Score:
-        scored = evaluate(pool, len(owners), params)
+        scored = evaluate(pool, len(owners), params, keep_logits=metric != "loss")
+        figure = round_metric(metric, scored, y, prepared.data_info)
         if prepared.data_info["task"] == "regression":
-            return Score(scored.loss, None, {})
+            return Score(scored.loss, None, {}, figure)
         clients = accuracy_by_group(scored, owners, names)
         tested = {name: value for name, value in clients.items() if value is not None}
-        return Score(scored.loss, scored.accuracy, tested)
+        return Score(scored.loss, scored.accuracy, tested, figure)
 
     checkpoint = store.checkpoint
     with store:

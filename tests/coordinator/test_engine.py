@@ -451,7 +451,7 @@ def test_what_was_not_tested_is_none() -> None:
     _, seen = runs.run(run_plan(rounds=1), everyone(3), evaluate=lambda number, params: Score(None, None, {}))
     row = as_row(seen.records[0])
     assert {name for name, value in row.items() if value is None} == {
-        "test_loss", "test_accuracy", "client_accuracy_min", "client_accuracy_median", "client_accuracy_max",
+        "test_loss", "test_accuracy", "client_accuracy_min", "client_accuracy_median", "client_accuracy_max", "test_metric",
     }  # fmt: skip
 
 
@@ -527,6 +527,16 @@ def test_the_best_model_is_kept_if_the_plan_says_so() -> None:
     assert number == 2
     np.testing.assert_array_equal(params["w"], seen.states[1].params["w"])
     assert last.result(keep_best=False) == (4, last.params)
+
+
+def test_rounds_are_compared_by_the_metric_if_the_plan_says_so() -> None:
+    figures = (0.5, 0.75, None, 0.75, 0.7, 0.9)
+    plan = run_plan(rounds=6, early_stop=2, keep_best=True, by_metric=True)
+    last, seen = runs.run(
+        plan, everyone(3), evaluate=lambda number, params: Score(9.0 - number, None, {}, figures[number - 1])
+    )
+    assert (last.round, last.result(keep_best=True)[0]) == (5, 2)
+    assert [record.test_metric for record in seen.records] == list(figures[:5])
 
 
 def test_a_run_without_a_finite_loss_keeps_its_last_model() -> None:

@@ -39,6 +39,7 @@ clients_per_round = 10
 rounds = 30
 early_stop = 0
 keep = "last"
+metric = "loss"
 mode = "sync"
 over_select = 1.0
 deadline_seconds = 600.0
@@ -390,6 +391,7 @@ CONTRADICTIONS: list[tuple[Sequence[str], Sequence[str]]] = [
     (["local.epochs=2", "local.steps=3"], ["local.epochs = 2", "local.steps = 3", "keep one"]),
     (["federation.clients=5", "federation.clients_per_round=8"], ["federation.clients_per_round = 8", "federation.clients = 5", "expected 1 to 5"]),
     (["federation.clients_per_round=3", "federation.min_updates=4"], ["federation.min_updates = 4", "federation.clients_per_round = 3"]),
+    (["federation.metric=auc"], ["federation.metric = 'auc'", "federation.early_stop", "set one of them"]),
     (["federation.weight_cap=0.5"], ["federation.weight_cap = 0.5", "1 or more, or 0: no cap"]),
     (["federation.outlier_factor=0.5"], ["federation.outlier_factor = 0.5", "1 or more, or 0: no bound"]),
     (["federation.clients=4", "simulation.faults={nan=2, duplicate=2}"], ["simulation.faults names 4", "federation.clients = 4", "leave at least one honest"]),

@@ -246,3 +246,14 @@ def test_a_positive_class_that_the_data_does_not_have_is_refused() -> None:
     ):
         with pytest.raises(UserError, match=r"data\.positive = 'ill'"):
             positive_class(given, names, classes, task)
+
+
+def test_a_metric_that_the_held_out_rows_cannot_have_is_told_with_the_reason() -> None:
+    classes = {"task": "classification", "classes": 2}
+    y = np.array([0, 1, 1])
+    assert figures.why_no_metric("auc", classes, y) is None
+    assert figures.why_no_metric("loss", {"task": "next_token", "classes": 9}, y) is None
+    assert figures.why_no_metric("auc", classes, y[1:]) == "the held-out rows are all of one class"
+    assert "data.task = 'classification'" in str(figures.why_no_metric("f1", {"task": "next_token"}, y))
+    assert "data.task = 'regression'" in str(figures.why_no_metric("r2", classes, y))
+    assert "at most 100 classes" in str(figures.why_no_metric("auc", {**classes, "classes": 101}, y))

@@ -335,7 +335,8 @@ def test_devices_that_count_their_classes_give_the_final_model_figures(tmp_path:
 
     data = {**UNKNOWN["data"], "classes": 2, "positive": "0"}
     with services_in(tmp_path / "home") as services:
-        document = {**UNKNOWN, "data": data, "devices": {"evaluate_every": 1}}
+        by_auc = {**UNKNOWN["federation"], "keep": "best", "metric": "auc"}
+        document = {**UNKNOWN, "data": data, "devices": {"evaluate_every": 1}, "federation": by_auc}
         run = carried(services, document, lambda *given: Counting(*given[:2]))
         report = report_of(services, run.id)
         figures = report["final"]["metrics"]
@@ -343,6 +344,13 @@ def test_devices_that_count_their_classes_give_the_final_model_figures(tmp_path:
         assert figures["confusion"] == [[12, 3], [6, 9]]
         assert (figures["sensitivity"], figures["specificity"]) == (12 / 15, 9 / 15)
         assert report["per_site"]["north"]["metrics"]["confusion"] == [[8, 2], [4, 6]]
+        assert report["rounds"][0]["test_metric"] == figures["auc"]
+        assert report["final"]["round"] == 1
+        quantities = carried(services, {**document, "federation": {**by_auc, "metric": "r2"}})
+        assert quantities.error == (
+            "federation.keep = \"best\" compares the federation.metric = 'r2' of the rounds, but it is of data.task = "
+            "'regression', and the data is for 'classification'"
+        )
         show_report(report, tmp_path, as_json=False)
         wrong = carried(services, {**document, "data": {**data, "positive": "ill"}})
         assert (wrong.state, wrong.error) == (
@@ -353,13 +361,13 @@ def test_devices_that_count_their_classes_give_the_final_model_figures(tmp_path:
 
 @pytest.mark.slow
 def test_a_run_that_keeps_the_best_model_does_so_after_it_was_left(tmp_path: Path) -> None:
-    document = {**DIGITS, "federation": {**DIGITS["federation"], "keep": "best"}}
+    document = {**DIGITS, "federation": {**DIGITS["federation"], "keep": "best", "metric": "f1"}}
     with services_in(tmp_path / "undisturbed") as services:
         undisturbed = carried(services, document)
         report = report_of(services, undisturbed.id)
-        losses = [row["test_loss"] for row in report["rounds"]]
-        assert report["final"]["round"] == losses.index(min(losses)) + 1
-        assert report["final"]["test_loss"] == min(losses)
+        scored = [row["test_metric"] for row in report["rounds"]]
+        assert report["final"]["round"] == scored.index(max(scored)) + 1
+        assert report["final"]["metrics"]["f1"] == max(scored)
         assert sum(map(sum, report["final"]["metrics"]["confusion"])) == 359
 
     fleets: list[FakeDevices] = []

@@ -33,7 +33,7 @@ def test_sites_learn_to_predict_a_quantity(tmp_path: Path) -> None:
         )
     settings = [
         "data.dataset=csv", "data.path=prices.csv", "data.label=price", "data.site=shop", "data.task=regression",
-        "model.name=logreg", "federation.rounds=4", "simulation.workers=1",
+        "model.name=logreg", "federation.rounds=4", "federation.keep=best", "federation.metric=r2", "simulation.workers=1",
     ]  # fmt: skip
     done = run_cli("simulate", "--out", "run", *options(settings), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -41,6 +41,9 @@ def test_sites_learn_to_predict_a_quantity(tmp_path: Path) -> None:
     report = report_of(tmp_path / "run")
     final, mean, deviation = report["final"], *report["data"]["label_scale"]
     assert (final["test_accuracy"], report["runtimes"]) == (None, {"torch": 3})
+    scored = [row["test_metric"] for row in report["rounds"]]
+    assert final["round"] == scored.index(max(scored)) + 1
+    assert final["metrics"]["r2"] == max(scored)
     assert final["metrics"]["r2"] > 0.9 > 0.1 > final["baselines"]["mean"]["r2"]
     assert final["baselines"].keys() == {"mean", "local"}
     assert f"R2 {final['metrics']['r2']:.4f}" in done.stdout

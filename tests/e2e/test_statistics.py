@@ -6,11 +6,15 @@ import csv
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import numpy as np
 import pytest
+from sklearn import metrics
+from sklearn.calibration import calibration_curve
 
 from coordinator.accounts.admin_token import read_admin_token
 from coordinator.demos.local_fleet import LocalFleet, local_fleet
@@ -19,21 +23,26 @@ from tests.support.cli import assert_refused, run_here
 
 pytestmark = pytest.mark.slow
 
-SITES = {"north": 120, "south": 90, "east": 60, "west": 40}
+SITES = {"north": 300, "south": 220, "east": 160, "west": 60}
 FORBIDDEN = "shy"
+SCORED = ("north", "south", "east")
+"""At the others a class has fewer held-out rows than the minimum count."""
 
 
 def write(folder: Path) -> dict[str, list[dict[str, str]]]:
     """A table for each site, with one row of a ward, and one age, that no other row has."""
-    rng = np.random.default_rng(9)
+    rng = np.random.default_rng(11)
     tables = {}
     for index, (site, count) in enumerate({**SITES, FORBIDDEN: 50}.items()):
+        died = rng.integers(2, size=count)
         rows = [
             {
-                "age": f"{rng.normal(40 + 5 * index, 6):.4f}" if number else f"{900 + index}.125",
+                "age": f"{rng.normal(40 + 5 * index + 6 * died[number], 6):.4f}"
+                if number
+                else f"{900 + index}.125",
                 "ward": ["icu", "er"][rng.integers(2)] if number else f"only-in-{site}",
                 "split": "test" if number % 5 == 4 else "train",
-                "outcome": ["home", "died"][rng.integers(2)],
+                "outcome": ["home", "died"][died[number]],
             }
             for number in range(count)
         ]
@@ -119,6 +128,7 @@ def test_statistics_of_four_daemons_are_those_of_their_pooled_rows(tmp_path: Pat
                 assert secret not in done.stdout
         assert ledger(fleet, FORBIDDEN) == []
         classes = train_and_predict(fleet, tmp_path, age["mean"])
+        compare_metrics(tmp_path, tables)
         if release:
             release_and_predict(fleet, tmp_path, classes)
 
@@ -136,11 +146,13 @@ def train_and_predict(fleet: LocalFleet, folder: Path, mean: float) -> list[str]
         """
         data = { dataset = "patients", schema = "schema.json" }
         model = { name = "logreg", register = "triage" }
-        federation = { rounds = 1, clients_per_round = 2, runtimes = { torch = 1 } }
+        federation = { rounds = 1, clients_per_round = 2, runtimes = { torch = 1 }, keep = "best", metric = "auc" }
+        devices = { evaluate_every = 1, evaluate_seconds = 60 }
         """
     )
     done = run_here("run", str(folder / "my.toml"), "--out", str(folder / "run"), env=operator(fleet))
     assert done.returncode == 0, done.stderr
+    assert "Connection pool" not in done.stderr
     report = json.loads((folder / "run" / "report.json").read_text())
     assert report["rounds"][0]["accepted"] == 2
     assert schemas.from_json((folder / "run" / "schema.json").read_bytes()) == schema
@@ -181,6 +193,44 @@ def predicted_classes(model: Path, rows: Path) -> list[str]:
     done = run_here("predict", str(model), str(rows), "--json")
     assert done.returncode == 0, done.stderr
     return [row["class_name"] for row in json.loads(done.stdout)["predictions"]]
+
+
+def compare_metrics(folder: Path, tables: Mapping[str, list[dict[str, str]]]) -> None:
+    """What devices report of their held-out rows are scikit-learn's figures of these rows, pooled and predicted in one place."""
+    held_out = {site: [row for row in tables[site] if row["split"] == "test"] for site in tables}
+    pooled = [row for site in SCORED for row in held_out[site]]
+    with (folder / "pooled.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, pooled[0])
+        writer.writeheader()
+        writer.writerows(pooled)
+    done = run_here("predict", folder / "run", folder / "pooled.csv", "--json")
+    assert done.returncode == 0, done.stderr
+    p = np.array([row["probabilities"]["home"] for row in json.loads(done.stdout)["predictions"]])
+    y = np.array([row["outcome"] == "home" for row in pooled], int)
+    cap = int(median_low(map(len, held_out.values())))
+    weights = np.concatenate(
+        [np.full(len(held_out[site]), min(1.0, cap / len(held_out[site]))) for site in SCORED]
+    )
+
+    report = json.loads((folder / "run" / "report.json").read_text())
+    (scored,), got = report["rounds"], report["final"]["metrics"]
+    assert (scored["on_devices"]["devices"], got["devices"], got["rows"]) == (len(tables), 3, len(y))
+    assert scored["on_devices"]["label_cap"] == cap
+    assert scored["test_metric"] == got["auc"] > 0.6
+    exact = metrics.roc_auc_score(y, p, sample_weight=weights)
+    assert abs(got["auc"] - exact) <= got["auc_error"] + 1e-3
+    assert got["confusion"] == metrics.confusion_matrix(y, p > 0.5).tolist()
+    assert got["brier"] == pytest.approx(metrics.brier_score_loss(y, p, sample_weight=weights), rel=1e-4)
+    assert {name for name, site in report["per_site"].items() if "metrics" in site} == set(SCORED)
+    start = 0
+    for site in SCORED:
+        of_site = slice(start, start := start + len(held_out[site]))
+        figures = report["per_site"][site]["metrics"]
+        assert figures["confusion"] == metrics.confusion_matrix(y[of_site], p[of_site] > 0.5).tolist()
+        observed, predicted = calibration_curve(y[of_site], p[of_site], n_bins=10)
+        bins = figures["calibration"]
+        assert [each["observed"] for each in bins] == pytest.approx(observed.tolist())
+        assert [each["predicted"] for each in bins] == pytest.approx(predicted.tolist(), rel=1e-4)
 
 
 def operator(fleet: LocalFleet) -> dict[str, str]:
