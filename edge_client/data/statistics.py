@@ -225,7 +225,9 @@ def _of_numbers(
     low = high = None
     if len(values) >= 2 * least:
         ordered = np.sort(values)
-        low, high = float(ordered[least - 1]), float(ordered[-least])
+        # Halfway to the next one, because the k-th number itself is one row's.
+        low = float(ordered[least - 1 : least + 1].mean())
+        high = float(ordered[-least - 1 : len(ordered) - least + 1].mean())
     return ColumnStatistics(
         "number",
         len(values),

@@ -5,7 +5,7 @@ A device reports sums over many rows, never of few. With the minimum count k of 
 - With fewer than k training rows it reports nothing but that.
 - A category, a class or a bin of a histogram that fewer than k rows have is not reported. What is reported of a column leaves 0 or at
   least k rows unreported: else the smallest reported cells are withheld too, because a difference would give the small one away.
-- A column of numbers with fewer than k values is not reported. Its bounds are the k-th smallest and the k-th largest value,
+- A column of numbers with fewer than k values is not reported. Its bounds lie beside the k-th smallest and the k-th largest value,
   never an extreme; they are reported from 2 k values on.
 
 Sums are exact: whoever knows all rows but one can compute the last. Noise against that is not added here.
@@ -61,7 +61,7 @@ class ColumnStatistics:
     Attributes:
         count: rows with a number; of categories all rows. 0: the column is not reported.
         mean: of the numbers. squares: sum of the squared deviations from it.
-        low, high: the k-th smallest and k-th largest number.
+        low, high: halfway between the k-th smallest number and the next, and between the k-th largest and the one before.
         histogram: rows per bin of the requested edges, 0 where they are not reported; empty if none was requested.
         categories: text -> rows; `""` are empty cells.
         other: rows of all texts that are not reported.
