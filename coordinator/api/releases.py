@@ -13,9 +13,10 @@ from coordinator.api.deps import FileProgress, RequestBody
 from coordinator.context.services import ServicesDep
 from coordinator.errors import Refusal
 from coordinator.releases import roles
-from coordinator.releases.renewal import warnings
+from coordinator.releases.renewal import SIGN_AND_PUBLISH, Need, needs, warnings
 from coordinator.releases.repository import Release as Stored
-from coordinator.releases.repository import RoleState
+from coordinator.releases.repository import Repository
+from coordinator.releases.role_states import RoleState
 
 router = APIRouter(prefix="/releases", tags=["releases"])
 
@@ -31,12 +32,13 @@ class Release(BaseModel):
 
 
 class ReleasesStatus(BaseModel):
-    """`warnings`: what people must do, and until when."""
+    """`warnings`: what people must do, and until when. `needs`: that, and what else waits for signatures, with commands."""
 
     exists: bool
     roles: list[RoleState] = Field(description="`offline`: people must sign it again before it expires.")
     releases: list[Release]
     warnings: list[str]
+    needs: list[Need]
 
 
 class PublishRequest(RequestBody):
@@ -67,12 +69,14 @@ def list_releases(services: ServicesDep) -> list[Release]:
 @router.get("/status")
 def get_releases_status(services: ServicesDep) -> ReleasesStatus:
     """The state of the repository."""
-    states = services.releases.state()
+    repository, now = services.releases, services.clock()
+    states = repository.state()
     return ReleasesStatus(
-        exists=services.releases.exists,
+        exists=repository.exists,
         roles=states,
-        releases=[_render(each) for each in services.releases.releases()],
-        warnings=warnings(states, services.clock()),
+        releases=[_render(each) for each in repository.releases()],
+        warnings=warnings(states, now),
+        needs=[*([] if repository.exists else [_FIRST]), *needs(states, now), *_new_keys(repository)],
     )
 
 
@@ -129,6 +133,30 @@ def publish_releases(request: PublishRequest, services: ServicesDep) -> Publishe
         raise
     incoming.remove(uploads)
     return Published(version=version)
+
+
+_FIRST = Need(
+    "Nothing is signed yet: devices can install no release.",
+    (
+        "fedloop release keygen keys",
+        "fedloop release online-keys > online.json",
+        "fedloop release init --keys keys --online online.json --staging stick",
+        *SIGN_AND_PUBLISH,
+    ),
+)
+
+
+def _new_keys(repository: Repository) -> list[Need]:
+    waiting = repository.unnamed_online_roles()
+    if not waiting:
+        return []
+    what = f"New keys of the coordinator wait until a root and targets name them: {', '.join(waiting)}"
+    commands = (
+        "fedloop release online-keys > online.json",
+        "fedloop release rotate-online --online online.json --staging stick",
+        *SIGN_AND_PUBLISH,
+    )
+    return [Need(what, commands)]
 
 
 def _render(release: Stored) -> Release:

@@ -20,11 +20,8 @@ from securesystemslib.signer import CryptoSigner, Key, SSlibKey
 from coordinator.certificates import read_file
 from coordinator.errors import UserError
 from coordinator.releases.checks import content_of
-from coordinator.releases.roles import OFFLINE_KEYS
+from coordinator.releases.roles import NAME_FIELD, OFFLINE_KEYS
 from edge_client.files import write_durably
-
-NAME_FIELD = "x-fedloop-name"
-"""Name of a key in its metadata, for people: `root-1`. Not part of the key."""
 
 
 def make(folder: Path, names: Sequence[str], passphrase: bytes | None) -> list[Path]:

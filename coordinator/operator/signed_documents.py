@@ -14,7 +14,6 @@ from securesystemslib.signer import Key
 from tuf.api.metadata import DelegatedRole, Delegations, Metadata, Root, TargetFile, Targets
 
 from coordinator.errors import UserError
-from coordinator.operator.offline_keys import NAME_FIELD
 from coordinator.releases import checks, roles
 from coordinator.releases.roles import LIFETIMES, ROLLOUTS_PATHS, ReleaseName
 from edge_client.wire import blocks, inference
@@ -175,7 +174,7 @@ def rollouts_keys(targets: Targets) -> dict[str, Key]:
 
 def describe_key(key: Key) -> str:
     """`root-1 (0123456789ab)`: the name that its owner gave it, and the beginning of its id."""
-    name = key.unrecognized_fields.get(NAME_FIELD)
+    name = key.unrecognized_fields.get(roles.NAME_FIELD)
     return f"{name} ({key.keyid[:12]})" if name else f"key {key.keyid[:12]}"
 
 

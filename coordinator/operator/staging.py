@@ -26,7 +26,6 @@ from tuf.api.metadata import Metadata, Root, Targets
 from coordinator.certificates import read_file
 from coordinator.errors import Refusal, UserError
 from coordinator.operator import signed_documents
-from coordinator.operator.offline_keys import NAME_FIELD
 from coordinator.releases import checks, roles
 from coordinator.releases.roles import LIFETIMES, ReleaseName
 from edge_client.files import write_durably
@@ -338,7 +337,7 @@ def _require_chain(chain: Sequence[Metadata[Root]], known: Sequence[Metadata[Roo
 def _replace_key(root: Root, name: str, key: Key) -> None:
     role = roles.ROOT if name.startswith("root-") else name
     for key_id in list(root.roles[role].keyids):
-        if role != roles.ROOT or root.keys[key_id].unrecognized_fields.get(NAME_FIELD) == name:
+        if role != roles.ROOT or root.keys[key_id].unrecognized_fields.get(roles.NAME_FIELD) == name:
             root.revoke_key(key_id, role)
     root.add_key(key, role)
 

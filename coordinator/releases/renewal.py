@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 import structlog
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from coordinator.releases.repository import Repository, RoleState
+from coordinator.releases import roles
+from coordinator.releases.repository import Repository
+from coordinator.releases.role_states import RoleState
 
 CHECK_SECONDS = 600.0
 WARN_BEFORE = timedelta(days=30)
+SIGN_AND_PUBLISH = (
+    "fedloop release sign --keys keys --staging stick",
+    "fedloop release publish --staging stick",
+)
+"""The last steps of every change to what is signed."""
 
 _log = structlog.get_logger("fedloop.releases")
 
@@ -38,23 +46,40 @@ async def keep_fresh(repository: Repository, clock: Callable[[], datetime]) -> N
         await asyncio.sleep(CHECK_SECONDS)
 
 
-def warnings(states: Sequence[RoleState], now: datetime) -> list[str]:
-    """One sentence per role that people must sign again soon, or that devices refuse now."""
-    messages = []
+@dataclass(frozen=True)
+class Need:
+    """What people must do, in words, and the commands that do it, in order."""
+
+    what: str
+    commands: tuple[str, ...] = ()
+
+
+def needs(states: Sequence[RoleState], now: datetime) -> list[Need]:
+    """One for each role that people must sign again soon, or that devices refuse now."""
+    found = []
     for each in states:
         until = f"{each.expires:%Y-%m-%d %H:%M} UTC"
+        term = "fedloop release extend --root" if each.role == roles.ROOT else "fedloop release extend"
+        commands = (f"{term} --staging stick", *SIGN_AND_PUBLISH)
         if each.offline and not each.is_valid:
             reason = f"expired at {until}" if now >= each.expires else "is not signed as the root requires"
-            messages.append(
-                f"{each.role} {each.version} {reason}: devices install nothing until it is signed again"
-            )
+            what = f"{each.role} {each.version} {reason}: devices install nothing until it is signed again"
+            found.append(Need(what, commands))
         elif each.offline and each.expires - now < WARN_BEFORE:
-            messages.append(f"{each.role} {each.version} expires at {until}: sign it again before then")
+            what = f"{each.role} {each.version} expires at {until}: sign it again before then"
+            found.append(Need(what, commands))
         elif not each.is_valid:
-            messages.append(
-                f"{each.role} {each.version} is not valid: the coordinator did not renew it; see its log"
+            found.append(
+                Need(
+                    f"{each.role} {each.version} is not valid: the coordinator did not renew it; see its log"
+                )
             )
-    return messages
+    return found
+
+
+def warnings(states: Sequence[RoleState], now: datetime) -> list[str]:
+    """What people must do, in words."""
+    return [each.what for each in needs(states, now)]
 
 
 class ReleaseGauges(Collector):

@@ -23,6 +23,7 @@ from tuf.api.metadata import Metadata, Root, Snapshot, TargetFile, Targets, Time
 from coordinator.errors import Refusal
 from coordinator.failpoints import reach
 from coordinator.releases import checks, roles
+from coordinator.releases.role_states import RoleState, role_state
 from coordinator.releases.roles import LIFETIMES, ONLINE_ROLES, ReleaseName
 from coordinator.releases.stored import TIMESTAMP, OnlineKeys, StoredRepository
 from edge_client.wire import inference
@@ -39,17 +40,6 @@ class Release:
     manifest_sha256: str
     model_sha256: str
     model_bytes: int
-
-
-@dataclass(frozen=True)
-class RoleState:
-    """The state of a role. `is_valid`: its delegator's keys have signed it and it has not expired."""
-
-    role: str
-    version: int
-    expires: datetime
-    offline: bool
-    is_valid: bool
 
 
 class Repository:
@@ -123,13 +113,13 @@ class Repository:
         if not self.exists:
             return []
         with self._lock:
-            root, targets = self._root(), checks.read_targets(self.targets())
+            now, root, targets = self._clock(), self._root(), checks.read_targets(self.targets())
             return [
-                self._state(roles.ROOT, root, root.signed),
-                self._state(roles.TARGETS, targets, root.signed),
-                self._state(roles.ROLLOUTS, self.stored.rollouts(), targets.signed),
-                self._state(roles.SNAPSHOT, self.stored.snapshot(), root.signed),
-                self._state(roles.TIMESTAMP, self.stored.timestamp(), root.signed),
+                role_state(roles.ROOT, root, root.signed, now),
+                role_state(roles.TARGETS, targets, root.signed, now),
+                role_state(roles.ROLLOUTS, self.stored.rollouts(), targets.signed, now),
+                role_state(roles.SNAPSHOT, self.stored.snapshot(), root.signed, now),
+                role_state(roles.TIMESTAMP, self.stored.timestamp(), root.signed, now),
             ]
 
     # -- keys ----------------------------------------------------------------------------------------------------
@@ -142,6 +132,13 @@ class Repository:
         """
         with self._lock:
             return {role: self._online_key(role, rotate) for role in ONLINE_ROLES}
+
+    def unnamed_online_roles(self) -> list[str]:
+        """Online roles with a new key that no published root or targets names yet."""
+        if not self.exists:
+            return []
+        with self._lock:
+            return [role for role in ONLINE_ROLES if self._keys.public(role).keys() - self._named_keys(role)]
 
     def _online_key(self, role: str, rotate: bool) -> SSlibKey:
         held = self._keys.public(role)
@@ -364,8 +361,3 @@ class Repository:
     def _is_known(self, root: Metadata[Root]) -> bool:
         path = self.stored.metadata_file(f"{root.signed.version}.root.json")
         return self.exists and path is not None and path.read_bytes() == root.to_bytes()
-
-    def _state(self, role: str, metadata: Metadata[Any], delegator: Root | Targets) -> RoleState:
-        signed = metadata.signed
-        valid = checks.is_signed(delegator, role, metadata) and not signed.is_expired(self._clock())
-        return RoleState(role, signed.version, signed.expires, role not in ONLINE_ROLES, valid)

@@ -24,6 +24,8 @@ ROOT, TARGETS, ROLLOUTS, SNAPSHOT, TIMESTAMP = "root", "targets", "rollouts", "s
 
 OFFLINE_KEYS = ("root-1", "root-2", "targets")
 """Names of the key files that `fedloop release keygen` creates."""
+NAME_FIELD = "x-fedloop-name"
+"""Name of a key in its metadata, for people: `root-1`. Not part of the key."""
 ONLINE_ROLES = (SNAPSHOT, TIMESTAMP, ROLLOUTS)
 
 LIFETIMES = {

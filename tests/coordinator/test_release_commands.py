@@ -371,6 +371,8 @@ def test_the_guide_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         found = json.loads(release("status", "--json").stdout)
     assert {role["role"]: role["version"] for role in found["roles"]}["root"] == 3
     assert [role["is_valid"] for role in found["roles"]] == [True] * 5
+    assert [key["name"] for key in found["roles"][0]["keys"]] == ["root-1", "root-2"]
+    assert found["needs"] == []
     assert [each["model"] for each in found["releases"]] == ["cnn"]
 
 

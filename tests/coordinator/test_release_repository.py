@@ -10,7 +10,7 @@ import pytest
 from tuf.api.metadata import Metadata, Timestamp
 
 from coordinator.errors import Refusal
-from coordinator.releases.renewal import warnings
+from coordinator.releases.renewal import needs, warnings
 from coordinator.releases.repository import Repository
 from coordinator.releases.roles import LIFETIMES
 from coordinator.releases.stored import KEPT_SNAPSHOTS
@@ -112,6 +112,18 @@ def test_after_a_long_silence_the_next_renewal_makes_all_valid(
     assert all(state.is_valid for state in releases.repository.state())
 
 
+def test_the_state_says_which_keys_of_each_role_have_signed(releases: SignedReleases) -> None:
+    keys = {state.role: [key.has_signed for key in state.keys] for state in releases.repository.state()}
+    assert (keys["root"], keys["targets"], keys["timestamp"]) == ([True, True], [True], [True])
+    assert [state.threshold for state in releases.repository.state()] == [2, 1, 1, 1, 1]
+
+
+def test_new_online_keys_wait_until_a_root_names_them(releases: SignedReleases) -> None:
+    assert releases.repository.unnamed_online_roles() == []
+    releases.repository.online_keys(rotate=True)
+    assert sorted(releases.repository.unnamed_online_roles()) == ["rollouts", "snapshot", "timestamp"]
+
+
 def test_people_are_told_before_their_signatures_expire(releases: SignedReleases, clock: Clock) -> None:
     assert warnings(releases.repository.state(), clock()) == []
     now = clock.pass_days(LIFETIMES["targets"].days - 20)
@@ -119,6 +131,8 @@ def test_people_are_told_before_their_signatures_expire(releases: SignedReleases
     (result,) = warnings(releases.repository.state(), now)
     assert "targets" in result
     assert "sign it again before" in result
+    (need,) = needs(releases.repository.state(), now)
+    assert need.commands[0] == "fedloop release extend --staging stick"
     now = clock.pass_days(25)
     releases.repository.renew(now)
     (result,) = warnings(releases.repository.state(), now)

@@ -45,6 +45,9 @@ export const queries = {
     queryKey: ["devices", device, "why"],
     queryFn: async () => body(await api.GET("/api/v1/devices/{device}/why", { params: { path: { device } } })),
   }),
+  releases: () => ({ queryKey: ["releases"], queryFn: async () => body(await api.GET("/api/v1/releases/status")) }),
+  accessTokens: () => ({ queryKey: ["access tokens"], queryFn: async () => body(await api.GET("/api/v1/access-tokens")) }),
+  users: () => ({ queryKey: ["users"], queryFn: async () => body(await api.GET("/api/v1/users")) }),
   models: () => ({ queryKey: ["models"], queryFn: async () => body(await api.GET("/api/v1/models")) }),
   versions: (name: string) => ({
     queryKey: ["models", name],

@@ -2176,6 +2176,16 @@ export interface components {
              */
             next: string | null;
         };
+        /** Need */
+        Need: {
+            /** What */
+            what: string;
+            /**
+             * Commands
+             * @default []
+             */
+            commands: string[];
+        };
         /** NewAccessToken */
         NewAccessToken: {
             /**
@@ -2413,7 +2423,7 @@ export interface components {
         };
         /**
          * ReleasesStatus
-         * @description `warnings`: what people must do, and until when.
+         * @description `warnings`: what people must do, and until when. `needs`: that, and what else waits for signatures, with commands.
          */
         ReleasesStatus: {
             /** Exists */
@@ -2427,6 +2437,17 @@ export interface components {
             releases: components["schemas"]["Release"][];
             /** Warnings */
             warnings: string[];
+            /** Needs */
+            needs: components["schemas"]["Need"][];
+        };
+        /** RoleKey */
+        RoleKey: {
+            /** Keyid */
+            keyid: string;
+            /** Name */
+            name: string;
+            /** Has Signed */
+            has_signed: boolean;
         };
         /** RoleState */
         RoleState: {
@@ -2443,6 +2464,10 @@ export interface components {
             offline: boolean;
             /** Is Valid */
             is_valid: boolean;
+            /** Threshold */
+            threshold: number;
+            /** Keys */
+            keys: components["schemas"]["RoleKey"][];
         };
         /**
          * Rollout

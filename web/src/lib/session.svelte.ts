@@ -30,8 +30,19 @@ export const session = {
   get name(): string {
     return current?.name ?? "";
   },
-  get role(): string {
-    return current?.role ?? "";
+  get role(): Session["role"] {
+    return current?.role ?? "viewer";
+  },
+  /** How the requests are made: by a session, an access token or the admin token. */
+  get kind(): Session["kind"] | null {
+    return current?.kind ?? null;
+  },
+  get expiresAt(): string | null {
+    return current?.expires_at ?? null;
+  },
+  /** Whether the role includes another. */
+  has(role: Session["role"]): boolean {
+    return current?.grants.includes(role) ?? false;
   },
   /** Whether the role may use a route; what it may not is not shown. */
   may(route: Route): boolean {
