@@ -186,6 +186,7 @@ try {
   await visit("Models");
   await page.getByRole("link", { name: "pumps" }).click();
   await page.getByRole("heading", { level: 2, name: "pumps:2" }).waitFor();
+  await page.getByRole("region", { name: "Lineage of pumps:2" }).getByRole("link", { name: "run first" }).waitFor();
   await page.getByRole("button", { name: "Make it @champion" }).last().click();
   await page.getByRole("dialog").getByRole("button", { name: "Make it @champion" }).click();
   await page.getByText("@champion", { exact: true }).waitFor();

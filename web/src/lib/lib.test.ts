@@ -5,6 +5,7 @@ import { csv } from "./csv";
 import { differences } from "./differences";
 import { parse } from "./event_stream";
 import { ofDevices, placed, sections, settings, toToml } from "./experiment_form";
+import { layout } from "./lineage";
 import { ago, bytes, figure, share } from "./format";
 
 const event = (id: number, kind: string, more: object = {}) => ({ id, time: "2026-01-01T00:00:00Z", event: kind, ...more });
@@ -122,5 +123,26 @@ describe("the form of an experiment", () => {
     );
     expect([...found.at]).toEqual([["federation.runtimes", ["a", "b"]]]);
     expect(found.elsewhere).toEqual(["c", "d"]);
+  });
+});
+
+describe("layout of a lineage", () => {
+  const node = (id: string) => ({ id, kind: "version", facts: {} });
+  const edge = (parent: string, child: string) => ({ parent, child, relation: "params" });
+
+  it("puts each node behind the last of its parents, and connected ones beside each other", () => {
+    const graph = {
+      of: "c", cut: false,
+      nodes: ["a", "b", "c", "d", "x", "y"].map(node),
+      edges: [edge("a", "c"), edge("c", "d"), edge("a", "d"), edge("b", "y"), edge("c", "x")],
+    };
+    expect(layout(graph).map((each) => [each.node.id, each.column, each.row])).toEqual([
+      ["a", 0, 0], ["b", 0, 1], ["c", 1, 0], ["y", 1, 1], ["d", 2, 0], ["x", 2, 1],
+    ]);
+  });
+
+  it("draws a version that stands alone, and does not hang on a circle", () => {
+    expect(layout({ of: "a", cut: false, nodes: [node("a")], edges: [] })).toHaveLength(1);
+    expect(layout({ of: "a", cut: false, nodes: ["a", "b"].map(node), edges: [edge("a", "b"), edge("b", "a")] })).toHaveLength(2);
   });
 });
