@@ -25,6 +25,7 @@ from edge_client.files import write_durably
 from models import options
 from models.labels import PADDING
 from models.options import JobError as JobError
+from models.tasks import TASKS
 
 if TYPE_CHECKING:
     from models.zoo import KerasSpec, ModelSpec
@@ -195,7 +196,7 @@ _MODEL_KEYS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "input_dtype": ("float32", lambda value: value in ("float32", "int32"), "float32 or int32"),
     "task": (
         "classification",
-        lambda value: value in ("classification", "next_token", "regression"),
+        lambda value: isinstance(value, str) and value in TASKS,
         "classification, next_token or regression",
     ),
 }

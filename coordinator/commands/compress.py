@@ -86,7 +86,9 @@ def compress_search(
     ] = None,
     accuracy: Annotated[
         float | None,
-        typer.Option("--accuracy", help="Minimum accuracy. Default: that of the model minus 0.02."),
+        typer.Option(
+            "--accuracy", help="Minimum accuracy, of a quantity R2. Default: that of the model minus 0.02."
+        ),
     ] = None,
     first: Annotated[
         bool, typer.Option("--first", help="Stop at the first pipeline that fits, without trying the others.")

@@ -11,6 +11,7 @@ from rich.console import Group
 from coordinator.commands.output import format_bytes, format_errors, format_metric, make_table, print_summary
 from coordinator.errors import NothingLearnt
 from coordinator.short_ids import short_id
+from models.tasks import Task, of_figures
 
 _MAX_ROWS = 10
 
@@ -91,7 +92,7 @@ def pretraining_summary(report: dict[str, Any], folder: Path) -> str:
     profile_lines = [f"{name}: {value}" for name, value in profile.items()] if profile else []
     return "\n".join(
         [
-            f"test accuracy {final['test_accuracy']:.4f}, test loss {final['test_loss']:.4f} on "
+            f"{_quality(final)}, test loss {final['test_loss']:.4f} on "
             f"{report['data']['rows']['test']} held-out rows after {report['steps']} steps",
             f"{final['parameters']:,} parameters, {'plan ' + report['plan'] if report['plan'] else 'parameter server'}, {report['processes']} process{'es' * (report['processes'] > 1)}, "
             f"{report['about']['seconds']:.1f} s",
@@ -99,6 +100,13 @@ def pretraining_summary(report: dict[str, Any], folder: Path) -> str:
             *profile_lines,
         ]
     )
+
+
+def _quality(final: Mapping[str, Any]) -> str:
+    """The figure of a pretrained model; of quantities R2, and the errors in their own unit."""
+    if "metrics" in final:
+        return format_errors(final["metrics"])
+    return f"test accuracy {final['test_accuracy']:.4f}"
 
 
 def plan_summary(result: dict[str, Any]) -> Group:
@@ -138,14 +146,14 @@ def tuning_summary(result: dict[str, Any]) -> Group:
 
 def compression_summary(report: dict[str, Any], folder: Path) -> Group:
     """Cost and accuracy of a model before and after every compression step."""
-    figure = "R2" if "r2" in report["source"] else "accuracy"
+    figure = of_figures(report["source"]).title
     costs = (figure, "nonzero", "MACs", "bytes", "zipped", "latency")
     table = make_table("step", "", *costs, right=costs)
     for row in (report["source"], *report["steps"]):
         table.add_row(
             f"{row['step']} {row['kind']}" if row["step"] else row["kind"],
             row["model"] if row["precision"] == "float32" else row["precision"],
-            format_metric(row.get("r2", row["accuracy"]), 4),
+            format_metric(row[of_figures(row).figure], 4),
             f"{row['nonzero']:,}",
             f"{row['macs']:,}",
             f"{row['bytes']:,}",
@@ -163,10 +171,14 @@ def compression_summary(report: dict[str, Any], folder: Path) -> Group:
 
 
 def _precision_lines(measured: Mapping[str, Any]) -> list[str]:
-    figure = "R2" if any("r2" in each for each in measured["tried"]) else "accuracy"
-    lines = [f"chosen by the least bytes times latency, with {figure} on {measured['rows']} training rows:"]
+    figure = of_figures(measured["tried"][0])
+    lines = [
+        f"chosen by the least bytes times latency, with {figure.title} on {measured['rows']} training rows:"
+    ]
     for each in measured["tried"]:
-        figures = f"{each['bytes']:,} bytes, {each['latency_us']:.1f} us, {figure} {each.get('r2', each['accuracy']):.4f}"
+        figures = (
+            f"{each['bytes']:,} bytes, {each['latency_us']:.1f} us, {figure.title} {each[figure.figure]:.4f}"
+        )
         parts = [figures] * bool(each["bytes"]) + [each["refused"]] * bool(each["refused"])
         lines.append(f"  {each['precision']}: {'; '.join(parts)}")
     return lines
@@ -175,9 +187,10 @@ def _precision_lines(measured: Mapping[str, Any]) -> list[str]:
 def search_summary(report: dict[str, Any], folder: Path) -> Group:
     """Every pipeline that was tried, which one was chosen and why, and its result."""
     search = report["search"]
+    task = of_figures(search["source"])
     table = make_table(
-        "pipeline", "", "accuracy", "bytes", "memory", "", "latency", "",
-        right=("accuracy", "bytes", "memory", "latency"),
+        "pipeline", "", task.title, "bytes", "memory", "", "latency", "",
+        right=(task.title, "bytes", "memory", "latency"),
     )  # fmt: skip
     refused: list[str] = []
     for row in search["candidates"]:
@@ -189,27 +202,27 @@ def search_summary(report: dict[str, Any], folder: Path) -> Group:
         table.add_row(
             row["name"] + (" *" if row["front"] else ""),
             "few epochs" if row["rung"] == "short" else row["precision"],
-            f"{row['accuracy']:.4f}",
+            f"{row[task.figure]:.4f}",
             f"{row['bytes']:,}",
             f"{row['memory_bytes']:,}",
             row["runtime"],
             f"{row['latency_us']:.1f} us",
             "chosen" if row["name"] == search["chosen"] else f"misses {misses}" if misses else "fits",
         )
-    notes = [*refused, f"accuracy on {search['rows']} rows for the choice; * Pareto-optimal"]
+    notes = [*refused, f"{task.title} on {search['rows']} rows for the choice; * Pareto-optimal"]
     if search["chosen"] is None:
-        notes.append(f"none fits {_bounds(search['budget'])}; {_nearest(search)}")
+        notes.append(f"none fits {_bounds(search['budget'], task)}; {_nearest(search)}")
     else:
         notes += [
-            f"chosen: {search['chosen']}, the smallest of those that fit {_bounds(search['budget'])} and are as accurate as "
+            f"chosen: {search['chosen']}, the smallest of those that fit {_bounds(search['budget'], task)} and are as good as "
             "the best of them within a standard error",
             *_chosen_result(report),
         ]
     return Group(table, "", *notes, f"all candidates and pareto.png in {folder / 'search'}/")
 
 
-def _bounds(budget: Mapping[str, Any]) -> str:
-    bounds = [f"accuracy >= {budget['accuracy']:.4f}"]
+def _bounds(budget: Mapping[str, Any], task: Task) -> str:
+    bounds = [f"{task.title} >= {budget['accuracy']:.4f}"]
     bounds += [f"memory <= {budget['memory_bytes']:,} bytes"] if budget["memory_bytes"] else []
     bounds += [f"size <= {budget['size_bytes']:,} bytes"] if budget["size_bytes"] else []
     bounds += [f"latency <= {budget['latency_us']:,.0f} us"] if budget["latency_us"] else []
@@ -227,13 +240,12 @@ def _nearest(search: Mapping[str, Any]) -> str:
 def _chosen_result(report: Mapping[str, Any]) -> list[str]:
     """The result of the chosen pipeline on rows that had no part in the choice."""
     final, last = report["final"], report["steps"][-1]
-    result = f"accuracy {final['accuracy']:.4f} on {report['test_rows']} other held-out rows, {final['bytes']:,} bytes"
+    task = of_figures(final)
+    result = f"{task.title} {final[task.figure]:.4f} on {report['test_rows']} other held-out rows, {final['bytes']:,} bytes"
     if "arena_bytes" in last["facts"]:
         facts = last["facts"]
-        result += (
-            f"; in tflite-micro {facts['micro_accuracy']:.4f}, in an arena of {facts['arena_bytes']:,} bytes"
-        )
-    below = final["accuracy"] < report["search"]["budget"]["accuracy"]
+        result += f"; in tflite-micro {facts[f'micro_{task.figure}']:.4f}, in an arena of {facts['arena_bytes']:,} bytes"
+    below = final[task.figure] < report["search"]["budget"]["accuracy"]
     return [result] + (["this is below the bound; a tighter --accuracy leaves more room"] if below else [])
 
 

@@ -15,7 +15,7 @@ from coordinator.datacenter import jobs
 from coordinator.datacenter.documents import LINEAGE, MODEL, PUBLIC, REPORT, write_document
 from coordinator.datacenter.pretrain_config import Pretraining
 from coordinator.experiments.schema import MODEL_KEYS
-from coordinator.reports.curves import as_png, make_figure
+from coordinator.reports.curves import as_png, loss_name, make_figure
 from coordinator.reports.run_files import write_schema
 from edge_client.files import file_sha256, write_durably
 
@@ -48,7 +48,7 @@ def write_report(
     lineage = _lineage(config, data, result)
     write_document(out / LINEAGE, lineage)
     losses = result["losses"]
-    draw_curve(out / "curves.png", config.name, read_curve(out, losses))
+    draw_curve(out / "curves.png", config.name, read_curve(out, losses), loss_name(data["task"]))
     record = jobs.read(out)
     document = {
         "config": config.model_dump(mode="json", exclude_none=True),
@@ -59,7 +59,7 @@ def write_report(
         "attempts": record.attempts if record else 1,
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
-        "final": {key: result[key] for key in ("test_accuracy", "test_loss", "parameters", "bytes", "model_sha256")},
+        "final": _final(data, result),
         "about": {key: value for key, value in result.items() if key in _ABOUT},
         "lineage": lineage,
     }  # fmt: skip
@@ -67,6 +67,18 @@ def write_report(
         document["profile"] = _profile(out / config.profile.get("folder", "profile"))
     write_document(out / REPORT, document)
     return document
+
+
+def _final(data: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of the trained model; of quantities R2, and the errors in the labels' own unit."""
+    final = {
+        key: result[key] for key in ("test_accuracy", "test_loss", "parameters", "bytes", "model_sha256")
+    }
+    if "metrics" in result:
+        _, deviation = data["schema"]["label_scale"]
+        found = result["metrics"]
+        final["metrics"] = {**found, **{key: found[key] * deviation for key in ("mae", "rmse")}}
+    return final
 
 
 def _profile(folder: Path) -> dict[str, Any] | None:
@@ -102,12 +114,12 @@ def read_curve(folder: Path, losses: Sequence[float]) -> list[Point]:
     return [(point["step"], point["loss"], point.get("lr")) for point in points]
 
 
-def draw_curve(path: Path, title: str, points: Sequence[Point]) -> None:
-    """Plots loss and learning rate by step into the PNG `path`."""
+def draw_curve(path: Path, title: str, points: Sequence[Point], loss: str = "cross-entropy") -> None:
+    """Plots loss and learning rate by step into the PNG `path`. `loss`: what it is."""
     figure, left, right = make_figure()
     steps = [step for step, _, _ in points]
     left.plot(steps, [loss for _, loss, _ in points], color="#1f6feb", lw=0.8)
-    left.set_ylabel("training loss (cross-entropy)")
+    left.set_ylabel(f"training loss ({loss})")
     left.set_ylim(bottom=0)
     rates = [(step, rate) for step, _, rate in points if rate is not None]
     right.plot([step for step, _ in rates], [rate for _, rate in rates], color="#8a8a8a")

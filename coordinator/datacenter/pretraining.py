@@ -154,13 +154,7 @@ def _load_data(config: Pretraining, folder: Path, environment: Environment) -> d
     if done is not None and done.state == "finished":
         return jobs.resume(folder)
     settings = config.data.model_dump(exclude_none=True)
-    data = training_data.load_data(settings, config.seed, folder, environment)
-    if data["task"] == "regression":
-        raise UserError(
-            f"data.dataset = {config.data.dataset!r}: its labels are quantities, which pretraining does not learn; train the model "
-            'with fedloop simulate (data.task = "regression")'
-        )
-    return data
+    return training_data.load_data(settings, config.seed, folder, environment)
 
 
 def _run(config: Pretraining, out: Path, environment: Environment) -> dict[str, Any]:

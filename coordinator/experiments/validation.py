@@ -310,8 +310,6 @@ def _regression_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[s
         )
     if data.dataset in names.NAMES and data.dataset != "csv":
         yield f'data.task = "regression" is for csv and loaders of your own, but data.dataset = {data.dataset!r} has classes'
-    if experiment.model.adapt is not None:
-        yield f'model.adapt = {experiment.model.adapt!r} does not train models for data.task = "regression"'
 
 
 def score_problem(federation: Federation, why_not: str) -> str | None:

@@ -134,9 +134,15 @@ def _params(contents: Contents) -> _Description:
         _require_hash(contents, PARAMS, REPORT, "final.model_sha256", final.get("model_sha256"))
     inputs = [*_input("data", lineage.get("data_fingerprint"))]
     inputs += _input("params", _table(lineage, "parent").get("sha256"))
-    metrics = {"pretrain": figures(final, "test_accuracy", "test_loss", "parameters", "bytes")}
+    metrics = figures(final, "test_accuracy", "test_loss", "parameters", "bytes")
+    metrics |= figures(_table(final, "metrics"), *REGRESSION)
     origin = {key: lineage[key] for key in _LINEAGE_KEYS if key in lineage}
-    return "pretrain", inputs, metrics, {"model": model, **origin, **about_tensors({PARAMS: header})}
+    return (
+        "pretrain",
+        inputs,
+        {"pretrain": metrics},
+        {"model": model, **origin, **about_tensors({PARAMS: header})},
+    )
 
 
 def _of_run(contents: Contents, header: Header) -> _Description:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge_client.files import write_durably
+from models.tasks import TASKS, TaskKind
 
 _TEST = "#1f6feb"
 
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def loss_name(task: str | None) -> str:
+def loss_name(task: TaskKind | None) -> str:
     """What the loss of a task is."""
-    return "squared error" if task == "regression" else "cross-entropy"
+    return TASKS[task or "classification"].loss
 
 
 def draw_curves(

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -27,16 +28,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from models import catalog, zoo
-from models.compress.report import accuracy, parameters
+from models.compress.report import parameters, quality
 from models.compress.step import Context, Data, OnEpoch, StepModel, StepRefused
 from models.compress.tuning import Objective, Tuning, tune
 from models.datasets import notation
 from models.datasets.dataset import DataError
-from models.labels import PADDING
+from models.labels import are_quantities, counting, filling
 from models.options import bounded
 from models.pretrain.data.batches import Arrays
 from models.pretrain.params import shapes_of
-from models.zoo.spec import Loss, ModelSpec, masked_cross_entropy
+from models.tasks import TASKS
+from models.zoo.spec import Loss, ModelSpec, masked_cross_entropy, squared_error
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class DistilOptions(Tuning):
         student: the model to distil into, such as `cnn` or `cnn(channels=[4, 8])`; empty: the same architecture.
         start: `fresh` weights, or those of the `current` model, which recovers accuracy lost in an earlier step.
         teachers: folders of trained models, separated by commas; empty: the source of the pipeline.
-        temperature: T of both softmaxes.
+        temperature: T of both softmaxes; models that predict a quantity have none.
         alpha: weight of the soft term; 1 - alpha is that of the labels. 0 is ordinary training.
         hint: weight of the hint, whose error is relative to the teacher's output; 0: none.
         hint_student, hint_teacher: names of the layers; empty: the one nearest to the middle. With several teachers, the first gives hints.
@@ -79,7 +81,7 @@ def step(model: StepModel, data: Data, options: DistilOptions, context: Context)
     x, y = data.x_train, data.y_train
     if data.x_extra is not None:
         x = np.concatenate([x, data.x_extra])
-        y = np.concatenate([y, np.full((len(data.x_extra), *y.shape[1:]), PADDING, np.int32)])
+        y = np.concatenate([y, np.full((len(data.x_extra), *y.shape[1:]), filling(y), y.dtype)])
     modules = [teacher.module for teacher in teachers.values()]
     student, losses = distil(
         modules,
@@ -94,7 +96,7 @@ def step(model: StepModel, data: Data, options: DistilOptions, context: Context)
     facts = {
         "teachers": {
             name: {
-                "accuracy": accuracy(teacher.module, data.x_test, data.y_test),
+                TASKS[spec.task].figure: quality(teacher.module, data.x_test, data.y_test),
                 "parameters": parameters(teacher.module),
             }
             for name, teacher in teachers.items()
@@ -109,7 +111,7 @@ def distil(
     teachers: Sequence[nn.Module],
     student: nn.Module,
     x: npt.NDArray[Any],
-    y: npt.NDArray[np.int32],
+    y: npt.NDArray[Any],
     options: DistilOptions,
     rng: np.random.Generator,
     *,
@@ -119,7 +121,7 @@ def distil(
     """A copy of `student` trained on the logits of `teachers` for `x` and on `y`, in evaluation mode, and the loss of every step.
 
     Args:
-        y: int32 [N] or [N, T]; a row of `PADDING` only is unlabelled and has only the soft term.
+        y: int32 [N] or [N, T]; or quantities [N]; a row of labels that do not count has only the soft term.
         loss: the student's own, mean per counted label.
 
     Raises:
@@ -151,7 +153,9 @@ def objective(
 
     def loss_from_teachers(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            teacher_logits = consensus([teacher(x) for teacher in frozen], temperature)
+            answers = [teacher(x) for teacher in frozen]
+            mean_of = mean_answer if are_quantities(y) else partial(consensus, temperature=temperature)
+            teacher_logits = mean_of(answers)
         return distillation_loss(module(x), teacher_logits, y, temperature, alpha, loss)
 
     return loss_from_teachers
@@ -165,6 +169,11 @@ def consensus(logits: Sequence[torch.Tensor], temperature: float) -> torch.Tenso
     return temperature * (each.logsumexp(0) - math.log(len(logits)))
 
 
+def mean_answer(answers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The mean of quantities [B, 1] that several teachers predict."""
+    return torch.stack(list(answers)).mean(0)
+
+
 def distillation_loss(
     logits: torch.Tensor,
     teacher_logits: torch.Tensor,
@@ -175,15 +184,21 @@ def distillation_loss(
 ) -> torch.Tensor:
     """alpha · T² · KL(teacher ‖ student at T) + (1 - alpha) · loss, over logits [B, (T,) C].
 
-    The soft term is the mean over labels that count, and over every position of unlabelled rows.
+    The soft term is the mean over labels that count, and over every position of unlabelled rows. Of quantities it is the squared
+    difference between the student's and the teacher's (Chen 2017, "Learning efficient object detection models with knowledge
+    distillation", section 3.3, without its bound), and T has no part in it.
     """
-    unlabelled = (y == PADDING).flatten(1).all(1) if y.ndim > 1 else y == PADDING
-    counted = (y != PADDING) | unlabelled.reshape(-1, *[1] * (y.ndim - 1))
-    target = F.log_softmax(teacher_logits / temperature, -1)
-    student = F.log_softmax(logits / temperature, -1)
-    divergence = F.kl_div(student, target, reduction="none", log_target=True).sum(-1)
-    soft = (divergence * counted).sum() / counted.sum() * temperature**2
-    if not (y != PADDING).any():
+    labelled: torch.Tensor = counting(y)
+    if are_quantities(y):
+        soft = squared_error(logits, teacher_logits.squeeze(-1))
+    else:
+        unlabelled = ~labelled.flatten(1).any(1) if y.ndim > 1 else ~labelled
+        counted = labelled | unlabelled.reshape(-1, *[1] * (y.ndim - 1))
+        target = F.log_softmax(teacher_logits / temperature, -1)
+        student = F.log_softmax(logits / temperature, -1)
+        divergence = F.kl_div(student, target, reduction="none", log_target=True).sum(-1)
+        soft = (divergence * counted).sum() / counted.sum() * temperature**2
+    if not labelled.any():
         return alpha * soft
     return alpha * soft + (1 - alpha) * loss(logits, y)
 

@@ -75,15 +75,15 @@ def compile_model(model: StepModel, data: Data, options: MicroOptions, context: 
     arena_bytes, logits = run(model.tflite, data.x_test)
     require_space("arena", arena_bytes, options.arena_bytes, "fewer or narrower channels in the first layers")
     require_space("model", len(model.tflite), options.flash_bytes, "a smaller student, or `structured`")
-    accuracy = score(logits, data.y_test).accuracy
-    expected = report.accuracy(model.module, data.x_test, data.y_test)
-    quantize.require_accuracy(expected, accuracy, options.max_accuracy_drop, "tflite-micro")
+    scored = score(logits, data.y_test)
+    expected, figure = report.quality(model.module, data.x_test, data.y_test), scored.quality_name
+    quantize.require_accuracy(expected, scored.quality, options.max_accuracy_drop, "tflite-micro", figure)
     facts = {
         **model.facts,
         **flatbuffer.facts(model.tflite),
         "arena_bytes": arena_bytes,
-        "micro_accuracy": accuracy,
-        "float32_accuracy": expected,
+        f"micro_{figure}": scored.quality,
+        f"float32_{figure}": expected,
     }
     return replace(model, facts=facts)
 

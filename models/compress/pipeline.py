@@ -133,7 +133,6 @@ def run(
     Raises:
         StepRefused: a step is impossible; those before it remain stored.
     """
-    require_task(source, [step.kind for step in steps])
     named = dict(teachers or {})
     fixed = {
         "data": fingerprint(data),
@@ -169,19 +168,6 @@ def run(
     for stale in set(folder.glob("step-[0-9][0-9]-*")) - {each.folder for each in done}:
         shutil.rmtree(stale)
     return done
-
-
-def require_task(source: StepModel, kinds: Sequence[str]) -> None:
-    """Refuses steps that train or judge by classes, for a model that predicts a quantity.
-
-    Raises:
-        StepRefused: naming the step.
-    """
-    others = [kind for kind in kinds if kind != "quantize"]
-    if source.spec.task == "regression" and others:
-        raise StepRefused(
-            f"step {others[0]}: model {source.spec.name!r} predicts a quantity, for which there is: quantize; leave the step out"
-        )
 
 
 def _execute(

@@ -31,6 +31,7 @@ from edge_client.train.evaluation import score
 from models.compress.step import StepModel
 from models.pretrain import evaluation
 from models.pretrain.params import params_of
+from models.tasks import of_figures
 from models.zoo.spec import ModelSpec
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ _BLOCK = 8
 
 
 def measure(
-    model: StepModel, x: npt.NDArray[Any], y: npt.NDArray[np.int32], float32: bytes | None = None
+    model: StepModel, x: npt.NDArray[Any], y: npt.NDArray[Any], float32: bytes | None = None
 ) -> dict[str, Any]:
     """All figures but the latency, on test rows. `float32`: the `.tflite` of a model that has none of its own yet.
 
@@ -88,9 +89,9 @@ def macs(module: nn.Module, spec: ModelSpec) -> int:
     return int(counter.get_total_flops()) // 2
 
 
-def accuracy(model: nn.Module | bytes, x: npt.NDArray[Any], y: npt.NDArray[np.int32]) -> float:
-    """The accuracy of a module, or of a `.tflite` on LiteRT."""
-    return score(logits(model, x), y).accuracy
+def quality(model: nn.Module | bytes, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> float:
+    """The accuracy of a module, or of a `.tflite` on LiteRT; of quantities R2."""
+    return score(logits(model, x), y).quality
 
 
 def logits(model: nn.Module | bytes, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
@@ -166,7 +167,7 @@ def plot(rows: Iterable[Mapping[str, Any]], path: Path, test_rows: int) -> None:
 
     listed = list(rows)
     numbers = [row.get("step", index) for index, row in enumerate(listed, 1)]
-    name = "R2" if any("r2" in row for row in listed) else "accuracy"
+    name = of_figures(listed[0] if listed else {}).title
     panels = [("bytes", "size (KB)", 1e-3), ("latency_us", "latency of a row (µs)", 1.0)]
     if any("memory_bytes" in row for row in listed):
         panels.append(("memory_bytes", "memory (KB)", 1e-3))
@@ -207,7 +208,7 @@ def plot(rows: Iterable[Mapping[str, Any]], path: Path, test_rows: int) -> None:
 
 def worth(row: Mapping[str, Any]) -> float:
     """The accuracy in a row's figures, or R2."""
-    return float(row["r2"] if "r2" in row else row["accuracy"])
+    return float(row[of_figures(row).figure])
 
 
 def _label(row: Mapping[str, Any]) -> str:

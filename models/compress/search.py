@@ -2,7 +2,7 @@
 
     1. the ladder (`models.compress.ladder`): pipelines without training run in full at once
     2. successive halving (Jamieson, Talwalkar 2016): the others run with few epochs; the better half of those within the budget in full
-    3. the outcomes: bytes, memory, latency and accuracy of every candidate, and which are Pareto-optimal
+    3. the outcomes: bytes, memory, latency and accuracy, or R2, of every candidate, and which are Pareto-optimal
     4. the choice: of all within the budget and the bound, the smallest within a standard error of the most accurate one
        (the one-standard-error rule, Breiman 1984, section 3.4.3); if none fits, the nearest
 
@@ -31,6 +31,7 @@ from models.compress import amx, memory, pipeline, report, worker
 from models.compress.ladder import Candidate, Table, ladder
 from models.compress.step import Data, OnProgress, StepModel, StepRefused
 from models.options import bounded
+from models.tasks import TASKS, Task
 
 DROP = 0.02
 """How far the accuracy may drop below the source's without an explicit bound."""
@@ -46,7 +47,7 @@ class Budget:
         memory_bytes: of the arena in tflite-micro, or of LiteRT for files that do not run there.
         size_bytes: of the `.tflite`.
         latency_us: of one row, in LiteRT, on this machine.
-        accuracy: the minimum; 0: `DROP` below the source's.
+        accuracy: the minimum, of quantities of R2; 0: `DROP` below the source's.
     """
 
     memory_bytes: int = bounded(0, 0, 2**40)
@@ -62,8 +63,8 @@ class Budget:
             "latency": (outcome.latency_us, self.latency_us),
         }
         missed = {name: cost / most - 1 for name, (cost, most) in costs.items() if most and cost > most}
-        if outcome.accuracy < self.accuracy - 1e-9:
-            missed["accuracy"] = 1 - outcome.accuracy / self.accuracy
+        if outcome.quality < self.accuracy - 1e-9:
+            missed["accuracy"] = 1 - outcome.quality / self.accuracy
         return missed
 
 
@@ -74,6 +75,7 @@ class Outcome:
     Attributes:
         steps: as they ran.
         rung: `short` if it was trained for few epochs only.
+        quality: accuracy, or R2 of quantities.
         runtime: where `memory_bytes` was measured.
     """
 
@@ -82,7 +84,7 @@ class Outcome:
     rung: Rung
     model: str
     precision: str
-    accuracy: float
+    quality: float
     size_bytes: int
     memory_bytes: int
     runtime: str
@@ -92,7 +94,7 @@ class Outcome:
     @property
     def costs(self) -> tuple[float, float, float, float]:
         """Lower is better for each."""
-        return self.size_bytes, self.memory_bytes, self.latency_us, -self.accuracy
+        return self.size_bytes, self.memory_bytes, self.latency_us, -self.quality
 
 
 @dataclass(frozen=True)
@@ -125,27 +127,23 @@ def run(path: Path, emit: process.Report) -> None:
     sets = job.settings.get("sets", {})
     candidates = ladder(source.spec, job.settings.get("student"), sets)
     _require_kinds(sets, candidates)
-    if source.spec.task == "regression":
-        raise jobs.JobError(
-            f"model {source.spec.name!r} predicts a quantity, for which there is no search; "
-            "compress it with fedloop compress, whose default step is quantize"
-        )
     for candidate in candidates:
         pipeline.plan_steps(candidate.steps, candidate.name)
-    source_accuracy = report.accuracy(source.module, data.x_test, data.y_test)
+    task = TASKS[source.spec.task]
+    source_quality = report.quality(source.module, data.x_test, data.y_test)
     if not budget.accuracy:
-        budget = replace(budget, accuracy=max(0.0, source_accuracy - DROP))
+        budget = replace(budget, accuracy=max(0.0, source_quality - DROP))
     emit(checked=True)
     result = Search(source, data, job.out, job.seed, budget, lambda line: emit(**line)).run(
         candidates, first=job.flag("first", False)
     )
-    rows = _rows(result, budget)
+    rows = _rows(result, budget, task)
     report.plot([row for row in rows if "refused" not in row], job.out / "pareto.png", len(data.x_test))
     jobs.write_result(
         job.out,
         {
             "budget": asdict(budget),
-            "source": {"model": source.spec.name, "accuracy": source_accuracy},
+            "source": {"model": source.spec.name, task.figure: source_quality},
             "rows": len(data.x_test),
             "candidates": rows,
             "chosen": result.chosen.name if result.chosen else None,
@@ -236,7 +234,7 @@ class Search:
             rung,
             last.spec.name,
             last.precision,
-            figures["accuracy"],
+            report.worth(figures),
             figures["bytes"],
             memory_bytes,
             runtime,
@@ -265,7 +263,7 @@ class Search:
         within = [name for name, outcome in tried.items() if not self._missed_costs(outcome)]
         if not within:
             within = sorted(tried, key=lambda name: sum(self._missed_costs(tried[name]).values()))[:1]
-        best = sorted(within, key=lambda name: -tried[name].accuracy)[: math.ceil(len(within) / 2)]
+        best = sorted(within, key=lambda name: -tried[name].quality)[: math.ceil(len(within) / 2)]
         return [candidate for candidate in candidates if candidate.name in best]
 
     def _missed_costs(self, outcome: Outcome) -> dict[str, float]:
@@ -293,22 +291,25 @@ class Search:
         return SearchResult(
             outcomes,
             refused,
-            choose(outcomes, self._budget, len(self._data.x_test)),
+            choose(outcomes, self._budget, len(self._data.x_test), TASKS[self._source.spec.task]),
             min(outcomes, key=lambda outcome: sum(self._budget.missed(outcome).values()), default=None),
         )
 
 
-def choose(outcomes: Sequence[Outcome], budget: Budget, rows: int) -> Outcome | None:
+def choose(
+    outcomes: Sequence[Outcome], budget: Budget, rows: int, task: Task = TASKS["classification"]
+) -> Outcome | None:
     """The smallest outcome, by bytes, of those that fit and are within a standard error (`lower_bound`) of the most accurate one.
 
     Args:
-        rows: number of rows that accuracies are measured on.
+        rows: number of rows that qualities are measured on.
     """
     fitting = [outcome for outcome in outcomes if not budget.missed(outcome)]
     if not fitting:
         return None
-    least = lower_bound(max(outcome.accuracy for outcome in fitting), rows)
-    similar = [outcome for outcome in fitting if outcome.accuracy >= least - 1e-9]
+    bound = lower_bound if task.figure == "accuracy" else lower_bound_of_r2
+    least = bound(max(outcome.quality for outcome in fitting), rows)
+    similar = [outcome for outcome in fitting if outcome.quality >= least - 1e-9]
     return min(similar, key=lambda outcome: (outcome.size_bytes, outcome.memory_bytes))
 
 
@@ -322,6 +323,11 @@ def lower_bound(share: float, rows: int) -> float:
     return share - math.sqrt(adjusted * (1 - adjusted) / adjusted_rows)
 
 
+def lower_bound_of_r2(r2: float, rows: int) -> float:
+    """R2 of `rows` less its standard error, 2 · sqrt(R2 / n) · (1 - R2) (Olkin and Finn 1995, section 2)."""
+    return r2 - 2 * math.sqrt(max(0.0, r2) / rows) * (1 - r2)
+
+
 def steps_of(outcome: Outcome, budget: Budget) -> list[Table]:
     """The outcome's pipeline; if it must fit an arena, with a step that runs it there on every row."""
     steps = list(outcome.steps)
@@ -332,14 +338,20 @@ def steps_of(outcome: Outcome, budget: Budget) -> list[Table]:
     return steps
 
 
-def _rows(result: SearchResult, budget: Budget) -> list[dict[str, Any]]:
+def _rows(result: SearchResult, budget: Budget, task: Task) -> list[dict[str, Any]]:
     front = report.pareto_front([outcome.costs for outcome in result.outcomes])
     rows: list[dict[str, Any]] = []
     for index, outcome in enumerate(result.outcomes):
-        fields = {key: value for key, value in vars(outcome).items() if key not in ("tflite", "size_bytes")}
+        fields = {
+            key: value
+            for key, value in vars(outcome).items()
+            if key not in ("tflite", "size_bytes", "quality")
+        }
         rows.append(
             {
                 **fields,
+                "accuracy": None,
+                task.figure: outcome.quality,
                 "bytes": outcome.size_bytes,
                 "steps": [dict(step) for step in outcome.steps],
                 "front": index in front,

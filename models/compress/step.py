@@ -52,7 +52,7 @@ class StepModel:
 
 @dataclass(frozen=True)
 class Data:
-    """Rows to train and calibrate with, and rows to score on. Labels are int32, `PADDING` if unlabelled.
+    """Rows to train and calibrate with, and rows to score on. Labels are int32, `PADDING` if unlabelled; or float32 quantities.
 
     Attributes:
         x_train: [N, …]; x_test: [M, …], never trained or calibrated on.
@@ -60,9 +60,9 @@ class Data:
     """
 
     x_train: npt.NDArray[Any]
-    y_train: npt.NDArray[np.int32]
+    y_train: npt.NDArray[Any]
     x_test: npt.NDArray[Any]
-    y_test: npt.NDArray[np.int32]
+    y_test: npt.NDArray[Any]
     x_extra: npt.NDArray[Any] | None = None
 
 

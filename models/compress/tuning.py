@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from models.compress.step import Data, OnEpoch, StepRefused
-from models.labels import PADDING
+from models.labels import counting
 from models.options import bounded
 from models.pretrain.data.batches import Arrays, global_batches, shifted
 from models.zoo.spec import ModelSpec
@@ -109,7 +109,7 @@ def labelled_rows(data: Data) -> Arrays:
     Raises:
         StepRefused: there are none.
     """
-    counted = (data.y_train != PADDING).reshape(len(data.y_train), -1).any(1)
+    counted = counting(data.y_train).reshape(len(data.y_train), -1).any(1)
     if not counted.any():
         raise StepRefused(
             f"none of {len(counted)} training rows has a label, expected some to fine-tune on; distil from a teacher instead"

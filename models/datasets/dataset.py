@@ -12,9 +12,7 @@ import numpy.typing as npt
 from edge_client.data.connector import DataProblem
 from edge_client.wire.preprocessing import ImageSchema, TextSchema
 from edge_client.wire.schema import DataSchema
-
-TaskKind = Literal["classification", "next_token", "regression"]
-
+from models.tasks import TaskKind
 
 DataError = DataProblem
 """One error for both sides: tables are read by the device's code."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,13 @@ from edge_client.data import numpy_file
 from edge_client.data.quoting import is_content_hidden, nearest
 from edge_client.wire.preprocessing import ImageSchema
 from models import user_code
-from models.datasets.dataset import DataError, Dataset, TaskKind
+from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import held_out
 from models.datasets.standardise import standardised_labels
 from models.labels import PADDING
+from models.tasks import TASKS, TaskKind
 
 KEYS = ("x", "y", "test", "x_test", "y_test", "site", "classes", "task", "class_names")
-TASKS: tuple[TaskKind, ...] = ("classification", "next_token", "regression")
 
 
 def load(target: str, data_dir: Path | None, seed: int) -> Dataset:
@@ -285,7 +285,7 @@ def _mask(value: Any, rows: int) -> npt.NDArray[np.bool_]:
 def _task(task: Any, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> TaskKind:
     if task is not None and not (isinstance(task, str) and task in TASKS):
         raise DataError(f"task is {task!r}, expected {' or '.join(TASKS)}")
-    chosen: TaskKind = task or ("next_token" if y.ndim == 2 else "classification")
+    chosen: TaskKind = cast(TaskKind | None, task) or ("next_token" if y.ndim == 2 else "classification")
     if chosen == "classification" and y.ndim != 1:
         raise DataError(f"y has shape {y.shape}, expected ({len(y)},) for classification")
     if chosen == "next_token" and (x.dtype != np.int32 or x.shape != y.shape):

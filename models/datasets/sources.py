@@ -14,9 +14,10 @@ from edge_client.data.labels import standardised
 from edge_client.wire.schema import DataSchema
 from models.datasets import described_table, notation, own, table
 from models.datasets.columns import TextRules
-from models.datasets.dataset import DataError, Dataset, TaskKind
+from models.datasets.dataset import DataError, Dataset
 from models.datasets.names import KEYS, check_name, is_code
 from models.datasets.shipped import digits, mnist, phrasebank, shakespeare, synthetic
+from models.tasks import TaskKind
 
 
 def from_settings(

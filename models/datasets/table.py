@@ -23,9 +23,10 @@ from edge_client.data.table_reader import EXCLUDED, feature_names, read_rows
 from edge_client.wire.schema import ColumnSchema, DataSchema, Scale
 from models.datasets import columns, table_notes
 from models.datasets.columns import TextRules, TextTable
-from models.datasets.dataset import DataError, Dataset, TaskKind
+from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import held_out, require_both_parts
 from models.datasets.standardise import standardised, standardised_labels
+from models.tasks import TaskKind
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from models.labels import PADDING
+from models.labels import PADDING, are_quantities, counting
 from models.pretrain.dtensor import full_tensor
 from models.zoo.spec import ModelSpec, masked_cross_entropy
 
@@ -20,12 +20,17 @@ def objective_of(spec: ModelSpec) -> Objective:
         return summed_cross_entropy
 
     def summed(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        counted = (y != PADDING).sum()
+        counted = counting(y).sum()
         logits = full_tensor(logits)  # they may be split by class
         # without a counted label the mean is 0 / 0; times 0 it would still be NaN
         return spec.loss(logits, y) * counted if counted else logits.sum() * 0
 
     return summed
+
+
+def as_targets(y: torch.Tensor) -> torch.Tensor:
+    """Labels as losses take them: quantities as they are, classes as int64."""
+    return y if are_quantities(y) else y.long()
 
 
 def summed_cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -83,10 +83,10 @@ def pretrain(path: Path, report: process.Report) -> None:
             raise SystemExit(PREEMPTED)
         module = params.gather(training.parallel.parts, spec, here)
         if module is not None:
-            figures = evaluation.evaluate(module, spec, data.test, here.device)
+            scores = evaluation.evaluate(module, spec, data.test, here.device)
             saved = params.save(module, job.out / "model.safetensors")
             result = {
-                **figures,
+                **scores.document(),
                 **saved,
                 **data.about,
                 "world_size": plan.processes,

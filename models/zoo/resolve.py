@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from models import adaptation, user_code
-from models.zoo.spec import InputDtype, ModelSpec, TaskKind
+from models.tasks import TaskKind
+from models.zoo.spec import InputDtype, ModelSpec
 from models.zoo.tensorflow import keras
 from models.zoo.tensorflow.keras import KerasSpec, KerasUnfit
 from models.zoo.trial import vocabulary
@@ -68,10 +69,10 @@ def find(
     Raises:
         ModelNotFound: unknown name, or the builder failed; `UserCodeError` when a user's module cannot be imported.
     """
-    if task == "regression":
-        return _regression(name, input_shape, classes, input_dtype, options)
     if name == adaptation.MODEL:
         return _adapted(input_shape, classes, input_dtype, task, **options)
+    if task == "regression":
+        return _regression(name, input_shape, classes, input_dtype, options)
     if name.endswith(user_code.KERAS_FILE):
         if options:
             raise ModelNotFound(f"model {name!r} is a file and has no options, got {', '.join(options)}")
@@ -113,8 +114,6 @@ def _regression(
     options: Mapping[str, Any],
 ) -> ModelSpec | KerasSpec:
     """The spec of a model that predicts a quantity: its single output, trained with squared error."""
-    if name == adaptation.MODEL:
-        raise ModelNotFound("model.adapt does not train models that predict a quantity")
     spec = find(name, input_shape=input_shape, classes=classes, input_dtype=input_dtype, **options)
     if isinstance(spec, KerasSpec):
         return replace(spec, task="regression")

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from models.labels import LEAST_QUANTITY
+from models.tasks import TaskKind
 from models.zoo.layout import Layout
 
-TaskKind = Literal["classification", "next_token", "regression"]
 InputDtype = Literal["float32", "int32"]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

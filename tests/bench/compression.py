@@ -74,7 +74,7 @@ class _Table:
     def add(self, name: str, tflite: bytes, data: Data) -> None:
         self.files[name] = tflite
         self.test_rows = len(data.y_test)
-        self.accuracy[name] = report.accuracy(tflite, data.x_test, data.y_test)
+        self.accuracy[name] = report.quality(tflite, data.x_test, data.y_test)
 
     def promise(self, kept: bool, what: str) -> None:
         sys.stdout.write(f"{'holds' if kept else 'FAILS'}: {what}\n")
@@ -159,8 +159,7 @@ def _images(table: _Table, folder: Path, short: bool) -> None:
         f"{100 * share:.0f} % of the params gone or zero, {100 * lost:.2f} points lost",
     )
     taught, alone = (
-        [report.accuracy(m.module, data.x_test, data.y_test) for m in models]
-        for models in (students, scratch)
+        [report.quality(m.module, data.x_test, data.y_test) for m in models] for models in (students, scratch)
     )
     won = sum(a > b for a, b in zip(taught, alone, strict=True))
     table.promise(

@@ -112,11 +112,11 @@ def fine_tune(folder: str, checkpoint: Path) -> dict[str, float] | None:
         full = params.gather(training.parallel.parts, spec, here)
         if full is None:
             return None
-        figures = evaluation.evaluate(full, spec, test, torch.device("cpu"))
+        scores = evaluation.evaluate(full, spec, test, torch.device("cpu"))
     step = statistics.median(steps)
     return {
-        "accuracy": figures["test_accuracy"],
-        "loss": figures["test_loss"],
+        "accuracy": scores.accuracy,
+        "loss": scores.loss,
         "rows": len(test),
         "step_ms": 1e3 * step,
         "in": statistics.median(inside) / step,

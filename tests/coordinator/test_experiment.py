@@ -565,7 +565,6 @@ def test_quantities_are_predicted_in_torch_and_dealt_out_evenly() -> None:
     ("sets", "message"),
     [
         (["data.dataset=digits"], "'digits' has classes"),
-        (["model.adapt=head", "model.init=m.safetensors"], r"model\.adapt = 'head' does not train"),
     ],
 )
 def test_what_does_not_predict_quantities_is_refused(sets: list[str], message: str) -> None:

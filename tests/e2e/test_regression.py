@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from coordinator.accounts.admin_token import read_admin_token
 from coordinator.demos.local_fleet import local_fleet
 from edge_client.train import torch_trainer
 from edge_client.wire import arrays
+from edge_client.wire import schema as schemas
+from edge_client.wire.schema import DataSchema
 from models import datasets, zoo
 from tests.support.cli import options, report_of, run_cli, run_here
 
@@ -74,10 +77,23 @@ def test_sites_learn_to_predict_a_quantity(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "release" / "manifest.json").read_text("utf-8"))
     assert (document["task"], document["schema"]["label_scale"]) == ("regression", [mean, deviation])
 
-    (tmp_path / "prune.toml").write_text('[[step]]\nkind = "prune"\nsparsity = 0.5\n')
-    refused = run_cli("compress", "run", "--pipeline", "prune.toml", "--out", "small", cwd=tmp_path)
-    assert refused.returncode == 2 and "predicts a quantity" in refused.stderr
-    assert not (tmp_path / "small").exists()
+    keys = [each for each in settings if each.startswith(("data.", "model."))]
+    training = options([*keys, "data.encoding=latin-1", "train.epochs=20", "train.lr=0.05"])
+    done = run_cli("pretrain", *training, "--out", "pre", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    pretrained = report_of(tmp_path / "pre")["final"]
+    assert pretrained["test_accuracy"] is None and pretrained["metrics"]["r2"] > 0.9
+    assert f"R2 {pretrained['metrics']['r2']:.4f}, MAE {pretrained['metrics']['mae']:.4g}" in done.stdout
+    assert schema_of(tmp_path / "pre") == replace(schema_of(tmp_path / "run"), encoding="latin-1")
+    out = tmp_path / "pre.csv"
+    done = run_here("predict", tmp_path / "pre", tmp_path / "prices.csv", "--out", out)
+    assert done.returncode == 0, done.stderr
+    error = np.abs(np.loadtxt(out, skiprows=1)[rows.test] - real).mean()
+    assert error == pytest.approx(pretrained["metrics"]["mae"], rel=1e-5)
+
+
+def schema_of(folder: Path) -> DataSchema:
+    return schemas.from_json((folder / "schema.json").read_bytes())
 
 
 def write_diabetes(path: Path, site: str | None = None) -> Path:

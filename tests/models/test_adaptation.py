@@ -127,6 +127,23 @@ def test_a_model_that_cannot_be_adapted_like_this_is_refused_in_words(tmp_path: 
         of(logreg, "head", tmp_path / "absent.safetensors")
 
 
+def test_the_head_of_a_model_of_quantities_learns_by_squared_error(tmp_path: Path) -> None:
+    shape = {"input_shape": (3,), "classes": 1, "task": "regression"}
+    base = zoo.get("mlp", hidden=[4], **shape)  # type: ignore[arg-type]
+    params = {name: value.numpy() for name, value in base.build(0).state_dict().items()}
+    path = written(adaptation.quantize_backbone(params), tmp_path)
+    options = {"base": "mlp", "base_options": {"hidden": [4]}, "adapt": "head", "backbone": str(path)}
+    spec = zoo.get(adaptation.MODEL, **shape, **options)  # type: ignore[arg-type]
+    assert (spec.task, spec.loss) == ("regression", base.loss)
+    module = spec.build(0)
+    assert {name for name, each in module.named_parameters() if each.requires_grad} == {
+        "fc.weight",
+        "fc.bias",
+    }
+    x, y = spec.example_batch(4)
+    assert module(x).shape == (4, 1) and float(spec.loss(module(x), y)) >= 0
+
+
 def test_a_file_that_is_not_this_models_backbone_is_refused(tmp_path: Path) -> None:
     """A param that it lacks would start at random, and nobody would know."""
     frozen = adaptation.quantize_backbone(read(BASE.build(0)))

@@ -84,8 +84,7 @@ def test_a_model_of_sixteen_values_a_tensor_travels_in_a_sixth() -> None:
     made = codebook.cluster(cnn(), digits(), codebook.CodebookOptions(), context(cnn()))
     assert (made.precision, made.tflite is None) == ("codebook", False)
     assert (
-        report.accuracy(made.module, digits().x_test, digits().y_test)
-        >= made.facts["float32_accuracy"] - 0.02
+        report.quality(made.module, digits().x_test, digits().y_test) >= made.facts["float32_accuracy"] - 0.02
     )
     assert made.facts["transport_bytes"] < made.facts["params_bytes"] / 6
     assert made.facts["transport_bytes"] == sum(

@@ -262,7 +262,7 @@ def test_a_step_distils_into_the_same_architecture_into_another_or_goes_on(world
     context = Context(5, original)
     again = step(original, data, DistilOptions(epochs=8, lr=0.01), context)
     assert again.spec == spec and again.module is not original.module
-    assert report.accuracy(again.module, data.x_test, data.y_test) > 0.85
+    assert report.quality(again.module, data.x_test, data.y_test) > 0.85
     assert again.facts["teachers"]["original"]["accuracy"] == 1.0
 
     other = step(original, data, DistilOptions(epochs=1, student="mlp(hidden=[4])"), context)

@@ -41,7 +41,7 @@ def test_a_precision_keeps_its_accuracy_and_stores_what_its_name_says(precision:
 
     assert made.precision == precision
     assert made.tflite is not None
-    found = report.accuracy(made.tflite, digits().x_test, digits().y_test)
+    found = report.quality(made.tflite, digits().x_test, digits().y_test)
     assert found == made.facts["accuracy"] >= made.facts["float32_accuracy"] - 0.02
     assert made.facts["weights"][recipes.WEIGHTS[precision]] > 0.9
     assert made.facts["bytes"] == len(made.tflite) <= LARGEST[precision] * made.facts["float32_bytes"]

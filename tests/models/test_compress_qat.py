@@ -86,8 +86,8 @@ def test_batchnorm_is_trained_with_rounding_and_the_patch_of_litert_torch_is_tak
         np.random.default_rng(0),
         lambda m, x, y: SPEC.loss(m(x), y),
     )
-    rounded = report.accuracy(graph, digits().x_test, digits().y_test)
-    assert rounded >= report.accuracy(original.module, digits().x_test, digits().y_test) - 0.02
+    rounded = report.quality(graph, digits().x_test, digits().y_test)
+    assert rounded >= report.quality(original.module, digits().x_test, digits().y_test) - 0.02
     assert any("fake_quant_enabled" in name for name in graph.state_dict())
     assert pt2e_quantizer_utils._get_aten_graph_module_for_pattern is utils._get_aten_graph_module_for_pattern
 

@@ -86,7 +86,7 @@ def test_a_file_is_scored_as_its_module_is() -> None:
     np.testing.assert_allclose(report.logits(content, x), report.logits(module, x), atol=1e-5)
     y[:10] = -1
     expected = (report.logits(module, x)[10:].argmax(1) == y[10:]).mean()
-    assert report.accuracy(content, x, y) == pytest.approx(expected) == report.accuracy(module, x, y)
+    assert report.quality(content, x, y) == pytest.approx(expected) == report.quality(module, x, y)
     figures = report.measure(StepModel(spec, module, content), x, y)
     assert figures["bytes"] == len(content)
     found = report.latency({"file": content, "again": content}, x, turns=2)

@@ -58,7 +58,7 @@ def search(
         tuning: of each candidate, on `rows`, before it is scored.
     """
 
-    def evaluate(shares: Shares, training: Tuning) -> dict[str, float]:
+    def evaluate(shares: Shares, training: Tuning) -> evaluation.Scores:
         trial = copy.deepcopy(module)
         goals = [sparsity.goal(trial, (name,), share) for name, share in shares.items()]
         once = sparsity.Ramp(0.0, 1)
@@ -68,22 +68,22 @@ def search(
     seed = int(rng.integers(2**31))  # all candidates train the same way
     untrained = Tuning(epochs=0)
     dense = evaluate({}, untrained)
-    losses = {name: [evaluate({name: level}, untrained)["test_loss"] for level in LEVELS] for name in names}
+    losses = {name: [evaluate({name: level}, untrained).loss for level in LEVELS] for name in names}
     sizes = {name: module.get_parameter(f"{name}.weight").numel() for name in names}
-    path = cheapest_first(sizes, dense["test_loss"], losses, bound.most)
+    path = cheapest_first(sizes, dense.loss, losses, bound.most)
 
-    least = dense["test_accuracy"] - bound.max_drop
-    good, bad, accuracy = 0, len(path), dense["test_accuracy"]
+    least = dense.quality - bound.max_drop
+    good, bad, accuracy = 0, len(path), dense.quality
     while bad - good > 1:  # path[good] is within the bound; path[bad] and later are not known to be
         middle = (good + bad) // 2
-        candidate = evaluate(path[middle], tuning)["test_accuracy"]
+        candidate = evaluate(path[middle], tuning).quality
         if candidate >= least:
             good, accuracy = middle, candidate
         else:
             bad = middle
     goals = tuple(sparsity.goal(module, (name,), path[good].get(name, 0.0)) for name in names)
     return goals, {
-        "dense_accuracy": dense["test_accuracy"],
+        "dense_accuracy": dense.quality,
         "accuracy": accuracy,
         "max_accuracy_drop": bound.max_drop,
         "rows": len(held_out),

@@ -65,12 +65,12 @@ class _HeldOut:
     """Rows to measure on, and the float model's logits for them."""
 
     x: npt.NDArray[Any]
-    y: npt.NDArray[np.int32]
+    y: npt.NDArray[Any]
     logits: npt.NDArray[np.float32]
 
     @property
-    def accuracy(self) -> float:
-        return score(self.logits, self.y).accuracy
+    def quality(self) -> float:
+        return score(self.logits, self.y).quality
 
 
 def mixed(model: StepModel, data: Data, options: MixedOptions, context: Context) -> StepModel:
@@ -97,7 +97,7 @@ def mixed(model: StepModel, data: Data, options: MixedOptions, context: Context)
     facts = quantize.evaluate(float32, tflite, data, "mixed", max_drop=1.0)
     details = {
         "kept": [sensitivity.layer.name for sensitivity in kept],
-        "held_out_accuracy": {"float32": rows.accuracy, "mixed": accuracy},
+        "held_out_accuracy": {"float32": rows.quality, "mixed": accuracy},
         "sensitivities": [
             {
                 **{key: getattr(s.layer, key) for key in ("name", "kind", "scope", "weights")},
@@ -122,8 +122,8 @@ def sensitivities(
             {"step": "sensitivity", "layer": layer.name, "number": index + 1, "of": len(layers)}
         )
         logits = report.logits(recipes.quantize(float32, None, ranges, {layer.scope: precision}), rows.x)
-        loss = rows.accuracy - score(logits, rows.y).accuracy
-        ranking.append(Sensitivity(layer, divergence(rows.logits, logits), loss))
+        loss = rows.quality - score(logits, rows.y).quality
+        ranking.append(Sensitivity(layer, distance(rows.logits, logits), loss))
     return sorted(ranking, key=lambda s: -s.divergence)
 
 
@@ -131,6 +131,14 @@ def divergence(expected: npt.NDArray[np.float32], actual: npt.NDArray[np.float32
     """Mean KL(expected ‖ actual) of the softmaxes over the last axis, in nats."""
     p, q = (F.log_softmax(torch.from_numpy(logits).double(), -1) for logits in (expected, actual))
     return float(F.kl_div(q, p, reduction="none", log_target=True).sum(-1).mean())
+
+
+def distance(expected: npt.NDArray[np.float32], actual: npt.NDArray[np.float32]) -> float:
+    """`divergence`; of quantities [N, 1], which have no softmax, the mean squared difference over the variance of `expected`."""
+    if expected.shape[-1] > 1:
+        return divergence(expected, actual)
+    spread = float(np.var(expected.astype(np.float64))) or 1.0
+    return float(np.square(actual.astype(np.float64) - expected).mean()) / spread
 
 
 def _mixture(
@@ -147,14 +155,14 @@ def _mixture(
         kept = list(ranking[:count])
         scopes = {s.layer.scope: options.kept for s in kept}
         tflite = recipes.quantize(float32, options.precision, ranges, scopes)
-        accuracy = report.accuracy(tflite, rows.x, rows.y)
+        accuracy = report.quality(tflite, rows.x, rows.y)
         context.on_progress({"step": "mix", "kept": count, "accuracy": accuracy})
-        if rows.accuracy - accuracy <= options.max_accuracy_drop + 1e-9:
+        if rows.quality - accuracy <= options.max_accuracy_drop + 1e-9:
             return tflite, kept, accuracy
         accuracies.append(accuracy)
     best = f"{max(accuracies):.4f} at best" if accuracies else "the model has no layer that can be quantized"
     raise StepRefused(
         f"no mixture of {options.precision} and {options.kept} is within {100 * options.max_accuracy_drop:.1f} points of "
-        f"float32 ({rows.accuracy:.4f} on {len(rows.x)} held-out rows): {best}; raise max_accuracy_drop, or choose "
+        f"float32 ({rows.quality:.4f} on {len(rows.x)} held-out rows): {best}; raise max_accuracy_drop, or choose "
         "dynamic-int8 or weight-int8, which leave activations in float32"
     )

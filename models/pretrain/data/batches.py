@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.labels import PADDING
+from models.labels import counting, filling
+from models.pretrain.objective import as_targets
 
 Indices = npt.NDArray[np.int64]
 Rows = tuple[npt.NDArray[Any], npt.NDArray[np.int32]]
@@ -49,7 +50,7 @@ class Source(Protocol):
         """Number of examples."""
 
     def read(self, rows: Indices, random: BatchRandom) -> Rows:
-        """Inputs [B, …] and labels, int32 [B] or [B, T], of `rows`, in that order; all randomness comes from `random`."""
+        """Inputs [B, …] and labels, int32 [B] or [B, T], or float32 quantities [B], of `rows`, in that order; all randomness comes from `random`."""
 
     def counted(self, rows: Indices) -> int:
         """Number of their labels that count, reading no more than needed."""
@@ -60,7 +61,7 @@ class Arrays:
     """A source that is two arrays, in memory or mapped from files."""
 
     x: npt.NDArray[Any]
-    y: npt.NDArray[np.int32]
+    y: npt.NDArray[Any]
 
     def __len__(self) -> int:
         return len(self.x)
@@ -69,7 +70,7 @@ class Arrays:
         return np.asarray(self.x[rows]), np.asarray(self.y[rows])
 
     def counted(self, rows: Indices) -> int:
-        return int((self.y[rows] != PADDING).sum())
+        return int(counting(self.y[rows]).sum())
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Batch:
     """One process's share of a global batch.
 
     Attributes:
-        x, y: inputs and labels; labels that do not count are `PADDING`.
+        x, y: inputs and labels; labels that do not count are as `models.labels.filling` says.
         counted: labels that count in the whole global batch, at least 1: losses are sums divided by it.
         rows: indices of the examples, in order.
     """
@@ -115,7 +116,7 @@ class Batch:
     def microbatches(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """`number` micro-batches, as even as possible. An empty one becomes one row that does not count, so that all
         processes have the same number."""
-        blank = self.x[:1], torch.full_like(self.y[:1], PADDING)
+        blank = self.x[:1], torch.full_like(self.y[:1], filling(self.y))
         pieces = zip(self.x.tensor_split(number), self.y.tensor_split(number), strict=True)
         return [(x, y) if len(x) else blank for x, y in pieces]
 
@@ -172,20 +173,20 @@ class Batches:
         places = places[self.share.of(len(places))]
         if not len(places):
             places = np.array([len(rows)])
-        filling = places >= len(rows)
-        places = np.where(filling, 0, places)
+        filled = places >= len(rows)
+        places = np.where(filled, 0, places)
         random = BatchRandom(np.random.default_rng([self.seed, step, 1]), len(rows), places)
         x, y = self.source.read(rows[places], random)
-        if filling.any():
+        if filled.any():
             y = y.copy()
-            y[filling] = PADDING
+            y[filled] = filling(y)
         if self.share.length_shares > 1:
             part = x.shape[1] // self.share.length_shares
             along = slice(self.share.length_place * part, (self.share.length_place + 1) * part)
             x, y = x[:, along], y[:, along]
         return Batch(
             torch.from_numpy(np.ascontiguousarray(x)),
-            torch.from_numpy(np.ascontiguousarray(y)).long(),
+            as_targets(torch.from_numpy(np.ascontiguousarray(y))),
             max(1, self.source.counted(rows)),
             tuple(rows[places].tolist()),
         )

@@ -51,11 +51,6 @@ def from_job(job: Job, spec: ModelSpec, shift: int = 0) -> Data:
     Raises:
         JobError: a file is missing, or the model cannot take its contents; names the file and what was expected.
     """
-    if spec.task == "regression":
-        raise JobError(
-            f"{job.path}: the data's labels are quantities, which pretraining does not learn; train the model with "
-            '`fedloop simulate` (data.task = "regression")'
-        )
     masked = objective(job, spec) == "masked"
     if "tokens" in job.settings:
         if "images" in job.settings:

@@ -94,7 +94,7 @@ def run(path: Path, report: process.Report) -> None:
             "shards": [
                 {key: value for key, value in record.items() if key != "losses"} for record in records
             ],
-            **evaluation.evaluate(module, spec, data.test, torch.device("cpu")),
+            **evaluation.evaluate(module, spec, data.test, torch.device("cpu")).document(),
         }
         jobs.write_result(job.out, result)
 

@@ -30,7 +30,7 @@ from edge_client.processes import process
 from models import job as jobs
 from models.pretrain import optimizers, trainer, world
 from models.pretrain.data.batches import Arrays
-from models.pretrain.objective import objective_of
+from models.pretrain.objective import as_targets, objective_of
 from models.pretrain.plan import ParallelPlan, parse
 from models.pretrain.planner import collective_cost
 from models.pretrain.training import TrainingOptions
@@ -202,7 +202,7 @@ def _alone(spec: ModelSpec, options: TrainingOptions, device: torch.device) -> l
 
     def step() -> None:
         stepper.zero_grad()
-        loss = objective(module(x.to(device)), y.long().to(device)) / len(x)
+        loss = objective(module(x.to(device)), as_targets(y).to(device)) / len(x)
         loss.backward()  # type: ignore[no-untyped-call]
         stepper.step()
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from models.pretrain import optimizers
-from models.pretrain.objective import Objective, objective_of
+from models.pretrain.objective import Objective, as_targets, objective_of
 from models.pretrain.parallel.model import activation_checkpoint
 from models.pretrain.parallelize import Stage
 from models.pretrain.plan import POLICIES, ActivationCheckpoint
@@ -58,7 +58,7 @@ def measure(
         pieces.append(known[identity])
         with torch.no_grad():
             inputs = {number: part(x) for number, x in inputs.items()}
-    labels = {number: y.long().to(device) for number, (_, y) in batches.items()}
+    labels = {number: as_targets(y).to(device) for number, (_, y) in batches.items()}
     first, *layers, last = pieces
     return (
         replace(first, name="first"),

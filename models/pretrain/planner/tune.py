@@ -105,7 +105,7 @@ def tune(path: Path, report: process.Report) -> None:
             result = training.losses()[-1]
             module = params.gather(training.parallel.parts, spec, here)
             if module is not None and math.isfinite(result):
-                result = evaluation.evaluate(module, spec, held_back, here.device)["test_loss"]
+                result = evaluation.evaluate(module, spec, held_back, here.device).loss
             done += 1
             report(stage="tune", step=done, steps=trainings, loss=result if math.isfinite(result) else None)
             return result

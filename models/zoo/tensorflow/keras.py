@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from models.zoo.spec import InputDtype, Spec, TaskKind
+from models.tasks import TaskKind
+from models.zoo.spec import InputDtype, Spec
 from models.zoo.trial import are_probabilities, format_shape
 
 LAYERS = (

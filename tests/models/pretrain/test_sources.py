@@ -223,5 +223,5 @@ def test_an_evaluation_by_pieces_is_that_of_all_logits(monkeypatch: pytest.Monke
     counted = labels != PADDING
     correct = ((logits.argmax(-1) == labels) & counted).sum() / counted.sum()
     assert module.most == 7
-    assert found["test_loss"] == pytest.approx(float(spec.loss(logits, labels)), rel=1e-6)
-    assert found["test_accuracy"] == pytest.approx(float(correct), rel=1e-6)
+    assert found.loss == pytest.approx(float(spec.loss(logits, labels)), rel=1e-6)
+    assert found.accuracy == pytest.approx(float(correct), rel=1e-6)
