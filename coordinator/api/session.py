@@ -9,7 +9,7 @@ from functools import partial
 from typing import Annotated
 
 import structlog
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Field, SecretStr
 from sqlalchemy import Connection
@@ -25,6 +25,7 @@ from coordinator.api.deps import PrincipalDep, RequestBody, address_of
 from coordinator.context.services import Services, ServicesDep
 from coordinator.errors import Refusal
 from coordinator.identity import sessions, setup_links, users
+from coordinator.identity.access_tokens import revoke_all_access_tokens
 from coordinator.identity.passwords import MAX_CHARACTERS, hash_password, is_password, require_strong
 from coordinator.identity.principals import GRANTS, Kind, Principal, Role
 from coordinator.identity.users import UserRow
@@ -144,11 +145,21 @@ def sign_out(principal: PrincipalDep, request: Request, response: Response, serv
 
 @router.post("/session/end-all")
 def end_all_sessions(
-    principal: PrincipalDep, request: Request, response: Response, services: ServicesDep
+    principal: PrincipalDep,
+    request: Request,
+    response: Response,
+    services: ServicesDep,
+    access_tokens: Annotated[bool, Query(description="Revoke all access tokens of the user too.")] = False,
 ) -> SessionsEnded:
-    """Signs the user out everywhere, here too. Access tokens stay; revoke them one by one."""
-    user = _own_account(principal)
-    ended = services.commit(partial(users.end_sessions, user=user))
+    """Signs the user out everywhere, here too."""
+    user, now = _own_account(principal), services.clock()
+
+    def end(connection: Connection) -> int:
+        if access_tokens:
+            revoke_all_access_tokens(connection, user, now)
+        return users.end_sessions(connection, user)
+
+    ended = services.commit(end)
     clear_session_cookie(services, request, response)
     return SessionsEnded(ended=ended)
 

@@ -146,7 +146,17 @@ def revoke_access_token(connection: Connection, token: str, by: Principal, now: 
             "unknown_access_token",
             f"there is no access token {token[:40]!r}; list them: fedloop access-token list",
         )
-    wave: Sequence[str] = [row.id]
+    _revoke(connection, [row.id], now)
+    return replace(row, revoked_at=row.revoked_at or now)
+
+
+def revoke_all_access_tokens(connection: Connection, user: str, now: datetime) -> None:
+    """Revokes the tokens of a user (id), and those that they created."""
+    ids = connection.execute(select(access_tokens.c.id).where(access_tokens.c.user == user)).scalars().all()
+    _revoke(connection, ids, now)
+
+
+def _revoke(connection: Connection, wave: Sequence[str], now: datetime) -> None:
     while wave:
         connection.execute(
             update(access_tokens)
@@ -158,7 +168,6 @@ def revoke_access_token(connection: Connection, token: str, by: Principal, now: 
             .scalars()
             .all()
         )
-    return replace(row, revoked_at=row.revoked_at or now)
 
 
 def _drop_ended(connection: Connection, before: datetime) -> None:

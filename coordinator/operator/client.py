@@ -140,6 +140,16 @@ class OperatorClient:
         body = {"secret": secret, "name": name, "password": password}
         self._begin_session(self._call("POST", "/setup", body))
 
+    def begin_oidc(self, redirect_uri: str) -> str:
+        """Begins a sign-in at the OpenID provider, by this client only; the address to open in a browser."""
+        response = self._call("POST", "/session/oidc/begin", {"redirect_uri": redirect_uri})
+        self._headers = {"Cookie": response.headers["set-cookie"].partition(";")[0]}
+        return str(json.loads(response.data)["authorization_url"])
+
+    def complete_oidc(self, parameters: Mapping[str, str]) -> None:
+        """Begins a session of who signed in there. `parameters`: with which the provider sent the browser back."""
+        self._begin_session(self._call("POST", "/session/oidc", dict(parameters)))
+
     def _begin_session(self, response: urllib3.BaseHTTPResponse) -> None:
         parts = urlsplit(self.url)
         self._headers = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,11 +12,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import httpx
 import pytest
+import typer
 from fastapi.testclient import TestClient
 from joserfc import jwk, jwt
 from sqlalchemy import select
+from typer.testing import CliRunner
 
+from coordinator.commands.cli import app as cli
 from coordinator.context.services import Services, utc_now
 from coordinator.errors import UserError
 from coordinator.identity import tables, users
@@ -23,6 +28,7 @@ from coordinator.limits.rates import PER_ADDRESS
 from coordinator.oidc.configuration import CALLBACK_PATH, configuration_of
 from coordinator.oidc.pending import LIFETIME, PendingSignIns
 from coordinator.settings import Settings
+from tests.support.doorway import listening
 from tests.support.openid import LyingProvider, answer_of, lying_provider, openid_provider
 from tests.support.people import ORIGIN, Clock, add_user, anyone, app_of, cheap_passwords, code_of
 from tests.support.services import services_in
@@ -34,11 +40,15 @@ pytestmark = pytest.mark.usefixtures("cheap_passwords")
 REDIRECT = ORIGIN + CALLBACK_PATH
 SECRET = "a secret of the client"
 CLIENTS = [
-    {"client_id": "fedloop", "client_secret": SECRET, "redirect_uris": [REDIRECT]},
-    {"client_id": "another", "client_secret": SECRET, "redirect_uris": [REDIRECT]},
+    {
+        "client_id": client,
+        "client_secret": SECRET,
+        "application_type": "native",  # any port of loopback
+        "redirect_uris": [REDIRECT, "http://127.0.0.1/callback"],
+        "id_token_signed_response_alg": "ES256",
+    }
+    for client in ("fedloop", "another")
 ]
-for each in CLIENTS:
-    each["id_token_signed_response_alg"] = "ES256"
 PEOPLE = {
     "7f3a": {"preferred_username": "Carla", "email": "carla@example.org", "groups": ["all", "ml-team"]},
     "90bc": {"preferred_username": "dave", "groups": ["all"]},
@@ -191,6 +201,30 @@ def test_a_refusal_of_the_provider_is_told(services: Services) -> None:
     assert code_of(complete(here, told)) == (401, "oidc_refused")
     answer = answer_of(begin(here), REDIRECT, "7f3a")
     assert code_of(complete(here, answer | {"iss": "https://elsewhere.example"})) == (401, "oidc_issuer")
+
+
+def test_a_command_signs_in_in_the_browser(
+    services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_browser(url: str) -> None:
+        """As a desktop does: at once, and beside the command."""
+        redirect_uri = parse_qs(urlsplit(url).query)["redirect_uri"][0]
+
+        def person() -> None:
+            httpx.get(redirect_uri, params={"state": "of another page", "code": "planted"})
+            httpx.get(redirect_uri, params=answer_of(url, redirect_uri, "7f3a"))
+
+        threading.Thread(target=person).start()
+
+    monkeypatch.setattr(typer, "launch", open_browser)
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with listening(app_of(services)) as port:
+        monkeypatch.setenv("FEDLOOP_COORDINATOR", f"http://127.0.0.1:{port}")
+        done = CliRunner().invoke(cli, ["login", "--oidc"])
+        assert done.exit_code == 0, done.output
+        assert "as carla (data_scientist)" in done.stdout
+        assert "carla (data_scientist), by an access token" in CliRunner().invoke(cli, ["whoami"]).stdout
 
 
 # With a provider that lies

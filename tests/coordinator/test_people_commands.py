@@ -17,6 +17,7 @@ from coordinator.accounts.admin_token import read_admin_token
 from coordinator.commands.cli import app
 from coordinator.errors import UserError
 from coordinator.identity import setup_links
+from coordinator.operator.client import OperatorClient, Refused
 from coordinator.operator.credentials import credentials_file, find_credential, save_token
 from tests.support.doorway import listening
 from tests.support.people import PASSWORD, app_of, cheap_passwords
@@ -108,6 +109,28 @@ def test_signing_out_revokes_the_token_and_forgets_it(fedloop: Any) -> None:
     with pytest.raises(UserError, match="neither the admin token"):
         fedloop("login", "--with-token", lines=(token,))
     assert "not signed in" in fedloop("logout").stdout
+
+
+def test_signing_out_everywhere_ends_sessions_and_tokens(fedloop: Any) -> None:
+    set_up(fedloop)
+    fedloop("login", "--name", "anna", lines=(PASSWORD,))
+    (token,) = json.loads(credentials_file().read_text()).values()
+    child = fedloop("access-token", "create", "ci").stdout.strip()
+    (url,) = json.loads(credentials_file().read_text())
+    browser = OperatorClient(url, None)
+    browser.sign_in("anna", PASSWORD)
+    assert "everywhere" in fedloop("logout", "--everywhere").stdout
+    for client in (browser, OperatorClient(url, token), OperatorClient(url, child)):
+        with pytest.raises(Refused) as refused:
+            client.get("/session")
+        assert refused.value.status == 401
+
+
+def test_ways_to_sign_in_exclude_each_other(fedloop: Any) -> None:
+    with pytest.raises(UserError, match="give one"):
+        fedloop("login", "--oidc", "--name", "anna")
+    with pytest.raises(UserError, match="no OpenID provider"):
+        fedloop("login", "--oidc")
 
 
 def test_a_wrong_password_keeps_no_token(fedloop: Any) -> None:

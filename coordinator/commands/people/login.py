@@ -10,6 +10,8 @@ import typer
 from coordinator.commands.options import Json, Shown, remote_command
 from coordinator.commands.output import format_time, print_json
 from coordinator.commands.people.passwords import read_secret
+from coordinator.errors import UserError
+from coordinator.operator.browser_sign_in import can_open_browser, sign_in_in_browser
 from coordinator.operator.client import Coordinator, OperatorClient, Refused, coordinator_url
 from coordinator.operator.credentials import VARIABLES, credentials_file, find_saved, save_token
 from edge_client.wire.strict import printable
@@ -28,6 +30,21 @@ def login(
         bool,
         typer.Option("--with-token", help="Keep an access token from standard input, not a new one."),
     ] = False,
+    oidc: Annotated[
+        bool,
+        typer.Option(
+            "--oidc", help="Sign in at the coordinator's OpenID provider, in a browser on this machine."
+        ),
+    ] = False,
+    redirect_port: Annotated[
+        int,
+        typer.Option(
+            "--redirect-port",
+            help="With --oidc: port of 127.0.0.1 that the browser comes back to. Default: any free one.",
+            min=0,
+            max=65535,
+        ),
+    ] = 0,
     days: Annotated[
         float, typer.Option("--days", help="Until the new token expires.", min=0.01, max=366)
     ] = 30.0,
@@ -38,13 +55,17 @@ def login(
 
     The password comes from a prompt, or from standard input.
     """
+    if with_token + oidc + (name is not None) > 1:
+        raise UserError("--name, --with-token and --oidc are three ways to sign in: give one")
     url = coordinator_url(coordinator)
     if with_token:
         token = read_secret("Access token")
     else:
-        user = name or typer.prompt("Name", err=True)
         session = OperatorClient(url, None)
-        session.sign_in(user, read_secret("Password"))
+        if oidc:
+            sign_in_in_browser(session, redirect_port, _open)
+        else:
+            session.sign_in(name or typer.prompt("Name", err=True), read_secret("Password"))
         body = {"name": f"fedloop login on {os.uname().nodename}"[:64], "days": days}
         token = session.post("/access-tokens", body)["token"]
         session.delete("/session")
@@ -62,7 +83,22 @@ def login(
             break
 
 
-def logout(coordinator: Coordinator = None, as_json: Json = False) -> None:
+def _open(url: str) -> None:
+    typer.echo(f"sign in with a browser on this machine: {url}", err=True)
+    if can_open_browser():
+        typer.launch(url)
+
+
+def logout(
+    everywhere: Annotated[
+        bool,
+        typer.Option(
+            "--everywhere", help="End all your sessions in browsers too, and revoke all your access tokens."
+        ),
+    ] = False,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
     """Revoke the token that `fedloop login` left for a coordinator, and forget it."""
     url = coordinator_url(coordinator)
     token = find_saved(url)
@@ -70,17 +106,21 @@ def logout(coordinator: Coordinator = None, as_json: Json = False) -> None:
     if token is not None:
         client = OperatorClient(url, token)
         try:
-            identity = client.get("/session")["credential"]
-            client.post(f"/access-tokens/{identity}/revoke")
+            if everywhere:
+                client.post("/session/end-all?access_tokens=true")
+            else:
+                identity = client.get("/session")["credential"]
+                client.post(f"/access-tokens/{identity}/revoke")
             revoked = True
         except Refused as refused:
             if refused.status != 401:  # it has ended already
                 raise
         save_token(url, None)
+    where = f"{url} everywhere" if everywhere and revoked else url
     if as_json:
         print_json({"coordinator": url, "signed_in_before": token is not None, "revoked": revoked})
     else:
-        typer.echo(f"signed out of {url}" if token is not None else f"not signed in to {url}")
+        typer.echo(f"signed out of {where}" if token is not None else f"not signed in to {url}")
 
 
 def whoami(client: OperatorClient) -> Shown:

@@ -1261,7 +1261,7 @@ export interface paths {
         put?: never;
         /**
          * End All Sessions
-         * @description Signs the user out everywhere, here too. Access tokens stay; revoke them one by one.
+         * @description Signs the user out everywhere, here too.
          */
         post: operations["endAllSessions"];
         delete?: never;
@@ -6720,7 +6720,10 @@ export interface operations {
     };
     endAllSessions: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description Revoke all access tokens of the user too. */
+                access_tokens?: boolean;
+            };
             header?: never;
             path?: never;
             cookie?: never;
