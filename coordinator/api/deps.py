@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from collections.abc import Callable
+from datetime import datetime
 from functools import partial
 from typing import Annotated
 
@@ -11,6 +13,7 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import BaseModel
+from sqlalchemy import Connection
 
 from coordinator.accounts.admin_token import require_admin_token
 from coordinator.api.cookies import SAFE_METHODS, require_csrf_token, require_own_origin, session_secret
@@ -76,14 +79,17 @@ async def identify(services: Services, request: Request) -> Principal | None:
         Refusal: 503 `no_admin_token`.
     """
     if not hasattr(request.state, "principal"):
-        scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
-        secret = session_secret(services, request)
-        if scheme.lower() == "bearer" and token:
-            request.state.principal = await _by_token(services, token)
-        else:
-            request.state.principal = None if secret is None else await _by_session(services, secret)
+        request.state.principal = await _find_principal(services, request, records_use=True)
     principal: Principal | None = request.state.principal
     return principal
+
+
+async def is_signed_in_still(services: Services, request: Request, principal: Principal) -> bool:
+    """Whether the credentials of a request in progress still are those of this principal, with the same role.
+
+    For answers that last, such as a stream of events. Looking counts as no use: it does not keep a session alive.
+    """
+    return await _find_principal(services, request, records_use=False) == principal
 
 
 def address_of(request: Request) -> str | None:
@@ -111,35 +117,34 @@ PrincipalDep = Annotated[Principal, Depends(require_permission)]
 """Type of a route's parameter that receives who makes the request."""
 
 
-async def _by_token(services: Services, token: str) -> Principal | None:
-    if not token.startswith(access_tokens.PREFIX):
-        expected = require_admin_token(services.settings.home)
-        return ADMIN if hmac.compare_digest(token.encode(), expected.encode()) else None
+async def _find_principal(services: Services, request: Request, *, records_use: bool) -> Principal | None:
+    scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
+    secret = session_secret(services, request)
     now = services.clock()
-    find = partial(access_tokens.find_access_token, text=token, now=now)
+    find: Callable[[Connection], tuple[Principal, datetime | None] | None]
+    if scheme.lower() == "bearer" and token:
+        if not token.startswith(access_tokens.PREFIX):
+            expected = require_admin_token(services.settings.home)
+            return ADMIN if hmac.compare_digest(token.encode(), expected.encode()) else None
+        find = partial(access_tokens.find_access_token, text=token, now=now)
+    elif secret is not None:
+        find = partial(sessions.find_session, secret=secret, now=now)
+    else:
+        return None
     found = await asyncio.to_thread(services.database.read, find)
     if found is None:
         return None
     principal, last_used_at = found
-    if last_used_at is None or now - last_used_at >= sessions.TOUCH:
-        assert principal.credential is not None  # an access token has an id
-        # Not awaited: a request does not fail because its use cannot be recorded.
+    if records_use and (last_used_at is None or now - last_used_at >= sessions.TOUCH):
+        _record_use(services, principal, secret, now)
+    return principal
+
+
+def _record_use(services: Services, principal: Principal, secret: str | None, now: datetime) -> None:
+    """Not awaited: a request does not fail because its use cannot be recorded."""
+    if principal.credential is not None:
         services.database.write(
             partial(access_tokens.touch_access_token, token=principal.credential, now=now)
         )
-    return principal
-
-
-async def _by_session(services: Services, secret: str) -> Principal | None:
-    now = services.clock()
-    found = await asyncio.to_thread(
-        services.database.read, partial(sessions.find_session, secret=secret, now=now)
-    )
-    if found is None:
-        return None
-    principal, last_used_at = found
-    if now - last_used_at >= sessions.TOUCH:
-        services.database.write(
-            partial(sessions.touch_session, secret=secret, now=now)
-        )  # not awaited, as above
-    return principal
+    elif secret is not None:
+        services.database.write(partial(sessions.touch_session, secret=secret, now=now))

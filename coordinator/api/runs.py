@@ -13,7 +13,6 @@ from pydantic import BaseModel, Field
 from sqlalchemy import Connection, Row
 
 from coordinator.api.deps import RequestBody
-from coordinator.api.events import as_json
 from coordinator.context.services import Services, ServicesDep
 from coordinator.db import events
 from coordinator.db import runs as rows
@@ -165,7 +164,7 @@ def list_events(
     def read(connection: Connection) -> RunEvents:
         rows.require(connection, run)
         found = events.since(connection, after, limit + 1, run)
-        page = [as_json(row) for row in found[:limit]]
+        page = [events.as_json(row) for row in found[:limit]]
         return RunEvents(events=page, next=page[-1]["id"] if len(found) > limit else None)
 
     return services.database.read(read)

@@ -48,3 +48,15 @@ def since(connection: Connection, after: int, limit: int, run: str | None = None
     if run is not None:
         wanted = wanted.where(events.c.run == run)
     return connection.execute(wanted.order_by(events.c.id).limit(limit)).all()
+
+
+def as_json(row: Row[Any]) -> dict[str, Any]:
+    """An event as JSON, without null keys."""
+    subjects = {"run": row.run, "device": row.device}
+    return {
+        "id": row.id,
+        "time": row.time.isoformat(timespec="milliseconds"),
+        "event": row.event,
+        **{key: value for key, value in subjects.items() if value is not None},
+        **row._mapping["values"],
+    }

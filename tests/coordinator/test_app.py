@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from coordinator.server.app import (
 from coordinator.server.metrics import Metrics
 from tests.support.fake_devices import answering
 from tests.support.services import services_in
+from tests.support.waiting import wait_until
 
 NOW = datetime(2026, 1, 5, tzinfo=UTC)
 
@@ -182,9 +183,3 @@ def test_events_are_replayed_and_go_on_live_until_the_server_ends(tmp_path: Path
         "round": 1,
     }
     assert found[0] == first
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    while not holds():
-        pause.wait(0.01)

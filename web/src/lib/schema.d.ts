@@ -1219,7 +1219,9 @@ export interface paths {
         };
         /**
          * Stream Events
-         * @description Server-Sent Events. Without `after`, only events from now on; ends with the server.
+         * @description Server-Sent Events. Without `after`, only events from now on.
+         *
+         *     Ends with the server, and within seconds when the session or token ends, or the user is disabled or gets another role.
          */
         get: operations["streamEvents"];
         put?: never;
