@@ -126,17 +126,20 @@ def approve(connection: Connection, authority: Authority, device: str, now: date
     return require_device(connection, device)
 
 
-def revoke(connection: Connection, device: str, now: datetime) -> DeviceRow:
+def revoke(connection: Connection, device: str, now: datetime, reason: str = "") -> DeviceRow:
     """Excludes a device for good from its next request on, and ends its live tasks.
 
+    `reason`: for people, in the event.
+
     Raises:
-        Refusal: 404 `not_found`.
+        Refusal: 404 `not_found`; 422 `malformed`: the reason.
     """
+    told = {"reason": enrolment_tokens.plain_text(reason, "reason")} if reason else {}
     row = require_device(connection, device)
     if row.state != "revoked":
         devices.change_state(connection, row.id, "revoked")
         rounds.expire_tasks_of(connection, row.id, now, "revoked", "it was revoked")
-        record(connection, now, "device_revoked", device=row.id)
+        record(connection, now, "device_revoked", device=row.id, **told)
     return require_device(connection, device)
 
 

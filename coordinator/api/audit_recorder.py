@@ -33,6 +33,7 @@ from coordinator.limits.rates import TokenBuckets
 REFUSALS = frozenset({401, 403, 429})
 RECORDED_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
     ("POST", "/tokens"): ("id", "group", "uses", "ttl_seconds", "needs_approval", "listed_serials_only"),
+    ("POST", "/devices/{device}/revoke"): ("reason",),
     ("POST", "/serials"): ("group", "added", "already_listed"),
     ("POST", "/runs"): ("id", "name"),
     ("POST", "/jobs"): ("id", "kind", "name", "source", "priority"),
@@ -49,13 +50,10 @@ RECORDED_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """Route -> keys of its request and its answer that entries hold. Nothing else of them is recorded: no secrets, no payloads."""
 
-HARMLESS = frozenset({("POST", "/experiments/check")})
-"""Routes that change nothing although their method may; only their refusals are recorded."""
-
 PIECEWISE = frozenset({("PUT", "/model-files/{sha256}"), ("PUT", "/releases/files/{sha256}")})
 """Uploads in pieces: recorded at the first piece that a process receives of a file from the same caller."""
-UNRECORDED = frozenset({("POST", "/session/oidc/begin")})
-"""Requests of strangers that change nothing yet."""
+UNRECORDED = frozenset({("POST", "/experiments/check"), ("POST", "/session/oidc/begin")})
+"""Requests that change nothing, or nothing yet, although their method may; only their refusals are recorded."""
 _UPLOADS_REMEMBERED = 1000
 _REFUSALS_OF_ONE = 60
 """Entries for refusals of one caller in a burst; then one a minute. Strangers count as one caller."""
@@ -86,10 +84,7 @@ class AuditRecorder:
     async def begin(self, request: Request, recording: _Recording) -> None:
         """Announces the change that a request is about to make; durable on return."""
         principal, route = _principal_of(request.scope), route_key(request)
-        if principal is None or request.method in SAFE_METHODS:
-            return
-        if route in HARMLESS:
-            recording.is_silent = True
+        if principal is None or request.method in SAFE_METHODS or route in UNRECORDED:
             return
         if route in PIECEWISE:
             recording.upload = (principal.kind, principal.name, request.url.path)

@@ -11,6 +11,8 @@ from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 
 from coordinator.accounts import enrolment
+from coordinator.accounts.enrolment_tokens import TEXT_LIMIT
+from coordinator.api.deps import RequestBody
 from coordinator.context.services import Services, ServicesDep
 from coordinator.db import devices
 from coordinator.db.devices import DeviceRow, State
@@ -44,6 +46,12 @@ class Devices(BaseModel):
 
     devices: list[Device]
     next: str | None = Field(description="`after` for the next page; null on the last one.")
+
+
+class Revocation(RequestBody):
+    reason: str = Field(
+        "", max_length=TEXT_LIMIT, description="Why, for people; in the event and the audit log."
+    )
 
 
 @router.get("/devices")
@@ -84,9 +92,10 @@ def approve_device(device: str, services: ServicesDep) -> Device:
 
 
 @router.post("/devices/{device}/revoke")
-def revoke_device(device: str, services: ServicesDep) -> Device:
-    """Excludes a device for good from its next request on."""
-    return _write(services, device, lambda at: enrolment.revoke(at, device, services.clock()))
+def revoke_device(device: str, services: ServicesDep, body: Revocation | None = None) -> Device:
+    """Excludes a device for good from its next request on; a pending one is rejected."""
+    reason = body.reason if body is not None else ""
+    return _write(services, device, lambda at: enrolment.revoke(at, device, services.clock(), reason))
 
 
 def _write(services: Services, device: str, work: Callable[[Connection], DeviceRow]) -> Device:

@@ -143,9 +143,15 @@ def approve(client: OperatorClient, device: DeviceReference) -> Shown:
 
 
 @remote_command(app, example="fedloop device revoke 3f2a")
-def revoke(client: OperatorClient, device: DeviceReference) -> Shown:
+def revoke(
+    client: OperatorClient,
+    device: DeviceReference,
+    reason: Annotated[
+        str, typer.Option("--reason", metavar="TEXT", help="Why; for the event and the audit log.")
+    ] = "",
+) -> Shown:
     """Revoke a device for good, from its next request on."""
-    return _change(client, device, "revoke", "is revoked")
+    return _change(client, device, "revoke", "is revoked", {"reason": reason} if reason else None)
 
 
 @remote_command(app, example="fedloop device why gateway-7")
@@ -163,8 +169,10 @@ def why(
     return explanation, _explanation_lines(explanation)
 
 
-def _change(client: OperatorClient, device: str, verb: str, outcome: str) -> Shown:
-    changed = client.post(f"/devices/{device_id(client, device)}/{verb}")
+def _change(
+    client: OperatorClient, device: str, verb: str, outcome: str, body: dict[str, str] | None = None
+) -> Shown:
+    changed = client.post(f"/devices/{device_id(client, device)}/{verb}", body)
     return changed, [f"{printable(changed['name'])} ({short_id(changed['id'])}) {outcome}"]
 
 

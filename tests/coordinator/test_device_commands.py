@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from coordinator.accounts.admin_token import TOKEN_FILE, ensure_admin_token
 from coordinator.commands import cli
 from coordinator.commands.device import app
-from coordinator.db import runs
+from coordinator.db import events, runs
 from coordinator.db.migrations import migrate
 from coordinator.db.store import Database
 from coordinator.errors import UserError
@@ -178,7 +178,9 @@ def test_an_ambiguous_name_is_refused(fedloop: Any, coordinator: Door, tmp_path:
 
 
 def test_a_revoked_device_is_refused(fedloop: Any, coordinator: Door, enrolled: Device) -> None:
-    assert "is revoked" in fedloop("revoke", enrolled.name).stdout
+    assert "is revoked" in fedloop("revoke", enrolled.name, "--reason", "stolen from the depot").stdout
+    told = coordinator.services.database.read(lambda at: events.since(at, 0, 1000))[-1]
+    assert (told.event, told._mapping["values"]["reason"]) == ("device_revoked", "stolen from the depot")
     assert coordinator.call("POST", "/checkin", {}, device=enrolled).status_code == 403
     assert "revoked" in fedloop("show", enrolled.id).stdout
     with pytest.raises(UserError, match="must enrol again"):

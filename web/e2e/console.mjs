@@ -137,6 +137,11 @@ try {
   }
   await page.locator("canvas").first().waitFor();
   await accessible("run-finished");
+  const [saved] = await Promise.all([page.waitForEvent("download"), page.getByRole("button", { name: "Rounds (CSV)" }).click()]);
+  assert.match(readFileSync(await saved.path(), "utf8"), /^round,.*\r\n1,.*\r\n2,/);
+  await page.getByRole("link", { name: "Start another like it" }).click();
+  await page.locator("[id='key-local.lr']").and(page.locator(":not([value=''])")).waitFor();
+  assert.deepEqual(await page.locator("[id='key-name'], [id='key-local.lr']").evaluateAll((all) => all.map((each) => each.value)), ["first", "0.002"]);
   announce("trained twice");
 
   await visit("Runs");
@@ -179,7 +184,9 @@ try {
   await page.getByRole("link", { name: "pump-2" }).click();
   await page.getByText(/its update of round \d+ was accepted/).first().waitFor();
   await accessible("device");
-  await confirm("Revoke");
+  await page.getByRole("button", { name: "Revoke" }).click();
+  await page.getByLabel("Reason, for the audit log").fill("stolen from the depot");
+  await page.getByRole("dialog").getByRole("button", { name: "Revoke" }).click();
   await page.locator("h1 + .badge", { hasText: "revoked" }).waitFor();
   announce("revoked");
 
@@ -195,7 +202,7 @@ try {
   await visit("Rollouts");
   await page.getByText("Nothing was rolled out yet").waitFor();
   await visit("Audit");
-  await page.getByRole("row", { name: /ada session POST \/devices\/\{device\}\/revoke done/ }).waitFor();
+  await page.getByRole("row", { name: /ada session POST \/devices\/\{device\}\/revoke done .*stolen from the depot/ }).waitFor();
   await accessible("audit");
   announce("verify", { command: await page.getByRole("main").locator("pre").innerText() });
   await visit("Releases");

@@ -192,7 +192,7 @@ export interface paths {
         put?: never;
         /**
          * Revoke Device
-         * @description Excludes a device for good from its next request on.
+         * @description Excludes a device for good from its next request on; a pending one is rejected.
          */
         post: operations["revokeDevice"];
         delete?: never;
@@ -2442,6 +2442,15 @@ export interface components {
             /** Needs */
             needs: components["schemas"]["Need"][];
         };
+        /** Revocation */
+        Revocation: {
+            /**
+             * Reason
+             * @description Why, for people; in the event and the audit log.
+             * @default
+             */
+            reason: string;
+        };
         /** RoleKey */
         RoleKey: {
             /** Keyid */
@@ -3655,7 +3664,11 @@ export interface operations {
             };
             cookie?: never;
         };
-        requestBody?: never;
+        requestBody?: {
+            content: {
+                "application/json": components["schemas"]["Revocation"] | null;
+            };
+        };
         responses: {
             /** @description Successful Response */
             200: {
