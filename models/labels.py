@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from edge_client.data.examples import QUANTITY_PADDING
-
 PADDING = -1
 """A class that is ignored, in any task. The device's own copy is `edge_client.data.examples.PADDING`."""
 
-LEAST_QUANTITY = -5e29
-"""Labels that are quantities are ignored below it; a batch is filled with `QUANTITY_PADDING`."""
+QUANTITY_PADDING = -1e30
+"""As `PADDING`, of labels that are quantities."""
+
+LEAST_QUANTITY = QUANTITY_PADDING / 2
+"""Labels that are quantities are ignored below it."""
 
 
 def are_quantities(y: Any) -> bool:
