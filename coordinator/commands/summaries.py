@@ -14,6 +14,8 @@ from coordinator.short_ids import short_id
 from models.tasks import Task, of_figures
 
 _MAX_ROWS = 10
+_SHOWN_ERROR = 0.0005
+"""A smaller error does not show in figures of three decimals."""
 
 
 def run_summary(report: dict[str, Any], folder: Path | None) -> str:
@@ -304,7 +306,8 @@ def _origin(metrics: Mapping[str, Any]) -> str:
     """Whose rows the figures are of, if devices counted them."""
     if "auc_error" not in metrics:
         return ""
-    bound = "" if metrics["auc_error"] is None else f"; AUC to within {metrics['auc_error']:.4f}"
+    error = metrics["auc_error"]
+    bound = f"; AUC to within {error:.2g}" if error is not None and error >= _SHOWN_ERROR else ""
     return f"; on {metrics['rows']} rows of {metrics['devices']} devices{bound}"
 
 

@@ -35,6 +35,8 @@ _WORKER = "coordinator.runs.sweep_worker"
 _LOG = "run.log"
 """Output of a run's process, in its folder until it is finished."""
 _NAME_CHARACTERS = 80
+_QUOTES = str.maketrans("", "", "\"'{}[]")
+"""What TOML puts around values, which names of folders leave out."""
 _ERROR_BYTES = 65_536
 
 OnFinished = Callable[[Path, dict[str, Any]], None]
@@ -106,7 +108,8 @@ def _write_plan(name: str, combinations: Sequence[Combination], out: Path) -> No
     rows = []
     width = len(str(len(combinations)))
     for number, one in enumerate(combinations, 1):
-        slug = re.sub(r"[^\w.=+-]+", "_", "-".join(one.values.values()))[:_NAME_CHARACTERS] or "run"
+        bare = "-".join(one.values.values()).translate(_QUOTES)
+        slug = re.sub(r"[^\w.=+-]+", "_", bare)[:_NAME_CHARACTERS] or "run"
         folders = [f"{number:0{width}}-{slug}-seed{each.seed}" for each in one.experiments]
         for folder, experiment in zip(folders, one.experiments, strict=True):
             begin(out / folder, "experiment.toml", experiment.to_toml())
