@@ -206,6 +206,7 @@ def _new_device(
         key_sha256=key,
         csr=request.csr if pending else None,
         enrolled_at=now,
+        project=token.project,
     )
 
 

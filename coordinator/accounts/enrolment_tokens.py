@@ -17,8 +17,10 @@ from coordinator.accounts.certificate_authority import Authority
 from coordinator.db import tokens
 from coordinator.db.devices import DeviceRow
 from coordinator.db.events import record
+from coordinator.db.project_filter import project_of
 from coordinator.db.tokens import TokenRow
 from coordinator.errors import Refusal
+from coordinator.project_names import DEFAULT_PROJECT
 
 TOKEN_PREFIX = "fl1"
 MAX_USES = 1_000_000
@@ -60,6 +62,7 @@ def create_token(
         listed_serials_only=terms.listed_serials_only,
         created_at=now,
         expires_at=now + timedelta(seconds=terms.ttl_seconds),
+        project=project_of(connection) or DEFAULT_PROJECT,
     )
     tokens.drop(connection, now - _TOKENS_KEPT)
     tokens.add(connection, row)
@@ -130,7 +133,7 @@ def group_of(connection: Connection, token: TokenRow, serial: str | None) -> str
     """The group of a device admitted by this token. Raises: Refusal: 403 `serial_unknown`."""
     if not token.listed_serials_only:
         return token.device_group
-    group = None if serial is None else tokens.group_of_serial(connection, serial)
+    group = None if serial is None else tokens.group_of_serial(connection, serial, token.project)
     if group is None:
         raise Refusal(
             403,
@@ -145,7 +148,7 @@ def use_token(connection: Connection, token: TokenRow, device: DeviceRow) -> Non
     """Takes one use of the token for this device. Raises: Refusal: 403 `serial_used`, `token_used`."""
     if token.listed_serials_only:
         assert device.serial_number is not None  # looked up for the group
-        if not tokens.use_serial(connection, device.serial_number, device.id):
+        if not tokens.use_serial(connection, device.serial_number, device.id, token.project):
             raise Refusal(
                 403,
                 "serial_used",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from typing import Annotated
@@ -17,11 +18,15 @@ from sqlalchemy import Connection
 
 from coordinator.accounts.admin_token import require_admin_token
 from coordinator.api.cookies import SAFE_METHODS, require_csrf_token, require_own_origin, session_secret
-from coordinator.api.permissions import require_permission_of, route_key
-from coordinator.context.services import Services, ServicesDep
+from coordinator.api.permissions import OF_COORDINATOR, OF_USER, require_permission_of, route_key
+from coordinator.context.services import Services
+from coordinator.context.services import ServicesDep as ProcessServicesDep
+from coordinator.db.project_filter import NOBODY
 from coordinator.errors import Refusal
-from coordinator.identity import access_tokens, sessions
+from coordinator.identity import access_tokens, projects, sessions
 from coordinator.identity.principals import ADMIN, Principal
+
+PROJECT_HEADER = "X-Fedloop-Project"
 
 bearer = HTTPBearer(
     auto_error=False,
@@ -44,7 +49,7 @@ class FileProgress(BaseModel):
 
 async def authenticate(
     request: Request,
-    services: ServicesDep,
+    services: ProcessServicesDep,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)],
 ) -> Principal:
     """Who makes the request; also as `request.state.principal` from then on.
@@ -73,10 +78,10 @@ async def authenticate(
 
 
 async def identify(services: Services, request: Request) -> Principal | None:
-    """Who makes a request; None if its credentials are missing, wrong or no longer valid. Decides nothing else.
+    """Who makes a request, in which project; None if the credentials are missing, wrong or no longer valid.
 
     Raises:
-        Refusal: 503 `no_admin_token`.
+        Refusal: 404 `unknown_project`: it names a project that is not theirs; 503 `no_admin_token`.
     """
     if not hasattr(request.state, "principal"):
         request.state.principal = await _find_principal(services, request, records_use=True)
@@ -85,11 +90,17 @@ async def identify(services: Services, request: Request) -> Principal | None:
 
 
 async def is_signed_in_still(services: Services, request: Request, principal: Principal) -> bool:
-    """Whether the credentials of a request in progress still are those of this principal, with the same role.
+    """Whether the credentials of a request in progress still are those of this principal, with the same role in
+    its project.
 
     For answers that last, such as a stream of events. Looking counts as no use: it does not keep a session alive.
     """
-    return await _find_principal(services, request, records_use=False) == principal
+    try:
+        return await _find_principal(services, request, records_use=False) == principal
+    except Refusal as refusal:
+        if refusal.code != "unknown_project":
+            raise
+        return False  # the user was removed from the project
 
 
 def address_of(request: Request) -> str | None:
@@ -97,19 +108,29 @@ def address_of(request: Request) -> str | None:
 
 
 async def require_permission(
-    request: Request, services: ServicesDep, principal: Annotated[Principal, Depends(authenticate)]
+    request: Request, services: ProcessServicesDep, principal: Annotated[Principal, Depends(authenticate)]
 ) -> Principal:
     """Who makes the request, if their role may use its route.
 
     Raises:
-        Refusal: as `authenticate`; 403 `csrf` if a session makes a change from another site's page; 403 `forbidden`.
+        Refusal: as `authenticate`; 403 `csrf` if a session makes a change from another site's page; 403 `forbidden`,
+            `no_project`; 409 `project_archived`.
     """
     if principal.kind == "session" and request.method not in SAFE_METHODS:
         secret = session_secret(services, request)
         assert secret is not None  # the principal was found by it
         require_own_origin(request, required=True)
         require_csrf_token(request, secret)
-    require_permission_of(principal, route_key(request))
+    route = route_key(request)
+    require_permission_of(principal, route)
+    if (
+        principal.is_read_only
+        and request.method not in SAFE_METHODS
+        and route not in OF_USER | OF_COORDINATOR
+    ):
+        raise Refusal(
+            409, "project_archived", f"the project {principal.project} is archived: nothing changes in it"
+        )
     return principal
 
 
@@ -117,27 +138,55 @@ PrincipalDep = Annotated[Principal, Depends(require_permission)]
 """Type of a route's parameter that receives who makes the request."""
 
 
+def services_of_project(services: ProcessServicesDep, principal: PrincipalDep) -> Services:
+    """The services of this process, limited to the project of the request."""
+    return services.for_project(principal.project or NOBODY)
+
+
+ServicesDep = Annotated[Services, Depends(services_of_project)]
+"""Type of a route's parameter that receives the services, limited to the project of the request."""
+
+
+def _named_project(request: Request) -> str | None:
+    """The project that a request names: in a header, or where none can be set, such as a link, as `?project=`."""
+    return request.headers.get(PROJECT_HEADER) or request.query_params.get("project") or None
+
+
 async def _find_principal(services: Services, request: Request, *, records_use: bool) -> Principal | None:
     scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
-    secret = session_secret(services, request)
+    secret, wanted = session_secret(services, request), _named_project(request)
     now = services.clock()
     find: Callable[[Connection], tuple[Principal, datetime | None] | None]
     if scheme.lower() == "bearer" and token:
         if not token.startswith(access_tokens.PREFIX):
             expected = require_admin_token(services.settings.home)
-            return ADMIN if hmac.compare_digest(token.encode(), expected.encode()) else None
+            is_admin = hmac.compare_digest(token.encode(), expected.encode())
+            return await _admin_in(services, wanted) if is_admin else None
         find = partial(access_tokens.find_access_token, text=token, now=now)
     elif secret is not None:
         find = partial(sessions.find_session, secret=secret, now=now)
     else:
         return None
-    found = await asyncio.to_thread(services.database.read, find)
+
+    def read(connection: Connection) -> tuple[Principal, datetime | None] | None:
+        found = find(connection)
+        return found and (projects.enter(connection, found[0], wanted), found[1])
+
+    found = await asyncio.to_thread(services.database.read, read)
     if found is None:
         return None
     principal, last_used_at = found
     if records_use and (last_used_at is None or now - last_used_at >= sessions.TOUCH):
         _record_use(services, principal, secret, now)
     return principal
+
+
+async def _admin_in(services: Services, wanted: str | None) -> Principal:
+    """The holder of the admin token in this project, by default `default`."""
+    if wanted in (None, ADMIN.project):
+        return ADMIN
+    enter = partial(projects.enter, principal=replace(ADMIN, project=None), wanted=wanted)
+    return await asyncio.to_thread(services.database.read, enter)
 
 
 def _record_use(services: Services, principal: Principal, secret: str | None, now: datetime) -> None:

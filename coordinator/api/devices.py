@@ -12,8 +12,8 @@ from sqlalchemy import Connection
 
 from coordinator.accounts import enrolment
 from coordinator.accounts.enrolment_tokens import TEXT_LIMIT
-from coordinator.api.deps import RequestBody
-from coordinator.context.services import Services, ServicesDep
+from coordinator.api.deps import RequestBody, ServicesDep
+from coordinator.context.services import Services
 from coordinator.db import devices
 from coordinator.db.devices import DeviceRow, State
 from coordinator.scheduling.matching import Presence, presence

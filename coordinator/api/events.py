@@ -12,8 +12,7 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from sqlalchemy import Connection, func, select
 
-from coordinator.api.deps import PrincipalDep, is_signed_in_still
-from coordinator.context.services import ServicesDep
+from coordinator.api.deps import PrincipalDep, ServicesDep, is_signed_in_still
 from coordinator.db import events, tables
 
 router = APIRouter(tags=["events"])

@@ -10,10 +10,11 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 
-from coordinator.api.deps import RequestBody
-from coordinator.context.services import Services, ServicesDep
+from coordinator.api.deps import RequestBody, ServicesDep
+from coordinator.context.services import Services
 from coordinator.db import participants
 from coordinator.db import runs as rows
+from coordinator.db.project_filter import NOBODY
 from coordinator.errors import UserError
 from coordinator.experiments import experiment as experiments
 from coordinator.experiments import form
@@ -131,13 +132,14 @@ def _dump(experiment: Experiment) -> dict[str, Any]:
 
 
 def _preview(services: Services, experiment: Experiment) -> Preview:
-    deployment, now = _would_deploy(experiment), services.clock()
+    project = services.project or NOBODY
+    deployment, now = _would_deploy(experiment, project), services.clock()
     excluded: dict[str, Exclusion] = {}
     counts, names = Counter[str](), list[str]()
 
     def read(connection: Connection) -> None:
         after = ""
-        while page := participants.enrolled(connection, _PAGE, after):
+        while page := participants.enrolled(connection, _PAGE, after, project=project):
             after = page[-1].id
             for device in page:
                 counts["enrolled"] += 1
@@ -177,7 +179,7 @@ def _described(experiment: Experiment) -> dict[str, Any] | None:
     return {**data.described_shape, **columns}
 
 
-def _would_deploy(experiment: Experiment) -> Deployment:
+def _would_deploy(experiment: Experiment, project: str) -> Deployment:
     """The deployment that a run of this experiment would have."""
     model, data = experiment.model, experiment.data
     reads_table = data.data_schema is not None or data.dataset == "csv"
@@ -192,4 +194,5 @@ def _would_deploy(experiment: Experiment) -> Deployment:
         schema=_UNTIL_PREPARED if reads_table else None,
         selection=experiment.devices.selection,
         quorum=experiment.federation.min_updates,
+        project=project,
     )

@@ -15,8 +15,8 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field, StringConstraints
 from sqlalchemy import Connection
 
-from coordinator.api.deps import FileProgress, RequestBody
-from coordinator.context.services import Services, ServicesDep
+from coordinator.api.deps import FileProgress, RequestBody, ServicesDep
+from coordinator.context.services import Services
 from coordinator.db import registry
 from coordinator.db.registry import AliasMove, FileRow, Input, ModelRow, VersionId, VersionRow
 from coordinator.errors import Refusal

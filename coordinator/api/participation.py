@@ -14,7 +14,8 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection, Row
 
-from coordinator.context.services import Services, ServicesDep
+from coordinator.api.deps import ServicesDep
+from coordinator.context.services import Services
 from coordinator.db import participants, rounds
 from coordinator.db import runs as run_rows
 from coordinator.db.rounds import TaskRow
@@ -86,7 +87,7 @@ def list_run_devices(
     def read(connection: Connection) -> RunDevices:
         row, now = run_rows.require(connection, run), services.clock()
         live = {each.run: each for each in services.deployments.active()}
-        found = participants.enrolled(connection, limit + 1, after)
+        found = participants.enrolled(connection, limit + 1, after, project=row.project)
         page = [_explain_device(connection, each, row, live.get(run), now) for each in found[:limit]]
         return RunDevices(devices=page, next=page[-1].device if len(found) > limit else None)
 

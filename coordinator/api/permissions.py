@@ -3,6 +3,8 @@
 Viewers read states and figures. Operators run the fleet: devices, enrolment, rollouts, publishing what the offline keys have
 signed, and stopping a run. Data scientists start runs and jobs, and read and register the params of models. Admins manage users and
 keys. Auditors read what viewers read, and the audit log.
+
+The role is the one in the project of the request, unless the route is of the user (any will do) or of the whole coordinator.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from collections.abc import Iterable
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 
+from coordinator.context.services import services_of
 from coordinator.errors import Refusal
 from coordinator.identity.principals import Principal, Role
+from coordinator.project_names import DEFAULT_PROJECT
 
 LEAST_ROLES: dict[tuple[str, str], Role] = {
     ("GET", "/devices"): "viewer",
@@ -89,6 +93,12 @@ LEAST_ROLES: dict[tuple[str, str], Role] = {
     ("POST", "/users"): "admin",
     ("PATCH", "/users/{user}"): "admin",
     ("PUT", "/users/{user}/password"): "admin",
+    ("GET", "/projects"): "viewer",
+    ("POST", "/projects"): "admin",
+    ("PATCH", "/projects/{project}"): "admin",
+    ("GET", "/projects/{project}/members"): "admin",
+    ("PUT", "/projects/{project}/members/{user}"): "admin",
+    ("DELETE", "/projects/{project}/members/{user}"): "admin",
     ("GET", "/events"): "viewer",
     ("GET", "/system"): "viewer",
     ("GET", "/audit"): "auditor",
@@ -96,6 +106,32 @@ LEAST_ROLES: dict[tuple[str, str], Role] = {
     ("GET", "/audit/head"): "auditor",
 }
 """Method and path below `/api/v1` -> role. Every user may manage their own session, password and access tokens."""
+
+OF_USER = frozenset(
+    {
+        ("GET", "/session"),
+        ("DELETE", "/session"),
+        ("POST", "/session/end-all"),
+        ("PUT", "/session/password"),
+        ("GET", "/access-tokens"),
+        ("POST", "/access-tokens"),
+        ("POST", "/access-tokens/{token}/revoke"),
+        ("GET", "/projects"),
+    }
+)
+"""Routes of every user, whatever their projects."""
+
+OF_COORDINATOR = frozenset(
+    key
+    for key, least in LEAST_ROLES.items()
+    if least in ("admin", "auditor")
+    or key[1] in ("/releases", "/releases/metadata", "/releases/files/{sha256}")
+    if key != ("GET", "/releases")
+)
+"""Routes of the whole coordinator: their role is needed in it, or for signed releases in the project `default`.
+
+Every other route serves one project: its services see what that owns.
+"""
 
 OPEN = frozenset(
     {
@@ -115,21 +151,52 @@ def route_key(request: Request) -> tuple[str, str]:
 
 
 def require_permission_of(principal: Principal, route: tuple[str, str]) -> None:
-    """Requires that the principal's role includes the one that the route needs.
+    """Requires that the principal's role includes the one that the route needs, where it needs it.
 
     Raises:
-        Refusal: 403 `forbidden`.
+        Refusal: 403 `forbidden`, `no_project`.
     """
     method, path = route
     needed = LEAST_ROLES.get(route)
     if needed is None:
         raise Refusal(403, "forbidden", f"no role may use {method} {path}")
-    if needed not in principal.grants:
+    if route in OF_USER:
+        return
+    if route in OF_COORDINATOR:
+        grants, where = principal.coordinator_grants, " in the whole coordinator"
+        if path.startswith("/releases"):
+            where = f" in the project {DEFAULT_PROJECT}"
+            grants |= principal.grants if principal.project == DEFAULT_PROJECT else frozenset()
+    elif principal.project is None:
+        raise Refusal(
+            403, "no_project", f"{principal.name} is in no project, or in several; name one: --project"
+        )
+    else:
+        grants, where = principal.grants, ""
+    if needed not in grants:
         raise Refusal(
             403,
             "forbidden",
-            f"{method} {path} needs the role {needed}; {principal.name} has {principal.role}",
+            f"{method} {path} needs the role {needed}{where}; {principal.name} has {principal.role}",
         )
+
+
+def require_limited(guarded: Iterable[APIRouter]) -> None:
+    """Requires that no route of one project asks for the services of the process, which see all projects.
+
+    Raises:
+        RuntimeError: naming those that do.
+    """
+    seeing_all = [
+        f"{sorted(route.methods or ())} {route.path_format}"
+        for router in guarded
+        for route in router.routes
+        if isinstance(route, APIRoute)
+        and any(each.call is services_of for each in route.dependant.dependencies)
+        and not {(method, route.path_format) for method in route.methods or ()} <= OF_USER | OF_COORDINATOR
+    ]
+    if seeing_all:
+        raise RuntimeError(f"these routes must use ServicesDep of coordinator.api.deps: {seeing_all}")
 
 
 def require_complete(guarded: Iterable[APIRouter], unguarded: Iterable[APIRouter]) -> None:

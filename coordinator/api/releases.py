@@ -9,9 +9,11 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, Field
 from securesystemslib.signer import SSlibKey
 
-from coordinator.api.deps import FileProgress, RequestBody
-from coordinator.context.services import ServicesDep
+from coordinator.api.deps import FileProgress, RequestBody, ServicesDep
+from coordinator.context.services import Services
+from coordinator.db import registry
 from coordinator.errors import Refusal
+from coordinator.project_names import DEFAULT_PROJECT
 from coordinator.releases import roles
 from coordinator.releases.renewal import SIGN_AND_PUBLISH, Need, needs, warnings
 from coordinator.releases.repository import Release as Stored
@@ -62,8 +64,8 @@ class SignedMetadata(BaseModel):
 
 @router.get("")
 def list_releases(services: ServicesDep) -> list[Release]:
-    """The published releases."""
-    return [_render(each) for each in services.releases.releases()]
+    """The published releases of the project's models."""
+    return [_render(each) for each in visible_releases(services)]
 
 
 @router.get("/status")
@@ -74,7 +76,7 @@ def get_releases_status(services: ServicesDep) -> ReleasesStatus:
     return ReleasesStatus(
         exists=repository.exists,
         roles=states,
-        releases=[_render(each) for each in repository.releases()],
+        releases=[_render(each) for each in visible_releases(services)],
         warnings=warnings(states, now),
         needs=[*([] if repository.exists else [_FIRST]), *needs(states, now), *_new_keys(repository)],
     )
@@ -157,6 +159,16 @@ def _new_keys(repository: Repository) -> list[Need]:
         *SIGN_AND_PUBLISH,
     )
     return [Need(what, commands)]
+
+
+def visible_releases(services: Services) -> list[Stored]:
+    """The published releases of models that the project has. `default` also has those that no registry has."""
+    owners = services.database.read(registry.owners)
+    return [
+        each
+        for each in services.releases.releases()
+        if owners.get(each.name.model, DEFAULT_PROJECT) == services.project
+    ]
 
 
 def _render(release: Stored) -> Release:

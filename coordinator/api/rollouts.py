@@ -9,7 +9,8 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 
-from coordinator.context.services import ServicesDep
+from coordinator.api.deps import ServicesDep
+from coordinator.api.releases import visible_releases
 from coordinator.rollouts import controller, engine, plan, queries, service
 from coordinator.rollouts.gates import Gates, Tally
 from coordinator.rollouts.plan import Filter, FilterText
@@ -123,15 +124,19 @@ class ForceRequest(BaseModel):
 @router.post("", status_code=201)
 def start_rollout(request: RolloutRequest, services: ServicesDep) -> Rollout:
     """Starts a rollout of a published release."""
+    releases = visible_releases(services)
+    is_known = any(
+        (each.name.model, each.name.version) == (request.model, request.version) for each in releases
+    )
     started = service.start(
         services,
-        services.releases.releases(),
+        releases,
         request.model,
         request.version,
         percents=request.phases,
         device_filter=request.filter,
         gates=request.gates,
-        task=services.releases.task_of(request.model, request.version),
+        task=services.releases.task_of(request.model, request.version) if is_known else None,
     )
     return Rollout(**vars(started))
 

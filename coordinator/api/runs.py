@@ -12,10 +12,11 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection, Row
 
-from coordinator.api.deps import RequestBody
-from coordinator.context.services import Services, ServicesDep
+from coordinator.api.deps import RequestBody, ServicesDep
+from coordinator.context.services import Services
 from coordinator.db import events
 from coordinator.db import runs as rows
+from coordinator.db.project_filter import NOBODY
 from coordinator.errors import Refusal
 from coordinator.experiments import experiment as experiments
 from coordinator.registry.registration import DeclaredFile
@@ -77,6 +78,8 @@ class RunService(Protocol):
         document: Mapping[str, Any],
         sets: Sequence[str] = (),
         own_files: Mapping[str, DeclaredFile] | None = None,
+        *,
+        project: str,
     ) -> str: ...
 
     def cancel(self, run: str) -> None: ...
@@ -104,7 +107,7 @@ def create_run(request: RunRequest, service: RunsDep, services: ServicesDep) -> 
         document = experiments.parse_toml(document, "experiment")
     own = request.own_model
     files = None if own is None else {name: getattr(own, name) for name in OwnModelFiles.model_fields}
-    return _show(services, service.create(document, request.sets, files))
+    return _show(services, service.create(document, request.sets, files, project=services.project or NOBODY))
 
 
 @router.get("/runs")
@@ -186,6 +189,7 @@ def get_model(run: str, services: ServicesDep) -> FileResponse:
 @router.post("/runs/{run}/cancel")
 def cancel_run(run: str, service: RunsDep, services: ServicesDep) -> Run:
     """Ends a run now; committed rounds stay."""
+    _read(services, run)  # it is of this project
     service.cancel(run)
     return _show(services, run)
 

@@ -24,10 +24,10 @@ from coordinator.api.cookies import (
 from coordinator.api.deps import PrincipalDep, RequestBody, address_of
 from coordinator.context.services import Services, ServicesDep
 from coordinator.errors import Refusal
-from coordinator.identity import sessions, setup_links, users
+from coordinator.identity import projects, sessions, setup_links, users
 from coordinator.identity.access_tokens import revoke_all_access_tokens
 from coordinator.identity.passwords import MAX_CHARACTERS, hash_password, is_password, require_strong
-from coordinator.identity.principals import GRANTS, Kind, Principal, Role
+from coordinator.identity.principals import Kind, Principal, Role
 from coordinator.identity.users import UserRow
 
 open_router = APIRouter(tags=["session"])
@@ -64,7 +64,11 @@ class Session(BaseModel):
     kind: Kind
     name: str
     role: Role
-    grants: list[Role] = Field(description="Roles whose permissions the credentials have.")
+    grants: list[Role] = Field(description="Roles whose permissions the credentials have in `project`.")
+    project: str | None = Field(
+        description="Of this request; null if the user is in none, or in several and names none."
+    )
+    projects: list[str] = Field(description="Those that the header X-Fedloop-Project may name.")
     credential: str | None = Field(description="Id of the access token; null for others.")
     csrf_token: str | None = Field(
         description="For the header X-CSRF-Token of every change by this session; null for tokens."
@@ -126,12 +130,13 @@ def get_session(
 ) -> Session:
     """Who makes this request: the admin token, a session or an access token."""
     response.headers["Cache-Control"] = "no-store"
+    theirs = services.database.read(partial(projects.open_to, principal=principal))
     if principal.kind != "session":
-        return _render(principal)
+        return _render(principal, theirs)
     secret = session_secret(services, request)
     assert secret is not None  # the principal was found by it
     until = services.database.read(partial(sessions.end_of_session, secret=secret))
-    return _render(principal, secret, until)
+    return _render(principal, theirs, secret, until)
 
 
 @router.delete("/session", status_code=204)
@@ -207,9 +212,15 @@ async def begin_session_of(
 
     secret, until = await services.write(begin)
     set_session_cookie(services, request, response, secret)
-    principal = Principal("session", user.name, user.role, GRANTS[user.role], user.id)
+    found = sessions.session_principal(user.id, user.name, user.role)
+    principal, theirs = await asyncio.to_thread(services.database.read, partial(_in_project, principal=found))
     request.state.principal = principal  # for the audit log: who signed in
-    return _render(principal, secret, until)
+    return _render(principal, theirs, secret, until)
+
+
+def _in_project(connection: Connection, principal: Principal) -> tuple[Principal, list[str]]:
+    """The principal in their usual project, and the projects that they may name."""
+    return projects.enter(connection, principal, None), projects.open_to(connection, principal)
 
 
 async def _matches(services: Services, user: UserRow | None, password: SecretStr) -> bool:
@@ -235,12 +246,16 @@ def bad_sign_in() -> Refusal:
     return Refusal(401, "bad_sign_in", "wrong name or password, or the account is disabled")
 
 
-def _render(principal: Principal, secret: str | None = None, until: datetime | None = None) -> Session:
+def _render(
+    principal: Principal, theirs: list[str], secret: str | None = None, until: datetime | None = None
+) -> Session:
     return Session(
         kind=principal.kind,
         name=principal.name,
         role=principal.role,
         grants=sorted(principal.grants),
+        project=principal.project,
+        projects=theirs,
         credential=principal.credential,
         csrf_token=None if secret is None else sessions.csrf_token(secret),
         expires_at=until,

@@ -11,9 +11,10 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection, Row
 
+from coordinator.api.deps import ServicesDep
 from coordinator.api.runs import RunRequest
-from coordinator.context.services import ServicesDep
 from coordinator.db import runs as rows
+from coordinator.db.project_filter import NOBODY
 from coordinator.errors import Refusal
 from coordinator.experiments import experiment as experiments
 from edge_client.wire.schema import DataSchema
@@ -41,7 +42,9 @@ class ProposedSchema(BaseModel):
 class StatisticsService(Protocol):
     """What these routes use of `coordinator.runs.service.RunService`."""
 
-    def create_statistics(self, document: Mapping[str, Any], sets: Sequence[str] = ()) -> str: ...
+    def create_statistics(
+        self, document: Mapping[str, Any], sets: Sequence[str] = (), *, project: str
+    ) -> str: ...
 
     def statistics_report(self, connection: Connection, run: str) -> dict[str, Any]: ...
 
@@ -63,7 +66,7 @@ def create_statistics(request: RunRequest, service: ServiceDep, services: Servic
     document = request.experiment
     if isinstance(document, str):
         document = experiments.parse_toml(document, "experiment")
-    run = service.create_statistics(document, request.sets)
+    run = service.create_statistics(document, request.sets, project=services.project or NOBODY)
     return services.database.read(partial(_read, service=service, run=run))
 
 

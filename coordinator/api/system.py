@@ -12,8 +12,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from sqlalchemy import select
 
-from coordinator.api.deps import authenticate, bearer
-from coordinator.context.services import ServicesDep
+from coordinator.api.deps import ServicesDep, authenticate, bearer
+from coordinator.context.services import ServicesDep as ProcessServicesDep
 from coordinator.db import tables
 
 router = APIRouter(tags=["system"])
@@ -51,14 +51,14 @@ def system(request: Request, services: ServicesDep) -> System:
 
 
 @open_router.get("/healthz", include_in_schema=False)
-def healthz(services: ServicesDep) -> dict[str, str]:
+def healthz(services: ProcessServicesDep) -> dict[str, str]:
     """Whether the process serves and its database answers. Needs no token."""
     services.database.read(lambda connection: connection.execute(select(1)).scalar_one())
     return {"status": "ok"}
 
 
 @open_router.get("/metrics", include_in_schema=False)
-async def metrics(request: Request, services: ServicesDep) -> Response:
+async def metrics(request: Request, services: ProcessServicesDep) -> Response:
     """Metrics for Prometheus. Requests from other machines need the token."""
     if request.client is None or request.client.host not in _LOOPBACK:
         await authenticate(request, services, await bearer(request))

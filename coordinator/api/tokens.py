@@ -10,9 +10,9 @@ from pydantic import BaseModel, Field
 
 from coordinator.accounts import enrolment_tokens
 from coordinator.accounts.enrolment_tokens import TokenTerms, plain_text
-from coordinator.api.deps import RequestBody
-from coordinator.context.services import ServicesDep
+from coordinator.api.deps import RequestBody, ServicesDep
 from coordinator.db import tokens
+from coordinator.db.project_filter import NOBODY
 from coordinator.db.tokens import TokenRow
 
 router = APIRouter(tags=["enrolment"])
@@ -90,6 +90,8 @@ def _render(row: TokenRow) -> Token:
 def list_serials(request: SerialsRequest, services: ServicesDep) -> SerialsAdded:
     """Lists machines by serial number. Those listed already stay unchanged."""
     numbers = dict.fromkeys(plain_text(each, "a serial number") for each in request.serial_numbers)
-    group = plain_text(request.group, "group")
-    added = services.commit(lambda at: tokens.add_serials(at, list(numbers), group, services.clock()))
+    group, project = plain_text(request.group, "group"), services.project or NOBODY
+    added = services.commit(
+        lambda at: tokens.add_serials(at, list(numbers), group, services.clock(), project)
+    )
     return SerialsAdded(added=added, already_listed=len(numbers) - added)

@@ -53,7 +53,7 @@ from coordinator.commands.options import (
     show_version,
 )
 from coordinator.commands.output import RichProgress, plain_console, print_json, print_output, print_summary
-from coordinator.commands.people import access_tokens, users
+from coordinator.commands.people import access_tokens, projects, users
 from coordinator.commands.people.login import add_login
 from coordinator.commands.summaries import demo_summary, fleet_demo_summary, loop_demo_summary, show_report
 from coordinator.errors import NothingLearnt, RunInterrupted, UserError
@@ -83,6 +83,16 @@ def _options(
         bool,
         typer.Option("--version", is_eager=True, callback=show_version, help="Show the version and exit."),
     ] = False,
+    project: Annotated[
+        str | None,
+        typer.Option(
+            "--project",
+            envvar="FEDLOOP_PROJECT",
+            show_envvar=True,
+            help="Project of a coordinator that the command works in. Default: the user's only one, or `default`.",
+            metavar="NAME",
+        ),
+    ] = None,
 ) -> None: ...
 
 
@@ -242,6 +252,7 @@ app.add_typer(jobs.app, name="jobs")
 app.add_typer(model.app, name="model")
 app.add_typer(pretrain.app, name="pretrain")
 app.add_typer(rollout.app, name="rollout")
+app.add_typer(projects.app, name="project")
 app.add_typer(release.app, name="release")
 app.add_typer(runs.app, name="runs")
 app.add_typer(users.app, name="user")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from typing import Annotated, Any, TypeVar
@@ -67,37 +67,12 @@ class DeviceLog:
         self._last.pop(device, None)
 
 
-@dataclass(frozen=True)
-class Services:
-    """Settings, stores and signals of one process."""
+class Opened:
+    """What a process opens once, when it is first needed."""
 
-    settings: Settings
-    database: Database
-    blobs: Blobs
-    signals: Signals
-    authority: Authority
-    clock: Clock = utc_now
-    deployments: Deployments = field(default_factory=Deployments)
-    pacing: Pacing = field(default_factory=Pacing)
-    limits: DeviceRequests = field(default_factory=DeviceRequests)
-    device_log: DeviceLog = field(default_factory=DeviceLog)
-    admin_guesses: WrongTokens = field(default_factory=WrongTokens)
-    enrolment_guesses: WrongTokens = field(default_factory=WrongTokens)
-    sign_ins: SignIns = field(default_factory=SignIns)
-    pending_sign_ins: PendingSignIns = field(default_factory=PendingSignIns)
-    password_threads: ThreadPoolExecutor = field(
-        default_factory=partial(ThreadPoolExecutor, PASSWORDS_AT_A_TIME, thread_name_prefix="password")
-    )
-
-    async def write(self, work: Callable[[Connection], T]) -> T:
-        """The result of `work` in one transaction of the database, without blocking the event loop."""
-        return await asyncio.wrap_future(self.database.write(work))
-
-    def commit(self, work: Callable[[Connection], T], *topics: str) -> T:
-        """As `write` from a thread, which it blocks; then wakes what waits for events and for these topics."""
-        result = self.database.write(work).result()
-        self.signals.notify("events", *topics)
-        return result
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        self.settings = settings
+        self.clock = clock
 
     @cached_property
     def oidc(self) -> Provider | None:
@@ -138,6 +113,90 @@ class Services:
         return incoming
 
 
+@dataclass(frozen=True)
+class Services:
+    """Settings, stores and signals of one process.
+
+    Attributes:
+        database: all of it; of `for_project`, what one project owns.
+        project: the one that these services work for; None: the process.
+    """
+
+    settings: Settings
+    database: Database
+    blobs: Blobs
+    signals: Signals
+    authority: Authority
+    clock: Clock = utc_now
+    deployments: Deployments = field(default_factory=Deployments)
+    pacing: Pacing = field(default_factory=Pacing)
+    limits: DeviceRequests = field(default_factory=DeviceRequests)
+    device_log: DeviceLog = field(default_factory=DeviceLog)
+    admin_guesses: WrongTokens = field(default_factory=WrongTokens)
+    enrolment_guesses: WrongTokens = field(default_factory=WrongTokens)
+    sign_ins: SignIns = field(default_factory=SignIns)
+    pending_sign_ins: PendingSignIns = field(default_factory=PendingSignIns)
+    password_threads: ThreadPoolExecutor = field(
+        default_factory=partial(ThreadPoolExecutor, PASSWORDS_AT_A_TIME, thread_name_prefix="password")
+    )
+    project: str | None = None
+    opened: Opened = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "opened", Opened(self.settings, self.clock))  # it is frozen
+
+    def for_project(self, project: str) -> Services:
+        """The same services, for one project: their database holds what it owns and nothing else."""
+        view = replace(self, database=self.database.of_project(project), project=project)
+        object.__setattr__(view, "opened", self.opened)
+        return view
+
+    async def write(self, work: Callable[[Connection], T]) -> T:
+        """The result of `work` in one transaction of the database, without blocking the event loop."""
+        return await asyncio.wrap_future(self.database.write(work))
+
+    def commit(self, work: Callable[[Connection], T], *topics: str) -> T:
+        """As `write` from a thread, which it blocks; then wakes what waits for events and for these topics."""
+        result = self.database.write(work).result()
+        self.signals.notify("events", *topics)
+        return result
+
+    @property
+    def oidc(self) -> Provider | None:
+        """The OpenID provider at which people may sign in. Raises: UserError: its settings are incomplete."""
+        return self.opened.oidc
+
+    @property
+    def uploads_in_flight(self) -> UploadSlots:
+        """Bounds the uploads that are received at the same time."""
+        return self.opened.uploads_in_flight
+
+    @property
+    def part_files(self) -> PartFiles:
+        """Uploads that are not complete yet."""
+        return self.opened.part_files
+
+    @property
+    def audit_heads(self) -> Heads:
+        """Signs heads of the audit log."""
+        return self.opened.audit_heads
+
+    @property
+    def releases(self) -> Repository:
+        """Signed releases that devices may install."""
+        return self.opened.releases
+
+    @property
+    def incoming_releases(self) -> Incoming:
+        """Uploads of releases to publish."""
+        return self.opened.incoming_releases
+
+    @property
+    def incoming_models(self) -> Incoming:
+        """Uploads of models to register."""
+        return self.opened.incoming_models
+
+
 def services_of(request: Request) -> Services:
     """The services of the process that serves this request."""
     services: Services = request.app.state.services
@@ -145,4 +204,4 @@ def services_of(request: Request) -> Services:
 
 
 ServicesDep = Annotated[Services, Depends(services_of)]
-"""Type of a route's parameter that receives the services."""
+"""Type of a route's parameter that receives the services of the process; routes for people use `coordinator.api.deps`."""

@@ -13,6 +13,7 @@ from sqlalchemy import Connection, delete, func, insert, or_, select, update
 
 from coordinator.certificates import key_sha256, pem_of, serial_of
 from coordinator.db.tables import certificates, columns_of, devices, find_row
+from coordinator.project_names import DEFAULT_PROJECT
 from coordinator.short_ids import short_id
 
 State = Literal["pending", "active", "revoked", "left"]
@@ -35,6 +36,7 @@ class DeviceRow:
     last_seen_at: datetime | None = None
     expected_at: datetime | None = None
     report: Mapping[str, Any] = field(default_factory=dict)
+    project: str = DEFAULT_PROJECT
 
 
 def find(connection: Connection, device: str) -> DeviceRow | None:

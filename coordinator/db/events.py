@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select
+from sqlalchemy import Connection, Row, ScalarSelect, insert, select
 
-from coordinator.db.tables import events
+from coordinator.db.tables import devices, events, runs
 from coordinator.json_values import finite
 
 
@@ -23,11 +23,12 @@ def record(
     *,
     run: str | None = None,
     device: str | None = None,
+    project: str | None = None,
     **values: Any,
 ) -> None:
     """Writes an event in the transaction of its change. The caller then signals: `signals.notify("events")`.
 
-    `values` are JSON for people to read: no arrays, no secrets. A number that is not finite becomes null.
+    `project`: by default that of the run or the device. An event without any concerns the whole coordinator. `values` are JSON for people to read: no arrays, no secrets. A number that is not finite becomes null.
     """
     connection.execute(
         insert(events).values(
@@ -36,10 +37,19 @@ def record(
                 events.c.event: event,
                 events.c.run: run,
                 events.c.device: device,
+                events.c.project: project or _project_of(run, device),
                 events.c["values"]: finite(values),
             }
         )
     )
+
+
+def _project_of(run: str | None, device: str | None) -> ScalarSelect[Any] | None:
+    if run is not None:
+        return select(runs.c.project).where(runs.c.id == run).scalar_subquery()
+    if device is not None:
+        return select(devices.c.project).where(devices.c.id == device).scalar_subquery()
+    return None
 
 
 def since(connection: Connection, after: int, limit: int, run: str | None = None) -> Sequence[Row[Any]]:

@@ -23,6 +23,7 @@ _CANDIDATE = (
     devices.c.last_seen_at,
     devices.c.expected_at,
     devices.c.report,
+    devices.c.project,
     select(func.max(tasks.c.answered_at))
     .where(
         tasks.c.device == devices.c.id,
@@ -38,11 +39,12 @@ _CANDIDATE = (
 )
 
 
-def candidates(connection: Connection, now: datetime) -> list[Candidate]:
-    """Active devices that checked in and are not overdue, by id."""
+def candidates(connection: Connection, now: datetime, project: str) -> list[Candidate]:
+    """Active devices of a project that checked in and are not overdue, by id."""
     query = (
         select(*_CANDIDATE)
         .where(devices.c.state == "active", devices.c.last_seen_at.is_not(None))
+        .where(devices.c.project == project)
         .where(func.coalesce(devices.c.expected_at, devices.c.last_seen_at) >= now - OVERDUE_AFTER)
         .order_by(devices.c.id)
     )
@@ -55,9 +57,11 @@ def everyone(connection: Connection) -> list[Candidate]:
     return [_candidate(row) for row in connection.execute(query.order_by(devices.c.id))]
 
 
-def enrolled(connection: Connection, limit: int, after: str = "") -> list[Candidate]:
-    """At most `limit` devices that may check in or wait for approval, by id, after the id `after`."""
-    query = select(*_CANDIDATE).where(devices.c.state.in_(("active", "pending")), devices.c.id > after)
+def enrolled(connection: Connection, limit: int, after: str = "", *, project: str) -> list[Candidate]:
+    """At most `limit` devices of a project that may check in or wait for approval, by id, after the id `after`."""
+    states = ("active", "pending")
+    query = select(*_CANDIDATE).where(devices.c.project == project)
+    query = query.where(devices.c.state.in_(states), devices.c.id > after)
     return [_candidate(row) for row in connection.execute(query.order_by(devices.c.id).limit(limit))]
 
 
@@ -67,9 +71,11 @@ def candidate(connection: Connection, device: str) -> Candidate | None:
     return _candidate(row) if row is not None else None
 
 
-def fleet_size(connection: Connection) -> int:
-    """Number of devices that may check in."""
+def fleet_size(connection: Connection, project: str | None = None) -> int:
+    """Number of devices that may check in; of one project if given."""
     count = select(func.count()).select_from(devices).where(devices.c.state == "active")
+    if project is not None:
+        count = count.where(devices.c.project == project)
     return int(connection.execute(count).scalar_one())
 
 

@@ -11,6 +11,7 @@ from sqlalchemy import Connection, Table, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from coordinator.db import events
+from coordinator.db.project_filter import project_of, working_for
 from coordinator.db.tables import (
     model_alias_moves,
     model_aliases,
@@ -20,6 +21,7 @@ from coordinator.db.tables import (
     model_versions,
     models,
 )
+from coordinator.errors import Refusal
 
 Relation = Literal["data", "params", "run"]
 """Kind of an input: a data set by its fingerprint, a file of params by its hash, a federated run by its id."""
@@ -91,8 +93,12 @@ def add(
     """Adds a version under the next number of its model, which is created if needed.
 
     `number`: the one it must get; returns None and writes nothing if another one is next.
+
+    Raises:
+        Refusal: 409 `name_taken`: another project has a model of this name.
     """
     row = {"name": model, "latest": 0, "created_at": now}
+    _require_free(connection, model)
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     connection.execute(dialect.insert(models).values(row).on_conflict_do_nothing())
     # Taking the number locks the model's row, so the second of two writers waits and takes the next one.
@@ -124,6 +130,24 @@ def add(
         record_metrics(connection, identity, stage, figures, now)
     events.record(connection, now, "model_registered", model=model, version=assigned, kind=version.kind)
     return identity
+
+
+def owners(connection: Connection) -> dict[str, str]:
+    """Model -> its project, of the whole coordinator. Devices know models by name, so a name is in one project only."""
+    with working_for(connection, None):
+        return {row.name: row.project for row in connection.execute(select(models.c.name, models.c.project))}
+
+
+def _require_free(connection: Connection, model: str) -> None:
+    """Requires that no other project than the connection's has a model of this name."""
+    project = project_of(connection)
+    with working_for(connection, None):
+        query = select(models.c.project).where(models.c.name == model)
+        owner = connection.execute(query).scalar_one_or_none()
+    if project is not None and owner not in (None, project):
+        raise Refusal(
+            409, "name_taken", f"another project of this coordinator has a model {model}; choose another name"
+        )
 
 
 def next_number(connection: Connection, model: str) -> int:

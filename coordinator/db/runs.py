@@ -55,6 +55,12 @@ def create(
     events.record(connection, now, "run_created", run=run, name=name, notices=list(notices))
 
 
+def count_live(connection: Connection, project: str) -> int:
+    """Number of runs of a project that have not ended."""
+    which = and_(t.runs.c.project == project, t.runs.c.state.in_(LIVE))
+    return int(connection.execute(select(func.count()).select_from(t.runs).where(which)).scalar_one())
+
+
 def find(connection: Connection, run: str) -> Row[Any] | None:
     return connection.execute(select(t.runs).where(t.runs.c.id == run)).one_or_none()
 

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 
 from coordinator import json_values
+from coordinator.db import project_filter
 from coordinator.errors import UserError
 from coordinator.storage.errors import is_damaged_database, is_temporary
 
@@ -54,6 +56,7 @@ _BESIDE = ("blobs", "runs")
 class _Write:
     work: Callable[[Connection], Any]
     done: Future[Any]
+    project: str | None
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Database:
 
     def __init__(self, url: str, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
         self.engine = open_engine(url)
+        self._project: str | None = None
         self._writing = self.engine.execution_options(writing=True)
         self._patience_seconds = patience_seconds
         self.on_commit: Callable[[int], None] = lambda writes: None
@@ -86,7 +90,7 @@ class Database:
 
     def read(self, work: Callable[[Connection], T]) -> T:
         """The result of `work`, run in a read-only transaction."""
-        with self.engine.connect() as connection:
+        with self.engine.connect() as connection, project_filter.working_for(connection, self._project):
             return work(connection)
 
     def write(self, work: Callable[[Connection], T]) -> Future[T]:
@@ -103,8 +107,14 @@ class Database:
         with self._lock:
             if self._closing.is_set():
                 raise RuntimeError("the database is closed")
-            self._pending.put(_Write(work, done))
+            self._pending.put(_Write(work, done, self._project))
         return done
+
+    def of_project(self, project: str) -> Database:
+        """The same database, with its one writer, as a project sees it: see `coordinator.db.project_filter`."""
+        view = copy(self)
+        view._project = project
+        return view
 
     def close(self) -> None:
         """Finishes all pending writes and closes the database."""
@@ -198,12 +208,18 @@ class Database:
 
 
 def open_engine(url: str) -> Engine:
-    """An engine for SQLite or PostgreSQL, not connected yet.
+    """An engine for SQLite or PostgreSQL, not connected yet. Connections that work for a project see only that.
 
     Raises:
         UserError: the URL is invalid, or names another kind of database.
     """
     parsed = _parsed(url)
+    engine = _connector(parsed)
+    project_filter.install(engine)
+    return engine
+
+
+def _connector(parsed: URL) -> Engine:
     if parsed.get_backend_name() == "postgresql":
         engine = create_engine(parsed, pool_pre_ping=True, **_ENGINE_OPTIONS)
 
@@ -256,7 +272,8 @@ def _attempt(connection: Connection, write: _Write) -> _Outcome:
     """One write in its savepoint. Its own failure is an outcome; a lost transaction is raised."""
     savepoint = connection.begin_nested()
     try:
-        value = write.work(connection)
+        with project_filter.working_for(connection, write.project):
+            value = write.work(connection)
         savepoint.commit()
     except BaseException as error:
         if _transaction_is_lost(connection):

@@ -1,7 +1,7 @@
 """The tables of devices, runs, events and the model registry. Times are UTC; ids are UUIDs as text; JSON is readable by people.
 
 Three constraints carry guarantees: an update is unique by (run, round, device), a committed round by (run, number), a
-used serial number by itself. Blobs are files named by SHA-256.
+used serial number by itself within its project. Blobs are files named by SHA-256.
 
     models ─► model_versions ─► model_files     blobs, by path; a version never changes
                      │     └──► model_inputs    what it was made from: data and params by hash, runs by id
@@ -41,6 +41,8 @@ from sqlalchemy import (
     func,
     select,
 )
+
+from coordinator.db.project_filter import project_column
 
 RowT = TypeVar("RowT")
 
@@ -83,11 +85,13 @@ tokens = Table(
     Column("listed_serials_only", Boolean, nullable=False),
     Column("created_at", UTCDateTime, nullable=False),
     Column("expires_at", UTCDateTime, nullable=False),
+    project_column(),
 )
 
 serials = Table(
     "serials",
     metadata,
+    project_column(primary_key=True),
     Column("serial_number", String(200), primary_key=True),
     Column("device_group", String(200), nullable=False),
     Column("device", String(36), nullable=True),
@@ -110,6 +114,7 @@ devices = Table(
     Column("last_seen_at", UTCDateTime, nullable=True),
     Column("expected_at", UTCDateTime, nullable=True),  # time of its next check-in
     Column("report", JSON, nullable=False),  # its last CheckIn
+    project_column(),
 )
 
 certificates = Table(
@@ -142,6 +147,7 @@ runs = Table(
     Column("best", JSON, nullable=True),  # records.Best; its params are a blob
     Column("figures", JSON, nullable=True),  # of the final model: keys of the report's `final` and `per_site`
     Column("own_model", JSON, nullable=True),  # a user's own model, if it came with the run: files by name
+    project_column(),
 )
 
 rounds = Table(
@@ -235,6 +241,7 @@ events = Table(
     Column("run", String(36), nullable=True, index=True),
     Column("device", String(36), nullable=True, index=True),
     Column("values", JSON, nullable=False),
+    project_column(nullable=True),  # null: of the whole coordinator
 )
 
 
@@ -244,6 +251,7 @@ models = Table(
     Column("name", String(63), primary_key=True),
     Column("latest", Integer, nullable=False),  # number of the newest version; numbers are never reused
     Column("created_at", UTCDateTime, nullable=False),
+    project_column(),
 )
 
 model_versions = Table(

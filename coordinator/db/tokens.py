@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
 
 from coordinator.db.tables import columns_of, find_row, serials, tokens
+from coordinator.project_names import DEFAULT_PROJECT
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class TokenRow:
     listed_serials_only: bool
     created_at: datetime
     expires_at: datetime
+    project: str = DEFAULT_PROJECT
 
 
 def add(connection: Connection, token: TokenRow) -> None:
@@ -64,27 +66,32 @@ def drop(connection: Connection, ended_before: datetime) -> None:
     connection.execute(delete(tokens).where(tokens.c.expires_at < ended_before))
 
 
-def add_serials(connection: Connection, numbers: Sequence[str], group: str, now: datetime) -> int:
-    """Lists machines and returns the number of new ones; those listed already stay unchanged."""
+def add_serials(
+    connection: Connection, numbers: Sequence[str], group: str, now: datetime, project: str
+) -> int:
+    """Lists machines for a project and returns the number of new ones; those listed already stay unchanged."""
     added = 0
     for number in dict.fromkeys(numbers):
-        if group_of_serial(connection, number) is None:
-            connection.execute(insert(serials).values(serial_number=number, device_group=group, added_at=now))
+        if group_of_serial(connection, number, project) is None:
+            row = {"serial_number": number, "device_group": group, "added_at": now, "project": project}
+            connection.execute(insert(serials).values(row))
             added += 1
     return added
 
 
-def group_of_serial(connection: Connection, number: str) -> str | None:
-    """The group that a machine is listed in; None if it is not."""
-    query = select(serials.c.device_group).where(serials.c.serial_number == number)
+def group_of_serial(connection: Connection, number: str, project: str) -> str | None:
+    """The group that a machine is listed in by a project; None if it is not."""
+    query = select(serials.c.device_group).where(*_listing(number, project))
     return connection.execute(query).scalar_one_or_none()
 
 
-def use_serial(connection: Connection, number: str, device: str) -> bool:
-    """Assigns a listed machine its device; False if it has one."""
+def use_serial(connection: Connection, number: str, device: str, project: str) -> bool:
+    """Assigns a machine that a project listed its device; False if it has one."""
     taken = connection.execute(
-        update(serials)
-        .where(serials.c.serial_number == number, serials.c.device.is_(None))
-        .values(device=device)
+        update(serials).where(*_listing(number, project), serials.c.device.is_(None)).values(device=device)
     )
     return taken.rowcount == 1
+
+
+def _listing(number: str, project: str) -> tuple[ColumnElement[bool], ...]:
+    return serials.c.serial_number == number, serials.c.project == project

@@ -242,7 +242,7 @@ class DeviceFleet:
 
     def _invite_eligible(self, kind: TaskKind) -> dict[str, Invitation]:
         now = self._services.clock()
-        candidates = self._session.read(lambda at: participants.candidates(at, now))
+        candidates = self._session.read(lambda at: participants.candidates(at, now, self._deployment.project))
         return invite_eligible(candidates, self._deployment, kind, now, self._lease)
 
     def _invite(self, connection: Connection, devices: Sequence[str], now: datetime) -> dict[str, Invitation]:

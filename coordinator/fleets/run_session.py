@@ -161,7 +161,7 @@ class WaitNotice:
             "eligible": eligible,
             "wanted": self._wanted,
             "least": self._deployment.quorum,
-            "enrolled": participants.fleet_size(connection),
+            "enrolled": participants.fleet_size(connection, self._deployment.project),
             "seconds": round(seconds),
         }
         run = self._deployment.run
@@ -187,7 +187,7 @@ def find_blocked(connection: Connection, deployment: Deployment, now: datetime) 
     """The enrolled devices that get no task of this run now; of a fleet of more than a thousand, those among the first."""
     found = (
         Blocked(each.id, each.name, matching.blocking_reasons(each, deployment, now))
-        for each in participants.enrolled(connection, _MOST_COMPARED)
+        for each in participants.enrolled(connection, _MOST_COMPARED, project=deployment.project)
     )
     return [each for each in found if each.reasons]
 

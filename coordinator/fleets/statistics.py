@@ -92,7 +92,9 @@ class StatisticsFleet:
         while True:
             self._require_live()
             seen, now = services.signals.seen("devices"), services.clock()
-            candidates = self._session.read(partial(participants.candidates, now=now))
+            candidates = self._session.read(
+                partial(participants.candidates, now=now, project=self._deployment.project)
+            )
             found = invite_eligible(candidates, self._deployment, "statistics", now, self._lease)
             left = end - monotonic()
             if len(found) >= patience.least or left <= 0:

@@ -1,1 +1,1 @@
-"""People: users, roles, passwords, sessions and access tokens."""
+"""People: users, projects, roles, passwords, sessions and access tokens."""

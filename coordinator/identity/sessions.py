@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 
 from sqlalchemy import Connection, delete, insert, or_, select, update
 
-from coordinator.identity.principals import GRANTS, Principal
+from coordinator.identity.principals import GRANTS, Principal, Role, coordinator_grants
 from coordinator.identity.tables import sessions, users
 
 IDLE = timedelta(hours=1)
@@ -42,7 +42,7 @@ def end_session(connection: Connection, secret: str) -> None:
 
 
 def find_session(connection: Connection, secret: str, now: datetime) -> tuple[Principal, datetime] | None:
-    """Whose session this secret is, and when it was last used; None if it has ended."""
+    """Whose session this secret is, and when it was last used; None if it has ended. `projects.enter` follows."""
     row = connection.execute(
         select(users.c.id, users.c.name, users.c.role, sessions.c.last_used_at)
         .join_from(sessions, users)
@@ -55,7 +55,14 @@ def find_session(connection: Connection, secret: str, now: datetime) -> tuple[Pr
     ).one_or_none()
     if row is None:
         return None
-    return Principal("session", row.name, row.role, GRANTS[row.role], row.id), row.last_used_at
+    return session_principal(row.id, row.name, row.role), row.last_used_at
+
+
+def session_principal(user: str, name: str, role: str) -> Principal:
+    """A user (id) by a session, before `projects.enter`. `role`: theirs in the coordinator."""
+    held = coordinator_grants(role)
+    shown: Role = "admin" if "admin" in held else "auditor" if held else "viewer"
+    return Principal("session", name, shown, GRANTS["admin"], user, coordinator_grants=held)
 
 
 def end_of_session(connection: Connection, secret: str) -> datetime:

@@ -1,4 +1,4 @@
-"""Tables of users, their accounts at OpenID providers, sessions and access tokens, and of the link that creates the first account.
+"""Tables of users, projects and their members, accounts at OpenID providers, sessions, access tokens, and the setup link.
 
 Passwords are stored as Argon2id hashes, random secrets of 256 bits as SHA-256. No secret can be read back.
 """
@@ -14,11 +14,27 @@ users = Table(
     metadata,
     Column("id", String(36), primary_key=True),
     Column("name", String(64), nullable=False, unique=True),
-    Column("role", String(16), nullable=False),  # principals.Role
+    Column("role", String(16), nullable=False),  # users.UserRole: in the whole coordinator
     Column("password_hash", String(200), nullable=False),  # Argon2id, PHC format; or NO_PASSWORD
     Column("created_at", UTCDateTime, nullable=False),
     Column("password_changed_at", UTCDateTime, nullable=False),
     Column("disabled_at", UTCDateTime, nullable=True),
+)
+
+projects = Table(
+    "projects",
+    metadata,
+    Column("name", String(63), primary_key=True),
+    Column("created_at", UTCDateTime, nullable=False),
+    Column("archived_at", UTCDateTime, nullable=True),
+)
+
+members = Table(
+    "members",
+    metadata,
+    Column("project", String(63), ForeignKey("projects.name"), primary_key=True),
+    Column("user", String(36), ForeignKey("users.id"), primary_key=True, index=True),
+    Column("role", String(16), nullable=False),  # projects.MemberRole
 )
 
 sessions = Table(
@@ -44,6 +60,7 @@ access_tokens = Table(
     Column("expires_at", UTCDateTime, nullable=False),
     Column("last_used_at", UTCDateTime, nullable=True),  # within a minute
     Column("revoked_at", UTCDateTime, nullable=True),
+    Column("project", String(63), nullable=True),  # the only one that it may be used for; null: any
 )
 
 external_accounts = Table(

@@ -6,15 +6,22 @@ import re
 import uuid
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from typing import Literal
 
 from sqlalchemy import Connection, delete, func, insert, select, update
 
 from coordinator.db.tables import columns_of, find_row
 from coordinator.errors import Refusal
 from coordinator.identity.principals import Role
+from coordinator.identity.projects import MemberRole, memberships, set_member
 from coordinator.identity.tables import sessions, users
+from coordinator.project_names import DEFAULT_PROJECT
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._@+-]{0,63}")
+
+
+UserRole = Literal["admin", "auditor", "member"]
+"""A role in the whole coordinator. A `member` has one in each of their projects (`coordinator.identity.projects`)."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,7 @@ class UserRow:
 
     id: str
     name: str
-    role: Role
+    role: UserRole
     password_hash: str
     created_at: datetime
     password_changed_at: datetime
@@ -46,18 +53,28 @@ def user_name(text: str) -> str:
     return name
 
 
-def add_user(connection: Connection, name: str, role: Role, password_hash: str, now: datetime) -> UserRow:
-    """Creates an account.
+def add_user(
+    connection: Connection,
+    name: str,
+    role: Role,
+    password_hash: str,
+    now: datetime,
+    project: str = DEFAULT_PROJECT,
+) -> UserRow:
+    """Creates an account. Admins and auditors are so in every project, others in `project`.
 
     Raises:
         Refusal: 409 `user_exists`; 422 `malformed`.
     """
-    row = UserRow(str(uuid.uuid4()), user_name(name), role, password_hash, now, now)
+    user_role, member_role = _split(role)
+    row = UserRow(str(uuid.uuid4()), user_name(name), user_role, password_hash, now, now)
     if find_user(connection, row.name) is not None:
         raise Refusal(
             409, "user_exists", f"there is a user {row.name} already; disabled users keep their name"
         )
     connection.execute(insert(users).values(asdict(row)))
+    if member_role is not None:
+        set_member(connection, project, row.id, member_role)
     return row
 
 
@@ -91,14 +108,22 @@ def change_user(
     *,
     role: Role | None = None,
     disabled: bool | None = None,
+    project: str = DEFAULT_PROJECT,
 ) -> UserRow:
     """Changes what is given, from the next request on. Disabling ends the user's sessions.
+
+    A role other than admin and auditor is one in `project`; the user's roles in other projects stay.
 
     Raises:
         Refusal: 404 `unknown_user`.
     """
     row = require_user(connection, name)
-    changed = replace(row, role=role or row.role)
+    changed = row
+    if role is not None:
+        user_role, member_role = _split(role)
+        changed = replace(row, role=user_role)
+        if member_role is not None:
+            set_member(connection, project, row.id, member_role)
     if disabled is not None:
         changed = replace(changed, disabled_at=(row.disabled_at or now) if disabled else None)
     connection.execute(
@@ -115,6 +140,18 @@ def set_password(connection: Connection, user: str, password_hash: str, now: dat
         update(users).where(users.c.id == user).values(password_hash=password_hash, password_changed_at=now)
     )
     end_sessions(connection, user)
+
+
+def role_in(connection: Connection, user: UserRow, project: str | None) -> Role | None:
+    """The role of a user in the coordinator, else in this project; None if they have none."""
+    if user.role != "member":
+        return user.role
+    return memberships(connection, user.id).get(project or "")
+
+
+def _split(role: Role) -> tuple[UserRole, MemberRole | None]:
+    """A role as one in the coordinator and one in a project."""
+    return (role, None) if role == "admin" or role == "auditor" else ("member", role)
 
 
 def end_sessions(connection: Connection, user: str) -> int:

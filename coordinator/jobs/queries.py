@@ -7,6 +7,7 @@ from datetime import datetime
 
 from sqlalchemy import Connection, delete, func, insert, or_, select, update
 
+from coordinator.db.project_filter import working_for
 from coordinator.db.tables import columns_of, find_row
 from coordinator.errors import Refusal
 from coordinator.jobs.tables import LIVE, STOPPED, JobRow, Kind, State, jobs
@@ -16,7 +17,8 @@ INTERRUPTED = "the coordinator stopped while the job ran"
 
 def create(connection: Connection, job: JobRow) -> JobRow:
     """Stores a new job, with the next number."""
-    number = 1 + connection.execute(select(func.coalesce(func.max(jobs.c.number), 0))).scalar_one()
+    with working_for(connection, None):  # numbers are those of the whole coordinator
+        number = 1 + connection.execute(select(func.coalesce(func.max(jobs.c.number), 0))).scalar_one()
     connection.execute(insert(jobs).values({**vars(job), "number": number, "document": dict(job.document)}))
     return require(connection, job.id)
 

@@ -30,6 +30,7 @@ from coordinator.errors import Refusal, UserError
 from coordinator.jobs import documents, folders, queries
 from coordinator.jobs.folders import Task
 from coordinator.jobs.tables import JobRow, Kind
+from coordinator.project_names import DEFAULT_PROJECT
 from coordinator.sandbox import policy
 from coordinator.short_ids import short_id
 
@@ -74,15 +75,16 @@ class JobService:
         source: str | None,
         priority: int,
         created_by: str,
+        project: str = DEFAULT_PROJECT,
     ) -> JobRow:
-        """Queues a new job.
+        """Queues a new job of a project.
 
         Raises:
             UserError: listing all problems of the document, or what it may not name; it needs more slots than there are.
             Refusal: 404, it names a job or a version that does not exist; 409 `job_state`, its source has not finished;
                 409 `no_jobs`, this coordinator runs none.
         """
-        services, job = self._services, str(uuid.uuid4())
+        services, job = self._services.for_project(project), str(uuid.uuid4())
         if not self._slots:
             raise Refusal(409, "no_jobs", "this coordinator runs no jobs: its --job-slots is 0")
         folder = self.folder(job)
@@ -95,7 +97,7 @@ class JobService:
         services.database.read(partial(self._require_source, kind=kind, source=source))
         row = JobRow(
             job, 0, kind, checked.name[:200], "queued", checked.document, source, checked.processes, priority, 0,
-            created_by, services.clock(), None, None, None,
+            created_by, services.clock(), None, None, None, project,
         )  # fmt: skip
         try:
             folder.parent.mkdir(exist_ok=True)  # not the home: it may be a mount point that is not mounted

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from sqlalchemy import JSON, Column, Integer, String, Table, Text
 
+from coordinator.db.project_filter import project_column
 from coordinator.db.tables import UTCDateTime, metadata
+from coordinator.project_names import DEFAULT_PROJECT
 
 Kind = Literal["simulation", "pretraining", "plan", "compression", "export"]
 State = Literal["queued", "running", "finished", "failed", "cancelled", "interrupted"]
@@ -36,6 +38,7 @@ jobs = Table(
     Column("started_at", UTCDateTime, nullable=True),  # of the last attempt
     Column("finished_at", UTCDateTime, nullable=True),
     Column("error", Text, nullable=True),
+    project_column(),
 )
 
 
@@ -58,3 +61,4 @@ class JobRow:
     started_at: datetime | None
     finished_at: datetime | None
     error: str | None
+    project: str = DEFAULT_PROJECT

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 from urllib.parse import urlencode, urlsplit
 
+import click
 import typer
 import urllib3
 
 from coordinator.errors import UserError
 from coordinator.operator.credentials import find_credential
+from coordinator.project_names import is_project_name
 from coordinator.settings import DEFAULT_OPERATOR
 from coordinator.short_ids import distinct_ids
 from edge_client.wire.strict import printable
@@ -69,11 +71,18 @@ class OperatorClient:
     Every call raises `Unreachable` if nobody answers and `Refused` if the coordinator refuses.
     """
 
-    def __init__(self, url: str, token: str | None, token_source: str = "") -> None:
-        """`token`: None to sign in. `token_source`: where it is from, for messages about a wrong one."""
+    def __init__(
+        self, url: str, token: str | None, token_source: str = "", project: str | None = None
+    ) -> None:
+        """`token`: None to sign in. `token_source`: where it is from, for messages about a wrong one.
+
+        `project`: None for the one that the coordinator takes for this user.
+        """
         self.url = url
         self._token_source = token_source
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        if project is not None:
+            self._headers["X-Fedloop-Project"] = project
         # Ignores proxies of the environment: the operator API is on this machine or tunnelled to it.
         # Beside a stream of events there are other calls; urllib3 warns of connections that it cannot keep.
         self._pool = urllib3.PoolManager(maxsize=4, retries=False, timeout=_TIMEOUT)
@@ -239,7 +248,20 @@ def connect(coordinator: str | None = None) -> OperatorClient:
     """
     url = coordinator_url(coordinator)
     credential = find_credential(url)
-    return OperatorClient(url, credential.token, credential.source)
+    return OperatorClient(url, credential.token, credential.source, _project())
+
+
+def _project() -> str | None:
+    """The project that the command line names: `fedloop --project`, or `FEDLOOP_PROJECT`.
+
+    Raises:
+        UserError: it is no name of a project.
+    """
+    context = click.get_current_context(silent=True)
+    project = None if context is None else context.find_root().params.get("project")
+    if project and not is_project_name(project):
+        raise UserError(f"--project {project!r}: expected lower-case letters, digits and inner hyphens")
+    return project or None
 
 
 def coordinator_url(coordinator: str | None = None) -> str:

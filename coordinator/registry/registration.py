@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -250,7 +250,10 @@ def hold_files(services: Services, stack: ExitStack, files: Mapping[str, Declare
     """
     for declared in files.values():
         check_sha256(declared.sha256)
-    missing = sorted({declared.sha256 for declared in files.values() if not _hold(services, stack, declared)})
+    owned = _owned_blobs(services)
+    missing = sorted(
+        {declared.sha256 for declared in files.values() if not _hold(services, stack, declared, owned)}
+    )
     if missing:
         raise Refusal(
             409, "missing_files", f"{len(missing)} files are missing; upload them first", missing=missing
@@ -258,7 +261,17 @@ def hold_files(services: Services, stack: ExitStack, files: Mapping[str, Declare
     return {path: Content(services.blobs.path(s.sha256), s.sha256, s.size_bytes) for path, s in files.items()}
 
 
-def _hold(services: Services, stack: ExitStack, declared: DeclaredFile) -> bool:
+def _owned_blobs(services: Services) -> Collection[str] | None:
+    """The blobs that the project of these services has; None: all.
+
+    A project must send a file of another one: whoever learned a hash would read the file otherwise.
+    """
+    return None if services.project is None else services.database.read(runs_rows.blobs_in_use)
+
+
+def _hold(
+    services: Services, stack: ExitStack, declared: DeclaredFile, owned: Collection[str] | None
+) -> bool:
     """Holds a blob, created from its upload if needed; False if it is missing or incomplete.
 
     Raises:
@@ -267,7 +280,7 @@ def _hold(services: Services, stack: ExitStack, declared: DeclaredFile) -> bool:
     blobs, incoming = services.blobs, services.incoming_models
     path = blobs.path(declared.sha256)
     with blobs.reference_lock:
-        if path.is_file():
+        if path.is_file() and (owned is None or declared.sha256 in owned):
             if path.stat().st_size != declared.size_bytes:
                 raise _mismatch(declared, f"{path.stat().st_size} bytes")
             stack.enter_context(blobs.held(declared.sha256))

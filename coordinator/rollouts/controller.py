@@ -154,7 +154,8 @@ def _apply(connection: Connection, row: RolloutRow, decision: engine.Decision, n
     queries.change(connection, row, now, state=decision.state, phase=decision.phase, reason=decision.reason)
     queries.bump_directions(connection, row.model)
     reason = {"reason": decision.reason} if decision.reason else {}
-    events.record(connection, now, event, rollout=row.id, release=row.release, phase=decision.phase, **reason)
+    values: dict[str, Any] = {"rollout": row.id, "release": row.release, "phase": decision.phase, **reason}
+    events.record(connection, now, event, project=row.project, **values)
 
 
 def _sign(services: Services, releases: Releases, model: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, case, func, insert, select, update
 
+from coordinator.db.project_filter import working_for
 from coordinator.db.tables import columns_of, devices, find_row
 from coordinator.errors import Refusal
 from coordinator.rollouts.gates import Tally
@@ -43,7 +44,8 @@ def add(
     members: Iterable[MemberRow],
 ) -> None:
     """Inserts a rollout with its phases and members."""
-    number = connection.execute(select(func.coalesce(func.max(rollouts.c.number), 0))).scalar_one() + 1
+    with working_for(connection, None):  # numbers are those of the whole coordinator
+        number = connection.execute(select(func.coalesce(func.max(rollouts.c.number), 0))).scalar_one() + 1
     connection.execute(insert(rollouts).values(**asdict(rollout), number=number))
     phases = [
         {"rollout": rollout.id, "number": at, "percent": percent} for at, percent in enumerate(percents)

@@ -17,6 +17,7 @@ from sqlalchemy import Connection
 from coordinator.context.services import Services
 from coordinator.db import events, participants
 from coordinator.errors import Refusal
+from coordinator.project_names import DEFAULT_PROJECT
 from coordinator.releases.repository import Release
 from coordinator.rollouts import engine, plan, queries
 from coordinator.rollouts.gates import Gates, require_gates
@@ -74,6 +75,7 @@ def start(
         gates=asdict(gates),
         created_at=now,
         since=now,
+        project=services.project or DEFAULT_PROJECT,
     )
     services.commit(partial(_create, rollout=rollout, percents=percents, device_filter=device_filter), TOPIC)
     return rollout

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from sqlalchemy import JSON, Boolean, Column, Float, ForeignKey, Integer, String, Table, Text
 
+from coordinator.db.project_filter import project_column
 from coordinator.db.tables import UTCDateTime, columns_of, metadata
+from coordinator.project_names import DEFAULT_PROJECT
 from coordinator.rollouts.gates import Gates
 
 State = Literal["created", "running", "paused", "halted", "rolled_back", "aborted", "finished"]
@@ -35,6 +37,7 @@ rollouts = Table(
     Column("gates", JSON, nullable=False),  # rollouts.gates.Gates
     Column("created_at", UTCDateTime, nullable=False),
     Column("since", UTCDateTime, nullable=False),  # when the state or the phase last changed
+    project_column(),
 )
 
 rollout_phases = Table(
@@ -93,6 +96,7 @@ class RolloutRow:
     gates: Mapping[str, Any]
     created_at: datetime
     since: datetime
+    project: str = DEFAULT_PROJECT
 
     @property
     def gate_values(self) -> Gates:

@@ -237,4 +237,5 @@ class LiveRun:
             schema=prepared.schema,
             selection=self._experiment.devices.selection,
             quorum=self._experiment.federation.min_updates,
+            project=self._row.project,
         )

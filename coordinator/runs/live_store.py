@@ -24,6 +24,7 @@ from coordinator import failpoints
 from coordinator.context.services import Services
 from coordinator.db import events, registry
 from coordinator.db import runs as rows
+from coordinator.db.project_filter import working_for
 from coordinator.db.registry import NewVersion
 from coordinator.errors import UserError
 from coordinator.json_values import finite
@@ -195,9 +196,10 @@ def _end(
             return  # the run was cancelled meanwhile
         more: dict[str, Any] = dict(details)
         if register_as is not None and version is not None:
-            identity, _ = put(connection, register_as.model, version, now)
-            if register_as.alias is not None:
-                registry.move_alias(connection, identity, register_as.alias, now)
+            with working_for(connection, row.project):
+                identity, _ = put(connection, register_as.model, version, now)
+                if register_as.alias is not None:
+                    registry.move_alias(connection, identity, register_as.alias, now)
             more["registered"] = str(identity)
         rows.finish(connection, run.id, now, model_sha256, notices, **more)
 

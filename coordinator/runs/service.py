@@ -32,6 +32,7 @@ from coordinator.experiments import experiment as experiments
 from coordinator.experiments.schema import Experiment
 from coordinator.fleets.device import sweep_uploads
 from coordinator.fleets.statistics import StatisticsFleet
+from coordinator.project_names import DEFAULT_PROJECT
 from coordinator.registry.registration import DeclaredFile, hold_files
 from coordinator.rounds.fleet import Stopped
 from coordinator.runs import admission, own_model, statistics_run
@@ -82,8 +83,10 @@ class RunService:
         document: Mapping[str, Any],
         sets: Sequence[str] = (),
         own_files: Mapping[str, DeclaredFile] | None = None,
+        *,
+        project: str = DEFAULT_PROJECT,
     ) -> str:
-        """Starts a new run of this experiment and returns its id.
+        """Starts a new run of this experiment in a project and returns its id.
 
         `own_files`: the files of the user's own model by their names in `OwnModel`, if it comes with the experiment.
 
@@ -93,20 +96,24 @@ class RunService:
         """
         changed = experiments.apply_settings(dict(document), sets)
         experiment = experiments.resolve(changed, "experiment", "devices")
-        experiment = admission.admit(experiment, self._services, comes_with_model=own_files is not None)
+        services = self._services.for_project(project)
+        experiment = admission.admit(experiment, services, comes_with_model=own_files is not None)
         if own_files is not None:
             own_model.require_fit(experiment)
             own_model.require_interpreter()
-        return self._create(experiment, admission.ignored_keys(changed, experiment), "train", own_files)
+        notices = admission.ignored_keys(changed, experiment)
+        return self._create(services, experiment, notices, "train", own_files)
 
-    def create_statistics(self, document: Mapping[str, Any], sets: Sequence[str] = ()) -> str:
+    def create_statistics(
+        self, document: Mapping[str, Any], sets: Sequence[str] = (), *, project: str = DEFAULT_PROJECT
+    ) -> str:
         """Starts a statistics round over the devices that this experiment selects, and returns its id.
 
         Raises:
             UserError: listing all bad keys of the experiment.
         """
         experiment = statistics_run.resolve(document, tuple(sets))
-        return self._create(experiment, [], "statistics")
+        return self._create(self._services.for_project(project), experiment, [], "statistics")
 
     def statistics_report(self, connection: Connection, run: str) -> dict[str, Any]:
         """What devices reported in a statistics round so far."""
@@ -158,6 +165,7 @@ class RunService:
 
     def _create(
         self,
+        services: Services,
         experiment: Experiment,
         notices: list[str],
         kind: rows.RunKind,
@@ -166,15 +174,15 @@ class RunService:
         run = str(uuid.uuid4())
         resolved = experiment.model_dump(mode="json", exclude_none=True)
         with ExitStack() as stack:
-            hold_files(self._services, stack, own_files or {})
-            self._services.commit(
+            hold_files(services, stack, own_files or {})
+            services.commit(
                 partial(
                     rows.create,
                     run=run,
                     name=experiment.name,
                     experiment=resolved,
                     notices=notices,
-                    now=self._services.clock(),
+                    now=services.clock(),
                     kind=kind,
                     own_model=own_files and {name: asdict(file) for name, file in own_files.items()},
                 )
@@ -251,7 +259,7 @@ class RunService:
         services = self._services
         row = self._require_live(run)
         if row.kind == "statistics":
-            self._run_statistics(run, Experiment.model_validate(row.experiment))
+            self._run_statistics(run, Experiment.model_validate(row.experiment), row.project)
             return
         folder = services.settings.home / "runs" / run
         folder.parent.mkdir(exist_ok=True)  # not the home: it may be a mount point that is not mounted
@@ -270,9 +278,9 @@ class RunService:
             self._require_live(run)  # a cancellation from here on finds the fleet
             live.run_rounds(fleet)
 
-    def _run_statistics(self, run: str, experiment: Experiment) -> None:
+    def _run_statistics(self, run: str, experiment: Experiment, project: str) -> None:
         services = self._services
-        deployment = statistics_run.deployment_of(run, experiment)
+        deployment = statistics_run.deployment_of(run, experiment, project)
         fleet = StatisticsFleet(services, deployment)
         with self._lock:
             self._fleets[run] = fleet

@@ -54,7 +54,7 @@ def resolve(document: Mapping[str, Any], sets: tuple[str, ...] = ()) -> Experime
     return with_defaults(experiment, "devices")
 
 
-def deployment_of(run: str, experiment: Experiment) -> Deployment:
+def deployment_of(run: str, experiment: Experiment, project: str) -> Deployment:
     """What decides which devices are asked."""
     return Deployment(
         run=run,
@@ -64,6 +64,7 @@ def deployment_of(run: str, experiment: Experiment) -> Deployment:
         runtimes=(),
         selection=experiment.devices.selection,
         kind="statistics",
+        project=project,
     )
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from coordinator.project_names import DEFAULT_PROJECT
 from edge_client.wire.device import BlobRef, ModelRef, RuntimeName, TaskKind
 
 
@@ -42,6 +43,7 @@ class Deployment:
         runtimes: allowed runtimes, the preferred one first.
         quorum: least number of clients to start a round with.
         kind: of the tasks that a device must be able to do; `statistics` need no runtime and no model.
+        project: whose devices may take part.
     """
 
     run: str
@@ -55,6 +57,7 @@ class Deployment:
     selection: Selection = field(default_factory=Selection)
     quorum: int = 1
     kind: TaskKind = "train"
+    project: str = DEFAULT_PROJECT
 
 
 class Deployments:

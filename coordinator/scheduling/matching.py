@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
+from coordinator.project_names import DEFAULT_PROJECT
 from coordinator.scheduling.deployments import Deployment
 from edge_client.wire.device import OLDEST_MINOR, WIRE, CheckIn, RuntimeName, TaskKind, supports
 
 Code = Literal[
+    "other_project",
     "pending",
     "revoked",
     "left",
@@ -78,6 +80,7 @@ class Candidate:
     expected_at: datetime | None
     report: CheckIn | None
     missed_at: datetime | None = None
+    project: str = DEFAULT_PROJECT
 
 
 def blocking_reasons(
@@ -85,6 +88,8 @@ def blocking_reasons(
 ) -> tuple[Reason, ...]:
     """All reasons why `device` gets no task of this run; empty if it may get one. `kind`: by default the deployment's."""
     kind = kind or deployment.kind
+    if device.project != deployment.project:
+        return (Reason("other_project", "it belongs to another project"),)
     absence = absence_reasons(device, now)
     if absence or device.report is None:
         return absence

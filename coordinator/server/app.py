@@ -20,7 +20,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from coordinator.api import (
-    access_tokens,
     audit,
     devices,
     events,
@@ -35,12 +34,12 @@ from coordinator.api import (
     statistics,
     system,
     tokens,
-    users,
 )
 from coordinator.api.audit_recorder import AuditMiddleware, AuditRecorder, record_begin
 from coordinator.api.datacenter import jobs
 from coordinator.api.deps import identify, require_permission
-from coordinator.api.permissions import OPEN, require_complete
+from coordinator.api.people import access_tokens, projects, users
+from coordinator.api.permissions import OPEN, require_complete, require_limited
 from coordinator.context.services import Services
 from coordinator.device_api import checkin, downloads, enrolment, tasks, uploads
 from coordinator.errors import Refusal, UserError
@@ -76,6 +75,7 @@ _ROUTERS = tuple(
         system,
         session,
         users,
+        projects,
         access_tokens,
         audit,
     )
@@ -144,6 +144,7 @@ def _operator_routes() -> FastAPI:
         responses={"4XX": {"model": Problem}, "5XX": {"model": Problem}, 422: {"model": Problem}},
     )
     require_complete(_ROUTERS, _OPEN_ROUTERS)
+    require_limited(_ROUTERS)
     for router in _OPEN_ROUTERS:
         app.include_router(router, prefix=OPERATOR_PREFIX)
     for router in _ROUTERS:
@@ -160,7 +161,13 @@ async def _body_limit(services: Services, request: Request) -> tuple[int, float]
     """Bytes and seconds of a request's body: nothing from strangers but what the open routes need."""
     if (request.method, request.url.path.removeprefix(OPERATOR_PREFIX)) in OPEN:
         return ANONYMOUS_LIMIT_BYTES, ANONYMOUS_SECONDS
-    return (BODY_LIMIT_BYTES if await identify(services, request) is not None else 0), BODY_SECONDS
+    try:
+        is_known = await identify(services, request) is not None
+    except Refusal as refusal:
+        if refusal.code != "unknown_project":
+            raise
+        is_known = True  # the route refuses, which reads the body first
+    return (BODY_LIMIT_BYTES if is_known else 0), BODY_SECONDS
 
 
 def device_app(services: Services, metrics: Metrics) -> FastAPI:

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,8 @@ def test_the_device_api_hides_its_docs_and_asks_for_a_certificate(services: Serv
 
 
 def record(services: Services, event: str, run: str | None = None, **values: Any) -> None:
-    services.database.write(lambda at: events.record(at, NOW, event, run=run, **values)).result()
+    write = partial(events.record, clock_now=NOW, event=event, run=run, project="default", **values)
+    services.database.write(write).result()
     services.signals.notify("events")
 
 

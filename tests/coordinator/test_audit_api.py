@@ -227,7 +227,7 @@ class Clock:
 
 
 def as_viewer(app: FastAPI) -> None:
-    viewer = Principal("access_token", "vera", "viewer", GRANTS["viewer"])
+    viewer = Principal("access_token", "vera", "viewer", GRANTS["viewer"], project="default")
 
     async def known(request: Request) -> Principal:
         request.state.principal = viewer

@@ -216,7 +216,7 @@ def test_a_device_revoked_while_pending_gets_nothing(coordinator: Door, device: 
 
 def listed(at: Door, *numbers: str, group: str) -> int:
     return at.services.database.write(
-        lambda connection: tokens.add_serials(connection, numbers, group, at.clock())
+        lambda connection: tokens.add_serials(connection, numbers, group, at.clock(), "default")
     ).result()
 
 

@@ -46,7 +46,9 @@ def events_until_cut(services: Services, client: TestClient, cut: Callable[[], o
 
     def beside() -> None:
         wait_until(lambda: services.signals.count_waiting("events") == 1)
-        services.database.write(lambda at: events.record(at, services.clock(), "before")).result()
+        services.database.write(
+            lambda at: events.record(at, services.clock(), "before", project="default")
+        ).result()
         services.signals.notify("events")
         wait_until(lambda: services.signals.count_waiting("events") == 1)
         cut()
@@ -122,7 +124,7 @@ def test_a_stream_of_the_admin_token_goes_on(app: FastAPI, services: Services, c
     def go_on() -> None:
         clock.pass_time(days=30)
         threading.Event().wait(0.1)  # several checks
-        services.commit(lambda at: events.record(at, clock.now, "later"))
+        services.commit(lambda at: events.record(at, clock.now, "later", project="default"))
         wait_until(lambda: services.signals.count_waiting("events") == 1)
         path.write_text("x" * 43)  # replaced: then it ends too
 

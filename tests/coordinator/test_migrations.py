@@ -30,7 +30,11 @@ def test_a_database_up_to_date_is_left_as_it_is(database_url: str) -> None:
     migrate(database_url)
     engine = open_engine(database_url)
     with engine.begin() as connection:
-        connection.execute(text("INSERT INTO serials VALUES ('s1', 'g', NULL, '2026-01-01 00:00:00')"))
+        connection.execute(
+            text(
+                "INSERT INTO serials (serial_number, device_group, added_at) VALUES ('s1', 'g', '2026-01-01')"
+            )
+        )
     migrate(database_url)
     with engine.connect() as connection:
         assert connection.execute(text("SELECT count(*) FROM serials")).scalar_one() == 1

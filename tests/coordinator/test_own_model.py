@@ -66,7 +66,10 @@ def params_of(manifest: Manifest) -> Params:
 
 def put(services: Services, artifact: bytes, manifest: Manifest, params: bytes) -> dict[str, DeclaredFile]:
     contents = {"artifact": artifact, "manifest": manifest.to_json().encode(), "params": params}
-    return {name: DeclaredFile(services.blobs.put(each), len(each)) for name, each in contents.items()}
+    files = {name: DeclaredFile(services.blobs.put(each), len(each)) for name, each in contents.items()}
+    for name, file in files.items():
+        services.incoming_models.write(file.sha256, 0, contents[name])  # as a client does
+    return files
 
 
 def set_up(services: Services, manifest: Manifest, params: bytes, shape: Mapping[str, Any] = SHAPE) -> Any:

@@ -100,7 +100,7 @@ def test_roles_include_what_they_are_said_to_include() -> None:
 
 
 def test_a_role_below_the_least_one_is_refused_by_name() -> None:
-    viewer = Principal("access_token", "vera", "viewer", GRANTS["viewer"])
+    viewer = Principal("access_token", "vera", "viewer", GRANTS["viewer"], project="default")
     with pytest.raises(Refusal, match="POST /runs needs the role data_scientist; vera has viewer") as refused:
         require_permission_of(viewer, ("POST", "/runs"))
     assert (refused.value.status, refused.value.code) == (403, "forbidden")

@@ -65,7 +65,7 @@ def fedloop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Console
     ensure_admin_token(tmp_path)
     with capture_logs(), sqlite(tmp_path) as database, serving(tmp_path, database) as world:
         releases = MemoryReleases(("digits", 1), ("digits", 2), ("digits", 3))
-        world.services.__dict__["releases"] = releases
+        world.services.opened.__dict__["releases"] = releases
         operator = operator_app(world.services, Any, Metrics(database, world.services.signals))  # type: ignore[arg-type]
         with listening(operator) as port:
             monkeypatch.setenv("FEDLOOP_COORDINATOR", f"http://127.0.0.1:{port}")

@@ -24,12 +24,14 @@ from sqlalchemy import insert, update
 
 from coordinator.accounts.certificate_authority import Authority
 from coordinator.api import participation
+from coordinator.api.deps import require_permission
 from coordinator.context.services import Services
 from coordinator.context.signals import Signals
 from coordinator.db.store import Database
 from coordinator.db.tables import devices, metadata, runs
 from coordinator.device_api.identity import calling_device
 from coordinator.errors import Refusal
+from coordinator.identity.principals import ADMIN
 from coordinator.scheduling.deployments import Deployment
 from coordinator.server.app import OPERATOR_PREFIX, device_app
 from coordinator.server.http_protocol import LimitedProtocol
@@ -244,6 +246,7 @@ def sqlite(folder: Path) -> Iterator[Database]:
 def _app(services: Services) -> FastAPI:
     app = device_app(services, Metrics(services.database, services.signals))
     app.include_router(participation.router, prefix=OPERATOR_PREFIX)
+    app.dependency_overrides[require_permission] = lambda: ADMIN
     app.dependency_overrides[calling_device] = _named_in_header
     return app
 

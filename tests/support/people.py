@@ -90,7 +90,7 @@ def add_user(
 def token_of(services: Services, owner: users.UserRow, role: Role | None = None, days: float = 1) -> str:
     _, text = services.commit(
         lambda at: access_tokens.create_access_token(
-            at, owner, ADMIN, "test", role or owner.role, timedelta(days=days), services.clock()
+            at, owner, ADMIN, "test", role, timedelta(days=days), services.clock()
         )
     )
     return text

@@ -12,8 +12,9 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field
 
-from coordinator.api.deps import PrincipalDep, RequestBody
-from coordinator.context.services import Services, ServicesDep
+from coordinator.api.deps import PrincipalDep, RequestBody, ServicesDep
+from coordinator.context.services import Services
+from coordinator.db.project_filter import NOBODY
 from coordinator.errors import Refusal
 from coordinator.experiments import experiment as experiments
 from coordinator.jobs import folders, queries
@@ -87,6 +88,7 @@ class JobService(Protocol):
         source: str | None,
         priority: int,
         created_by: str,
+        project: str,
     ) -> JobRow: ...
 
     def cancel(self, job: str) -> None: ...
@@ -117,8 +119,9 @@ def create_job(request: JobRequest, principal: PrincipalDep, service: JobsDep) -
     document = request.document
     if isinstance(document, str):
         document = experiments.parse_toml(document, request.kind)
+    project = principal.project or NOBODY
     created = service.create(
-        request.kind, document, request.sets, request.source, request.priority, principal.name
+        request.kind, document, request.sets, request.source, request.priority, principal.name, project
     )
     return _render(created, service)
 
@@ -196,6 +199,7 @@ def get_job_file(job: str, name: str, services: ServicesDep, service: JobsDep) -
 @router.post("/jobs/{job}/cancel")
 def cancel_job(job: str, services: ServicesDep, service: JobsDep) -> Job:
     """Ends a job now; what it has stored stays."""
+    _read(services, job)  # it is of this project
     service.cancel(job)
     return _render(_read(services, job), service)
 
@@ -203,13 +207,15 @@ def cancel_job(job: str, services: ServicesDep, service: JobsDep) -> Job:
 @router.post("/jobs/{job}/resume")
 def resume_job(job: str, services: ServicesDep, service: JobsDep) -> Job:
     """Queues a job again that failed, was cancelled or interrupted. It goes on from its last checkpoint; an export starts again."""
+    _read(services, job)  # it is of this project
     service.resume(job)
     return _render(_read(services, job), service)
 
 
 @router.delete("/jobs/{job}", status_code=204)
-def remove_job(job: str, service: JobsDep) -> None:
+def remove_job(job: str, services: ServicesDep, service: JobsDep) -> None:
     """Removes a job that has ended, with its files."""
+    _read(services, job)  # it is of this project
     service.remove(job)
 
 

@@ -27,11 +27,17 @@ def create(
     user: Annotated[
         str | None, typer.Option("--user", help="Its owner, for admins. Default: yourself.")
     ] = None,
+    project: Annotated[
+        str | None,
+        typer.Option(
+            "--project", help="The only project that it may be used for. Default: any.", metavar="NAME"
+        ),
+    ] = None,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
     """Create an access token and print it; it is shown only now. Programs give it as FEDLOOP_TOKEN."""
-    body = {"name": name, "role": role, "days": days, "user": user}
+    body = {"name": name, "role": role, "days": days, "user": user, "project": project}
     made = connect(coordinator).post("/access-tokens", body)
     if as_json:
         print_json(made)

@@ -48,6 +48,10 @@ def login(
     days: Annotated[
         float, typer.Option("--days", help="Until the new token expires.", min=0.01, max=366)
     ] = 30.0,
+    project: Annotated[
+        str | None,
+        typer.Option("--project", help="The only project that the new token is for. Default: all of yours."),
+    ] = None,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
@@ -66,7 +70,8 @@ def login(
             sign_in_in_browser(session, redirect_port, _open)
         else:
             session.sign_in(name or typer.prompt("Name", err=True), read_secret("Password"))
-        body = {"name": f"fedloop login on {os.uname().nodename}"[:64], "days": days}
+        name_of_token = f"fedloop login on {os.uname().nodename}"[:64]
+        body = {"name": name_of_token, "days": days, "project": project}
         token = session.post("/access-tokens", body)["token"]
         session.delete("/session")
     who = OperatorClient(url, token, "standard input").get("/session")
@@ -137,6 +142,9 @@ def _lines(who: dict[str, Any]) -> list[str]:
     }
     lines = [
         f"{printable(who['name'])} ({who['role']}), {kinds[who['kind']]}",
+        f"in the project {who['project']}"
+        if who["project"]
+        else "in no project; name one: fedloop --project",
         f"may act as: {', '.join(who['grants'])}",
     ]
     if who["expires_at"]:

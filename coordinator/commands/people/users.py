@@ -49,7 +49,7 @@ def list_users(client: OperatorClient) -> Shown:
     table = make_table("name", "role", "state", "created")
     for each in found:
         state = "disabled" if each["disabled"] else "enabled"
-        cells = (each["name"], each["role"], state, format_time(each["created_at"]))
+        cells = (each["name"], each["role"] or "in other projects", state, format_time(each["created_at"]))
         table.add_row(*(Text(printable(cell)) for cell in cells))
     return found, table if found else ["no users; add one: fedloop user add"]
 

@@ -947,7 +947,7 @@ export interface paths {
         };
         /**
          * List Releases
-         * @description The published releases.
+         * @description The published releases of the project's models.
          */
         get: operations["listReleases"];
         put?: never;
@@ -1309,7 +1309,7 @@ export interface paths {
         put?: never;
         /**
          * Add User
-         * @description Creates an account.
+         * @description Creates an account. Roles other than admin and auditor are in the project of the request.
          */
         post: operations["addUser"];
         delete?: never;
@@ -1334,6 +1334,8 @@ export interface paths {
         /**
          * Change User
          * @description Changes a role, disables or enables a user, from their next request on.
+         *
+         *     Roles other than admin and auditor are in the project of the request.
          */
         patch: operations["changeUser"];
         trace?: never;
@@ -1353,6 +1355,94 @@ export interface paths {
         put: operations["resetPassword"];
         post?: never;
         delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/projects": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Projects
+         * @description The caller's projects by name; for admins and auditors, all.
+         */
+        get: operations["listProjects"];
+        put?: never;
+        /**
+         * Create Project
+         * @description Creates a project without members.
+         */
+        post: operations["createProject"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/projects/{project}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        /**
+         * Change Project
+         * @description Archives a project, or opens it again. 409 `project_in_use` while a run of it has not ended.
+         */
+        patch: operations["changeProject"];
+        trace?: never;
+    };
+    "/api/v1/projects/{project}/members": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Members
+         * @description The members of a project by name. Admins and auditors are members of none.
+         */
+        get: operations["listMembers"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/projects/{project}/members/{user}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        /**
+         * Set Member
+         * @description Gives a user a role in a project, from their next request on.
+         */
+        put: operations["setMember"];
+        post?: never;
+        /**
+         * Remove Member
+         * @description Removes a user from a project, from their next request on.
+         */
+        delete: operations["removeMember"];
         options?: never;
         head?: never;
         patch?: never;
@@ -1512,6 +1602,11 @@ export interface components {
             last_used_at: string | null;
             /** Revoked At */
             revoked_at: string | null;
+            /**
+             * Project
+             * @description The only one that it may be used for.
+             */
+            project: string | null;
         };
         /** AliasMove */
         AliasMove: {
@@ -2115,6 +2210,11 @@ export interface components {
             last_used_at: string | null;
             /** Revoked At */
             revoked_at: string | null;
+            /**
+             * Project
+             * @description The only one that it may be used for.
+             */
+            project: string | null;
             /** Token */
             token: string;
         };
@@ -2141,6 +2241,16 @@ export interface components {
              * Format: date-time
              */
             expires_at: string;
+        };
+        /** Member */
+        Member: {
+            /** User */
+            user: string;
+            /**
+             * Role
+             * @enum {string}
+             */
+            role: "viewer" | "operator" | "data_scientist";
         };
         /** MetricsRequest */
         MetricsRequest: {
@@ -2211,6 +2321,19 @@ export interface components {
              * @description The owner, if not the caller; for admins.
              */
             user?: string | null;
+            /**
+             * Project
+             * @description The only one that it may be used for. Default: every one of the owner's.
+             */
+            project?: string | null;
+        };
+        /** NewMember */
+        NewMember: {
+            /**
+             * Role
+             * @enum {string}
+             */
+            role: "viewer" | "operator" | "data_scientist";
         };
         /** NewPassword */
         NewPassword: {
@@ -2219,6 +2342,14 @@ export interface components {
              * Format: password
              */
             password: string;
+        };
+        /** NewProject */
+        NewProject: {
+            /**
+             * Name
+             * @description Lower-case letters, digits and inner hyphens.
+             */
+            name: string;
         };
         /** NewUser */
         NewUser: {
@@ -2366,6 +2497,29 @@ export interface components {
             message: string;
         } & {
             [key: string]: unknown;
+        };
+        /**
+         * Project
+         * @description A tenant: what it owns can be seen in no other project.
+         */
+        Project: {
+            /** Name */
+            name: string;
+            /**
+             * Created At
+             * Format: date-time
+             */
+            created_at: string;
+            /** Archived At */
+            archived_at: string | null;
+        };
+        /** ProjectChange */
+        ProjectChange: {
+            /**
+             * Archived
+             * @description Nothing changes in an archived project; its members can read it.
+             */
+            archived: boolean;
         };
         /**
          * ProposedSchema
@@ -2798,9 +2952,19 @@ export interface components {
             role: "viewer" | "auditor" | "operator" | "data_scientist" | "admin";
             /**
              * Grants
-             * @description Roles whose permissions the credentials have.
+             * @description Roles whose permissions the credentials have in `project`.
              */
             grants: ("viewer" | "auditor" | "operator" | "data_scientist" | "admin")[];
+            /**
+             * Project
+             * @description Of this request; null if the user is in none, or in several and names none.
+             */
+            project: string | null;
+            /**
+             * Projects
+             * @description Those that the header X-Fedloop-Project may name.
+             */
+            projects: string[];
             /**
              * Credential
              * @description Id of the access token; null for others.
@@ -2979,9 +3143,9 @@ export interface components {
             name: string;
             /**
              * Role
-             * @enum {string}
+             * @description In the whole coordinator, or in the project of the request; null for others.
              */
-            role: "viewer" | "auditor" | "operator" | "data_scientist" | "admin";
+            role: ("viewer" | "auditor" | "operator" | "data_scientist" | "admin") | null;
             /** Disabled */
             disabled: boolean;
             /**
@@ -6997,6 +7161,308 @@ export interface operations {
                 "application/json": components["schemas"]["NewPassword"];
             };
         };
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    listProjects: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Project"][];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    createProject: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["NewProject"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Project"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    changeProject: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                project: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["ProjectChange"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Project"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    listMembers: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                project: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Member"][];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    setMember: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                project: string;
+                user: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["NewMember"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Member"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    removeMember: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                project: string;
+                user: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
         responses: {
             /** @description Successful Response */
             204: {

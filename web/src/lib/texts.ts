@@ -179,6 +179,7 @@ export const texts = {
   },
   settings: {
     account: "Your account",
+    elsewhere: "not in this project",
     role: "Role",
     sessionEnds: "Session ends by",
     byToken: "You use the admin token, which may do everything and belongs to no user. It has no password and no sessions.",

@@ -6,14 +6,16 @@ from datetime import datetime
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
+from sqlalchemy import Connection
 
-from coordinator.api.deps import RequestBody
+from coordinator.api.deps import RequestBody, ServicesDep
 from coordinator.api.session import Password, UserName
-from coordinator.context.services import Services, ServicesDep
+from coordinator.context.services import Services
 from coordinator.identity import setup_links, users
 from coordinator.identity.passwords import hash_password, require_strong
 from coordinator.identity.principals import Role
 from coordinator.identity.users import UserRow, user_name
+from coordinator.project_names import DEFAULT_PROJECT
 
 router = APIRouter(tags=["users"])
 
@@ -37,7 +39,9 @@ class NewPassword(RequestBody):
 
 class User(BaseModel):
     name: str
-    role: Role
+    role: Role | None = Field(
+        description="In the whole coordinator, or in the project of the request; null for others."
+    )
     disabled: bool
     created_at: datetime
     password_changed_at: datetime
@@ -47,26 +51,42 @@ class User(BaseModel):
 @router.get("/users")
 def list_users(services: ServicesDep) -> list[User]:
     """All users in order of their names, disabled ones too."""
-    return [_render(row) for row in services.database.read(users.list_users)]
+    return services.database.read(
+        lambda at: [_render(at, row, services.project) for row in users.list_users(at)]
+    )
 
 
 @router.post("/users", status_code=201)
 def add_user(body: NewUser, services: ServicesDep) -> User:
-    """Creates an account."""
+    """Creates an account. Roles other than admin and auditor are in the project of the request."""
     name, now = user_name(body.name), services.clock()
     password_hash = _strong_hash(services, body.password, name)
-    row = services.commit(lambda at: users.add_user(at, name, body.role, password_hash, now))
+    project = services.project or DEFAULT_PROJECT
+
+    def add(connection: Connection) -> User:
+        row = users.add_user(connection, name, body.role, password_hash, now, project)
+        return _render(connection, row, project)
+
+    added = services.commit(add)
     setup_links.write_link(services.settings.home, None)  # it ended with the first user
-    return _render(row)
+    return added
 
 
 @router.patch("/users/{user}")
 def change_user(user: str, body: UserChange, services: ServicesDep) -> User:
-    """Changes a role, disables or enables a user, from their next request on."""
-    now = services.clock()
-    return _render(
-        services.commit(lambda at: users.change_user(at, user, now, role=body.role, disabled=body.disabled))
-    )
+    """Changes a role, disables or enables a user, from their next request on.
+
+    Roles other than admin and auditor are in the project of the request.
+    """
+    now, project = services.clock(), services.project or DEFAULT_PROJECT
+
+    def change(connection: Connection) -> User:
+        row = users.change_user(
+            connection, user, now, role=body.role, disabled=body.disabled, project=project
+        )
+        return _render(connection, row, project)
+
+    return services.commit(change)
 
 
 @router.put("/users/{user}/password", status_code=204)
@@ -83,5 +103,6 @@ def _strong_hash(services: Services, password: Password, name: str) -> str:
     return services.password_threads.submit(hash_password, password.get_secret_value()).result()
 
 
-def _render(row: UserRow) -> User:
-    return User(disabled=row.disabled_at is not None, **vars(row))
+def _render(connection: Connection, row: UserRow, project: str | None) -> User:
+    role = users.role_in(connection, row, project)
+    return User(**{**vars(row), "role": role, "disabled": row.disabled_at is not None})

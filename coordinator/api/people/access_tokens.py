@@ -9,9 +9,8 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 
-from coordinator.api.deps import PrincipalDep, RequestBody
+from coordinator.api.deps import PrincipalDep, RequestBody, ServicesDep
 from coordinator.api.session import UserName
-from coordinator.context.services import ServicesDep
 from coordinator.errors import Refusal
 from coordinator.identity import access_tokens, users
 from coordinator.identity.access_tokens import MAX_DAYS, AccessTokenRow
@@ -26,6 +25,11 @@ class NewAccessToken(RequestBody):
     role: Role | None = Field(None, description="At most the owner's. Default: the owner's.")
     days: float = Field(90.0, gt=0, le=MAX_DAYS, description="Until it expires.")
     user: UserName | None = Field(None, description="The owner, if not the caller; for admins.")
+    project: str | None = Field(
+        None,
+        max_length=63,
+        description="The only one that it may be used for. Default: every one of the owner's.",
+    )
 
 
 class AccessToken(BaseModel):
@@ -39,6 +43,7 @@ class AccessToken(BaseModel):
     expires_at: datetime
     last_used_at: datetime | None = Field(description="Within a minute.")
     revoked_at: datetime | None
+    project: str | None = Field(description="The only one that it may be used for.")
 
 
 class MadeAccessToken(AccessToken):
@@ -56,7 +61,7 @@ def list_access_tokens(
     """The caller's access tokens; for admins, everybody's. Those that ended are listed for 90 days more."""
 
     def read(connection: Connection) -> list[AccessToken]:
-        owner = principal.user if "admin" not in principal.grants else None
+        owner = principal.user if "admin" not in principal.coordinator_grants else None
         if user is not None:
             owner = _owner(connection, principal, user).id
         names = {row.id: row.name for row in users.list_users(connection)}
@@ -75,10 +80,9 @@ def create_access_token(
 
     def create(connection: Connection) -> MadeAccessToken:
         owner = _owner(connection, principal, body.user)
-        role = body.role or owner.role
         lifetime = timedelta(days=body.days)
         row, text = access_tokens.create_access_token(
-            connection, owner, principal, body.name, role, lifetime, now
+            connection, owner, principal, body.name, body.role, lifetime, now, body.project
         )
         return MadeAccessToken(token=text, **dict(_render(row, owner.name)))
 
@@ -102,7 +106,7 @@ def _owner(connection: Connection, principal: Principal, name: str | None) -> Us
     if name is None and principal.user is None:
         raise Refusal(409, "no_account", "the admin token belongs to no user: name the user")
     wanted = principal.name if name is None else name.strip().lower()
-    if wanted != principal.name and "admin" not in principal.grants:
+    if wanted != principal.name and "admin" not in principal.coordinator_grants:
         raise Refusal(403, "forbidden", "only admins manage the access tokens of others")
     return users.require_user(connection, wanted)
 

@@ -1,0 +1,1 @@
+"""The operator API of people: users, projects and their members, access tokens."""
