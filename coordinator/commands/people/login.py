@@ -70,10 +70,7 @@ def login(
             sign_in_in_browser(session, redirect_port, _open)
         else:
             session.sign_in(name or typer.prompt("Name", err=True), read_secret("Password"))
-        name_of_token = f"fedloop login on {os.uname().nodename}"[:64]
-        body = {"name": name_of_token, "days": days, "project": project}
-        token = session.post("/access-tokens", body)["token"]
-        session.delete("/session")
+        token = _exchange(session, days, project)
     who = OperatorClient(url, token, "standard input").get("/session")
     save_token(url, token)
     if as_json:
@@ -92,6 +89,14 @@ def _open(url: str) -> None:
     typer.echo(f"sign in with a browser on this machine: {url}", err=True)
     if can_open_browser():
         typer.launch(url)
+
+
+def _exchange(session: OperatorClient, days: float, project: str | None) -> str:
+    """A new access token for this machine, in place of the session."""
+    body = {"name": f"fedloop login on {os.uname().nodename}"[:64], "days": days, "project": project}
+    token: str = session.post("/access-tokens", body)["token"]
+    session.delete("/session")
+    return token
 
 
 def logout(
