@@ -133,7 +133,8 @@ def _input(schema: Any) -> str:
         return f"{width} x {height} pixels in {kind}, 0 to {image.maximum}: {scaled}"
     if text := schema.text:
         tokens = f"{text.unit} in lower case" if text.lower else text.unit
-        known = f", {sum(map(bool, text.vocabulary))} of them known" if text.vocabulary else ""
+        count = sum(map(bool, text.vocabulary))
+        known = f", {count} {'tokens' if text.unit == 'bpe' else 'of them known'}" if count else ""
         return f"{tokens}{known}; at most {schema.input_shape[0]}, filled up with id {text.padding}"
     return ""
 

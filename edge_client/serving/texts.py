@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -55,8 +56,10 @@ def encode(
     x = np.full((len(texts), length), schema.padding, np.int32)
     last = np.zeros(len(texts), np.int64)
     known = {token: schema.first + index for index, token in enumerate(schema.vocabulary) if token}
+    merged = _tokenizer(schema) if schema.unit == "bpe" else None
     for row, text in enumerate(texts):
-        ids = _ids(text.lower() if schema.lower else text, schema, known, f"{place}, line {row + 1}")
+        given = text.lower() if schema.lower else text
+        ids = merged(given) if merged else _ids(given, schema, known, f"{place}, line {row + 1}")
         kept = ids[-length:] if schema.predicts == "next_token" else ids[:length]
         x[row, : len(kept)] = kept
         last[row] = max(len(kept) - 1, 0)
@@ -77,10 +80,40 @@ def _ids(text: str, schema: TextSchema, known: Mapping[str, int], place: str) ->
     return [known.get(token, schema.unknown) for token in tokens]
 
 
+def _tokenizer(schema: TextSchema) -> Callable[[str], list[int]]:
+    """Text to ids of bpe, as its training encoded it.
+
+    Raises:
+        DataProblem: the library is not installed here.
+    """
+    try:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+    except ModuleNotFoundError:
+        raise DataProblem(
+            "the model reads texts by bpe, which needs tokenizers here: pip install 'fedloop[data]'; or give token ids, as .npy"
+        ) from None
+    pairs = [(left, right) for left, _, right in (pair.partition(" ") for pair in schema.merges)]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(schema.vocabulary)}, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return lambda text: list(tokenizer.encode(text).ids)
+
+
+@cache
+def _bytes_of() -> Mapping[str, int]:
+    """The byte of each character of the byte-level alphabet: printable ones stand for themselves, others follow from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
+
+
 def token_name(schema: TextSchema, index: int) -> str:
     """A token id as people read it; `#7` of an id without a token, such as padding."""
     if schema.unit == "bytes":
         return chr(index) if 32 <= index < 127 else f"0x{index:02x}"
     place = index - schema.first
     known = 0 <= place < len(schema.vocabulary) and schema.vocabulary[place]
+    if known and schema.unit == "bpe":
+        return bytes(_bytes_of()[each] for each in known).decode("utf-8", "backslashreplace")
     return known or f"#{index}"

@@ -43,21 +43,24 @@ class TextSchema:
     """A text is lower-cased if `lower` says so, split into tokens, cut to the input's length and filled up with `padding`.
 
     Attributes:
-        unit: `bytes` of UTF-8, whose ids are their values; `characters`; `words`: runs of letters, runs of digits, every other mark.
+        unit: `bytes` of UTF-8, whose ids are their values; `characters`; `words`: runs of letters, runs of digits, every other mark;
+            `bpe`: bytes merged to longer tokens, written in the byte-level alphabet (Radford 2019, section 2.2).
         predicts: `class`: a text has one; `next_token`: the classes are the token ids.
         vocabulary: the tokens of ids `first`, `first` + 1, …; empty for bytes.
         first: id of the first token.
         padding: id that fills up short texts.
         unknown: id of tokens that the vocabulary lacks; None: they are refused.
+        merges: of bpe, the pairs of tokens that become one, "left right", the first merged first.
     """
 
-    unit: Literal["bytes", "characters", "words"]
+    unit: Literal["bytes", "characters", "words", "bpe"]
     predicts: Literal["class", "next_token"]
     vocabulary: tuple[str, ...] = ()
     first: int = 0
     padding: int = 0
     unknown: int | None = None
     lower: bool = False
+    merges: tuple[str, ...] = ()
 
 
 def image_checks(image: ImageSchema, input_shape: tuple[int, ...]) -> Iterable[tuple[bool, str]]:
@@ -77,9 +80,16 @@ def image_checks(image: ImageSchema, input_shape: tuple[int, ...]) -> Iterable[t
 def text_checks(text: TextSchema, input_shape: tuple[int, ...]) -> Iterable[tuple[bool, str]]:
     """As `image_checks`."""
     yield len(input_shape) == 1, f"input_shape of a text is [tokens], not {list(input_shape)}"
-    yield (text.unit == "bytes") == (not text.vocabulary), "text.vocabulary is of characters and words"
+    yield (text.unit == "bytes") == (not text.vocabulary), "text.vocabulary is of characters, words and bpe"
     yield min(text.first, text.padding, text.unknown or 0) >= 0, "an id of text is below 0"
     named = [token for token in text.vocabulary if token]
     yield len(set(named)) == len(named), "a token is there twice"
     single = text.unit != "characters" or all(len(token) == 1 for token in named)
     yield single, "text.vocabulary has a token that is no character"
+    yield text.unit == "bpe" or not text.merges, "text.merges is of bpe"
+    if text.unit == "bpe":
+        yield len(named) >= 256, f"text.vocabulary of bpe has {len(named)} tokens, and there are 256 bytes"
+        known, pairs = set(named), [pair.split(" ") for pair in text.merges]
+        whole = all(len(pair) == 2 and {*pair, "".join(pair)} <= known for pair in pairs)
+        yield whole, "text.merges has a pair that the vocabulary lacks"
+        yield text.first == 0 and text.unknown is None, "bpe counts from 0 and knows every text"

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -43,14 +42,14 @@ class Corpus:
         vocab: ids of the encoding, which are the classes of a model that predicts them.
         train, test: tokens in the two files.
         characters: of the text; with the tokens, how far the encoding shortens it.
-        text: the encoding as a schema has it; None of bpe, whose pairs are learnt from the text.
+        text: the encoding as a schema has it.
     """
 
     vocab: int
     train: int
     test: int
     characters: int
-    text: TextSchema | None = None
+    text: TextSchema
 
 
 def find(name: str, data_dir: Path | None = None) -> Path:
@@ -82,7 +81,8 @@ def prepare(
     cut = round(len(text) * (1 - held_out))
     if not 0 < cut < len(text):
         raise DataError(f"{path}: {len(text)} characters are too few to hold {held_out:.0%} out of them")
-    encoding = encodings.learn(kind, text if kind == "characters" else text[:cut], vocab)
+    learnt = text if kind == "characters" else text[:cut]
+    encoding = encodings.learn(kind, learnt, vocab, MINIMUM_COUNT)
     folder.mkdir(parents=True, exist_ok=True)
     train, test = _write(encoding, text[:cut], folder / TRAIN), _write(encoding, text[cut:], folder / TEST)
     write_durably(folder / ENCODING, encoding.as_json().encode())
@@ -90,12 +90,11 @@ def prepare(
 
 
 def schema_of(corpus: Corpus, length: int) -> DataSchema:
-    """The data schema of windows of `length` tokens. It names no character that occurs fewer than `MINIMUM_COUNT` times."""
-    kind: Literal["text", "array"] = "text" if corpus.text else "array"
-    return DataSchema(kind, (length,), "int32", minimum_count=MINIMUM_COUNT, text=corpus.text)
+    """The data schema of windows of `length` tokens. It names no character, and no token of bpe longer than a byte, that occurs fewer than `MINIMUM_COUNT` times."""
+    return DataSchema("text", (length,), "int32", minimum_count=MINIMUM_COUNT, text=corpus.text)
 
 
-def _text_schema(kind: Kind, encoding: Encoding, text: str) -> TextSchema | None:
+def _text_schema(kind: Kind, encoding: Encoding, text: str) -> TextSchema:
     match kind:
         case "bytes":
             return TextSchema("bytes", "next_token")
@@ -103,7 +102,12 @@ def _text_schema(kind: Kind, encoding: Encoding, text: str) -> TextSchema | None
             counts, alphabet = Counter(text), encoding.described["alphabet"]
             named = tuple(each if counts[each] >= MINIMUM_COUNT else "" for each in alphabet)
             return TextSchema("characters", "next_token", named)
-    return None
+        case "bpe":
+            model = encoding.described["tokenizer"]["model"]
+            merges = tuple(" ".join(pair) for pair in model["merges"])
+            return TextSchema(
+                "bpe", "next_token", tuple(sorted(model["vocab"], key=model["vocab"].get)), merges=merges
+            )
 
 
 def _write(encoding: Encoding, text: str, path: Path) -> int:

@@ -45,8 +45,10 @@ class Encoding:
         return json.dumps(self.described)
 
 
-def learn(kind: Kind, text: str, vocab: int) -> Encoding:
+def learn(kind: Kind, text: str, vocab: int, minimum_count: int = 1) -> Encoding:
     """The encoding of a kind that `text` gives; `vocab` is how many ids bpe may have, 257 at least.
+
+    `minimum_count`: occurrences of a pair from which bpe merges it.
 
     Raises:
         DataError: an unknown kind, too small a vocabulary, or no text.
@@ -59,7 +61,7 @@ def learn(kind: Kind, text: str, vocab: int) -> Encoding:
         case "bytes":
             return Encoding(_BYTES, _utf8, {"kind": "bytes"})
         case "bpe":
-            return _pairs(text, vocab)
+            return _pairs(text, vocab, minimum_count)
     raise DataError(f"tokens = {kind!r} is unknown; known: {', '.join(KINDS)}")
 
 
@@ -90,7 +92,7 @@ def _points(text: str) -> npt.NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
 
 
-def _pairs(text: str, vocab: int) -> Encoding:
+def _pairs(text: str, vocab: int, minimum_count: int) -> Encoding:
     if vocab <= _BYTES:
         raise DataError(f"vocab = {vocab}: bpe has an id for each of the 256 bytes, so expected 257 at least")
     try:
@@ -104,6 +106,7 @@ def _pairs(text: str, vocab: int) -> Encoding:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
+        min_frequency=minimum_count,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from edge_client.data.connector import DataProblem
 from edge_client.serving.predict import of_inputs
 from edge_client.serving.rows import Reading, joined, read_inputs
+from edge_client.serving.texts import token_name
 from edge_client.wire import schema as schemas
 from edge_client.wire.preprocessing import ImageSchema, TextSchema
 from edge_client.wire.schema import DataSchema
@@ -145,7 +147,39 @@ def test_a_schema_names_no_rare_character_of_private_text(tmp_path: Path) -> Non
 
     assert "ß" not in schema.to_json() and schema.text is not None
     assert schema.text.vocabulary == (" ", "a", "b", "c", "")
-    assert corpus.schema_of(corpus.prepare(path, tmp_path / "pairs", "bpe", 260), 8).kind == "array"
+
+
+def test_lines_become_the_pairs_that_training_had(tmp_path: Path) -> None:
+    path = tmp_path / "private.txt"
+    path.write_text("der müde Löwe träumt\n" * 40 + "geheim " * 9, "utf-8")
+    prepared = corpus.prepare(path, tmp_path / "tokens", "bpe", 300)
+    schema = schemas.from_json(corpus.schema_of(prepared, 12).to_json())
+    assert schema.text is not None and len(schema.text.vocabulary) == prepared.vocab > 256
+    assert "geh" not in schema.to_json() and "heim" not in schema.to_json()
+    lines = ["der Löwe", "träumt müde", "日本 🦁"]
+    (tmp_path / "new.txt").write_text("\n".join(lines), "utf-8")
+
+    inputs = read_inputs(tmp_path / "new.txt", schema, "lion")
+
+    learnt = json.loads((tmp_path / "tokens" / corpus.ENCODING).read_text("utf-8"))["tokenizer"]
+    tokenizer = Tokenizer.from_str(json.dumps(learnt))
+    assert inputs.last is not None
+    for row, line in enumerate(lines):
+        ids = tokenizer.encode(line).ids
+        assert inputs.x[row, : len(ids)].tolist() == ids[-12:] and inputs.last[row] == len(ids[-12:]) - 1
+    assert token_name(schema.text, inputs.x[0, 0]) == "der"
+    assert token_name(schema.text, 0) == "!" and token_name(schema.text, 255) == r"\xad"
+
+
+def test_what_is_no_tokenizer_is_refused() -> None:
+    text = TextSchema("bpe", "next_token", ("a", "b"), merges=("a b",))
+    with pytest.raises(InvalidDocument, match="2 tokens, and there are 256 bytes"):
+        schemas.from_json(DataSchema("text", (4,), "int32", text=text).to_json())
+    tokens = tuple(chr(place) for place in range(1000, 1256))
+    for merges in (("a b",), ("ab",), (f"{tokens[0]} {tokens[1]}",)):
+        wrong = DataSchema("text", (4,), "int32", text=TextSchema("bpe", "next_token", tokens, merges=merges))
+        with pytest.raises(InvalidDocument, match="a pair that the vocabulary lacks"):
+            schemas.from_json(wrong.to_json())
 
 
 def test_schemas_are_read_back_and_those_of_other_data_have_no_new_key() -> None:
