@@ -159,6 +159,8 @@ class RichProgress:
             f"accuracy {format_metric(record.test_accuracy, 4)}  test loss {format_metric(record.test_loss, 3)}  "
             f"train loss {format_metric(record.train_loss, 3)}"
         )
+        if record.test_metric is not None:
+            figures += f"  metric {format_metric(record.test_metric, 4)}"
         if record.rejected:
             figures += f"  rejected {record.rejected}"
         if self._console.is_terminal and self._task is not None:

@@ -183,8 +183,6 @@ def test_run_release_and_device_predict_a_table_by_name_as_the_simulation_does(w
     assert done.returncode == 2 and "--explain-columns predicts nothing" in done.stderr
     done = run_here(*explain, "--encoding", "latin-1")
     assert done.returncode == 2 and "--encoding: says how a FILE is read" in done.stderr
-    done = run_here(*explain, new, "--encoding", "latin-1", "--leave-out", "nowhere")
-    assert done.returncode == 2 and "nowhere" in done.stderr
     done = run_here(*explain, new, "--encoding", "latin-1")
     assert done.returncode == 0 and done.stderr.endswith("new.csv: 4200 rows can be predicted\n")
 

@@ -130,9 +130,9 @@ def test_statistics_of_four_daemons_are_those_of_their_pooled_rows(tmp_path: Pat
         assert ledger(fleet, FORBIDDEN) == []
         classes = train_and_predict(fleet, tmp_path, age["mean"])
         compare_metrics(tmp_path, tables)
-        look_for_rows(tmp_path, tables)
         if release:
             release_and_predict(fleet, tmp_path, classes)
+        look_for_rows(tmp_path, tables)
 
 
 def train_and_predict(fleet: LocalFleet, folder: Path, mean: float) -> list[str]:
@@ -238,13 +238,22 @@ def compare_metrics(folder: Path, tables: Mapping[str, list[dict[str, str]]]) ->
 def look_for_rows(folder: Path, tables: Mapping[str, list[dict[str, str]]]) -> None:
     """No age of a row is in what the devices told, or in what became of it; no rare text or extreme is anywhere in the fleet."""
     told = folder / "told"
-    for name in ("schema.json", "run/schema.json", "run/report.json", "run/events.jsonl"):
-        (told / name.replace("/", "-")).write_bytes((folder / name).read_bytes())
+    made = ("schema.json", "run/schema.json", "run/report.json", "run/events.jsonl", "release/manifest.json")
+    for path in filter(Path.is_file, (folder / name for name in made)):
+        (told / f"{path.parent.name}-{path.name}").write_bytes(path.read_bytes())
     rare = [f"only-in-{site}" for site in tables]
     extremes = [rows[0]["age"] for rows in tables.values()]
     ages = [float(row["age"]) for rows in tables.values() for row in rows]
     assert values_in(told, rare, ages) == []
-    assert values_in(folder / "fleet", [*rare, *extremes], []) == []
+    for published in ("fleet", "run", "release", "stick"):
+        assert values_in(folder / published, [*rare, *extremes], []) == []
+    statistics = json.loads((told / "statistics.json").read_text())
+    for reported in (statistics["pooled"], *statistics["sites"].values()):
+        counts = [
+            *reported["labels"]["classes"].values(),
+            *reported["columns"]["ward"]["categories"].values(),
+        ]
+        assert min([*counts, *filter(None, reported["columns"]["age"]["histogram"])]) >= 10
 
     (told / "planted.json").write_text(json.dumps({"age": {"low": ages[17]}}))
     assert values_in(told, rare, ages) == ["planted.json: number in text"]
