@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 import uuid
@@ -41,8 +42,8 @@ _SOURCES: Mapping[Kind, tuple[Kind, ...]] = {
     "export": ("simulation", "pretraining", "compression"),
 }
 """Kinds that start from the model of another job -> kinds of that job."""
-_WITH_SOCKETS: tuple[Kind, ...] = ("pretraining", "plan")
-"""Kinds whose processes talk to each other over sockets, which the sandbox refuses."""
+_UNCONFINED: tuple[Kind, ...] = ("pretraining", "plan", "export")
+"""Kinds that need what the sandbox refuses: sockets between processes, or in an export the memory figures of /proc."""
 
 
 class JobService:
@@ -232,16 +233,18 @@ class JobService:
         settings, folder = self._services.settings, self.folder(row.id)
         source = self.folder(row.source) / folders.OUT if row.source else None
         folders.write_task(folder, Task(row.kind, dict(row.document), source, settings.data_dir))
-        launch = policy.launch(
-            settings, folder, readable=(source,) if source else (), confined=row.kind not in _WITH_SOCKETS
-        )
+        confined = row.kind not in _UNCONFINED
+        launch = policy.launch(settings, folder, readable=(source,) if source else (), confined=confined)
+        environment = launch.environment()
+        if not confined:
+            environment["TMPDIR"] = tempfile.gettempdir()  # the path of a socket has at most 107 bytes
         with (folder / folders.LOG).open("ab") as log:
             process = subprocess.Popen(
                 launch.command("-m", "coordinator.jobs.job_process", str(folder)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=launch.environment(),
+                env=environment,
                 cwd=folder,
                 start_new_session=True,
             )

@@ -76,7 +76,7 @@ def until(client: TestClient, job: str, *states: str) -> dict[str, Any]:
         shown: dict[str, Any] = client.get(f"/api/v1/jobs/{job}").json()
         if shown["state"] in states:
             return shown
-        assert shown["state"] in ("queued", "running"), shown
+        assert shown["state"] in ("queued", "running"), (shown["state"], shown["error"])
         time.sleep(0.05)
     raise AssertionError(f"{job} is {shown['state']}: {shown['progress']}")
 
@@ -144,6 +144,49 @@ def test_a_cancelled_job_ends_with_all_its_processes_and_goes_on_when_resumed(tm
             "the coordinator stopped while the job ran",
         )
         assert not psutil.Process().children()
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+def test_a_model_is_planned_pretrained_compressed_and_exported(tmp_path: Path) -> None:
+    small = {"data": {"dataset": "digits"}, "model": {"name": "mlp"}, "train": {"steps": 60}}
+    with coordinator(tmp_path / "home") as (client, _, _):
+        ranked = start(client, "plan", {**small, "planner": {"processes": 2, "measure": 0}})
+        until(client, ranked["id"], "finished")
+        report = client.get(f"/api/v1/jobs/{ranked['id']}/report").json()
+        assert {"plan", "seconds", "parts"} <= report["ranking"][0].keys()
+
+        split = {**small, "plan": {"dp": 2}, "profile": {}}
+        trained = start(client, "pretraining", split, priority=3)
+        assert trained["processes"] == 2
+        done = until(client, trained["id"], "finished")
+        assert (done["progress"]["unit"], done["progress"]["done"], done["progress"]["total"]) == (
+            "step",
+            60,
+            60,
+        )
+        path = f"/api/v1/jobs/{trained['id']}"
+        assert [point["step"] for point in client.get(f"{path}/curve", params={"points": 10}).json()][
+            -1
+        ] == 60
+        assert "rows_per_second" in client.get(f"{path}/curve").json()[0]
+        profile = client.get(f"{path}/report").json()["profile"]
+        assert sum(profile["mean_seconds"].values()) > 0 and 0 <= profile["bubble_share"] <= 1
+
+        pipeline = {"test_rows": 100, "step": [{"kind": "quantize", "precision": "static-int8"}]}
+        compressed = start(client, "compression", pipeline, source=trained["id"])
+        until(client, compressed["id"], "finished")
+        exported = start(client, "export", {"name": "digits", "version": 2}, source=compressed["id"])
+        files = until(client, exported["id"], "finished")["files"]
+        assert {"manifest.json", "model.tflite", "report.json"} <= files.keys()
+
+        wrong = start(client, "compression", {"step": [{"kind": "shrink"}]}, source=trained["id"])
+        failed = until(client, wrong["id"], "failed")
+        assert "shrink" in failed["error"] and str(tmp_path) not in failed["error"]
+        answer = client.post(
+            "/api/v1/jobs", json={"kind": "export", "document": {"name": "a"}, "source": wrong["id"]}
+        )
+        assert code_of(answer) == (409, "job_state")
 
 
 def test_a_document_is_refused_with_all_its_problems(tmp_path: Path) -> None:

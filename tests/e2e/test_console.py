@@ -30,6 +30,18 @@ pytestmark = pytest.mark.slow
 
 BIN = Path(sys.executable).parent
 MODEL_BYTES = 60_000
+SIMULATION = """name = "small"
+data.dataset = "synthetic(shape=[4], classes=2, samples=60)"
+model.name = "logreg"
+federation = {rounds = 2, clients = 3, clients_per_round = 3, runtimes = {torch = 1.0}}
+"""
+DATACENTER = [
+    ("pretraining", 'name = "digits"\ntrain.steps = 300\nplan.dp = 2\nprofile = {}\n', "new"),
+    ("plan", "planner = {processes = 2, measure = 0}\n", ""),
+    ("compression", '[[step]]\nkind = "quantize"\nprecision = "static-int8"\n', "new"),
+    ("export", 'name = "digits"\n', ""),
+]
+"""Kind and document of the jobs of which pictures are made, and `new` for one of the form too."""
 
 
 def test_an_operators_day(tmp_path: Path) -> None:
@@ -47,6 +59,8 @@ def test_an_operators_day(tmp_path: Path) -> None:
             "experiment": experiment("first", rounds=2, register="pumps@candidate"),
             "endless": experiment("endless", rounds=100_000),
             "odd": experiment("odd", rounds=1, clients=3),
+            "simulation": SIMULATION,
+            "datacenter": DATACENTER,
             "pictures": os.environ.get("FEDLOOP_TEST_PICTURES"),
         }
         with running("console.mjs", asked) as page:

@@ -7,7 +7,7 @@ import { createRequire } from "node:module";
 
 import { chromium } from "playwright-core";
 
-const { url, link, token, viewer, experiment, endless, odd, chromium: executablePath, pictures } = JSON.parse(process.env.CONSOLE_TEST);
+const { url, link, token, viewer, experiment, endless, odd, simulation, datacenter, chromium: executablePath, pictures } = JSON.parse(process.env.CONSOLE_TEST);
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-quic", "--no-first-run", "--disable-sync"];
 
@@ -75,6 +75,29 @@ async function start(text) {
 async function confirm(label) {
   await page.getByRole("button", { name: label }).click();
   await page.getByRole("dialog").getByRole("button", { name: label }).click();
+}
+
+/** A training and what follows from it, with a picture of each; too long for the edition without pictures. */
+async function pictureDatacenter() {
+  for (const [kind, document, view] of datacenter) {
+    await visit("Datacenter");
+    await page.getByRole("link", { name: "Start a job" }).click();
+    await page.getByLabel("Kind").selectOption(kind);
+    if (["compression", "export"].includes(kind)) await page.getByLabel("Model of").selectOption({ index: 1 });
+    if (view === "new") await accessible(`datacenter-new-${kind}`);
+    await page.getByLabel("Document (TOML)").fill(document);
+    await page.getByRole("button", { name: "Start", exact: true }).click();
+    if (kind === "pretraining") {
+      await page.locator("canvas").first().waitFor();
+      await accessible("datacenter-running");
+    }
+    await page.locator("h1 + .badge", { hasText: /finished|failed/ }).waitFor({ timeout: 300_000 });
+    await page.getByRole("heading", { name: "Result" }).waitFor();
+    await accessible(`datacenter-${kind}`);
+  }
+  await visit("Datacenter");
+  await page.getByRole("row").nth(1).waitFor();
+  await accessible("datacenter");
 }
 
 try {
@@ -190,6 +213,27 @@ try {
   await page.locator("h1 + .badge", { hasText: "revoked" }).waitFor();
   announce("revoked");
 
+  await visit("Datacenter");
+  await page.getByText("There is no job yet").waitFor();
+  await accessible("datacenter-empty");
+  await visit("Simulation");
+  await page.getByText("Nothing was simulated yet").waitFor();
+  await page.getByRole("link", { name: "Start a simulation" }).click();
+  await page.getByLabel("Document (TOML)").fill("[federation]\nrounds = -1\n[data]\ndataset = \"mine:load\"\n");
+  await page.getByRole("button", { name: "Start", exact: true }).click();
+  await page.getByRole("alert").filter({ hasText: "federation.rounds" }).waitFor();
+  await accessible("simulation-new");
+  await page.getByLabel("Document (TOML)").fill(simulation);
+  await page.getByRole("button", { name: "Start", exact: true }).click();
+  await page.getByRole("heading", { level: 1, name: "small" }).waitFor();
+  await page.locator("h1 + .badge", { hasText: "finished" }).waitFor();
+  await page.getByText("round 2 / 2").waitFor();
+  await page.getByRole("heading", { name: "Result" }).waitFor();
+  await page.locator("canvas").first().waitFor();
+  await accessible("simulation");
+  if (pictures) await pictureDatacenter();
+  announce("simulated");
+
   await visit("Models");
   await page.getByRole("link", { name: "pumps" }).click();
   await page.getByRole("heading", { level: 2, name: "pumps:2" }).waitFor();
@@ -232,7 +276,7 @@ try {
   await accessible("settings");
   announce("changed the password");
   await page.setViewportSize({ width: 360, height: 740 });
-  for (const name of ["Overview", "Fleet", "Releases", "Settings", "Runs", "Start a run"]) {
+  for (const name of ["Overview", "Fleet", "Releases", "Settings", "Simulation", "Datacenter", "Runs", "Start a run"]) {
     if (name === "Start a run") await page.getByRole("link", { name }).click();
     else await visit(name);
     await page.getByRole("heading", { level: 1, name }).waitFor();

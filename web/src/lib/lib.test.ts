@@ -5,6 +5,7 @@ import { csv } from "./csv";
 import { differences } from "./differences";
 import { parse } from "./event_stream";
 import { ofDevices, placed, sections, settings, toToml } from "./experiment_form";
+import { DATACENTER, SIMULATION, split, TEMPLATES } from "./jobs";
 import { layout } from "./lineage";
 import { ago, bytes, figure, share } from "./format";
 
@@ -144,5 +145,15 @@ describe("layout of a lineage", () => {
   it("draws a version that stands alone, and does not hang on a circle", () => {
     expect(layout({ of: "a", cut: false, nodes: [node("a")], edges: [] })).toHaveLength(1);
     expect(layout({ of: "a", cut: false, nodes: ["a", "b"].map(node), edges: [edge("a", "b"), edge("b", "a")] })).toHaveLength(2);
+  });
+});
+
+describe("jobs", () => {
+  it("show a step's time as shares, in the order of a step", () => {
+    expect(split({ other: 1, compute: 3 })).toEqual([["compute", 0.75], ["other", 0.25]]);
+    expect(split({ compute: 0 })).toEqual([]);
+  });
+  it("of every kind have a document to begin with, and belong to one section", () => {
+    expect([...SIMULATION, ...DATACENTER].sort()).toEqual(Object.keys(TEMPLATES).sort());
   });
 });

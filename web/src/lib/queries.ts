@@ -1,4 +1,7 @@
+import type { QueryFunctionContext } from "@tanstack/svelte-query";
+
 import { api, body, type Schemas } from "./api";
+import type { JobReport, Kind, Point } from "./jobs";
 
 /** Devices that come in one answer; more are asked for less often, a megabyte per thousand. */
 const LARGE_FLEET = 1000;
@@ -57,6 +60,31 @@ export const queries = {
     queryKey: ["lineage", version],
     queryFn: async () => body(await api.GET("/api/v1/versions/{version}/lineage", { params: { path: { version } } })),
   }),
+  jobs: (kinds: readonly Kind[]) => ({
+    queryKey: ["jobs", "of", ...kinds],
+    queryFn: async () => body(await api.GET("/api/v1/jobs", { params: { query: { kind: [...kinds], limit: 200 } } })),
+  }),
+  finishedJobs: () => ({
+    queryKey: ["jobs", "finished"],
+    queryFn: async () => body(await api.GET("/api/v1/jobs", { params: { query: { state: "finished", limit: 200 } } })),
+  }),
+  job: (job: string) => ({
+    queryKey: ["jobs", job],
+    refetchInterval: 2_000,
+    queryFn: async () => body(await api.GET("/api/v1/jobs/{job}", { params: { path: { job } } })),
+  }),
+  jobCurve: (job: string) => ({
+    queryKey: ["jobs", job, "curve"],
+    queryFn: async () => body(await api.GET("/api/v1/jobs/{job}/curve", { params: { path: { job }, query: { points: 500 } } })) as Point[],
+  }),
+  jobEvents: (job: string) => ({
+    queryKey: ["jobs", job, "events"],
+    queryFn: ({ client, queryKey }: QueryFunctionContext) => allEvents(job, client.getQueryData<JobEvent[]>(queryKey) ?? []),
+  }),
+  jobReport: (job: string) => ({
+    queryKey: ["jobs", job, "report"],
+    queryFn: async () => body(await api.GET("/api/v1/jobs/{job}/report", { params: { path: { job } } })) as JobReport,
+  }),
   rollouts: () => ({ queryKey: ["rollouts"], queryFn: async () => body(await api.GET("/api/v1/rollouts")) }),
   rollout: (rollout: string) => ({
     queryKey: ["rollouts", rollout],
@@ -76,6 +104,20 @@ export interface Round {
   readonly test_accuracy: number | null;
   readonly bytes_up: number;
   readonly seconds: number;
+}
+
+type JobEvent = Schemas["JobEvents"]["events"][number];
+
+/** All events of a job, page by page, behind those that are known. */
+async function allEvents(job: string, known: readonly JobEvent[]): Promise<JobEvent[]> {
+  const found = [...known];
+  let after: number | null = known.length;
+  do {
+    const page: Schemas["JobEvents"] = body(await api.GET("/api/v1/jobs/{job}/events", { params: { path: { job }, query: { after, limit: 1000 } } }));
+    found.push(...page.events);
+    after = page.next;
+  } while (after !== null);
+  return found;
 }
 
 async function allDevices(): Promise<Schemas["Device"][]> {
