@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+import ssl
 import stat
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import urllib3
 
@@ -24,6 +27,9 @@ from coordinator.option_parsers import address
 from coordinator.settings import Settings, read_settings
 from edge_client.processes.process import tie_to_parent
 from tests.support.cli import FEDLOOP, run_here
+from tests.support.doorway import error_of
+from tests.support.people import PASSWORD
+from tests.support.proxies import TerminatingProxy
 
 ANY_PORTS = ("--operator", "127.0.0.1:0", "--device", "127.0.0.1:0")
 ENDS_SECONDS = 60
@@ -67,11 +73,37 @@ def test_a_coordinator_serves_both_apis_and_ends_cleanly(tmp_path: Path) -> None
         link = (home / "setup-link").read_text().strip()
         address, _, secret = link.partition("/#setup=")
         assert (address, len(secret)) == (place["operator"], 43)
+        assert_cookies_are_those_of_tls(home, place["operator"], secret)
         log = (tmp_path / "home.log").read_text()
         assert "setup-link" in log
         assert secret not in log + json.dumps(place)
         process.send_signal(signal.SIGTERM)
         assert process.wait(ENDS_SECONDS) == 0
+
+
+def assert_cookies_are_those_of_tls(home: Path, operator: str, secret: str) -> None:
+    """The first user comes in through a proxy that ends TLS. Their cookie is worth nothing without TLS."""
+    parts = urlsplit(operator)
+    proxy = TerminatingProxy((str(parts.hostname), int(parts.port or 0)), home / "pki", to_operator=True)
+    context = ssl.create_default_context(cafile=str(home / "pki" / "ca.pem"))
+    account = {"secret": secret, "name": "anna", "password": PASSWORD}
+    with proxy, httpx.Client(verify=context, base_url=f"https://localhost:{proxy.address[1]}") as browser:
+        origin = {"Origin": str(browser.base_url).rstrip("/")}
+        in_clear = {"Origin": origin["Origin"].replace("https", "http")}
+        assert error_of(browser.post("/api/v1/setup", json=account, headers=in_clear)) == (403, "csrf")
+        made = browser.post("/api/v1/setup", json=account, headers=origin | {"X-Forwarded-Proto": "http"})
+        assert made.status_code == 201, made.text
+        name, _, rest = made.headers["set-cookie"].partition("=")
+        flags = {flag.strip().lower() for flag in rest.split(";")[1:]}
+        assert name == "__Host-fedloop-session"
+        assert {"secure", "httponly", "samesite=strict", "path=/"} <= flags
+        assert not any(flag.startswith("domain") for flag in flags)
+        token = {"X-CSRF-Token": made.json()["csrf_token"]}
+        assert browser.get("/api/v1/session").json()["name"] == "anna"
+        assert browser.post("/api/v1/tokens", json={}, headers=token | origin).status_code == 201
+        assert error_of(browser.post("/api/v1/tokens", json={}, headers=token | in_clear)) == (403, "csrf")
+        cookie = {"Cookie": f"{name}={browser.cookies[name]}"}
+        assert error_of(httpx.get(f"{operator}/api/v1/session", headers=cookie)) == (401, "no_token")
 
 
 @pytest.mark.slow

@@ -260,17 +260,19 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class TerminatingProxy:
-    """Ends the device's TLS and speaks to the coordinator in its name.
+    """Ends the client's TLS and speaks to the coordinator in its name: over TLS to the device API, in clear to the operator API.
 
     It has a certificate of the coordinator's CA, checks that of the device against the same CA, and forwards it as
     `X-Client-Cert`, PEM made fit for a header by percent-encoding, as nginx's `$ssl_client_escaped_cert` does. A
-    header of that name that a device sends is dropped.
+    header of that name that a device sends is dropped. To the operator API it sends `X-Forwarded-Proto: https`.
 
     Attributes:
         paths: what was asked for, without the query.
     """
 
-    def __init__(self, target: Address, pki: Path, *, source: str = "127.0.0.1") -> None:
+    def __init__(
+        self, target: Address, pki: Path, *, source: str = "127.0.0.1", to_operator: bool = False
+    ) -> None:
         """`pki`: the folder with the coordinator's own certificates; `source`: the address it connects from."""
         self.paths: list[str] = []
         outward = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -279,8 +281,11 @@ class TerminatingProxy:
 
         class Handler(_Forwarding):
             paths = proxy.paths
+            adds = {"X-Forwarded-Proto": "https"} if to_operator else {}
 
-            def far(self) -> http.client.HTTPSConnection:
+            def far(self) -> http.client.HTTPConnection:
+                if to_operator:
+                    return http.client.HTTPConnection(*target, timeout=120, source_address=(source, 0))
                 return http.client.HTTPSConnection(
                     *target, context=outward, timeout=120, source_address=(source, 0)
                 )
@@ -334,13 +339,14 @@ class _TlsServer(ThreadingHTTPServer):
 
 
 class _Forwarding(BaseHTTPRequestHandler):
-    """One connection of a device, and one of ours to the coordinator for each request of it."""
+    """One connection of a client, and one of ours to the coordinator for each request of it."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # else a body waits 40 ms for the acknowledgement of its headers
     paths: list[str]
+    adds: dict[str, str]
 
-    def far(self) -> http.client.HTTPSConnection:
+    def far(self) -> http.client.HTTPConnection:
         raise NotImplementedError
 
     def do_GET(self) -> None:
@@ -359,6 +365,7 @@ class _Forwarding(BaseHTTPRequestHandler):
         self.paths.append(self.path.partition("?")[0])
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         kept = {key: value for key, value in self.headers.items() if key.lower() not in _NOT_PASSED_ON}
+        kept |= self.adds
         certificate = self.connection.getpeercert(binary_form=True)
         if certificate:
             kept["X-Client-Cert"] = quote(ssl.DER_cert_to_PEM_cert(certificate), safe="")
@@ -378,4 +385,11 @@ class _Forwarding(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-_NOT_PASSED_ON = {"connection", "keep-alive", "content-length", "transfer-encoding", "x-client-cert"}
+_NOT_PASSED_ON = {
+    "connection",
+    "keep-alive",
+    "content-length",
+    "transfer-encoding",
+    "x-client-cert",
+    "x-forwarded-proto",
+}
