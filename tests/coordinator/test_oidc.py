@@ -29,7 +29,14 @@ from coordinator.oidc.configuration import CALLBACK_PATH, configuration_of
 from coordinator.oidc.pending import LIFETIME, PendingSignIns
 from coordinator.settings import Settings
 from tests.support.doorway import listening
-from tests.support.openid import LyingProvider, answer_of, lying_provider, openid_provider
+from tests.support.openid import (
+    SECRET,
+    LyingProvider,
+    answer_of,
+    client_of_provider,
+    lying_provider,
+    openid_provider,
+)
 from tests.support.people import ORIGIN, Clock, add_user, anyone, app_of, cheap_passwords, code_of
 from tests.support.services import services_in
 
@@ -38,17 +45,7 @@ __all__ = ["cheap_passwords"]
 pytestmark = pytest.mark.usefixtures("cheap_passwords")
 
 REDIRECT = ORIGIN + CALLBACK_PATH
-SECRET = "a secret of the client"
-CLIENTS = [
-    {
-        "client_id": client,
-        "client_secret": SECRET,
-        "application_type": "native",  # any port of loopback
-        "redirect_uris": [REDIRECT, "http://127.0.0.1/callback"],
-        "id_token_signed_response_alg": "ES256",
-    }
-    for client in ("fedloop", "another")
-]
+CLIENTS = [client_of_provider(name, REDIRECT, "http://127.0.0.1/callback") for name in ("fedloop", "another")]
 PEOPLE = {
     "7f3a": {"preferred_username": "Carla", "email": "carla@example.org", "groups": ["all", "ml-team"]},
     "90bc": {"preferred_username": "dave", "groups": ["all"]},

@@ -20,6 +20,7 @@ from tests.support.console_contract import WEB
 from tests.support.doorway import listening
 from tests.support.require import require
 
+SECRET = "a secret of the client"
 _SCRIPT = Path(__file__).with_name("oidc_provider.mjs")
 _FORM = re.compile(r'<form[^>]* action="([^"]+)"')
 _PROMPT = re.compile(r'name="prompt" value="(\w+)"')
@@ -46,6 +47,17 @@ def openid_provider(clients: list[dict[str, Any]], users: Mapping[str, Mapping[s
             yield process.stdout.readline().strip()
         finally:
             process.stdin.close()  # it ends with its standard input
+
+
+def client_of_provider(name: str, *redirect_uris: str) -> dict[str, Any]:
+    """A client to register; its redirect URIs on loopback stand for any port."""
+    return {
+        "client_id": name,
+        "client_secret": SECRET,
+        "application_type": "native",
+        "redirect_uris": list(redirect_uris),
+        "id_token_signed_response_alg": "ES256",
+    }
 
 
 def answer_of(authorization_url: str, redirect_uri: str, login: str) -> dict[str, str]:
