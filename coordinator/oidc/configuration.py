@@ -38,7 +38,9 @@ class Configuration:
         return urlsplit(self.issuer).netloc
 
     def role_of(self, claims: Mapping[str, Any]) -> Role | None:
-        """The role that these claims give; None if they give none."""
+        """The role that these claims give; None if they give none, as an address that the provider has not verified."""
+        if self.claim == "email" and claims.get("email_verified") is not True:
+            return None
         found = _lookup(claims, self.claim)
         values = found if isinstance(found, list) else [found]
         return next((role for value, role in self.roles.items() if value in values), None)

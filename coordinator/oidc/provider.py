@@ -4,7 +4,8 @@
     2. `redeem`              code -> ID token, at the token endpoint; no other token is used or kept
     3. `claims`              what the ID token says, once its signature, issuer, audience, times and nonce are right
 
-The document and the keys are kept for an hour. A token with an unknown key fetches the keys again, once a minute at most.
+The document and the keys are kept for an hour. A token with an unknown key fetches the keys again, once a minute at most. A provider
+that is down is asked again after ten seconds: until then nobody waits for it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 DISCOVERY_PATH = "/.well-known/openid-configuration"
 _KEPT_SECONDS = 3600.0
 _REFRESH_SECONDS = 60.0
+_DOWN_SECONDS = 10.0
 _ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
 
 
@@ -49,6 +51,7 @@ class Provider:
         self._document: tuple[dict[str, Any], float] | None = None
         """And when it was fetched."""
         self._keys: tuple[KeySet, float] | None = None
+        self._failure: tuple[Unavailable, float] | None = None
 
     def authorization_url(self, pending: PendingSignIn, state: str) -> str:
         """The address at which the provider asks the user to sign in."""
@@ -135,11 +138,15 @@ class Provider:
     def _discovered(self) -> dict[str, Any]:
         with self._lock:
             now = self._monotonic()
-            if self._document is None or now - self._document[1] >= _KEPT_SECONDS:
-                try:
-                    self._document = self._discover(), now
-                except Unavailable as error:
-                    raise self._unavailable(error) from None
+            if self._document is not None and now - self._document[1] < _KEPT_SECONDS:
+                return self._document[0]
+            if self._failure is not None and now - self._failure[1] < _DOWN_SECONDS:
+                raise self._unavailable(self._failure[0])
+            try:
+                self._document = self._discover(), now
+            except Unavailable as error:
+                self._failure = error, self._monotonic()
+                raise self._unavailable(error) from None
             return self._document[0]
 
     def _discover(self) -> dict[str, Any]:

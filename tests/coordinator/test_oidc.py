@@ -25,6 +25,7 @@ from coordinator.context.services import Services, utc_now
 from coordinator.errors import UserError
 from coordinator.identity import tables, users
 from coordinator.limits.rates import PER_ADDRESS
+from coordinator.oidc import fetching
 from coordinator.oidc.configuration import CALLBACK_PATH, configuration_of
 from coordinator.oidc.pending import LIFETIME, PendingSignIns
 from coordinator.settings import Settings
@@ -235,7 +236,7 @@ def liar() -> Iterator[LyingProvider]:
 
 @pytest.fixture
 def lied_to(opened: Services, liar: LyingProvider) -> Services:
-    liar.keys, liar.changed = [KEY.as_dict(private=False)], {}
+    liar.keys, liar.changed, liar.moved_to = [KEY.as_dict(private=False)], {}, ""
     return with_provider(opened, liar.issuer)
 
 
@@ -349,6 +350,23 @@ def test_a_discovery_document_that_leads_elsewhere_is_refused(
     assert code_of(page(lied_to).post("/api/v1/session/oidc/begin", json={})) == (503, "oidc_unavailable")
 
 
+def test_a_provider_that_redirects_or_answers_without_end_is_refused(
+    lied_to: Services, liar: LyingProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def message() -> str:
+        answer = page(with_provider(lied_to, liar.issuer)).post("/api/v1/session/oidc/begin", json={})
+        assert code_of(answer) == (503, "oidc_unavailable")
+        return str(answer.json()["error"]["message"])
+
+    liar.moved_to = f"{liar.issuer}/jwks"
+    assert "answered 307" in message()
+    liar.moved_to, liar.changed = "", {"padding": "x" * fetching.MAX_BYTES}
+    assert "more than 262144 bytes" in message()
+    liar.changed = {}
+    monkeypatch.setattr(fetching, "DEADLINE_SECONDS", -1.0)
+    assert "takes longer" in message()
+
+
 # Without a sign-in
 
 
@@ -358,6 +376,17 @@ def test_a_provider_that_is_off_or_away_is_told(opened: Services) -> None:
     assert code_of(off.post("/api/v1/session/oidc/begin", json={})) == (404, "oidc_off")
     away = page(with_provider(opened, "http://127.0.0.1:9"))
     assert code_of(away.post("/api/v1/session/oidc/begin", json={})) == (503, "oidc_unavailable")
+
+
+def test_a_provider_that_is_down_is_asked_again_after_a_while(lied_to: Services, liar: LyingProvider) -> None:
+    here = page(lied_to)
+    liar.changed = {"token_endpoint": None}
+    assert code_of(here.post("/api/v1/session/oidc/begin", json={})) == (503, "oidc_unavailable")
+    liar.changed = {}
+    assert code_of(here.post("/api/v1/session/oidc/begin", json={})) == (503, "oidc_unavailable")
+    assert lied_to.oidc is not None
+    lied_to.oidc._monotonic = lambda: 1e12  # type: ignore[method-assign]
+    begin(here)
 
 
 def test_only_our_page_and_this_machine_may_begin(lied_to: Services) -> None:
@@ -405,6 +434,17 @@ def test_incomplete_settings_are_refused(changed: dict[str, Any], problem: str) 
     }
     with pytest.raises(UserError, match=problem):
         configuration_of(Settings(Path("home"), "sqlite://", **values))
+
+
+def test_an_address_gives_a_role_only_once_it_is_verified() -> None:
+    settings = Settings(
+        Path("home"), "sqlite://", oidc_issuer="https://a.example", oidc_client_id="b", oidc_claim="email"
+    )
+    found = configuration_of(replace(settings, oidc_roles=("a@a.example=admin",)))
+    assert found is not None
+    assert found.role_of({"email": "a@a.example", "email_verified": True}) == "admin"
+    for verified in (False, None, "true"):
+        assert found.role_of({"email": "a@a.example", "email_verified": verified}) is None
 
 
 def test_a_claim_may_lie_inside_an_object() -> None:

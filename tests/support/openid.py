@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, urljoin, urlsplit
 
 import httpx
 from fastapi import FastAPI, Request
+from fastapi.responses import RedirectResponse
 
 from tests.support.console_contract import WEB
 from tests.support.doorway import listening
@@ -88,6 +89,8 @@ class LyingProvider:
     keys: list[dict[str, Any]] = field(default_factory=list)
     changed: dict[str, Any] = field(default_factory=dict)
     """Of the discovery document."""
+    moved_to: str = ""
+    """Where the discovery document redirects to."""
 
 
 @contextmanager
@@ -95,8 +98,10 @@ def lying_provider() -> Iterator[LyingProvider]:
     """A provider whose answers the test chooses."""
     told, app = LyingProvider(), FastAPI()
 
-    @app.get("/.well-known/openid-configuration")
-    def discovery() -> dict[str, Any]:
+    @app.get("/.well-known/openid-configuration", response_model=None)
+    def discovery() -> dict[str, Any] | RedirectResponse:
+        if told.moved_to:
+            return RedirectResponse(told.moved_to)
         paths = {"authorization_endpoint": "auth", "token_endpoint": "token", "jwks_uri": "jwks"}
         return {
             "issuer": told.issuer,
