@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -25,6 +26,9 @@ from tests.support import noop
 from tests.support.browser import find_browser, running
 from tests.support.device_client import RawDevice
 from tests.support.federation import steps_of
+from tests.support.proxies import Line
+from tests.support.released import bad_release, held_out_rows, release_folder
+from tests.support.signed_releases import SignedReleases
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +53,7 @@ def test_an_operators_day(tmp_path: Path) -> None:
     finds out why an update was rejected, promotes a model, revokes, verifies the audit log, signs out; and what a viewer is not shown is refused."""
     find_browser()
     with local_fleet(tmp_path / "fleet") as fleet:
-        noop.add_device(fleet, "pump-1").start()
+        add_device(fleet, "pump-1").start()
         viewer = {"name": "vera", "password": "a viewer's password"}
         asked = {
             "url": fleet.operator_url,
@@ -87,6 +91,48 @@ def test_an_operators_day(tmp_path: Path) -> None:
         assert steps[-1] == "signed out"
 
 
+@pytest.mark.extended
+def test_an_operators_day_by_keyboard_alone(tmp_path: Path) -> None:
+    """Enrols, trains, follows the events across a cut of the line without a gap or a duplicate, promotes, rolls out a good release and
+    one that a gate halts, revokes and signs out."""
+    find_browser()
+    releases = SignedReleases(tmp_path / "fleet" / "coordinator" / "releases")
+    good, bad = (release_folder(tmp_path / name, version) for name, version in (("good", 1), ("bad", 2)))
+    releases.publish(good, bad_release(bad, version=2))
+    with local_fleet(tmp_path / "fleet") as fleet, Line(_address(fleet.operator_url)) as line:
+        url = "http://{}:{}".format(*line.address)
+        add_device(fleet, "pump-1").start()
+        asked = {
+            "url": url,
+            "link": url
+            + (fleet.home / LINK_FILE).read_text("utf-8").strip().removeprefix(fleet.operator_url),
+            "experiment": experiment("watched", rounds=2, register="pumps@candidate"),
+            "pictures": os.environ.get("FEDLOOP_TEST_PICTURES"),
+        }
+        steps = []
+        with running("keyboard.mjs", asked) as page:
+            assert page.stdout is not None
+            for text in page.stdout:
+                step = json.loads(text)
+                steps.append(step["step"])
+                if step["step"] == "enrol":
+                    enrol(fleet, "pump-2", step["command"]).start()
+                elif step["step"] == "cut":
+                    line.cut()
+                elif step["step"] == "mend":
+                    line.mend()
+                elif step["step"] == "verify":
+                    verify(fleet, step["command"])
+        assert page.returncode == 0, steps
+        assert steps[-1] == "signed out"
+
+
+def _address(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    assert parts.hostname is not None and parts.port is not None
+    return parts.hostname, parts.port
+
+
 def experiment(name: str, rounds: int, clients: int = 2, **model: Any) -> str:
     document = noop.experiment(MODEL_BYTES, rounds, clients, min_updates=2)
     return tomlkit.dumps({**document, "name": name, "model": {**document["model"], **model}})
@@ -121,18 +167,34 @@ def verify(fleet: LocalFleet, command: str) -> None:
     assert "intact" in done.stdout, done.stdout
 
 
+def config(folder: Path) -> dict[str, Any]:
+    """Trains on rows of `data.npz`, and judges releases by those of `digits.npz`."""
+    data = {"rows": "data.npz", "digits": "digits.npz"}
+    return {
+        "runtimes": ["torch"],
+        "data": {name: {"kind": "numpy", "path": str(folder / file)} for name, file in data.items()},
+        "releases": {"trial_seconds": 2},
+    }
+
+
+def write_data(fleet: LocalFleet, name: str) -> None:
+    fleet.write_data(name, noop.rows())
+    np.savez(fleet.device_folder(name) / "digits.npz", **held_out_rows(name))
+
+
+def add_device(fleet: LocalFleet, name: str) -> Daemon:
+    daemon = fleet.add(name, config(fleet.device_folder(name)))
+    write_data(fleet, name)
+    return daemon
+
+
 def enrol(fleet: LocalFleet, name: str, command: str) -> Daemon:
     """The device that ran the command which the console showed."""
     folder = fleet.device_folder(name)
     folder.mkdir()
-    fleet.write_data(name, noop.rows())
-    config = {
-        "name": name,
-        "state_dir": str(folder / "state"),
-        "runtimes": ["torch"],
-        "data": {"rows": {"kind": "numpy", "path": str(folder / "data.npz")}},
-    }
-    (folder / "edge.toml").write_text(tomlkit.dumps(config))
+    write_data(fleet, name)
+    document = {"name": name, "state_dir": str(folder / "state"), **config(folder)}
+    (folder / "edge.toml").write_text(tomlkit.dumps(document))
     environment = {"FEDLOOP_EDGE_CONFIG": str(folder / "edge.toml")}
     program, *arguments = shlex.split(command)
     subprocess.run(

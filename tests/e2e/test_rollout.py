@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from ai_edge_litert.interpreter import Interpreter
 from sqlalchemy import select
 
 from coordinator.db.tables import events
 from coordinator.demos.local_fleet import LocalFleet, local_fleet
-from edge_client.infer import golden_check, runtime
-from edge_client.wire import inference
-from edge_client.wire.manifest import FileSpec
-from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
-from tests.support.released import HIDDEN, digits, release_folder
+from edge_client.wire.rollouts import MODEL_NAME
+from tests.support.released import bad_release, held_out_rows, release_folder
 from tests.support.signed_releases import SignedReleases
 from tests.support.stored import rows, url_of
 
@@ -98,35 +91,6 @@ def test_a_device_heals_from_bit_rot_and_gives_a_model_up_once_it_is_withdrawn(t
         assert json.loads((folder / "pointer.json").read_bytes())["active"] is None
         assert not list(folder.glob(f"*/{MODEL_NAME}"))
         assert set(fleet.stop().values()) == {0}
-
-
-def bad_release(folder: Path, version: int) -> Path:
-    """The release with the weights of its last layer gone: it runs as its manifest says, and answers nonsense."""
-    content = (folder / MODEL_NAME).read_bytes()
-    interpreter = Interpreter(model_content=content)
-    interpreter.allocate_tensors()
-    weights = next(
-        interpreter.get_tensor(each["index"]).tobytes()
-        for each in interpreter.get_tensor_details()
-        if tuple(each["shape"]) == (10, HIDDEN[-1])
-    )
-    assert content.count(weights) == 1
-    content = content.replace(weights, bytes(len(weights)))
-    manifest = inference.from_json((folder / MANIFEST_NAME).read_bytes())
-    manifest = replace(
-        manifest, version=version, file=FileSpec(hashlib.sha256(content).hexdigest(), len(content))
-    )
-    answers = runtime.Model(content, manifest).predict(golden_check.synthetic_rows(manifest, 4))
-    golden = replace(manifest.golden, logits=tuple(tuple(map(float, row)) for row in answers))
-    (folder / MODEL_NAME).write_bytes(content)
-    (folder / MANIFEST_NAME).write_text(replace(manifest, golden=golden).to_json())
-    return folder
-
-
-def held_out_rows(name: str) -> dict[str, Any]:
-    x, y = digits()
-    chosen = np.random.default_rng(len(name) + ord(name[0])).permutation(len(x))[:120]
-    return {"x": x[chosen[:60]], "y": y[chosen[:60]], "x_test": x[chosen[60:]], "y_test": y[chosen[60:]]}
 
 
 def fedloop(fleet: LocalFleet, *args: str) -> str:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from edge_client.files import write_durably
 from edge_client.infer import golden_check
 from edge_client.infer.runtime import Model
-from edge_client.wire.inference import GoldenRows, InferenceManifest
+from edge_client.wire.inference import GoldenRows, InferenceManifest, from_json
 from edge_client.wire.manifest import FileSpec, Fill, InputSpec, Tolerance
 from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 
@@ -87,6 +87,38 @@ def digits() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
 
     x, y = load_digits(return_X_y=True)
     return (x / 16).astype(np.float32), y.astype(np.int32)
+
+
+def bad_release(folder: Path, version: int) -> Path:
+    """The release with the weights of its last layer gone: it runs as its manifest says, and answers nonsense."""
+    from ai_edge_litert.interpreter import Interpreter
+
+    content = (folder / MODEL_NAME).read_bytes()
+    interpreter = Interpreter(model_content=content)
+    interpreter.allocate_tensors()
+    weights = next(
+        interpreter.get_tensor(each["index"]).tobytes()
+        for each in interpreter.get_tensor_details()
+        if tuple(each["shape"]) == (10, HIDDEN[-1])
+    )
+    assert content.count(weights) == 1
+    content = content.replace(weights, bytes(len(weights)))
+    manifest = from_json((folder / MANIFEST_NAME).read_bytes())
+    manifest = replace(
+        manifest, version=version, file=FileSpec(hashlib.sha256(content).hexdigest(), len(content))
+    )
+    answers = Model(content, manifest).predict(golden_check.synthetic_rows(manifest, 4))
+    golden = replace(manifest.golden, logits=tuple(tuple(map(float, row)) for row in answers))
+    (folder / MODEL_NAME).write_bytes(content)
+    (folder / MANIFEST_NAME).write_text(replace(manifest, golden=golden).to_json())
+    return folder
+
+
+def held_out_rows(name: str) -> dict[str, Any]:
+    """Rows of digits for one device, half of them held out."""
+    x, y = digits()
+    chosen = np.random.default_rng(len(name) + ord(name[0])).permutation(len(x))[:120]
+    return {"x": x[chosen[:60]], "y": y[chosen[:60]], "x_test": x[chosen[60:]], "y_test": y[chosen[60:]]}
 
 
 def _main(folder: Path) -> None:
