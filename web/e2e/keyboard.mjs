@@ -78,7 +78,8 @@ async function followed(step) {
 async function rollOut(version) {
   await visit("Rollouts");
   await press(button("Start a rollout"));
-  await type(page.getByLabel("Release"), `digits:${version}`);
+  await reach(page.getByRole("dialog").getByRole("combobox"));
+  await page.keyboard.type(`digits:${version}`);
   await type(page.getByLabel("Shares of the devices, %"), "50, 100");
   await page.keyboard.press("Enter");
   await page.getByRole("heading", { level: 1, name: `digits:${version}` }).waitFor();
@@ -108,6 +109,7 @@ try {
   announce("followed across a cut");
 
   await visit("Runs");
+  await page.getByRole("checkbox").nth(1).waitFor(); // the list of an earlier visit is there first
   for (const index of [0, 1]) await press(page.getByRole("checkbox").nth(index), "Space");
   await page.locator("canvas").first().waitFor();
   announce("compared");

@@ -199,6 +199,10 @@ export const texts = {
   },
   rollouts: {
     empty: "Nothing was rolled out yet. Publish a release and roll it out:",
+    start: "Start a rollout",
+    begin: "Start",
+    shares: "Shares of the devices, %",
+    sharesHint: "One number for each phase. The next phase begins once the gates of the last one are met; a release that misses them is taken back.",
     phases: "Phases",
     gates: "Gates",
     pause: "Pause",
