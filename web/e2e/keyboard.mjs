@@ -133,7 +133,8 @@ try {
   await visit("Fleet");
   await press(page.getByRole("link", { name: "pump-2" }));
   await press(button("Revoke"));
-  await press(inDialog("Revoke"));
+  await type(page.getByLabel("Reason, for the audit log"), "stolen from the depot");
+  await page.keyboard.press("Enter");
   await badge("revoked");
   await visit("Audit");
   announce("verify", { command: await page.getByRole("main").locator("pre").innerText() });

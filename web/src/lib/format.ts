@@ -56,3 +56,8 @@ export function figure(value: unknown): string {
   if (typeof value === "number") return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(4)));
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
+
+/** A value of a report by its key: bytes in their unit, everything else as a figure. */
+export function fact(key: string, value: unknown): string {
+  return typeof value === "number" && /(^|_)bytes(_|$)/.test(key) ? bytes(value) : figure(value);
+}

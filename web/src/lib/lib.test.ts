@@ -7,7 +7,7 @@ import { parse } from "./event_stream";
 import { ofDevices, placed, sections, settings, toToml } from "./experiment_form";
 import { DATACENTER, SIMULATION, split, TEMPLATES } from "./jobs";
 import { layout } from "./lineage";
-import { ago, bytes, figure, share } from "./format";
+import { ago, bytes, fact, figure, share } from "./format";
 
 const event = (id: number, kind: string, more: object = {}) => ({ id, time: "2026-01-01T00:00:00Z", event: kind, ...more });
 
@@ -62,6 +62,7 @@ describe("format", () => {
 
   it("shows decimal units and four digits", () => {
     expect([bytes(0), bytes(999), bytes(183_852), bytes(2_000_000)]).toEqual(["0 B", "999 B", "183.9 kB", "2.0 MB"]);
+    expect([fact("bytes_up", 2_000_000), fact("memory_bytes", 999), fact("rounds", 2)]).toEqual(["2.0 MB", "999 B", "2"]);
     expect([figure(3), figure(0.062429), figure({ a: 1 })]).toEqual(["3", "0.06243", '{"a":1}']);
   });
 });

@@ -34,7 +34,7 @@ export const texts = {
     sent: "Received", seconds: "Seconds", device: "Device", reason: "Reason", version: "Version", aliases: "Aliases", kind: "Kind",
     stage: "Stage", created: "Created", size: "Size", files: "Files", model: "Model", phase: "Phase", percent: "Share",
     devices: "Devices", waiting: "Waiting", installing: "Installing", active: "Active", failed: "Failed", back: "Rolled back",
-    selfTest: "Self-test", time: "Time", event: "Event", release: "Release",
+    selfTest: "Self-test", champion: "Champion", time: "Time", event: "Event", release: "Release",
   },
   overview: {
     needsYou: "Needs a person",
