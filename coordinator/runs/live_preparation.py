@@ -49,7 +49,8 @@ class Prepared:
         runtimes: allowed runtimes, the preferred one first.
         data: description of the data if the coordinator could load it; then it scores every round. Of a table that only
             devices hold, its data schema alone.
-        schema: how devices read a table.
+        schema: how devices read a table, and what images and texts are compared with.
+        reads_by_schema: whether devices cannot read their data without it: of a table, or of labels that are quantities.
         fixed: column -> mean and deviation that the coordinator's rows are scaled by, if devices reported them.
         start: `test_loss` and `test_accuracy` of the initial params, and the number of `test_rows`.
     """
@@ -62,6 +63,7 @@ class Prepared:
     data: Mapping[str, Any] | None
     start: Mapping[str, Any] = field(default_factory=dict)
     schema: BlobRef | None = None
+    reads_by_schema: bool = False
     fixed: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
@@ -132,18 +134,18 @@ def prepare(
         task=shape["task"],
     )
     tflite, manifest = artifact or (None, None)
-    schema = _schema(data, place)
-    prepared = Prepared(reference, trainable, runtimes, tflite, manifest, data, schema=schema)
+    schema = None if data is None else schemas.from_document(data["schema"])
+    prepared = Prepared(
+        reference,
+        trainable,
+        runtimes,
+        tflite,
+        manifest,
+        data,
+        schema=None if schema is None else put_schema(schema, place.blobs),
+        reads_by_schema=schema is not None and (schema.kind == "table" or schema.label_scale is not None),
+    )
     return prepared, params, notices
-
-
-def _schema(data: Mapping[str, Any] | None, place: Place) -> BlobRef | None:
-    """The schema that devices read by as a blob: of a table, or of labels that are quantities; None of other data."""
-    if data is None:
-        return None
-    schema = schemas.from_document(data["schema"])
-    is_needed = schema.kind == "table" or schema.label_scale is not None
-    return put_schema(schema, place.blobs) if is_needed else None
 
 
 def put_schema(schema: DataSchema, blobs: Blobs) -> BlobRef:

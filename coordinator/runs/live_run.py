@@ -235,6 +235,7 @@ class LiveRun:
             artifact=prepared.artifact,
             manifest=prepared.manifest,
             schema=prepared.schema,
+            reads_by_schema=prepared.reads_by_schema,
             selection=self._experiment.devices.selection,
             quorum=self._experiment.federation.min_updates,
             project=self._row.project,

@@ -39,7 +39,8 @@ class Deployment:
         run: its id.
         dataset: logical name, which each device maps to its own data.
         artifact, manifest: for the litert runtime; None if it is not allowed.
-        schema: how devices read a table; None for other data.
+        schema: how devices read a table, and what images and texts are compared with; None if nobody knows it.
+        reads_by_schema: whether devices cannot read their data without the schema.
         runtimes: allowed runtimes, the preferred one first.
         quorum: least number of clients to start a round with.
         kind: of the tasks that a device must be able to do; `statistics` need no runtime and no model.
@@ -54,6 +55,7 @@ class Deployment:
     artifact: BlobRef | None = None
     manifest: BlobRef | None = None
     schema: BlobRef | None = None
+    reads_by_schema: bool = False
     selection: Selection = field(default_factory=Selection)
     quorum: int = 1
     kind: TaskKind = "train"

@@ -160,11 +160,11 @@ _STATE_REASONS = {
 
 
 def _wire_reason(report: CheckIn, kind: TaskKind, deployment: Deployment) -> Reason | None:
-    since = MIN_WIRE_VERSION[kind] if deployment.schema is None else SCHEMAS_SINCE
+    since = SCHEMAS_SINCE if deployment.reads_by_schema else MIN_WIRE_VERSION[kind]
     if supports(report.wire, since):
         return None
     needed = ".".join(map(str, max(since, (WIRE[0], OLDEST_MINOR))))
-    tasks = f"{kind} tasks" if deployment.schema is None else "tasks with a data schema"
+    tasks = "tasks with a data schema" if deployment.reads_by_schema else f"{kind} tasks"
     return Reason(
         "wire_version",
         f"it speaks wire {report.wire}, {tasks} need {needed} up to {WIRE[0]}.x; update its software",

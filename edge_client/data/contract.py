@@ -6,10 +6,13 @@ where the two contradict each other the data set is refused, because the model w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+
+import numpy.typing as npt
 
 from edge_client.data.connector import DataConfig, DataProblem
 from edge_client.data.options import TableOptions
@@ -22,6 +25,10 @@ TABLE_SUFFIXES = (".csv", ".tsv", ".txt", ".parquet")
 """Of files that are read as a table where a model takes one."""
 
 _ARRAYS = "numpy"
+_IMAGES = "images"
+
+_SLACK = 0.01
+"""Share of the range of pixels that resized or augmented images may leave it by."""
 
 _NOT_FOR_A_SCHEMA = ("scale", "shape", "dtype")
 """Options of single values, which the schema's columns leave no room for."""
@@ -40,7 +47,7 @@ def with_schema(config: DataConfig, schema: DataSchema) -> DataConfig:
     """
     given = dict(config.options)
     if schema.kind != "table" or config.kind not in TABLE_KINDS:
-        return _with_label_scale(config, schema)
+        return _as_images(_with_label_scale(config, schema), schema)
     if surplus := [name for name in _NOT_FOR_A_SCHEMA if name in given]:
         raise DataProblem(
             f"{config.kind} data: option {surplus[0]} does not fit the model's schema, which says how every column is read; remove it"
@@ -58,6 +65,71 @@ def with_schema(config: DataConfig, schema: DataSchema) -> DataConfig:
                 "schema comes with the task"
             )
     return replace(config, options=given | said)
+
+
+def _as_images(config: DataConfig, schema: DataSchema) -> DataConfig:
+    """The configuration of arrays or images, which has to name the model's classes; a folder of images is read as the model's are."""
+    own = _plain(config.options.get("classes", ()))
+    if isinstance(own, list) and own and schema.classes and own != list(schema.classes):
+        raise DataProblem(
+            f"{config.kind} data: option classes says {listed(own)}, the model's schema {listed(schema.classes)}; name the same "
+            "classes in the same order"
+        )
+    if config.kind != _IMAGES or schema.kind == "array":
+        return config
+    if schema.image is None:
+        raise DataProblem(f"{config.kind} data: the model was trained on data of kind {schema.kind}")
+    if schema.image.layout == "HWC" or schema.image.mean:
+        raise DataProblem(
+            f"{config.kind} data: the model takes images of layout {schema.image.layout}"
+            f"{', normalised by channel' if schema.image.mean else ''}, which a folder is not read as; give them as kind {_ARRAYS!r}"
+        )
+    # 255 of a file stands for the model's largest pixel.
+    scale = schema.image.maximum / (255 * schema.image.divisor)
+    said: dict[str, Any] = {
+        "shape": list(schema.input_shape),
+        "scale": scale,
+        **({"classes": list(schema.classes)} if schema.classes else {}),
+    }
+    for name, value in said.items():
+        given = _plain(config.options.get(name, value))
+        if given != value and not (name == "scale" and math.isclose(given, scale, rel_tol=1e-6)):
+            raise DataProblem(
+                f"{config.kind} data: option {name} says {given}, the model's schema {value}; remove the option, the schema "
+                "comes with the task"
+            )
+    return replace(config, options={**config.options, **said})
+
+
+def require_inputs(x: npt.NDArray[Any], schema: DataSchema) -> None:
+    """Requires that examples can be images or texts as the model was trained on them: pixels in their range, ids of its tokens.
+
+    Raises:
+        DataProblem: some cannot.
+    """
+    if schema.image is not None and x.size:
+        image = schema.image
+        means, deviations = image.mean or (0.0,), image.deviation or (1.0,)
+        ends = (0.0, image.maximum / image.divisor)
+        bounds = [
+            (end - mean) / spread for mean, spread in zip(means, deviations, strict=True) for end in ends
+        ]
+        least, most = min(bounds), max(bounds)
+        slack = _SLACK * (most - least)
+        low, high = float(x.min()), float(x.max())
+        if low < least - slack or high > most + slack:
+            raise DataProblem(
+                f"the local data has pixels from {low:g} to {high:g}, the model's images from {least:g} to {most:g}; see the option "
+                "`scale` in this device's configuration"
+            )
+    if schema.text is not None and x.size:
+        text = schema.text
+        most_id = max(text.first + (len(text.vocabulary) or 256) - 1, text.padding, text.unknown or 0)
+        if x.min() < 0 or x.max() > most_id:
+            raise DataProblem(
+                f"the local data has token ids from {x.min()} to {x.max()}, the model's vocabulary of {text.unit} 0 to {most_id}; encode "
+                "the texts with the model's own vocabulary"
+            )
 
 
 def table_at(path: Path, schema: DataSchema) -> DataConfig:

@@ -95,6 +95,7 @@ class Worker:
         import numpy as np
 
         from edge_client.data import open_data
+        from edge_client.data.contract import require_inputs
         from edge_client.train.process import Job
         from edge_client.train.resolve import require_compatible
         from edge_client.train.trainer import Trainer
@@ -113,6 +114,8 @@ class Worker:
         source = open_data(job.data, schema)
         data = source.train() if job.kind == "train" else source.held_out()
         require_compatible(data, job.model)
+        if schema is not None:
+            require_inputs(data.x, schema)
         trainer = Trainer(self._runtime(job))
         run = _train if job.kind == "train" else _evaluate
         run(job, trainer, data)

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from edge_client.data import DataConfig, open_data
 from edge_client.data.connector import DataProblem
+from edge_client.data.contract import require_inputs
 from edge_client.serving.predict import of_inputs
 from edge_client.serving.rows import Reading, joined, read_inputs
 from edge_client.serving.texts import token_name
@@ -100,6 +102,40 @@ def test_a_machine_without_pillow_names_it(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(DataProblem, match="images need Pillow"):
         read_inputs(tmp_path / "a.png", load("digits", seed=0).described, "digits")
+
+
+def test_a_device_reads_a_folder_of_images_as_the_model_was_trained(tmp_path: Path) -> None:
+    schema = load("digits", seed=0).described
+    pixels = np.array([[0, 255], [51, 102]], np.uint8).repeat(4, 0).repeat(4, 1)
+    save_image(tmp_path / "3" / "a.png", pixels)
+    save_image(tmp_path / "7" / "b.png", pixels)
+    config = DataConfig("images", tmp_path, {"held_out": 0.0})
+    read = open_data(config, schema).train()
+    expected = read_inputs(tmp_path / "3" / "a.png", schema, "digits").x[0]
+    np.testing.assert_allclose(read.x, [expected, expected], rtol=1e-6)
+    assert sorted(read.y.tolist()) == [3, 7]
+    require_inputs(read.x, schema)
+    for option, value, message in (
+        ("scale", 1.0, "scale says 1.0"),
+        ("shape", [16, 16], "shape says"),
+        ("classes", ["3", "7"], "option classes says"),
+    ):
+        with pytest.raises(DataProblem, match=message):
+            open_data(replace(config, options={option: value}), schema)
+    bank = DataSchema("text", (4,), "int32", text=TextSchema("words", "class", ("up", "down"), 2, 0, 1))
+    with pytest.raises(DataProblem, match="trained on data of kind text"):
+        open_data(config, bank)
+
+
+def test_arrays_that_cannot_be_what_the_model_was_trained_on_are_refused() -> None:
+    digits = load("digits", seed=0)
+    require_inputs(digits.x, digits.described)
+    with pytest.raises(DataProblem, match=r"pixels from 0 to 16, the model's images from 0 to 1; .*`scale`"):
+        require_inputs(digits.x * 16, digits.described)
+    bank = DataSchema("text", (4,), "int32", text=TextSchema("words", "class", ("up", "down"), 2, 0, 1))
+    require_inputs(np.array([[0, 1, 2, 3]], np.int32), bank)
+    with pytest.raises(DataProblem, match="token ids from 0 to 4, the model's vocabulary of words 0 to 3"):
+        require_inputs(np.array([[0, 4, 2, 3]], np.int32), bank)
 
 
 def test_sentences_become_the_ids_that_training_had(tmp_path: Path) -> None:
