@@ -211,7 +211,7 @@ class TaskOffer:
         params: to start from, or to evaluate; None for a statistics task.
         streams: arrays of the client rule, if it has any.
         artifact, manifest: for the litert runtime.
-        schema: a `DataSchema`, for data that is a table.
+        schema: a `DataSchema`: how a table is read, and what other data is compared with.
         lease_seconds: the task is given up if the device is silent for so long.
         deadline_seconds: from now, for the whole task.
         result_limit_bytes: largest result accepted, decoded.
