@@ -219,10 +219,11 @@ class JobService:
         try:
             if not self._is_closed:
                 state: Any = "failed" if error else "finished"
-                services.commit(
-                    partial(queries.end, job=row.id, state=state, now=services.clock(), error=error)
-                )
-                _log.info("job_ended", job=row.id, state=state)
+                end = partial(queries.end, job=row.id, state=state, now=services.clock(), error=error)
+                if services.commit(end):  # not if it was cancelled
+                    _log.info("job_ended", job=row.id, state=state)
+        except Exception:
+            _log.exception("job_end_not_stored", job=row.id)  # the next start marks it as interrupted
         finally:
             with self._lock:
                 self._threads.pop(row.id, None)

@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 
 from coordinator.accounts.admin_token import read_admin_token
 from coordinator.context.services import Services
+from coordinator.demos.local_fleet import local_fleet
 from coordinator.jobs.service import JobService
 from coordinator.runs.service import RunService
 from coordinator.server.app import operator_app
@@ -35,6 +36,7 @@ EXPERIMENT: dict[str, Any] = {
     "federation": {"rounds": 2, "clients": 3, "clients_per_round": 3, "runtimes": {"torch": 1.0}},
     "local": {"epochs": 1},
 }
+ENDLESS = {**EXPERIMENT, "federation": {**EXPERIMENT["federation"], "rounds": 100_000}}
 PATIENCE_SECONDS = 120.0
 
 
@@ -118,13 +120,13 @@ def test_a_simulation_is_started_watched_and_leaves_its_report(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_cancelled_job_ends_with_all_its_processes_and_goes_on_when_resumed(tmp_path: Path) -> None:
-    endless = {**EXPERIMENT, "federation": {**EXPERIMENT["federation"], "rounds": 100_000}}
+def test_a_cancelled_job_ends_with_all_its_processes(tmp_path: Path) -> None:
     with coordinator(tmp_path / "home", job_slots=1) as (client, _, _):
-        first, second = (start(client, "simulation", endless) for _ in range(2))
+        first, second = (start(client, "simulation", ENDLESS) for _ in range(2))
         path = f"/api/v1/jobs/{first['id']}"
         wait_for(lambda: (client.get(path).json()["progress"]["done"] or 0) >= 2)
         processes = psutil.Process().children(recursive=True)
+        assert processes
         assert (
             client.get(f"/api/v1/jobs/{second['id']}").json()["state"] == "queued"
         )  # the only slot is taken
@@ -133,17 +135,37 @@ def test_a_cancelled_job_ends_with_all_its_processes_and_goes_on_when_resumed(tm
         assert client.post(f"{path}/cancel").json()["state"] == "cancelled"
         assert code_of(client.post(f"{path}/cancel")) == (409, "job_state")
         wait_for(lambda: not any(each.is_running() for each in processes))
-        wait_for(lambda: client.post(f"{path}/resume").status_code == 200)
-        done = client.get(path).json()["progress"]["done"]
-        wait_for(lambda: (client.get(path).json()["progress"]["done"] or 0) > done)
-        assert client.get(path).json()["attempts"] == 2
-    with coordinator(tmp_path / "home") as (client, _, _):  # as after a crash, which leaves it running too
-        shown = client.get(path).json()
+        assert client.get(path).json()["state"] == "cancelled"
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+def test_a_job_of_a_killed_coordinator_is_interrupted_and_goes_on_when_resumed(tmp_path: Path) -> None:
+    with local_fleet(tmp_path) as fleet:
+
+        def done() -> int:
+            return fleet.client.get(f"/jobs/{job}")["progress"]["done"] or 0
+
+        job = fleet.client.post("/jobs", {"kind": "simulation", "document": ENDLESS})["id"]
+        wait_for(lambda: done() >= 3)
+        processes = [
+            each
+            for each in psutil.Process(fleet.coordinator.pid).children(recursive=True)
+            if "job_process" in " ".join(each.cmdline()) or each.ppid() != fleet.coordinator.pid
+        ]
+        assert len(processes) >= 2  # its own, and a worker's
+        fleet.coordinator.kill()
+        wait_for(lambda: not any(each.is_running() for each in processes))
+        fleet.serve()
+        shown = fleet.client.get(f"/jobs/{job}")
         assert (shown["state"], shown["error"]) == (
             "interrupted",
             "the coordinator stopped while the job ran",
         )
-        assert not psutil.Process().children()
+        reached = done()
+        fleet.client.post(f"/jobs/{job}/resume")
+        wait_for(lambda: done() > reached)
+        assert fleet.client.get(f"/jobs/{job}")["attempts"] == 2
 
 
 @pytest.mark.extended

@@ -27,6 +27,8 @@ from coordinator.accounts.admin_token import read_admin_token
 from coordinator.accounts.enrolment_tokens import TokenTerms
 from coordinator.context.services import Services
 from coordinator.db import tables
+from coordinator.jobs.service import JobService
+from coordinator.jobs.tables import jobs
 from coordinator.runs.service import RunService
 from coordinator.server.app import device_app, operator_app
 from coordinator.server.metrics import Metrics
@@ -59,6 +61,12 @@ class QueuedRuns(RunService):
     def _start_thread(self, run: str) -> None: ...
 
 
+class QueuedJobs(JobService):
+    """Jobs are created and never run."""
+
+    def _dispatch(self) -> None: ...
+
+
 @pytest.fixture
 def services(tmp_path: Path) -> Iterator[Services]:
     with services_in(tmp_path / "home") as opened:
@@ -69,8 +77,10 @@ def services(tmp_path: Path) -> Iterator[Services]:
 @pytest.mark.parametrize("examples", [QUICK, pytest.param(LARGE, marks=pytest.mark.extended)])
 def test_no_request_to_the_operator_api_makes_it_fail(services: Services, examples: int) -> None:
     runs = QueuedRuns(services, answering)
-    app = operator_app(services, runs, Metrics(services.database, services.signals))
+    queued = QueuedJobs(services)
+    app = operator_app(services, runs, Metrics(services.database, services.signals), queued)
     runs.create(experiment(2))
+    queued.create("simulation", {}, (), None, 0, "admin")
     enrolled(services, Device(services.settings.home))
     ids = ids_in(services)
     headers = {"Authorization": f"Bearer {read_admin_token(services.settings.home)}"}
@@ -102,7 +112,7 @@ def enrolled(services: Services, device: Device) -> None:
 
 def ids_in(services: Services) -> dict[str, list[str]]:
     """Of what there is, by the name that a path has for it."""
-    ids = {"device": tables.devices, "run": tables.runs, "token": tables.tokens}
+    ids = {"device": tables.devices, "run": tables.runs, "token": tables.tokens, "job": jobs}
     return {
         name: [
             str(each)
