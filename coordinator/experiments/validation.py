@@ -317,8 +317,8 @@ def score_problem(federation: Federation, why_not: str) -> str | None:
     if not federation.needs_scores:
         return None
     key = f"early_stop = {federation.early_stop}" if federation.early_stop else f'keep = "{federation.keep}"'
-    by = "test losses" if federation.metric == "loss" else f"federation.metric = {federation.metric!r}"
-    return f"federation.{key} compares the {by} of the rounds, but {why_not}"
+    by = "the test losses" if federation.metric == "loss" else f"{federation.metric} (federation.metric)"
+    return f"federation.{key} compares {by} of the rounds, but {why_not}"
 
 
 def own_key_problems(data: Any, own_keys: Mapping[str, tuple[str, ...]]) -> Iterator[str]:

@@ -85,7 +85,11 @@ def why_no_metric(name: str, data_info: Mapping[str, Any], y: npt.NDArray[Any]) 
 def why_not_of_task(name: str, task: str) -> str | None:
     """Why models for this task have no such figure; None if they have."""
     expected = "regression" if name == "r2" else "classification"
-    return None if task == expected else f"it is of data.task = {expected!r}, and the data is for {task!r}"
+    return (
+        None
+        if task == expected
+        else f"it is a figure of data.task = {expected!r}, and the data is for {task!r}"
+    )
 
 
 def of_all(judged: Judged, data_info: Mapping[str, Any]) -> dict[str, Any]:

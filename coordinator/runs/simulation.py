@@ -192,8 +192,6 @@ def _run_rounds(
     names = [client.name for client in prepared.clients]
     rows, metric = open_workspace(prepared.folder), experiment.federation.metric
     y = rows.y[rows.test_rows]
-    unscored = None if len(owners) else "the data set holds out no rows"
-    require_scores(experiment, unscored or why_no_metric(metric, prepared.data_info, y))
 
     def score(number: int, params: Tensors) -> Score:
         scored = evaluate(pool, len(owners), params, keep_logits=metric != "loss")
@@ -323,6 +321,7 @@ def prepare(
     for line in (*data_info["preview"], *_describe_sites(experiment, data_info)):
         progress.note(line)
     _require_task(experiment, data_info["task"])
+    _require_scored(experiment, data_info, folder)
     clients = _make_clients(experiment, data_info)
     model = experiment.model.describe(data_info)
     progress.stage("building the model")
@@ -342,6 +341,14 @@ def _require_task(experiment: Experiment, task: str) -> None:
     declared = experiment.data.task
     if declared is not None and declared != task:
         raise UserError(f"data.task = {declared!r}, but the data set is for {task!r}")
+
+
+def _require_scored(experiment: Experiment, data_info: Mapping[str, Any], folder: Path) -> None:
+    """Refuses keys that need scores which the held-out rows in the workspace do not give."""
+    rows = open_workspace(folder)
+    unscored = None if len(rows.test_rows) else "the data set holds out no rows"
+    labels = rows.y[rows.test_rows]
+    require_scores(experiment, unscored or why_no_metric(experiment.federation.metric, data_info, labels))
 
 
 def _describe_sites(experiment: Experiment, data_info: Mapping[str, Any]) -> list[str]:

@@ -348,7 +348,7 @@ def test_devices_that_count_their_classes_give_the_final_model_figures(tmp_path:
         assert report["final"]["round"] == 1
         quantities = carried(services, {**document, "federation": {**by_auc, "metric": "r2"}})
         assert quantities.error == (
-            "federation.keep = \"best\" compares the federation.metric = 'r2' of the rounds, but it is of data.task = "
+            'federation.keep = "best" compares r2 (federation.metric) of the rounds, but it is a figure of data.task = '
             "'regression', and the data is for 'classification'"
         )
         show_report(report, tmp_path, as_json=False)
