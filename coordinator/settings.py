@@ -237,10 +237,10 @@ class Settings:
         tuple[str, ...],
         Option(
             "--oidc-role",
-            "Role of the users whose claim has a value, such as ml-team=data_scientist; may be repeated, the first that fits "
-            "counts.",
+            "Role of the users whose claim has a value, such as ml-team=data_scientist or ward-3=viewer@clinic-a; may be "
+            "repeated, in each project the first that fits counts.",
             tuple,
-            metavar="VALUE=ROLE",
+            metavar="VALUE=ROLE[@PROJECT]",
         ),
     ] = ()
     oidc_claim: Annotated[

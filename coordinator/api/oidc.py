@@ -20,7 +20,6 @@ import structlog
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
-from sqlalchemy import Connection
 
 from coordinator.api.cookies import (
     require_own_origin,
@@ -32,7 +31,7 @@ from coordinator.api.deps import RequestBody, address_of
 from coordinator.api.session import Session, bad_sign_in, begin_session_of
 from coordinator.context.services import Services, ServicesDep
 from coordinator.errors import Refusal
-from coordinator.identity.external_accounts import account_of
+from coordinator.identity.external_accounts import Subject, account_of
 from coordinator.identity.setup_links import write_link
 from coordinator.identity.users import UserRow
 from coordinator.oidc.configuration import CALLBACK_PATH
@@ -148,21 +147,18 @@ def _redirect_uri(request: Request, wanted: str | None) -> str:
 
 async def _account(services: Services, provider: Provider, claims: Mapping[str, Any]) -> UserRow:
     configuration = provider.configuration
-    role = configuration.role_of(claims)
-    if role is None:
+    names = tuple(claims.get(name) for name in _NAME_CLAIMS)
+    subject = Subject(configuration.issuer, claims["sub"], names)
+    roles, now = configuration.roles_of(claims), services.clock()
+    find = partial(account_of, subject=subject, roles=roles, projects=configuration.projects, now=now)
+    user = await services.write(find)
+    if user is None:
         _log.warning("sign_in_without_role", issuer=configuration.issuer, claim=configuration.claim)
         raise Refusal(
             403,
             "oidc_no_role",
             f"you have no role here: your claim {configuration.claim!r} at {configuration.host} gives none; ask an admin",
         )
-    names = [claims.get(name) for name in _NAME_CLAIMS]
-    now = services.clock()
-
-    def find(connection: Connection) -> UserRow:
-        return account_of(connection, configuration.issuer, claims["sub"], names, role, now)
-
-    user = await services.write(find)
     await asyncio.to_thread(write_link, services.settings.home, None)  # it ended with the first user
     if user.disabled_at is not None:
         raise bad_sign_in()

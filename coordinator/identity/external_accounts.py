@@ -3,45 +3,82 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, insert, select, update
 
 from coordinator.errors import Refusal
 from coordinator.identity.passwords import NO_PASSWORD
 from coordinator.identity.principals import Role
+from coordinator.identity.projects import list_projects, remove_member
 from coordinator.identity.tables import external_accounts, users
-from coordinator.identity.users import UserRow, add_user, change_user, find_user, user_name
+from coordinator.identity.users import UserRow, add_user, change_user, find_user, require_user, user_name
+from coordinator.project_names import DEFAULT_PROJECT
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Somebody at a provider. `names`: what a new user may be called, the preferred one first."""
+
+    issuer: str
+    id: str
+    names: tuple[object, ...]
 
 
 def account_of(
-    connection: Connection, issuer: str, subject: str, names: Iterable[object], role: Role, now: datetime
-) -> UserRow:
-    """The user with this subject, with the role that the provider gives now; a new one at the first sign-in.
+    connection: Connection,
+    subject: Subject,
+    roles: Mapping[str | None, Role],
+    projects: Collection[str],
+    now: datetime,
+) -> UserRow | None:
+    """The user with this subject, with the roles that the provider gives now; a new one at the first sign-in. None without a role.
 
-    `names`: what a new user may be called, the preferred one first; one that another user has is never taken over.
+    A name that another user has is never taken over.
+
+    Args:
+        roles: project -> role in it; None: the role in all of them. Projects that do not exist are left out.
+        projects: those in which the provider decides: memberships in them that it does not give end.
     """
+    existing = {each.name for each in list_projects(connection)}
+    # The role in all projects comes last: it is the one that decides.
+    given = [(project, role) for project, role in roles.items() if project in existing]
+    given += [(DEFAULT_PROJECT, role) for project, role in roles.items() if project is None]
+    name = _known_name(connection, subject)
+    if name is None and given:
+        project, role = given[0]
+        name = _free_name(connection, subject)
+        row = add_user(connection, name, role, NO_PASSWORD, now, project)
+        known = {"issuer": subject.issuer, "subject": subject.id}
+        connection.execute(insert(external_accounts).values(**known, user=row.id, created_at=now))
+    if name is None:
+        return None
+    user = require_user(connection, name)
+    connection.execute(update(users).where(users.c.id == user.id).values(role="member"))
+    for project in set(projects) - roles.keys():
+        remove_member(connection, project, user.id)
+    for project, role in given:
+        user = change_user(connection, name, now, role=role, project=project)
+    return user if given else None
+
+
+def _known_name(connection: Connection, subject: Subject) -> str | None:
     known = external_accounts.c
-    name = connection.execute(
+    name: str | None = connection.execute(
         select(users.c.name)
         .join_from(external_accounts, users)
-        .where(known.issuer == issuer, known.subject == subject)
+        .where(known.issuer == subject.issuer, known.subject == subject.id)
     ).scalar_one_or_none()
-    if name is not None:
-        return change_user(connection, name, now, role=role)
-    row = add_user(connection, _free_name(connection, issuer, subject, names), role, NO_PASSWORD, now)
-    connection.execute(
-        insert(external_accounts).values(issuer=issuer, subject=subject, user=row.id, created_at=now)
-    )
-    return row
+    return name
 
 
-def _free_name(connection: Connection, issuer: str, subject: str, names: Iterable[object]) -> str:
-    for each in names:
+def _free_name(connection: Connection, subject: Subject) -> str:
+    for each in subject.names:
         with suppress(Refusal):
             name = user_name(each) if isinstance(each, str) else ""
             if name and find_user(connection, name) is None:
                 return name
-    return f"oidc-{hashlib.sha256(f'{issuer} {subject}'.encode()).hexdigest()[:16]}"
+    return f"oidc-{hashlib.sha256(f'{subject.issuer} {subject.id}'.encode()).hexdigest()[:16]}"

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from coordinator.commands.cli import app as cli
 from coordinator.context.services import Services, utc_now
 from coordinator.errors import UserError
-from coordinator.identity import tables, users
+from coordinator.identity import projects, tables, users
 from coordinator.limits.rates import PER_ADDRESS
 from coordinator.oidc import fetching
 from coordinator.oidc.configuration import CALLBACK_PATH, configuration_of
@@ -140,6 +140,33 @@ def test_the_role_follows_the_provider_and_a_disabled_user_stays_out(services: S
         assert code_of(sign_in(page(services), "7f3a")) == (401, "bad_sign_in")
     finally:
         services.commit(lambda at: users.change_user(at, "carla", utc_now(), disabled=False))
+
+
+def test_the_claim_gives_roles_in_projects_and_takes_them_away(opened: Services, issuer: str) -> None:
+    def memberships(*roles: str) -> dict[str, str]:
+        services = with_provider(opened, issuer, oidc_roles=roles)
+        answer = sign_in(page(services), "7f3a")
+        assert answer.status_code == 201, answer.text
+        user = services.database.read(lambda at: users.require_user(at, "carla"))
+        return {"": user.role, **services.database.read(lambda at: projects.memberships(at, user.id))}
+
+    for name in ("clinic-a", "clinic-b"):
+        opened.commit(lambda at, name=name: projects.create_project(at, name, utc_now()))
+    given = memberships("ml-team=operator@clinic-a", "all=viewer@clinic-a", "all=viewer@nowhere")
+    assert given["clinic-a"] == "operator"
+    assert "nowhere" not in given
+    carla = opened.database.read(lambda at: users.require_user(at, "carla")).id
+    opened.commit(lambda at: projects.set_member(at, "clinic-b", carla, "viewer"))  # by an admin
+    given = memberships("nobody=viewer@clinic-a", "all=viewer")
+    assert given == {"": "member", "clinic-b": "viewer", "default": "viewer"}
+    assert memberships("all=auditor", "ml-team=viewer@clinic-a")[""] == "auditor"
+    assert memberships("all=viewer@clinic-a")[""] == "member"
+    assert memberships("all=admin")[""] == "admin"
+    gone = with_provider(opened, issuer, oidc_roles=("nobody=viewer@clinic-a",))
+    assert code_of(sign_in(page(gone), "7f3a")) == (403, "oidc_no_role")
+    left = opened.database.read(lambda at: projects.memberships(at, carla))
+    assert "clinic-a" not in left
+    assert opened.database.read(lambda at: users.require_user(at, "carla")).role == "member"
 
 
 def test_such_a_user_has_no_password(services: Services) -> None:
@@ -420,7 +447,8 @@ def test_sign_ins_are_begun_at_a_limited_rate_and_are_not_in_the_audit_log(lied_
         ({"oidc_issuer": ""}, "--oidc-issuer is missing"),
         ({"oidc_client_id": ""}, "needs --oidc-client-id"),
         ({"oidc_roles": ()}, "at least one --oidc-role"),
-        ({"oidc_roles": ("a=viewer", "a=admin")}, "each value once"),
+        ({"oidc_roles": ("a=admin@clinic",)}, "in all projects"),
+        ({"oidc_roles": ("a=viewer@No Project",)}, "VALUE=ROLE@PROJECT"),
         ({"oidc_roles": ("a=king",)}, "VALUE=ROLE"),
     ],
     ids=str,
@@ -442,9 +470,9 @@ def test_an_address_gives_a_role_only_once_it_is_verified() -> None:
     )
     found = configuration_of(replace(settings, oidc_roles=("a@a.example=admin",)))
     assert found is not None
-    assert found.role_of({"email": "a@a.example", "email_verified": True}) == "admin"
+    assert found.roles_of({"email": "a@a.example", "email_verified": True}) == {None: "admin"}
     for verified in (False, None, "true"):
-        assert found.role_of({"email": "a@a.example", "email_verified": verified}) is None
+        assert found.roles_of({"email": "a@a.example", "email_verified": verified}) == {}
 
 
 def test_a_claim_may_lie_inside_an_object() -> None:
@@ -455,9 +483,12 @@ def test_a_claim_may_lie_inside_an_object() -> None:
         oidc_client_id="b",
         oidc_claim="realm_access.roles",
     )
-    found = configuration_of(replace(settings, oidc_roles=("first=admin", "second=viewer")))
+    found = configuration_of(
+        replace(settings, oidc_roles=("first=operator", "second=viewer", "a=b=viewer@c"))
+    )
     assert found is not None
-    assert found.role_of({"realm_access": {"roles": ["second", "first"]}}) == "admin"
-    assert found.role_of({"realm_access": {"roles": [{"first": 1}]}}) is None
-    assert found.role_of({"realm_access": "roles"}) is None
-    assert found.role_of({}) is None
+    assert found.roles_of({"realm_access": {"roles": ["second", "first"]}}) == {"default": "operator"}
+    assert found.roles_of({"realm_access": {"roles": "a=b"}}) == {"c": "viewer"}
+    assert found.roles_of({"realm_access": {"roles": [{"first": 1}]}}) == {}
+    assert found.roles_of({"realm_access": "roles"}) == {}
+    assert found.roles_of({}) == {}
