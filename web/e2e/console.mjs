@@ -267,6 +267,16 @@ try {
   await page.getByRole("row", { name: /vera viewer disabled/ }).getByRole("button", { name: "Enable" }).click();
   await page.getByRole("dialog").getByRole("button", { name: "Enable" }).click();
   await page.getByRole("row", { name: /vera viewer active/ }).waitFor();
+  await page.getByRole("button", { name: "Add a project" }).click();
+  await page.getByRole("dialog").getByLabel("Name").fill("clinic-a");
+  await page.getByRole("dialog").getByRole("button", { name: "Create" }).click();
+  await page.getByRole("row", { name: /clinic-a active/ }).getByRole("button", { name: "Members" }).click();
+  await page.getByRole("button", { name: "Add a member" }).click();
+  await page.getByRole("dialog").getByLabel("Name").fill("vera");
+  await page.getByRole("dialog").getByRole("button", { name: "Add", exact: true }).click();
+  await page.getByRole("row", { name: /vera viewer Remove/ }).getByRole("button", { name: "Remove" }).click();
+  await page.getByRole("dialog").getByRole("button", { name: "Remove" }).click();
+  await page.getByText("The project has no members").waitFor();
   const NEW_PASSWORD = "a newer mule in the flats";
   await page.getByLabel("Current password").fill(ADMIN_PASSWORD);
   await page.getByLabel("New password", { exact: true }).fill(NEW_PASSWORD);

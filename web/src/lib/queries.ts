@@ -50,6 +50,11 @@ export const queries = {
   }),
   releases: () => ({ queryKey: ["releases"], queryFn: async () => body(await api.GET("/api/v1/releases/status")) }),
   accessTokens: () => ({ queryKey: ["access tokens"], queryFn: async () => body(await api.GET("/api/v1/access-tokens")) }),
+  projects: () => ({ queryKey: ["projects"], queryFn: async () => body(await api.GET("/api/v1/projects")) }),
+  members: (project: string) => ({
+    queryKey: ["projects", project],
+    queryFn: async () => body(await api.GET("/api/v1/projects/{project}/members", { params: { path: { project } } })),
+  }),
   users: () => ({ queryKey: ["users"], queryFn: async () => body(await api.GET("/api/v1/users")) }),
   models: () => ({ queryKey: ["models"], queryFn: async () => body(await api.GET("/api/v1/models")) }),
   versions: (name: string) => ({
