@@ -42,6 +42,8 @@ _SOURCES: Mapping[Kind, tuple[Kind, ...]] = {
     "export": ("simulation", "pretraining", "compression"),
 }
 """Kinds that start from the model of another job -> kinds of that job."""
+MAX_LIVE = 500
+"""Jobs that have not ended, of all projects together."""
 _UNCONFINED: tuple[Kind, ...] = ("pretraining", "plan", "export")
 """Kinds that need what the sandbox refuses: sockets between processes, or in an export the memory figures of /proc."""
 
@@ -83,11 +85,13 @@ class JobService:
         Raises:
             UserError: listing all problems of the document, or what it may not name; it needs more slots than there are.
             Refusal: 404, it names a job or a version that does not exist; 409 `job_state`, its source has not finished;
-                409 `no_jobs`, this coordinator runs none.
+                409 `no_jobs`, this coordinator runs none; 409 `too_many_jobs`.
         """
         services, job = self._services.for_project(project), str(uuid.uuid4())
         if not self._slots:
             raise Refusal(409, "no_jobs", "this coordinator runs no jobs: its --job-slots is 0")
+        if len(self._services.database.read(queries.live)) >= MAX_LIVE:
+            raise Refusal(409, "too_many_jobs", f"{MAX_LIVE} jobs have not ended; wait, or cancel some")
         folder = self.folder(job)
         checked = documents.check(kind, document, sets, folder, services)
         if checked.processes > self._slots:

@@ -19,6 +19,8 @@ from structlog.testing import capture_logs
 from coordinator.accounts.admin_token import read_admin_token
 from coordinator.context.services import Services
 from coordinator.demos.local_fleet import local_fleet
+from coordinator.errors import Refusal
+from coordinator.jobs import service
 from coordinator.jobs.service import JobService
 from coordinator.runs.service import RunService
 from coordinator.server.app import operator_app
@@ -273,6 +275,17 @@ def test_a_document_names_no_code_and_no_file_outside_the_data_folders(
 def refusing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     with coordinator(tmp_path_factory.mktemp("refusing") / "home") as (client, _, _):
         yield client
+
+
+def test_only_so_many_jobs_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAX_LIVE", 2)
+    with services_in(tmp_path / "home") as services:  # a closed service starts none of them
+        jobs = JobService(services)
+        jobs.close()
+        for _ in range(2):
+            jobs.create("simulation", EXPERIMENT, (), None, 0, "admin")
+        with pytest.raises(Refusal, match="2 jobs have not ended"):
+            jobs.create("simulation", EXPERIMENT, (), None, 0, "admin")
 
 
 def test_a_coordinator_without_slots_runs_no_jobs(tmp_path: Path) -> None:

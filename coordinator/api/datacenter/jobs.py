@@ -47,8 +47,8 @@ class JobProgress(BaseModel):
     accuracy: float | None = None
 
 
-class Job(BaseModel):
-    """A job. `document`: with all defaults. `files`: results that can be fetched, with their sizes in bytes."""
+class JobSummary(BaseModel):
+    """A job. `files`: results that can be fetched, with their sizes in bytes."""
 
     id: str
     kind: Kind
@@ -65,6 +65,11 @@ class Job(BaseModel):
     error: str | None
     progress: JobProgress
     files: dict[str, int]
+
+
+class Job(JobSummary):
+    """A job with its document, all defaults filled in."""
+
     document: dict[str, Any]
 
 
@@ -114,7 +119,8 @@ def create_job(request: JobRequest, principal: PrincipalDep, service: JobsDep) -
     """Queues a job; it starts when enough slots are free.
 
     422 lists all problems of the document. 422 `code_not_allowed`, `path_not_allowed`: it names code, or a file outside the
-    coordinator's data folders. 409 `job_state`: the source has not finished; 409 `no_jobs`: this coordinator runs none.
+    coordinator's data folders. 409 `job_state`: the source has not finished; 409 `no_jobs`: this coordinator runs none;
+    409 `too_many_jobs`: too many have not ended.
     """
     document = request.document
     if isinstance(document, str):
@@ -136,10 +142,10 @@ def list_jobs(
         str | None, Query(pattern="^[^\\x00]*$", description="A name, or the beginning of an id.")
     ] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-) -> list[Job]:
-    """Jobs, newest first."""
+) -> list[JobSummary]:
+    """Jobs, newest first, without their documents."""
     read = partial(queries.newest, limit=limit, state=state, kinds=kind or (), called=called)
-    return [_render(row, service) for row in services.database.read(read)]
+    return [JobSummary(**_values(row, service)) for row in services.database.read(read)]
 
 
 @router.get("/jobs/{job}")
@@ -224,11 +230,14 @@ def _read(services: Services, job: str) -> JobRow:
 
 
 def _render(row: JobRow, service: JobService) -> Job:
+    return Job(**_values(row, service), document=dict(row.document))
+
+
+def _values(row: JobRow, service: JobService) -> dict[str, Any]:
     folder = service.folder(row.id)
     derived: dict[str, Any] = {
         "progress": JobProgress(**folders.progress(folder)),
         "files": {} if row.state in LIVE else folders.results(folder),
-        "document": dict(row.document),
     }
-    columns = (key for key in Job.model_fields if key not in derived)
-    return Job(**derived, **{key: getattr(row, key) for key in columns})
+    columns = (key for key in JobSummary.model_fields if key not in derived)
+    return {**derived, **{key: getattr(row, key) for key in columns}}

@@ -19,7 +19,7 @@ export function sourcesOf(kind: Kind): readonly Kind[] {
   return kind === "compression" || kind === "export" ? ["simulation", "pretraining", "compression"] : [];
 }
 
-export function isLive(job: Schemas["Job"]): boolean {
+export function isLive(job: Schemas["JobSummary"]): boolean {
   return job.state === "queued" || job.state === "running";
 }
 

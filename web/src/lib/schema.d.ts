@@ -502,7 +502,7 @@ export interface paths {
         };
         /**
          * List Jobs
-         * @description Jobs, newest first.
+         * @description Jobs, newest first, without their documents.
          */
         get: operations["listJobs"];
         put?: never;
@@ -511,7 +511,8 @@ export interface paths {
          * @description Queues a job; it starts when enough slots are free.
          *
          *     422 lists all problems of the document. 422 `code_not_allowed`, `path_not_allowed`: it names code, or a file outside the
-         *     coordinator's data folders. 409 `job_state`: the source has not finished; 409 `no_jobs`: this coordinator runs none.
+         *     coordinator's data folders. 409 `job_state`: the source has not finished; 409 `no_jobs`: this coordinator runs none;
+         *     409 `too_many_jobs`: too many have not ended.
          */
         post: operations["createJob"];
         delete?: never;
@@ -2023,7 +2024,7 @@ export interface components {
         };
         /**
          * Job
-         * @description A job. `document`: with all defaults. `files`: results that can be fetched, with their sizes in bytes.
+         * @description A job with its document, all defaults filled in.
          */
         Job: {
             /** Id */
@@ -2136,6 +2137,52 @@ export interface components {
              * @default 0
              */
             priority: number;
+        };
+        /**
+         * JobSummary
+         * @description A job. `files`: results that can be fetched, with their sizes in bytes.
+         */
+        JobSummary: {
+            /** Id */
+            id: string;
+            /**
+             * Kind
+             * @enum {string}
+             */
+            kind: "simulation" | "pretraining" | "plan" | "compression" | "export";
+            /** Name */
+            name: string;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "queued" | "running" | "finished" | "failed" | "cancelled" | "interrupted";
+            /** Source */
+            source: string | null;
+            /** Processes */
+            processes: number;
+            /** Priority */
+            priority: number;
+            /** Attempts */
+            attempts: number;
+            /** Created By */
+            created_by: string;
+            /**
+             * Created At
+             * Format: date-time
+             */
+            created_at: string;
+            /** Started At */
+            started_at: string | null;
+            /** Finished At */
+            finished_at: string | null;
+            /** Error */
+            error: string | null;
+            progress: components["schemas"]["JobProgress"];
+            /** Files */
+            files: {
+                [key: string]: number;
+            };
         };
         /**
          * Lineage
@@ -4700,7 +4747,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["Job"][];
+                    "application/json": components["schemas"]["JobSummary"][];
                 };
             };
             /** @description Unprocessable Entity */
