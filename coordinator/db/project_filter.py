@@ -65,14 +65,19 @@ _OPTION = "fedloop_project"
 _OWNER = "of_project"
 
 
-def project_column(*, nullable: bool = False, primary_key: bool = False) -> Column[Any]:
-    """The column of a table whose rows belong to a project. Without a foreign key: SQLite cannot add one to a table."""
+def project_column(
+    *, nullable: bool = False, primary_key: bool = False, index: bool | None = True
+) -> Column[Any]:
+    """The column of a table whose rows belong to a project. Without a foreign key: SQLite cannot add one to a table.
+
+    `index`: None for a table that is listed in an order and has an index of the project with that.
+    """
     return Column(
         "project",
         String(63),
         nullable=nullable,
         primary_key=primary_key,
-        index=None if primary_key else True,
+        index=None if primary_key else index,
         server_default=None if nullable else DEFAULT_PROJECT,
         info={_OWNER: True},
     )
@@ -147,18 +152,26 @@ def _insert(
 
 def _restricted(statement: ClauseElement, project: str) -> Any:
     """The statement with a condition for each table of projects in it and in its subqueries."""
+    limited = (Select, Update, Delete)
+    if isinstance(statement, limited) and not any(
+        isinstance(part, limited) for part in visitors.iterate(statement) if part is not statement
+    ):
+        return statement.where(*_conditions(statement, project))  # without a copy of all of it
 
     def limit(part: Any) -> None:
-        tables = [part.table] if isinstance(part, Update | Delete) else part.get_final_froms()
-        for each in tables:
-            for source, is_optional in _sources(each):
-                condition = _condition(source, project)
-                if condition is not None:
-                    missing = _any_key(source).is_(None)
-                    part._where_criteria += (or_(missing, condition) if is_optional else condition,)
+        part._where_criteria += tuple(_conditions(part, project))
 
     visits = {"select": limit, "update": limit, "delete": limit}
     return visitors.cloned_traverse(statement, {}, visits)
+
+
+def _conditions(part: Any, project: str) -> Iterator[ColumnElement[bool]]:
+    """What must hold for the rows of each table that a statement or a subquery names itself."""
+    for each in [part.table] if isinstance(part, Update | Delete) else part.get_final_froms():
+        for source, is_optional in _sources(each):
+            condition = _condition(source, project)
+            if condition is not None:
+                yield or_(_any_key(source).is_(None), condition) if is_optional else condition
 
 
 def _sources(source: FromClause, is_optional: bool = False) -> Iterator[tuple[Table | Alias, bool]]:

@@ -114,7 +114,8 @@ devices = Table(
     Column("last_seen_at", UTCDateTime, nullable=True),
     Column("expected_at", UTCDateTime, nullable=True),  # time of its next check-in
     Column("report", JSON, nullable=False),  # its last CheckIn
-    project_column(),
+    project_column(index=None),
+    Index("ix_devices_project", "project", "id"),
 )
 
 certificates = Table(
@@ -147,7 +148,8 @@ runs = Table(
     Column("best", JSON, nullable=True),  # records.Best; its params are a blob
     Column("figures", JSON, nullable=True),  # of the final model: keys of the report's `final` and `per_site`
     Column("own_model", JSON, nullable=True),  # a user's own model, if it came with the run: files by name
-    project_column(),
+    project_column(index=None),
+    Index("ix_runs_project", "project", "created_at"),
 )
 
 rounds = Table(

@@ -11,14 +11,22 @@ branch_labels = None
 depends_on = None
 
 _TIME = sa.DateTime(timezone=True)
-_OWNED = ("devices", "jobs", "models", "rollouts", "runs", "tokens")
+_OWNED = {
+    "devices": ["project", "id"],
+    "jobs": ["project"],
+    "models": ["project"],
+    "rollouts": ["project"],
+    "runs": ["project", "created_at"],
+    "tokens": ["project"],
+}
+"""Table -> columns of its new index."""
 
 
 def upgrade() -> None:
     _create_tables()
-    for table in _OWNED:
+    for table, columns in _OWNED.items():
         op.add_column(table, _project())
-        op.create_index(op.f(f"ix_{table}_project"), table, ["project"])
+        op.create_index(op.f(f"ix_{table}_project"), table, columns)
     with op.batch_alter_table("serials") as serials:
         serials.add_column(_project())
         serials.drop_constraint("pk_serials", type_="primary")
