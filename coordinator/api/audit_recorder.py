@@ -24,11 +24,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator import failpoints
 from coordinator.api.cookies import SAFE_METHODS
-from coordinator.api.permissions import route_key
+from coordinator.api.permissions import OF_COORDINATOR, OF_USER, route_key
 from coordinator.audit.entries import Entry, Stage, append
 from coordinator.context.services import Services
 from coordinator.identity.principals import Principal
 from coordinator.limits.rates import TokenBuckets
+from coordinator.project_names import DEFAULT_PROJECT
 
 REFUSALS = frozenset({401, 403, 429})
 RECORDED_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
@@ -46,7 +47,10 @@ RECORDED_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
     ("POST", "/rollouts/{rollout}/force"): ("device",),
     ("POST", "/users"): ("name", "role"),
     ("PATCH", "/users/{user}"): ("role", "disabled"),
-    ("POST", "/access-tokens"): ("id", "user", "name", "role", "days", "expires_at"),
+    ("POST", "/access-tokens"): ("id", "user", "name", "role", "project", "days", "expires_at"),
+    ("POST", "/projects"): ("name",),
+    ("PATCH", "/projects/{project}"): ("archived",),
+    ("PUT", "/projects/{project}/members/{user}"): ("role",),
 }
 """Route -> keys of its request and its answer that entries hold. Nothing else of them is recorded: no secrets, no payloads."""
 
@@ -210,10 +214,17 @@ def _entry(
         "" if principal is None else principal.name,
         " ".join(route),
         address=client[0] if client else "",
-        resource=dict(scope.get("path_params", {})),
+        resource=_resource(scope, route, principal),
         status=status,
         details=details or {},
     )
+
+
+def _resource(scope: Scope, route: tuple[str, str], principal: Principal | None) -> dict[str, Any]:
+    """The path parameters, and the project if the route is of one. Entries without a project concern `default`."""
+    resource = dict(scope.get("path_params", {}))
+    project = None if principal is None or route in OF_USER | OF_COORDINATOR else principal.project
+    return resource if project in (None, DEFAULT_PROJECT) else {"project": project, **resource}
 
 
 def _principal_of(scope: Scope) -> Principal | None:

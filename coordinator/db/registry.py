@@ -145,9 +145,13 @@ def _require_free(connection: Connection, model: str) -> None:
         query = select(models.c.project).where(models.c.name == model)
         owner = connection.execute(query).scalar_one_or_none()
     if project is not None and owner not in (None, project):
-        raise Refusal(
-            409, "name_taken", f"another project of this coordinator has a model {model}; choose another name"
-        )
+        raise name_taken(model)
+
+
+def name_taken(model: str) -> Refusal:
+    return Refusal(
+        409, "name_taken", f"another project of this coordinator has a model {model}; choose another name"
+    )
 
 
 def next_number(connection: Connection, model: str) -> int:

@@ -38,6 +38,7 @@ class Principal:
         project: of the request; None if the user is in none, or in several and names none.
         coordinator_grants: roles whose permissions the request has in the whole coordinator.
         is_read_only: the project is archived.
+        is_limited: the credentials are for no other project.
     """
 
     kind: Kind
@@ -49,6 +50,7 @@ class Principal:
     project: str | None = None
     coordinator_grants: frozenset[Role] = frozenset()
     is_read_only: bool = False
+    is_limited: bool = False
 
     @property
     def is_of_coordinator(self) -> bool:

@@ -42,6 +42,8 @@ def list_projects(connection: Connection, only: str | None = None) -> list[Proje
 
 def open_to(connection: Connection, principal: Principal) -> list[str]:
     """Names of the projects that a principal may choose, without archived ones."""
+    if principal.is_limited:
+        return [principal.project] if principal.project else []
     only = None if principal.is_of_coordinator else principal.user or ""
     return [each.name for each in list_projects(connection, only) if each.archived_at is None]
 
@@ -159,6 +161,7 @@ def enter(connection: Connection, principal: Principal, wanted: str | None) -> P
         grants=grants,
         coordinator_grants=principal.coordinator_grants & (frozenset() if limited_to else principal.grants),
         is_read_only=row.archived_at is not None,
+        is_limited=limited_to is not None,
     )
 
 

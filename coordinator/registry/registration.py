@@ -38,6 +38,7 @@ from coordinator.model_references import (
     check_sha256,
     parse_reference,
 )
+from coordinator.project_names import DEFAULT_PROJECT
 from coordinator.registry.contents import Content
 from coordinator.registry.kinds import MODEL, OWN_FILES, PARAMS, REPORT, Kind, examine, read_manifest
 from coordinator.reports import run_report
@@ -81,6 +82,7 @@ def register(
         UserError: what `examine` and `model_references` refuse.
     """
     check_model_name(model)
+    require_own_name(services, model)
     if not 1 <= len(files) <= model_references.FILES_LIMIT:
         raise UserError(
             f"{len(files)} files, a version has 1 to {model_references.FILES_LIMIT}", "bad_number_of_files"
@@ -108,6 +110,19 @@ def register(
         return _write(services, model, version, manifest.version)
 
 
+def require_own_name(services: Services, model: str) -> None:
+    """Requires that the project may have a model of this name: releases that no registry has are those of `default`.
+
+    Raises:
+        Refusal: 409 `name_taken`.
+    """
+    if services.project in (None, DEFAULT_PROJECT):
+        return
+    owner = services.database.read(registry.owners).get(model)
+    if owner is None and any(each.name.model == model for each in services.releases.releases()):
+        raise registry.name_taken(model)
+
+
 def register_run(services: Services, model: str, run: str) -> tuple[VersionRow, bool]:
     """Registers the final model of a finished run as the next version; returns it, and whether it is new.
 
@@ -115,6 +130,7 @@ def register_run(services: Services, model: str, run: str) -> tuple[VersionRow, 
         Refusal: 404 `unknown_run`, 409 `run_not_finished`.
     """
     check_model_name(model)
+    require_own_name(services, model)
     row = services.database.read(partial(runs_rows.require, run=run))
     if row.state != "finished" or row.params is None:
         raise Refusal(

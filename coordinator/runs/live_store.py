@@ -29,7 +29,7 @@ from coordinator.db.registry import NewVersion
 from coordinator.errors import UserError
 from coordinator.json_values import finite
 from coordinator.model_references import RegisterAs
-from coordinator.registry.registration import put, version_of_run
+from coordinator.registry.registration import put, require_own_name, version_of_run
 from coordinator.rounds.engine import materialize_in
 from coordinator.rounds.fleet import Stopped
 from coordinator.rounds.records import Best, RoundRecord, RunState, as_row
@@ -165,6 +165,7 @@ def finish(services: Services, run: str, model_sha256: str, register_as: Registe
         with ExitStack() as stack:
             # From the row as it will be, so that registering the run by hand gives the same files.
             ended = services.database.read(partial(rows.as_finished, run=run, model_sha256=model_sha256))
+            require_own_name(services.for_project(row.project), register_as.model)
             version = version_of_run(services, stack, ended)
             failpoints.reach("registry.blobs_stored")
             end(row.notices, register_as, version)

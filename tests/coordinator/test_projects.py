@@ -38,6 +38,7 @@ from coordinator.server.metrics import Metrics
 from tests.support.databases import postgres
 from tests.support.fake_devices import answering
 from tests.support.people import add_user, app_of, bearer, browser, cheap_passwords, code_of, token_of
+from tests.support.rollout_devices import MemoryReleases
 from tests.support.services import services_in
 
 __all__ = ["cheap_passwords"]
@@ -329,6 +330,39 @@ def test_a_model_of_another_project_is_no_start_and_its_name_cannot_be_taken(wor
     body = {"kind": "weights", "files": {"model.safetensors": file}}
     refused = client.post("/api/v1/models/mine/versions", json=body)
     assert code_of(refused) == (409, "missing_files")  # knowing a hash is not having the file
+
+
+def test_the_audit_log_names_the_project_of_a_change(world: World) -> None:
+    world.client("operator", "beta").post("/api/v1/tokens", json={"group": "audited"})
+    auditor = world.client("auditor")
+    for query, expected in (({"resource": "beta"}, True), ({"resource": "alpha"}, False)):
+        found = auditor.get("/api/v1/audit", params={"action": "POST /tokens", **query}).json()["records"]
+        assert any(each["details"].get("group") == "audited" for each in found) == expected
+        assert all(each["resource"] == {"project": "beta"} for each in found if expected)
+
+
+def test_a_project_cannot_take_the_name_of_a_release_that_no_registry_has(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = MemoryReleases(("published", 1), ("net-of-alpha", 1))
+    monkeypatch.setitem(world.services.opened.__dict__, "releases", released)
+    beta, default = world.client("data_scientist", "beta"), world.client("operator", "default")
+    file = {"sha256": "0" * 64, "size_bytes": 1}
+    body = {"kind": "weights", "files": {"model.safetensors": file}}
+    assert code_of(beta.post("/api/v1/models/published/versions", json=body)) == (409, "name_taken")
+    assert code_of(beta.post("/api/v1/models/free/versions", json=body)) == (409, "missing_files")
+    seen = {
+        name: [each["model"] for each in world.client("viewer", name).get("/api/v1/releases").json()]
+        for name in ("alpha", "beta", "default")
+    }
+    assert seen == {"alpha": ["net-of-alpha"], "beta": [], "default": ["published"]}
+    for name in ("net-of-alpha", "net-of-omega"):
+        start = default.post("/api/v1/rollouts", json={"model": name, "version": 1})
+        assert code_of(start) == (404, "unknown_release")
+    assert code_of(world.client("operator", "alpha").post("/api/v1/releases", json={"targets": "x"})) == (
+        403,
+        "forbidden",
+    )
 
 
 def test_every_table_belongs_to_projects_or_to_the_whole_coordinator() -> None:

@@ -8,6 +8,8 @@ export type Route = keyof typeof permissions;
 
 let current = $state.raw<Session | null>(null);
 let token: string | null = null;
+/** The project that requests name: of this tab, also after a reload; null leaves the choice to the coordinator. */
+let chosen = sessionStorage.getItem("project");
 let known = $state(false);
 let generation = 0;
 
@@ -40,6 +42,21 @@ export const session = {
   get expiresAt(): string | null {
     return current?.expires_at ?? null;
   },
+  /** The project whose resources are shown; null if the user is in none. */
+  get project(): string | null {
+    return current?.project ?? null;
+  },
+  /** Those that the user may choose. */
+  get projects(): readonly string[] {
+    return current?.projects ?? [];
+  },
+  /** Shows another project from now on, in this tab. */
+  async choose(project: string): Promise<void> {
+    name(project);
+    const response = await fetch("/api/v1/session", { headers: session.headers }).catch(() => null);
+    if (response?.ok) current = (await response.json()) as Session;
+    else if (response) name(null);
+  },
   /** Whether the role includes another. */
   has(role: Session["role"]): boolean {
     return current?.grants.includes(role) ?? false;
@@ -50,8 +67,9 @@ export const session = {
   },
   /** What a request needs besides the cookie. */
   get headers(): Record<string, string> {
-    if (token !== null) return { authorization: `Bearer ${token}` };
-    return current?.csrf_token ? { "x-csrf-token": current.csrf_token } : {};
+    const project: Record<string, string> = chosen === null ? {} : { "x-fedloop-project": chosen };
+    if (token !== null) return { authorization: `Bearer ${token}`, ...project };
+    return current?.csrf_token ? { "x-csrf-token": current.csrf_token, ...project } : project;
   },
   /** Why the sign-in at the OpenID provider was refused; null if it was not. */
   get refusal(): string | null {
@@ -68,6 +86,7 @@ export const session = {
     }
     const response = await fetch("/api/v1/session").catch(() => null);
     current = response?.ok ? ((await response.json()) as Session) : null;
+    await settle();
     known = true;
   },
   /** Returns the reason of a refusal; null if it worked. */
@@ -105,6 +124,7 @@ export const session = {
     generation += 1;
     current = null;
     token = null;
+    name(null);
   },
   /** Another after every end, so that a late answer to one session does not end the next. */
   get generation(): number {
@@ -121,5 +141,20 @@ async function take(response: Response): Promise<string | null> {
   if (!response.ok || !answer) return answer?.error?.message ?? response.statusText;
   current = answer;
   refusal = null;
+  await settle();
   return null;
+}
+
+function name(project: string | null): void {
+  chosen = project;
+  if (project === null) sessionStorage.removeItem("project");
+  else sessionStorage.setItem("project", project);
+}
+
+/** Takes the project of before, or the first one of a user for whom the coordinator cannot choose. */
+async function settle(): Promise<void> {
+  if (current === null) return;
+  const wanted = chosen !== null && current.projects.includes(chosen) ? chosen : (current.project ?? current.projects[0]);
+  if (wanted === undefined || wanted === current.project) name(chosen === wanted ? chosen : null);
+  else await session.choose(wanted);
 }

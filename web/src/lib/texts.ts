@@ -4,6 +4,7 @@ export const texts = {
   skip: "Skip to the content",
   navigation: "Main",
   nav: { overview: "Overview", fleet: "Fleet", runs: "Runs", simulation: "Simulation", datacenter: "Datacenter", models: "Models", rollouts: "Rollouts", releases: "Releases", audit: "Audit", settings: "Settings" },
+  project: "Project",
   roles: { viewer: "viewer", auditor: "auditor", operator: "operator", data_scientist: "data scientist", admin: "admin" },
   theme: { label: "Theme", system: "System", light: "Light", dark: "Dark" },
   signIn: {
