@@ -114,12 +114,15 @@ def check_experiment(request: CheckRequest, services: ServicesDep) -> CheckedExp
             document = experiments.parse_toml(document, "experiment")
         checked = admission.check(document, request.sets, services)
     except UserError as error:
-        whole = ExperimentProblem(key="", message=str(error))
+        whole = ExperimentProblem(key="", message=form.encodable(str(error)))
         return CheckedExperiment(problems=[whole], notices=[], values={}, resolved={}, preview=None)
     experiment = checked.experiment
     preview = None if experiment is None or not request.preview else _preview(services, experiment)
     return CheckedExperiment(
-        problems=[ExperimentProblem(key=key_of(each), message=each) for each in checked.problems],
+        problems=[
+            ExperimentProblem(key=key_of(each), message=each)
+            for each in map(form.encodable, checked.problems)
+        ],
         notices=checked.notices,
         values=form.to_texts(checked.document),
         resolved={} if experiment is None else form.to_texts(_dump(experiment)),

@@ -5,11 +5,13 @@ A key is `table.key`, or `key` at the top. Text is TOML as in `--set`, except th
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tomlkit
+from tomlkit.exceptions import ConvertError
 
 from coordinator.experiments.schema import Experiment
 from models import catalog
@@ -47,25 +49,34 @@ def dataset_names() -> tuple[str, ...]:
 
 def to_texts(document: Mapping[str, Any]) -> dict[str, str]:
     """The text of each key of a document, as written; keys deeper than a table's are part of their text."""
-    return {key: value if isinstance(value, str) else _toml(value) for key, value in _leaves(document)}
+    texts = ((key, value if isinstance(value, str) else _toml(value)) for key, value in _leaves(document))
+    return {encodable(key): encodable(text) for key, text in texts}
+
+
+def encodable(text: str) -> str:
+    """The text with halves of a character, which JSON can hold and UTF-8 cannot, as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _leaves(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in document.items():
         if isinstance(value, Mapping):
-            yield from ((f"{name}.{key}", inner) for key, inner in value.items())
-        else:
+            yield from ((f"{name}.{key}", inner) for key, inner in value.items() if inner is not None)
+        elif value is not None:
             yield name, value
 
 
 def _toml(value: Any) -> str:
-    item = tomlkit.item(value)
-    if isinstance(value, Mapping):
-        item = tomlkit.inline_table()
-        item.update(value)
-    elif isinstance(value, list):  # else tables in a list get lines of their own
-        item = tomlkit.array()
-        item.extend(value)
+    try:
+        item = tomlkit.item(value)
+        if isinstance(value, Mapping):
+            item = tomlkit.inline_table()
+            item.update(value)
+        elif isinstance(value, list):  # else tables in a list get lines of their own
+            item = tomlkit.array()
+            item.extend(value)
+    except ConvertError:  # TOML has no null
+        return json.dumps(value, default=str)
     return str(item.as_string())
 
 

@@ -114,6 +114,25 @@ def test_the_texts_of_a_document_are_settings_that_make_it_again(client: TestCli
     assert again["values"] == values
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        '{"name": null, "data": {"path": null}}',
+        '{"devices": {"groups": [null], "labels": {"a": null}}}',
+        '{"name": "\\ud800", "\\ud800": 1, "data": {"\\ud801": "\\ud802"}}',
+        '{"seed": NaN, "local": {"lr": Infinity}, "federation": {"rounds": 1e999}}',
+        '{"": {"": 1}, "data": [], "model": null}',
+    ],
+)
+def test_json_that_no_toml_can_say_is_answered_all_the_same(client: TestClient, odd: str) -> None:
+    answer = client.post(
+        "/api/v1/experiments/check",
+        content=f'{{"experiment": {odd}, "preview": true}}',
+        headers={"content-type": "application/json"},
+    )
+    assert answer.status_code == 200, answer.text
+
+
 def test_defaults_and_keys_that_do_not_apply_are_told(client: TestClient) -> None:
     checked = check(client, {"simulation": {"workers": 2}})
     assert checked["problems"] == []
