@@ -58,6 +58,8 @@ def validate(
     If keys are invalid, contradictions between the other keys are still reported. Those that mention an invalid key, or
     one of its `affected_keys`, are left out, because they would be about a default.
     """
+    if halves := find_halves(document):
+        return None, halves
     try:
         valid = root.model_validate(document)
     except ValidationError as error:
@@ -74,6 +76,22 @@ def validate(
     excluded |= {other for key in excluded for other in affected_keys.get(key, ())}
     about = re.compile("|".join(rf"\b{re.escape(key)}\b" for key in excluded))
     return None, [*problems, *(problem for problem in find_contradictions(rest) if not about.search(problem))]
+
+
+def find_halves(document: Mapping[str, Any]) -> list[str]:
+    """Problems of texts with half of a character: JSON can hold one, but neither a database nor an answer in UTF-8 can."""
+    found = []
+    waiting: list[tuple[str, Any]] = [(str(key), each) for key, each in document.items()]
+    while waiting:  # not recursive: a document may be as deep as the parser allows
+        key, value = waiting.pop()
+        name = key.encode("utf-8", "backslashreplace").decode()
+        if name != key or (isinstance(value, str) and any("\ud800" <= each <= "\udfff" for each in value)):
+            found.append(f"{name} has half of a character, a surrogate without its other one; expected text")
+        if isinstance(value, Mapping):
+            waiting += [(f"{name}.{inner}", each) for inner, each in value.items()]
+        elif isinstance(value, list):
+            waiting += [(name, each) for each in value]
+    return found
 
 
 def read_table(kind: type[Root], table: object, problems: list[str], prefix: str = "") -> Root | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -35,7 +36,10 @@ def client(world: World) -> TestClient:
 
 
 def check(client: TestClient, experiment: Any, **more: Any) -> Any:
-    answer = client.post("/api/v1/experiments/check", json={"experiment": experiment, **more})
+    content = json.dumps({"experiment": experiment, **more})  # ASCII, which may stand for what UTF-8 cannot
+    answer = client.post(
+        "/api/v1/experiments/check", content=content, headers={"content-type": "application/json"}
+    )
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -131,6 +135,17 @@ def test_json_that_no_toml_can_say_is_answered_all_the_same(client: TestClient, 
         headers={"content-type": "application/json"},
     )
     assert answer.status_code == 200, answer.text
+
+
+def test_half_of_a_character_never_reaches_the_database(client: TestClient) -> None:
+    odd = {"name": "\ud800", "devices": {"groups": ["a", "\udfff"], "labels": {"\ud800": "x"}}, **ONLY_THERE}
+    assert sorted(keys_of(check(client, odd))) == ["devices.groups", "devices.labels", "name"]
+    for path in ("/api/v1/runs", "/api/v1/statistics"):
+        answer = client.post(
+            path, content=json.dumps({"experiment": odd}), headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 422, answer.text
+    assert client.get("/api/v1/runs").status_code == 200
 
 
 def test_defaults_and_keys_that_do_not_apply_are_told(client: TestClient) -> None:
