@@ -125,7 +125,9 @@ async function allEvents(job: string, known: readonly JobEvent[]): Promise<JobEv
   return found;
 }
 
-async function allDevices(): Promise<Schemas["Device"][]> {
+/** All devices, a page at a time; the first time each page is shown as it arrives. */
+async function allDevices({ client, queryKey }: QueryFunctionContext): Promise<Schemas["Device"][]> {
+  const isFirst = client.getQueryData(queryKey) === undefined;
   const found: Schemas["Device"][] = [];
   let after: string | null = null;
   do {
@@ -133,6 +135,7 @@ async function allDevices(): Promise<Schemas["Device"][]> {
     const page: Schemas["Devices"] = body(await api.GET("/api/v1/devices", { params: { query } }));
     found.push(...page.devices);
     after = page.next;
+    if (isFirst && after !== null) client.setQueryData(queryKey, [...found]);
   } while (after !== null);
   return found;
 }
