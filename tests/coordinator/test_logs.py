@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import structlog
 from _pytest.logging import LogCaptureHandler
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.server import logs
+from tests.support.long import LONG
 
 HOSTILE = "\x1b[2Jgone \x9b31m\u0085 \u202egpj.exe \u2066\u2069\u200e\u200f\u061c \u2028\u2029 \ud800 \x00\r\nline two"
 BAD = re.compile(
@@ -91,6 +92,8 @@ documents = st.recursive(
 
 
 @pytest.mark.slow
+@pytest.mark.long
+@settings(max_examples=100 if LONG else 25)
 @given(st.dictionaries(st.text(), documents))
 def test_every_logged_value_is_printable_and_limited(values: dict[str, Any]) -> None:
     cleaned = logs._sanitize(None, "info", dict(values))

@@ -23,6 +23,7 @@ from coordinator.rounds.pooling import MAX_LOSS
 from edge_client.wire.device import ReleaseEvaluation, ReleaseReport
 from edge_client.wire.rollouts import NO_MODEL
 from tests.support.device_world import Refused, World, serving, sqlite
+from tests.support.long import LONG
 from tests.support.rollout_devices import MemoryReleases, RolloutDevice
 
 GOOD, BAD = 2, 3
@@ -662,12 +663,13 @@ STEPS = st.lists(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_whatever_happens_nobody_repeats_a_failed_release_and_phases_only_grow(tmp_path: Path) -> None:
     with sqlite(tmp_path) as database, serving(tmp_path, database) as world:
         fleet = Fleet(world, 6)
         examples = iter(range(1000))
 
-        @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=25 if LONG else 8, deadline=None, suppress_health_check=list(HealthCheck))
         @given(STEPS, st.sets(st.integers(0, 5)), st.floats(0.3, 1))
         def law(steps: list[Step], broken: set[int], install: float) -> None:
             _check_law(fleet, f"m{next(examples)}", steps, broken, install)

@@ -28,7 +28,7 @@ from coordinator.api.deps import require_permission
 from coordinator.context.services import Services
 from coordinator.context.signals import Signals
 from coordinator.db.store import Database
-from coordinator.db.tables import devices, metadata, runs
+from coordinator.db.tables import devices, runs
 from coordinator.device_api.identity import calling_device
 from coordinator.errors import Refusal
 from coordinator.identity.principals import ADMIN
@@ -49,6 +49,7 @@ from edge_client.wire.device import (
     to_json,
 )
 from edge_client.wire.strict import parse_message
+from tests.support.databases import with_tables
 
 START = datetime(2026, 1, 5, 12, tzinfo=UTC)
 REPORT = CheckIn(
@@ -237,8 +238,9 @@ def serving(folder: Path, database: Database, **settings: Any) -> Iterator[World
 @contextmanager
 def sqlite(folder: Path) -> Iterator[Database]:
     """A new database with all tables."""
-    database = Database(f"sqlite:///{folder}/fedloop.db")
-    metadata.create_all(database.engine)
+    url = f"sqlite:///{folder}/fedloop.db"
+    with_tables(url)
+    database = Database(url)
     yield database
     database.close()
 

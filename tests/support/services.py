@@ -11,10 +11,10 @@ from coordinator.accounts.admin_token import ensure_admin_token
 from coordinator.accounts.certificate_authority import Authority
 from coordinator.context.services import Services, utc_now
 from coordinator.context.signals import Signals
-from coordinator.db.migrations import migrate
 from coordinator.db.store import PATIENCE_SECONDS, Database
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs
+from tests.support.databases import with_tables
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def services_in(
     ensure_admin_token(home)
     url = database_url or f"sqlite:///{home / 'fedloop.db'}"
     chosen = Settings(home, url, **settings)
-    migrate(url)
+    with_tables(url)
     with closing(Database(url, patience_seconds=patience_seconds)) as database:
         signals = Signals()
         yield Services(chosen, database, Blobs(home / "blobs"), signals, Authority.open(chosen, utc_now))
