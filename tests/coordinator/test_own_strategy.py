@@ -105,18 +105,23 @@ def test_a_simulation_aggregates_by_the_guides_median_and_keeps_its_options(fold
 @pytest.mark.slow
 def test_what_is_wrong_with_a_strategy_is_told_before_the_first_round(folder: Path) -> None:
     assert "no module 'absent'" in failure("absent:Median")
-    assert "mine has no function 'Mean'; it has: Median" in failure("mine:Mean")
-    assert "expected a class with a method aggregate" in failure("others:Nothing")
-    assert "trim must be below a half" in failure("others:Trimmed", trim=0.5)
     told = failure("others:Trimmed", trimm=0.2)
     assert "strategy.trimm: fedadam has no option 'trimm'" in told and "itself: trim" in told
-    assert "its base 'fedavgg'" in failure("others:Base")
-    assert "it replaces the mean of its base, fedadam" in failure("others:Trimmed", weighting="uniform")
     assert (
         "others.py, line" in failure("others:Falls") and not (folder / "run" / "model.safetensors").exists()
     )
-    assert "tensor 'fc.bias' is missing" in failure("others:Part")
     assert "holds NaN or infinity" in failure("others:Broken")
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_further_mistakes_of_a_strategy_are_told_too(folder: Path) -> None:
+    assert "mine has no function 'Mean'; it has: Median" in failure("mine:Mean")
+    assert "expected a class with a method aggregate" in failure("others:Nothing")
+    assert "trim must be below a half" in failure("others:Trimmed", trim=0.5)
+    assert "its base 'fedavgg'" in failure("others:Base")
+    assert "it replaces the mean of its base, fedadam" in failure("others:Trimmed", weighting="uniform")
+    assert "tensor 'fc.bias' is missing" in failure("others:Part")
 
 
 def test_an_unknown_name_says_how_to_give_ones_own() -> None:

@@ -136,6 +136,7 @@ def test_compress_takes_what_a_split_training_has_left(trained: dict[str, Path],
     assert quantized["accuracy"] >= student["accuracy"] - 0.1
 
 
+@pytest.mark.extended
 def test_digits_are_compressed_as_they_are(guided: Path, tmp_path: Path) -> None:
     assert report_of(guided / "runs" / "digits")["final"]["test_accuracy"] > 0.8
     report = report_of(guided / "runs" / "digits-small")

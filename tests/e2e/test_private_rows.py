@@ -193,6 +193,7 @@ def test_rows_marked_as_public_are_published_loudly(patients: Path, tmp_path: Pa
     assert all(line.endswith("numbers in text") for line in found)
 
 
+@pytest.mark.extended
 def test_no_text_is_published(tmp_path: Path) -> None:
     ids = own("notes")
     folder, shape = tmp_path / "small", {"input_shape": [32], "classes": 3, "input_dtype": "int32"}

@@ -94,6 +94,7 @@ def test_a_model_of_sixteen_values_a_tensor_travels_in_a_sixth() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_fine_tuning_finds_back_what_four_values_a_tensor_cost() -> None:
     coarse = codebook.CodebookOptions(bits=2)
     with pytest.raises(StepRefused, match="codebook accuracy is"):

@@ -21,6 +21,7 @@ from models.compress.step import Data, Precision, StepModel, StepRefused
 from models.conversion import flatbuffer
 from models.zoo.spec import ModelSpec
 from tests.support.compressing import cnn, context, digits
+from tests.support.long import extended
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +34,10 @@ LARGEST: dict[Any, float] = {
     "int4": 0.32,
 }
 """Bytes in units of float32's, for a model of which half is no weights."""
+_SOME = ("dynamic-int8", "static-int8", "int4")
 
 
-@pytest.mark.parametrize("precision", LARGEST)
+@pytest.mark.parametrize("precision", [*_SOME, *extended(*(each for each in LARGEST if each not in _SOME))])
 def test_a_precision_keeps_its_accuracy_and_stores_what_its_name_says(precision: Precision) -> None:
     made = quantize.step(cnn(), digits(), quantize.QuantizeOptions(precision), context(cnn()))  # type: ignore[arg-type]
 

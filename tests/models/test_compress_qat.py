@@ -66,6 +66,7 @@ def test_int8_comes_out_and_the_params_that_it_was_made_of() -> None:
     assert all(torch.equal(value, before[name]) for name, value in cnn().module.state_dict().items())
 
 
+@pytest.mark.extended
 def test_with_distillation_alone_the_labels_do_not_matter() -> None:
     wrong = replace(digits(), y_train=(digits().y_train + 1) % 10)
     taught = replace(QUICK, lr=3e-3, distil=True, alpha=1.0)

@@ -30,6 +30,7 @@ from models.conversion.request import (
 from models.zoo.spec import ModelSpec
 from tests.support.artifacts import ARCHITECTURES, ROOT, exported
 from tests.support.artifacts import cache_dir as kept
+from tests.support.long import extended
 
 OWN_MODELS = '''
 import os
@@ -117,8 +118,10 @@ def test_a_users_own_module_exports_and_trains_as_in_pytorch(own: Path) -> None:
     [
         ("broken", r"failed while built at .*, line \d+: KeyError: 'no such thing'"),
         ("killed", r"the export process was killed by signal 9 \(the machine may be out of memory\)"),
-        ("talkative", r"is random"),
-        ("absent", r"nets has no function 'absent'; it has: .*pooled"),
+        *extended(
+            ("talkative", r"is random"),
+            ("absent", r"nets has no function 'absent'; it has: .*pooled"),
+        ),
     ],
 )
 @pytest.mark.slow
@@ -143,7 +146,7 @@ def test_an_operation_without_a_lowering_is_named(own: Path) -> None:
     ("request_", "reason"),
     [
         (ExportRequest("charlm", {"width": 30}, (8,), 9, "int32", "next_token"), "width 30 and heads 4"),
-        (ExportRequest("mlp", {}, (8,), 0), r"export request.classes is 0, expected 1 or more"),
+        *extended((ExportRequest("mlp", {}, (8,), 0), r"export request.classes is 0, expected 1 or more")),
     ],
 )
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from coordinator.operator.client import Refused, Unreachable
 from edge_client.processes.process import tie_to_parent
 from tests.support import model_folders as left
 from tests.support.cli import FEDLOOP, assert_refused, run_here
+from tests.support.long import extended
 
 pytestmark = pytest.mark.slow
 
@@ -221,7 +222,9 @@ def test_mistakes_are_reported_in_one_line(coordinator: None, tmp_path: Path) ->
         fedloop("export", "mistakes", "--out", tmp_path / "full")
 
 
-@pytest.mark.parametrize("failpoint", failpoints.REGISTRY_NAMES)
+@pytest.mark.parametrize(
+    "failpoint", [failpoints.REGISTRY_NAMES[-1], *extended(*failpoints.REGISTRY_NAMES[:-1])]
+)
 def test_a_kill_during_registration_leaves_nothing_half_done(tmp_path: Path, failpoint: str) -> None:
     """A client without a response asks again, and there is one version in every case."""
     home = tmp_path / "home"

@@ -141,6 +141,7 @@ def test_backup_that_missed_updates_is_noticed(store: str) -> None:
 
 
 @slow
+@pytest.mark.extended
 def test_job_ends_well_though_its_primary_is_killed(tmp_path: Path) -> None:
     steps = 150
     job = a_job(tmp_path, {"workers": 2, "replicas": 2}, steps=steps)
