@@ -167,3 +167,11 @@ class RichProgress:
             self._bar.update(self._task, completed=record.round, figures=figures)
         else:
             self.print(f"round {record.round}/{self._rounds}  {figures}  {record.seconds:.2f} s")
+
+
+def figure_of(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The figure by which models with these figures are compared: its key and its title."""
+    from models.tasks import of_figures  # late: if another package shadows `models`, `import_guard` says so
+
+    task = of_figures(row)
+    return task.figure, task.title

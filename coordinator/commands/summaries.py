@@ -8,10 +8,16 @@ from typing import Any
 
 from rich.console import Group
 
-from coordinator.commands.output import format_bytes, format_errors, format_metric, make_table, print_summary
+from coordinator.commands.output import (
+    figure_of,
+    format_bytes,
+    format_errors,
+    format_metric,
+    make_table,
+    print_summary,
+)
 from coordinator.errors import NothingLearnt
 from coordinator.short_ids import short_id
-from models.tasks import Task, of_figures
 
 _MAX_ROWS = 10
 _SHOWN_ERROR = 0.0005
@@ -148,14 +154,14 @@ def tuning_summary(result: dict[str, Any]) -> Group:
 
 def compression_summary(report: dict[str, Any], folder: Path) -> Group:
     """Cost and accuracy of a model before and after every compression step."""
-    figure = of_figures(report["source"]).title
-    costs = (figure, "nonzero", "MACs", "bytes", "zipped", "latency")
+    figure, title = figure_of(report["source"])
+    costs = (title, "nonzero", "MACs", "bytes", "zipped", "latency")
     table = make_table("step", "", *costs, right=costs)
     for row in (report["source"], *report["steps"]):
         table.add_row(
             f"{row['step']} {row['kind']}" if row["step"] else row["kind"],
             row["model"] if row["precision"] == "float32" else row["precision"],
-            format_metric(row[of_figures(row).figure], 4),
+            format_metric(row[figure], 4),
             f"{row['nonzero']:,}",
             f"{row['macs']:,}",
             f"{row['bytes']:,}",
@@ -168,19 +174,15 @@ def compression_summary(report: dict[str, Any], folder: Path) -> Group:
         if "measured" in row["facts"]
         for line in _precision_lines(row["facts"]["measured"])
     ]
-    notes = [f"{figure} on {report['test_rows']} {report['scored']}", *measured, *report["notices"]]
+    notes = [f"{title} on {report['test_rows']} {report['scored']}", *measured, *report["notices"]]
     return Group(table, "", *notes, f"files, report and pareto.png in {folder}/")
 
 
 def _precision_lines(measured: Mapping[str, Any]) -> list[str]:
-    figure = of_figures(measured["tried"][0])
-    lines = [
-        f"chosen by the least bytes times latency, with {figure.title} on {measured['rows']} training rows:"
-    ]
+    figure, title = figure_of(measured["tried"][0])
+    lines = [f"chosen by the least bytes times latency, with {title} on {measured['rows']} training rows:"]
     for each in measured["tried"]:
-        figures = (
-            f"{each['bytes']:,} bytes, {each['latency_us']:.1f} us, {figure.title} {each[figure.figure]:.4f}"
-        )
+        figures = f"{each['bytes']:,} bytes, {each['latency_us']:.1f} us, {title} {each[figure]:.4f}"
         parts = [figures] * bool(each["bytes"]) + [each["refused"]] * bool(each["refused"])
         lines.append(f"  {each['precision']}: {'; '.join(parts)}")
     return lines
@@ -189,11 +191,9 @@ def _precision_lines(measured: Mapping[str, Any]) -> list[str]:
 def search_summary(report: dict[str, Any], folder: Path) -> Group:
     """Every pipeline that was tried, which one was chosen and why, and its result."""
     search = report["search"]
-    task = of_figures(search["source"])
-    table = make_table(
-        "pipeline", "", task.title, "bytes", "memory", "", "latency", "",
-        right=(task.title, "bytes", "memory", "latency"),
-    )  # fmt: skip
+    figure, title = figure_of(search["source"])
+    costs = (title, "bytes", "memory", "latency")
+    table = make_table("pipeline", "", title, "bytes", "memory", "", "latency", "", right=costs)
     refused: list[str] = []
     for row in search["candidates"]:
         if "refused" in row:
@@ -204,27 +204,27 @@ def search_summary(report: dict[str, Any], folder: Path) -> Group:
         table.add_row(
             row["name"] + (" *" if row["front"] else ""),
             "few epochs" if row["rung"] == "short" else row["precision"],
-            f"{row[task.figure]:.4f}",
+            f"{row[figure]:.4f}",
             f"{row['bytes']:,}",
             f"{row['memory_bytes']:,}",
             row["runtime"],
             f"{row['latency_us']:.1f} us",
             "chosen" if row["name"] == search["chosen"] else f"misses {misses}" if misses else "fits",
         )
-    notes = [*refused, f"{task.title} on {search['rows']} rows for the choice; * Pareto-optimal"]
+    notes = [*refused, f"{title} on {search['rows']} rows for the choice; * Pareto-optimal"]
     if search["chosen"] is None:
-        notes.append(f"none fits {_bounds(search['budget'], task)}; {_nearest(search)}")
+        notes.append(f"none fits {_bounds(search['budget'], title)}; {_nearest(search)}")
     else:
         notes += [
-            f"chosen: {search['chosen']}, the smallest of those that fit {_bounds(search['budget'], task)} and are as good as "
+            f"chosen: {search['chosen']}, the smallest of those that fit {_bounds(search['budget'], title)} and are as good as "
             "the best of them within a standard error",
             *_chosen_result(report),
         ]
     return Group(table, "", *notes, f"all candidates and pareto.png in {folder / 'search'}/")
 
 
-def _bounds(budget: Mapping[str, Any], task: Task) -> str:
-    bounds = [f"{task.title} >= {budget['accuracy']:.4f}"]
+def _bounds(budget: Mapping[str, Any], title: str) -> str:
+    bounds = [f"{title} >= {budget['accuracy']:.4f}"]
     bounds += [f"memory <= {budget['memory_bytes']:,} bytes"] if budget["memory_bytes"] else []
     bounds += [f"size <= {budget['size_bytes']:,} bytes"] if budget["size_bytes"] else []
     bounds += [f"latency <= {budget['latency_us']:,.0f} us"] if budget["latency_us"] else []
@@ -241,13 +241,16 @@ def _nearest(search: Mapping[str, Any]) -> str:
 
 def _chosen_result(report: Mapping[str, Any]) -> list[str]:
     """The result of the chosen pipeline on rows that had no part in the choice."""
-    final, last = report["final"], report["steps"][-1]
-    task = of_figures(final)
-    result = f"{task.title} {final[task.figure]:.4f} on {report['test_rows']} other held-out rows, {final['bytes']:,} bytes"
-    if "arena_bytes" in last["facts"]:
-        facts = last["facts"]
-        result += f"; in tflite-micro {facts[f'micro_{task.figure}']:.4f}, in an arena of {facts['arena_bytes']:,} bytes"
-    below = final[task.figure] < report["search"]["budget"]["accuracy"]
+    final, facts = report["final"], report["steps"][-1]["facts"]
+    figure, title = figure_of(final)
+    result = (
+        f"{title} {final[figure]:.4f} on {report['test_rows']} other held-out rows, {final['bytes']:,} bytes"
+    )
+    if "arena_bytes" in facts:
+        result += (
+            f"; in tflite-micro {facts[f'micro_{figure}']:.4f}, in an arena of {facts['arena_bytes']:,} bytes"
+        )
+    below = final[figure] < report["search"]["budget"]["accuracy"]
     return [result] + (["this is below the bound; a tighter --accuracy leaves more room"] if below else [])
 
 
