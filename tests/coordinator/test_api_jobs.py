@@ -124,10 +124,11 @@ def test_a_simulation_is_started_watched_and_leaves_its_report(tmp_path: Path) -
 @pytest.mark.slow
 def test_a_cancelled_job_ends_with_all_its_processes(tmp_path: Path) -> None:
     with coordinator(tmp_path / "home", job_slots=1) as (client, _, _):
+        others = set(psutil.Process().children(recursive=True))  # of earlier tests in this process
         first, second = (start(client, "simulation", ENDLESS) for _ in range(2))
         path = f"/api/v1/jobs/{first['id']}"
         wait_for(lambda: (client.get(path).json()["progress"]["done"] or 0) >= 2)
-        processes = psutil.Process().children(recursive=True)
+        processes = set(psutil.Process().children(recursive=True)) - others
         assert processes
         assert (
             client.get(f"/api/v1/jobs/{second['id']}").json()["state"] == "queued"

@@ -245,7 +245,8 @@ def test_only_blobs_that_a_row_needs_are_left(tmp_path: Path) -> None:
     with services_in(tmp_path / "home") as services:
         run = carried(services, DIGITS)
         left = {path.name for path in (tmp_path / "home" / "blobs").iterdir()}
-        assert left == {run.params, run.strategy_state}
+        schema = (run.prepared or {})["schema"]["sha256"]
+        assert left == {run.params, run.strategy_state, schema}
 
 
 @pytest.mark.slow

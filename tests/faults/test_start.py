@@ -39,7 +39,9 @@ def file(home: Path) -> Iterator[Path]:
     migrate(f"sqlite:///{path}")
     with closing(sqlite3.connect(path)) as connection:
         values = ((f"s{number}", "g" * 200, "2026-01-01 00:00:00") for number in range(500))
-        connection.executemany("INSERT INTO serials VALUES (?, ?, NULL, ?)", values)
+        connection.executemany(
+            "INSERT INTO serials (serial_number, device_group, added_at) VALUES (?, ?, ?)", values
+        )
         connection.commit()
         connection.execute("VACUUM")  # no page is free
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
