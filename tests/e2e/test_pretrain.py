@@ -96,6 +96,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.extended
 def test_both_plans_have_the_same_losses_which_fall(trained: dict[str, Path]) -> None:
     one, other = (losses(folder) for folder in trained.values())
     assert len(one) == 40

@@ -211,6 +211,7 @@ def test_no_text_is_published(tmp_path: Path) -> None:
     assert rows_in(out, ids, [text.strip() for text in own("sentences")]) == []
 
 
+@pytest.mark.extended
 def test_no_image_is_published_and_a_killed_export_leaves_none(tmp_path: Path) -> None:
     """SIGKILL while rows lie in the private folder: they are for their user alone, and gone once another one is made."""
     (tmp_path / "ward.py").write_text(CODE, "utf-8")

@@ -14,6 +14,7 @@ from coordinator.errors import UserError
 from edge_client.wire.device import Decline
 from tests.support import noop
 from tests.support.device_client import RawDevice, message, request
+from tests.support.long import extended
 from tests.support.proxies import Address, ConnectProxy, Line, TerminatingProxy
 
 pytestmark = pytest.mark.slow
@@ -47,7 +48,9 @@ def test_a_device_behind_a_trusted_proxy_enrols_and_trains(tmp_path: Path) -> No
         assert any(path.endswith("/upload") for path in proxy.paths)
 
 
-@pytest.fixture(scope="module", params=[(), ("--trusted-proxy", "127.0.0.9")], ids=["none", "another"])
+@pytest.fixture(
+    scope="module", params=[(), *extended((("--trusted-proxy", "127.0.0.9"),))], ids=["none", "another"]
+)
 def untrusted(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[LocalFleet, TerminatingProxy]]:

@@ -112,6 +112,7 @@ def write_diabetes(path: Path, site: str | None = None) -> Path:
     return path
 
 
+@pytest.mark.extended
 def test_devices_learn_to_predict_a_quantity_and_report_sums_of_its_errors(tmp_path: Path) -> None:
     (tmp_path / "held").mkdir()
     table = write_diabetes(tmp_path / "held" / "diabetes.csv")

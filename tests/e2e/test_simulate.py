@@ -15,6 +15,7 @@ import pytest
 
 from edge_client.wire import arrays
 from tests.support.cli import assert_refused, options, report_of, run_cli, run_here, started
+from tests.support.long import extended
 
 pytestmark = pytest.mark.slow
 
@@ -120,7 +121,7 @@ def test_a_finished_run_is_left_as_it_is(default_run: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in default_run.rglob("*")} == before
 
 
-@pytest.mark.parametrize("moment", ["run_started", "round_committed"])
+@pytest.mark.parametrize("moment", [*extended("run_started"), "round_committed"])
 def test_ctrl_c_says_how_to_go_on_and_that_command_does(tmp_path: Path, moment: str) -> None:
     out, events = tmp_path / "run", tmp_path / "run" / "events.jsonl"
     with started("simulate", "--out", out, *options(SMALL)) as run:

@@ -74,6 +74,7 @@ def test_faulty_clients_are_rejected_by_reason_and_leave_the_model_of_the_honest
     assert report["final"]["test_accuracy"] > 0.8
 
 
+@pytest.mark.extended
 def test_a_federation_of_faulty_clients_but_one_learns_from_that_one(tmp_path: Path) -> None:
     experiment = EXPERIMENT | {"simulation": {"workers": 1, "faults": {"nan": CLIENTS - 1}}}
     report = fedloop.simulate(experiment, out=tmp_path / "run").report

@@ -39,6 +39,7 @@ def fleet(tmp_path: Path, served_on: Mapping[str, str]) -> Iterator[LocalFleet]:
         yield served
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "left_bytes", [0, *extended(2_000_000)], ids=["nothing at all", "too little for a result"]
 )

@@ -115,6 +115,7 @@ def test_killed_at_every_start_it_goes_back_and_tries_that_version_no_more(ota: 
     assert failure is not None and failure.code == "crash_loop"
 
 
+@pytest.mark.extended
 def test_killed_on_the_way_back_it_runs_the_one_or_the_other(ota: World) -> None:
     completes(ota)
     back = ota.roll_out(1, "rollout-2", action="roll_back")

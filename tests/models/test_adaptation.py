@@ -63,6 +63,7 @@ def test_the_first_model_is_the_shipped_one_on_its_backbone(how: str, tmp_path: 
     torch.testing.assert_close(module(x), with_params(adaptation.dequantize_backbone(frozen))(x))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("how", "trained"),
     [

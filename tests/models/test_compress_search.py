@@ -120,6 +120,7 @@ def test_a_candidate_that_fails_is_named_and_the_others_are_tried(
         Search(cnn(), digits(), tmp_path / "all", 0, Budget(), lambda line: None).run([broken])
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_candidates_share_steps_and_a_second_search_runs_none_again(tmp_path: Path) -> None:
     said: list[Mapping[str, Any]] = []

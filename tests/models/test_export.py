@@ -179,6 +179,7 @@ def test_the_second_export_is_a_hit_that_converts_nothing() -> None:
     assert "convert" not in answer["seconds"]
 
 
+@pytest.mark.extended
 def test_a_request_answered_before_needs_no_process_where_the_model_is_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

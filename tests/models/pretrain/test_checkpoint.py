@@ -268,6 +268,7 @@ def test_a_training_keeps_what_its_policy_says(tmp_path: Path) -> None:
     assert manifest.steps_in(tmp_path) == [3, 5, 6]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("plan", ["tp=2,dp=2", *extended("pp=2,dp=2,tp=2")])
 def test_a_checkpoint_becomes_a_plain_params_file(plan: str, tmp_path: Path, saved: dict[str, Path]) -> None:
     """From many processes' shards, by one that knows nothing of their plan."""

@@ -39,6 +39,7 @@ PLANS = [
 OF_FOUR = ["dp=2,pp=2,microbatches=2", "dp=2,tp=2,zero=2"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("model", "of_two"),
     [

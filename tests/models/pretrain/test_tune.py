@@ -93,6 +93,7 @@ def test_finds_a_better_learning_rate_and_the_same_again(tmp_path: Path) -> None
     assert found[0]["best"] in found[0]["table"]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_more_rows_held_back_than_there_are_is_refused(tmp_path: Path) -> None:
     path = job(tmp_path, tune={"held_back": 300})
