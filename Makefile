@@ -31,6 +31,7 @@ web: $(CONSOLE) ## check and build the web console
 
 $(CONSOLE): $(STAMP) $(WEB_SOURCES)
 	$(NPM) ci --silent
+	$(NPM) run --silent types-current
 	$(NPM) run --silent check
 	$(NPM) run --silent test -- --reporter=dot
 	$(NPM) run --silent build -- --logLevel warn
@@ -62,14 +63,14 @@ demo-fleet: setup ## a coordinator and four devices on this machine, as real pro
 demo-loop: setup ## the whole circle: pretrain, compress, signed release, rollout to daemons, training there, next release
 	$(BIN)/fedloop demo-loop
 
-check: setup ## the fast loop: format, lint, types, import rules, unit tests
+check: $(STAMP) $(CONSOLE) ## the fast loop: format, lint, types, import rules, unit tests
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q -n $(CHECK_WORKERS) -m "not slow" -k "not postgresql" --hypothesis-profile quick
 
-test: setup constrained ## everything; what CI runs
+test: $(STAMP) $(CONSOLE) constrained ## everything; what CI runs
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/lint-imports

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +10,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from coordinator.server.console import HEADERS, SecurityHeadersMiddleware, add_console
-from tests.support.console_contract import FILES, WEB
-from tests.support.require import require
-
-BIN = Path(sys.executable).parent
+from tests.support.console_contract import FILES
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -61,16 +56,3 @@ def test_without_a_build_the_page_says_how_to_make_one(tmp_path: Path) -> None:
     answer = served(tmp_path).get("/")
     assert answer.status_code == 503
     assert "make web" in answer.text
-
-
-@pytest.mark.slow
-def test_the_committed_types_are_those_of_the_document(tmp_path: Path) -> None:
-    generator = WEB / "node_modules" / ".bin" / "openapi-typescript"
-    if not generator.exists():
-        require("chromium", "`make web` has not installed what the console is built with")
-    made = tmp_path / "schema.d.ts"
-    command = [str(BIN / "node"), str(generator), str(WEB / "openapi.json"), "--output", str(made)]
-    subprocess.run(command, check=True, capture_output=True, cwd=WEB)
-    assert made.read_text("utf-8") == (WEB / "src" / "lib" / "schema.d.ts").read_text("utf-8"), (
-        "`make web-types`"
-    )
