@@ -21,7 +21,7 @@ MemberState = Literal[
 ]
 
 
-class Member(BaseModel):
+class CohortMember(BaseModel):
     """A device of the cohort: what it does, or how its task ended and why.
 
     `received_bytes` of `expected_bytes` have arrived; both are 0 before its upload begins. `seconds`: from the start of the round
@@ -50,7 +50,7 @@ class OpenRound(BaseModel):
     min_updates: int
     started_at: datetime
     deadline_at: datetime
-    members: list[Member]
+    members: list[CohortMember]
 
 
 class OpenRoundAnswer(BaseModel):
@@ -84,7 +84,7 @@ def get_open_round(run: str, services: ServicesDep) -> OpenRoundAnswer:
     return services.database.read(read)
 
 
-def _member(services: Services, task: Row[Any], started_at: datetime) -> Member:
+def _member(services: Services, task: Row[Any], started_at: datetime) -> CohortMember:
     arrived, announced = task.payload_bytes or 0, task.payload_bytes or task.size_bytes or 0
     state = task.state
     if state == "waiting":
@@ -92,7 +92,7 @@ def _member(services: Services, task: Row[Any], started_at: datetime) -> Member:
     elif state == "leased":
         state = "uploading" if announced else "training"
         arrived = services.part_files.of(task.id).size_bytes if announced else 0
-    return Member(
+    return CohortMember(
         device=task.device,
         runtime=task.runtime,
         state=state,

@@ -1818,6 +1818,34 @@ export interface components {
             preview: components["schemas"]["Preview"] | null;
         };
         /**
+         * CohortMember
+         * @description A device of the cohort: what it does, or how its task ended and why.
+         *
+         *     `received_bytes` of `expected_bytes` have arrived; both are 0 before its upload begins. `seconds`: from the start of the round
+         *     to the end of its task.
+         */
+        CohortMember: {
+            /** Device */
+            device: string;
+            /** Runtime */
+            runtime: string;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "selected" | "training" | "uploading" | "accepted" | "rejected" | "declined" | "expired" | "cancelled";
+            /** Reason */
+            reason: string | null;
+            /** Message */
+            message: string | null;
+            /** Received Bytes */
+            received_bytes: number;
+            /** Expected Bytes */
+            expected_bytes: number;
+            /** Seconds */
+            seconds: number | null;
+        };
+        /**
          * Comparison
          * @description Candidate and champion on the devices' own held-out rows, pooled.
          *
@@ -2331,6 +2359,16 @@ export interface components {
              */
             expires_at: string;
         };
+        /** Member */
+        Member: {
+            /** User */
+            user: string;
+            /**
+             * Role
+             * @enum {string}
+             */
+            role: "viewer" | "operator" | "data_scientist";
+        };
         /** MetricsRequest */
         MetricsRequest: {
             /** Figures */
@@ -2498,7 +2536,7 @@ export interface components {
              */
             deadline_at: string;
             /** Members */
-            members: components["schemas"]["coordinator__api__open_round__Member"][];
+            members: components["schemas"]["CohortMember"][];
         };
         /**
          * OpenRoundAnswer
@@ -3428,44 +3466,6 @@ export interface components {
             matches: boolean | null;
             /** Reasons */
             reasons: components["schemas"]["WhyReason"][];
-        };
-        /**
-         * Member
-         * @description A device of the cohort: what it does, or how its task ended and why.
-         *
-         *     `received_bytes` of `expected_bytes` have arrived; both are 0 before its upload begins. `seconds`: from the start of the round
-         *     to the end of its task.
-         */
-        coordinator__api__open_round__Member: {
-            /** Device */
-            device: string;
-            /** Runtime */
-            runtime: string;
-            /**
-             * State
-             * @enum {string}
-             */
-            state: "selected" | "training" | "uploading" | "accepted" | "rejected" | "declined" | "expired" | "cancelled";
-            /** Reason */
-            reason: string | null;
-            /** Message */
-            message: string | null;
-            /** Received Bytes */
-            received_bytes: number;
-            /** Expected Bytes */
-            expected_bytes: number;
-            /** Seconds */
-            seconds: number | null;
-        };
-        /** Member */
-        coordinator__api__people__projects__Member: {
-            /** User */
-            user: string;
-            /**
-             * Role
-             * @enum {string}
-             */
-            role: "viewer" | "operator" | "data_scientist";
         };
     };
     responses: never;
@@ -7617,7 +7617,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["coordinator__api__people__projects__Member"][];
+                    "application/json": components["schemas"]["Member"][];
                 };
             };
             /** @description Unprocessable Entity */
@@ -7671,7 +7671,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["coordinator__api__people__projects__Member"];
+                    "application/json": components["schemas"]["Member"];
                 };
             };
             /** @description Unprocessable Entity */
