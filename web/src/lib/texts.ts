@@ -142,6 +142,7 @@ export const texts = {
     byRuntime: "Accuracy by runtime",
     byClass: "Accuracy by device class",
     noClass: "no class",
+    traffic: "Bytes of a round",
     duration: "Seconds of a round",
     toDevices: "Bytes to devices",
     curves: "Curves",
