@@ -34,7 +34,12 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CsvOptions(TableOptions):
-    """`delimiter`: default: the one that fits the first line. `encoding`: default: UTF-8, or UTF-16 with a mark."""
+    """Options of CSV files.
+
+    Attributes:
+        delimiter: one character; default: the one that fits the first line.
+        encoding: such as "latin-1"; default: UTF-8, or UTF-16 with a byte order mark.
+    """
 
     delimiter: str | None = None
     encoding: str | None = None
