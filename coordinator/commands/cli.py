@@ -44,8 +44,10 @@ from coordinator.commands.options import (
     HELP_NAMES,
     DataDir,
     ExperimentFile,
+    FlowerApp,
     Json,
     Mlflow,
+    RunConfig,
     RunFolder,
     Sets,
     TensorBoard,
@@ -112,6 +114,8 @@ def simulate(
             metavar="DIR",
         ),
     ] = None,
+    flower_app: FlowerApp = None,
+    run_config: RunConfig = None,
     data_dir: DataDir = None,
     mlflow: Mlflow = None,
     tensorboard: TensorBoard = None,
@@ -121,6 +125,13 @@ def simulate(
 
     EXPERIMENT.toml describes it (docs/experiment.md lists every key); without one the defaults run, on digits.
     """
+    if flower_app is not None:
+        foreign = {"EXPERIMENT": experiment, "--resume": resume, "--data-dir": data_dir}
+        _refuse(foreign | {"--mlflow": mlflow, "--tensorboard": tensorboard})
+        _run_flower_app(flower_app, run_config or [], sets or [], out, as_json=as_json)
+        return
+    if run_config:
+        raise UserError("--run-config is for a Flower app: name its folder with --flower-app")
     from coordinator.experiments import experiment as experiments
     from coordinator.reports.trackers import Trackers
     from coordinator.runs import simulation
@@ -140,6 +151,25 @@ def simulate(
             report = simulation.simulate(loaded, folder, surroundings)
         trackers.copy_run(folder, report, surroundings.clock())
     show_report(report, folder, as_json=as_json)
+
+
+def _refuse(foreign: Mapping[str, object]) -> None:
+    """Refuses options that a Flower app has no use for. `foreign`: their values by name."""
+    given = [name for name, value in foreign.items() if value is not None]
+    if given:
+        raise UserError(f"--flower-app runs the app as it is, so omit {' and '.join(given)}")
+
+
+def _run_flower_app(
+    folder: Path, run_config: list[str], sets: list[str], out: Path | None, *, as_json: bool
+) -> None:
+    from coordinator.flower_apps import app_file, run
+
+    given = run.settings(sets)
+    flower_app = app_file.read(folder, run_config)
+    chosen = out or default_folder(flower_app.name)
+    report = run.run(flower_app, chosen, given, output_to_stderr=as_json)
+    print_summary({"out": str(chosen), **report}, run.summarize(report, chosen), as_json=as_json)
 
 
 @app.command(epilog="Example: fedloop demo --out runs/my-demo")
