@@ -5,9 +5,10 @@ Public are `flwr.app`, `flwr.clientapp`, `flwr.serverapp` and `flwr.serverapp.st
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from flwr.app import Message
+from flwr.app import Array, ArrayRecord, Message
 
 # Codes of `flwr.app.Error`, which is public while its codes are not.
 from flwr.common.constant import SUPERLINK_NODE_ID as SUPERLINK_NODE_ID  # the node id of a ServerApp
@@ -36,3 +37,16 @@ def make_run(run_id: int, config: dict[str, Any]) -> Any:
 def set_message_id(message: Message, message_id: str) -> None:
     """Gives a message the id under which it was sent, as Flower's grids do. `Metadata` has no setter for it."""
     message.metadata.__dict__["_message_id"] = message_id
+
+
+def make_array_record(arrays: Iterable[tuple[str, str, Iterable[int], str, bytes]]) -> ArrayRecord:
+    """A record of arrays: (key, dtype, shape, stype, data) each. Equal to what the public constructors make, in a fifth of the time.
+
+    They check every key and every field by itself, which takes longer than to move a small model between processes.
+    """
+    record = ArrayRecord()
+    items = record.__dict__["_data"]
+    for key, dtype, shape, stype, data in arrays:
+        items[key] = array = object.__new__(Array)
+        array.__dict__.update(dtype=dtype, shape=tuple(shape), stype=stype, data=data)
+    return record

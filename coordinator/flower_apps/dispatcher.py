@@ -21,6 +21,7 @@ from flwr.app import Error, Message
 from coordinator.flower_apps import wire
 from coordinator.flower_apps.forks import Forked, Forks
 from coordinator.flower_apps.loading import LoadFailed
+from coordinator.flower_apps.outbox import Inbox
 from coordinator.flower_internals import ErrorCode
 from edge_client.processes.channel import Closed, Frame, receive_frame, send_frame
 
@@ -101,6 +102,7 @@ class _Worker:
     process: Forked
     ended: int
     shared: wire.SharedBlobs = field(default_factory=wire.SharedBlobs)
+    inbox: Inbox = field(default_factory=Inbox)
     tasks: deque[Task] = field(default_factory=deque)
     loaded: bool = False
 
@@ -195,11 +197,11 @@ class Dispatcher:
     def _listen(self, worker: _Worker, *, ended: bool) -> None:
         try:
             if not ended:
-                self._receive(worker, receive_frame(worker.process.channel))
+                self._receive(worker, worker.inbox.open(receive_frame(worker.process.channel)))
                 return
             worker.process.channel.settimeout(_LAST_WORDS_SECONDS)
             while True:
-                self._receive(worker, receive_frame(worker.process.channel))
+                self._receive(worker, worker.inbox.open(receive_frame(worker.process.channel)))
         except Closed:
             self._replace(worker)
 

@@ -11,7 +11,9 @@ import base64
 from collections.abc import Sequence
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, Metadata, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, Metadata, MetricRecord, RecordDict
+
+from coordinator.flower_internals import make_array_record
 
 _METADATA = (
     "run_id", "message_id", "src_node_id", "dst_node_id", "reply_to_message_id", "group_id", "created_at", "ttl",
@@ -62,9 +64,7 @@ def decode_records(values: Sequence[Any], blobs: Sequence[bytes]) -> RecordDict:
     data = iter(blobs)
     for name, kind, content in values:
         if kind == "arrays":
-            records[name] = record = ArrayRecord()
-            for key, dtype, shape, stype in content:
-                record[key] = Array(dtype, tuple(shape), stype, next(data))
+            records[name] = make_array_record((*array, next(data)) for array in content)
         elif kind == "metrics":
             records[name] = MetricRecord(content)
         else:

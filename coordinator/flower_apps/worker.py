@@ -19,6 +19,7 @@ from flwr.clientapp import ClientApp
 
 from coordinator.flower_apps import wire
 from coordinator.flower_apps.loading import LoadFailed, describe, load
+from coordinator.flower_apps.outbox import Outbox
 from coordinator.flower_internals import ErrorCode, take_identity
 from edge_client.processes.channel import Closed, Frame, read_ahead, send_frame
 
@@ -33,11 +34,11 @@ def serve(job: dict[str, Any], channel: socket.socket) -> None:
     try:
         app = load("clientapp", job["client"], Path(job["folder"]), ClientApp)
         send_frame(channel, {"loaded": True})
-        shared = wire.SharedBlobs()
+        shared, outbox = wire.SharedBlobs(), Outbox(channel)
         while True:
             values, blobs = _answer(app, waiting.get(), shared, job["config"])
             sys.stdout.flush()  # the process is killed in the end
-            send_frame(channel, values, blobs)
+            outbox.send(values, blobs)
     except LoadFailed as error:
         send_frame(channel, {"load_failed": str(error)})
     except Closed:
