@@ -179,7 +179,7 @@ class Dispatcher:
 
     def _assign(self) -> list[tuple[_Worker, dict[str, Any], list[bytes]]]:
         """Gives tasks to workers that can take one; returns the frames to send."""
-        frames = []
+        frames: list[tuple[_Worker, dict[str, Any], list[bytes]]] = []
         while True:
             worker = min(self._workers, key=lambda each: len(each.tasks))
             if len(worker.tasks) >= MESSAGES_PER_WORKER or (task := self._queue.take()) is None:

@@ -83,7 +83,7 @@ def run(
     with undone_if_refused(out):
         begin(out, REPORT, _encode({"state": "running", **document}))
         ended, status = _run_processes(_job(app, document), output_to_stderr)
-        values = ended.values if ended else {"problem": _describe_end(status)}
+        values: dict[str, Any] = ended.values if ended else {"problem": _describe_end(status)}
         if "load_failed" in values:
             raise UserError(f"{app.folder / FILE}: {values['load_failed']}")
     problem, first_reply_at = values.pop("problem"), values.pop("first_reply_at", None)

@@ -31,4 +31,6 @@ def main(grid: Grid, context: Context) -> None:
     )
     print("finished, trained", sorted(result.train_metrics_clientapp))
     if context.run_config["out"]:
-        np.savez(str(context.run_config["out"]), **{name: each.numpy() for name, each in result.arrays.items()})
+        np.savez(
+            str(context.run_config["out"]), **{name: each.numpy() for name, each in result.arrays.items()}
+        )
