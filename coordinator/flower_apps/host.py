@@ -11,6 +11,7 @@ import re
 import socket
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from coordinator.flower_apps.forks import fork_all
 from edge_client.processes.channel import receive_frame
 from edge_client.processes.process import die_with_parent
 
-_SHARED = ("torch",)
-"""Modules that take long to import and start no thread."""
+_SHARED = {
+    "torch": r"^\s*(?:import|from)\s+torch\b",
+    # An optimizer imports it at its first step: two seconds in each worker.
+    "torch._dynamo": r"^\s*(?:import|from)\s+torch\b[^\0]*\boptim\b",
+}
+"""Modules that take long to import and start no thread, and what in an app's code shows that it will need them."""
 
 
 def main() -> None:
@@ -45,9 +50,10 @@ def _import_shared(folder: Path, packages: Collection[str]) -> None:
     """Imports those of `_SHARED` that the app's code imports; the workers then have them in memory once."""
     files = [*folder.glob("*.py"), *(file for name in packages for file in (folder / name).rglob("*.py"))]
     sources = [file.read_text("utf-8", "replace") for file in files]
-    for name in _SHARED:
-        if any(re.search(rf"^\s*(import|from)\s+{name}\b", source, re.MULTILINE) for source in sources):
-            importlib.import_module(name)
+    for name, shows in _SHARED.items():
+        if any(re.search(shows, source, re.MULTILINE) for source in sources):
+            with suppress(ImportError):  # the app will say so itself
+                importlib.import_module(name)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 from coordinator import extras
 from coordinator.errors import RunInterrupted, UserError
-from coordinator.experiments.experiment import apply_settings
+from coordinator.experiments.settings import apply_settings
 from coordinator.flower_apps.app_file import FILE, FlowerApp
 from coordinator.json_values import flatten
 from coordinator.output_folders import begin, require_new, undone_if_refused
