@@ -28,6 +28,7 @@ from edge_client.processes.channel import Closed, Frame, receive_frame, send_fra
 MESSAGES_PER_WORKER = 2
 _ATTEMPTS = 2
 """Workers that a client may lose before it is answered with an error."""
+_MOST_FAILURES = 1000
 _LAST_WORDS_SECONDS = 1.0
 """How long the rest of a dead worker's last reply is awaited."""
 
@@ -108,13 +109,20 @@ class _Worker:
 
 
 class Dispatcher:
-    """`size` workers and the clients of `nodes`. `clock`: Unix time."""
+    """`size` workers and the clients of `nodes`.
+
+    Attributes:
+        sent, failed: messages by type; failed are those answered with an error.
+        failures: the first errors, for the report.
+        first_reply_at: Unix time.
+    """
 
     def __init__(
         self, size: int, nodes: Mapping[int, Node], forks: Forks, clock: Callable[[], float]
     ) -> None:
         self.first_reply_at: float | None = None
         self.sent: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
         self.failures: list[dict[str, Any]] = []
         self._nodes = nodes
         self._forks = forks
@@ -233,19 +241,24 @@ class Dispatcher:
         if self.first_reply_at is None:
             self.first_reply_at = self._clock()
         if reply.has_error():
-            metadata = task.message.metadata
+            self._note_failure(task, reply.error)
+        if task.awaited:
+            self._changed.notify_all()
+
+    def _note_failure(self, task: Task, error: Error) -> None:
+        metadata = task.message.metadata
+        self.failed[metadata.message_type] += 1
+        if len(self.failures) < _MOST_FAILURES:
             self.failures.append(
                 {
                     "node_id": task.node_id,
                     "partition_id": self._nodes[task.node_id].partition,
                     "message_type": metadata.message_type,
                     "group_id": metadata.group_id,
-                    "code": reply.error.code,
-                    "reason": reply.error.reason,
+                    "code": error.code,
+                    "reason": error.reason,
                 }
             )
-        if task.awaited:
-            self._changed.notify_all()
 
     def _replace(self, worker: _Worker) -> None:
         """Puts a new worker in the place of one that has ended."""

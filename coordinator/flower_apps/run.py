@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from coordinator.flower_apps.app_file import FILE, FlowerApp
 from coordinator.json_values import flatten
 from coordinator.output_folders import begin, require_new, undone_if_refused
 from edge_client.files import write_durably
-from edge_client.processes.channel import Closed, Frame, receive_frame, send_frame
+from edge_client.processes.channel import Closed, receive_frame, send_frame
 from edge_client.processes.process import Launch, worker_environment
 
 REPORT = "report.json"
@@ -32,6 +34,9 @@ _SETTINGS = {"federation.clients": 1, "simulation.workers": 0}
 """Keys that `--set` may give with `--flower-app`, and the least value of each."""
 _RUN_ID_BITS = 63
 _SHOWN_REASONS = 5
+_GRACE_SECONDS = 5.0
+_SIGNALLED = 128
+"""Exit statuses above say which signal ended a process, as in a shell."""
 _QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 
 
@@ -82,8 +87,7 @@ def run(
     }
     with undone_if_refused(out):
         begin(out, REPORT, _encode({"state": "running", **document}))
-        ended, status = _run_processes(_job(app, document), output_to_stderr)
-        values: dict[str, Any] = ended.values if ended else {"problem": _describe_end(status)}
+        values = _run_processes(_job(app, document), output_to_stderr)
         if "load_failed" in values:
             raise UserError(f"{app.folder / FILE}: {values['load_failed']}")
     problem, first_reply_at = values.pop("problem"), values.pop("first_reply_at", None)
@@ -138,8 +142,8 @@ def _job(app: FlowerApp, document: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _run_processes(job: dict[str, Any], output_to_stderr: bool) -> tuple[Frame | None, int]:
-    """What the ServerApp's process reported, if it could, and the exit status of the app's first process."""
+def _run_processes(job: dict[str, Any], output_to_stderr: bool) -> dict[str, Any]:
+    """What the ServerApp's process reported, or at least the `problem`."""
     launch = Launch(environment=lambda: worker_environment() | _QUIET)
     ours, theirs = socket.socketpair()
     with ours:
@@ -151,18 +155,27 @@ def _run_processes(job: dict[str, Any], output_to_stderr: bool) -> tuple[Frame |
                 stdout=sys.stderr.fileno() if output_to_stderr else None,
                 env=launch.environment(),
             )
+        values: dict[str, Any] = {"problem": "interrupted"}
         try:
             send_frame(ours, job)
-            ended = receive_frame(ours)
+            values = receive_frame(ours).values
+            process.wait()
         except Closed:
-            ended = None
-        except KeyboardInterrupt:  # which reached the ServerApp too
-            ended = None
+            values = {"problem": _describe_end(process.wait())}
+        except KeyboardInterrupt:  # which reached the ServerApp too; a second one does not wait for it
+            ours.settimeout(_GRACE_SECONDS)
+            with suppress(Closed, KeyboardInterrupt, subprocess.TimeoutExpired):
+                values = receive_frame(ours).values
+                process.wait(_GRACE_SECONDS)
+        finally:
             process.terminate()
-        return ended, process.wait()
+            process.wait()
+    return values
 
 
 def _describe_end(status: int) -> str:
+    if status > _SIGNALLED:
+        return f"its process was ended by {signal.Signals(status - _SIGNALLED).name}"
     return f"its process ended with status {status}"
 
 

@@ -7,7 +7,6 @@ import socket
 import sys
 import time
 import traceback
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,6 @@ from coordinator.flower_apps.grid import LocalGrid, make_nodes
 from coordinator.flower_apps.loading import LoadFailed, describe, load
 from coordinator.flower_internals import SUPERLINK_NODE_ID, take_identity
 from edge_client.processes.channel import send_frame
-
-_MAX_FAILURES = 1000
-"""Failures of clients that the report lists; it counts all."""
 
 
 def serve(job: dict[str, Any], command: socket.socket, forks: Forks) -> None:
@@ -61,11 +57,11 @@ def _run(app: ServerApp, grid: LocalGrid, context: Context) -> str | None:
 
 
 def _figures(dispatcher: Dispatcher) -> dict[str, Any]:
-    failed = Counter(failure["message_type"] for failure in dispatcher.failures)
     return {
         "messages": {
-            kind: {"sent": sent, "failed": failed[kind]} for kind, sent in sorted(dispatcher.sent.items())
+            kind: {"sent": sent, "failed": dispatcher.failed[kind]}
+            for kind, sent in sorted(dispatcher.sent.items())
         },
-        "failures": dispatcher.failures[:_MAX_FAILURES],
+        "failures": dispatcher.failures,
         "first_reply_at": dispatcher.first_reply_at,
     }
