@@ -33,7 +33,7 @@ _LAST_WORDS_SECONDS = 1.0
 """How long the rest of a dead worker's last reply is awaited."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Node:
     """A client: its `node_config` and its state, as `wire.encode_records` gives it."""
 
@@ -43,7 +43,7 @@ class Node:
     blobs: Sequence[bytes] = ()
 
 
-@dataclass
+@dataclass(eq=False)
 class Task:
     """A message on its way to a client, and then its reply."""
 
@@ -98,7 +98,7 @@ class NodeQueue:
             del self._tasks[task.node_id]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     process: Forked
     ended: int

@@ -76,14 +76,16 @@ def run(
     _require_flower()
     require_new(out)
     started_at = clock()
+    clients = given.get("federation.clients", app.clients)
+    workers = given.get("simulation.workers") or len(os.sched_getaffinity(0))
     document = {
         "app": app.name,
         "folder": str(app.folder),
         "serverapp": app.server,
         "clientapp": app.client,
         "run_config": app.config,
-        "clients": given.get("federation.clients", app.clients),
-        "workers": given.get("simulation.workers") or len(os.sched_getaffinity(0)),
+        "clients": clients,
+        "workers": min(workers, clients),
     }
     with undone_if_refused(out):
         begin(out, REPORT, _encode({"state": "running", **document}))

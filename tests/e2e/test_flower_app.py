@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator import extras
 from tests.support.cli import assert_refused, report_of, run_cli, run_here, started
 
 APPS = Path(__file__).parents[1] / "support" / "flower_apps"
@@ -26,11 +27,13 @@ pytestmark = pytest.mark.slow
 
 
 def run_app(app: Path, out: Path, run_config: str = "", clients: int = 6, workers: int = 2) -> dict[str, Any]:
-    """The report of a run that must end well."""
+    """The report of a run that must end well. What the app prints does not come between."""
     sets = ["--set", f"federation.clients={clients}", "--set", f"simulation.workers={workers}"]
-    done = run_cli("simulate", "--flower-app", app, "--out", out, "--run-config", run_config, *sets)
+    done = run_cli("simulate", "--flower-app", app, "--out", out, "--run-config", run_config, *sets, "--json")
     assert done.returncode == 0, done.stderr
-    return report_of(out)
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report == {"out": str(out), **report_of(out)}
+    return report
 
 
 def write_app(folder: Path, server: str, client: str, config: str = "") -> Path:
@@ -369,3 +372,14 @@ def test_options_of_an_experiment_are_refused(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
     assert_refused(run_here("simulate", "--flower-app", LINEAR, "--out", tmp_path / "full"), "not empty")
+
+
+@pytest.mark.parametrize(
+    ("version", "found"), [(None, "is not installed"), ("1.20.0", "flwr 1.20.0 is installed")]
+)
+def test_another_flower_or_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str | None, found: str
+) -> None:
+    monkeypatch.setattr(extras, "installed_version", lambda distribution: version)
+    done = run_here("simulate", "--flower-app", LINEAR, "--out", tmp_path / "out")
+    assert_refused(done, found, "pip install 'fedloop[flower]'")
