@@ -126,7 +126,8 @@ def simulate(
     EXPERIMENT.toml describes it (docs/experiment.md lists every key); without one the defaults run, on digits.
     """
     if flower_app is not None:
-        foreign = {"EXPERIMENT": experiment, "--resume": resume, "--data-dir": data_dir}
+        given = data_dir if str(data_dir) != os.environ.get("FEDLOOP_DATA_DIR") else None
+        foreign = {"EXPERIMENT": experiment, "--resume": resume, "--data-dir": given}
         _refuse(foreign | {"--mlflow": mlflow, "--tensorboard": tensorboard})
         _run_flower_app(flower_app, run_config or [], sets or [], out, as_json=as_json)
         return

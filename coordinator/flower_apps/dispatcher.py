@@ -1,7 +1,7 @@
 """Hands messages to workers and takes their replies, in a thread, so that clients work on while the ServerApp does something else.
 
 A client has one message at a time, in the order they were sent, so that its state has one history. A worker has up to two
-messages, one running and one queued. When a worker dies, its client is tried once more on a new one, and then answered with an
+messages, one running and one queued, if enough are left for all. When a worker dies, its client is tried once more on a new one, and then answered with an
 error.
 """
 
@@ -80,6 +80,10 @@ class NodeQueue:
             self._tasks[task.node_id] = deque([task])
             self._ready.append(task.node_id)
 
+    def __len__(self) -> int:
+        """Tasks that `take` would give now, one after the other."""
+        return len(self._ready)
+
     def take(self) -> Task | None:
         """The next task whose node is free; the node is busy until `finish` or `put_back`."""
         return self._tasks[self._ready.popleft()][0] if self._ready else None
@@ -140,11 +144,17 @@ class Dispatcher:
         """Waits until every worker has loaded the ClientApp. Raises: LoadFailed: one could not."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure or all(each.loaded for each in self._workers))
-            self._check()
+            self.check()
+
+    def check(self) -> None:
+        """Raises what has ended the dispatcher, if anything."""
+        if self._failure is not None:
+            raise self._failure
 
     def submit(self, tasks: Iterable[Task]) -> None:
         """Sends messages to their clients."""
         with self._changed:
+            self.check()
             for task in tasks:
                 self.sent[task.message.metadata.message_type] += 1
                 self._queue.add(task)
@@ -159,11 +169,7 @@ class Dispatcher:
                 end = task.expires_at if until is None else min(until, task.expires_at)
                 while task.reply is None and self._failure is None and (left := end - self._clock()) > 0:
                     self._changed.wait(min(left, threading.TIMEOUT_MAX))
-            self._check()
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+            self.check()
 
     def _run(self) -> None:
         try:
@@ -190,7 +196,9 @@ class Dispatcher:
         frames: list[tuple[_Worker, dict[str, Any], list[bytes]]] = []
         while True:
             worker = min(self._workers, key=lambda each: len(each.tasks))
-            if len(worker.tasks) >= MESSAGES_PER_WORKER or (task := self._queue.take()) is None:
+            # The last ones are not queued behind a client that may take long while another worker is idle.
+            limit = MESSAGES_PER_WORKER if len(self._queue) > len(self._workers) else 1
+            if len(worker.tasks) >= limit or (task := self._queue.take()) is None:
                 return frames
             if task.expires_at < self._clock():
                 self._settle(task, Message(self.expiry(), reply_to=task.message))

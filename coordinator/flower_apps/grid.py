@@ -81,6 +81,7 @@ class LocalGrid(Grid):  # type: ignore[misc]  # Flower's types are not followed
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """The replies that are there. A reply is given once; unknown and expired ids are answered with an error."""
+        self._dispatcher.check()
         pulled = (self._pull(message_id) for message_id in dict.fromkeys(message_ids))
         return [reply for reply in pulled if reply is not None]
 
@@ -96,7 +97,7 @@ class LocalGrid(Grid):  # type: ignore[misc]  # Flower's types are not followed
         for message in messages:
             metadata = message.metadata
             set_message_id(message, str(next(self._numbers)))
-            if metadata.reply_to_message_id != "" or metadata.ttl <= 0 or not message.has_content():
+            if metadata.reply_to_message_id != "" or metadata.ttl <= 0:
                 raise ValueError(f"Invalid message: {message}")
             if metadata.dst_node_id not in self._known:
                 logging.getLogger("flwr").error(

@@ -128,6 +128,10 @@ def task(node: int) -> Task:
     return Task(Message(RecordDict(), node, "query"), {}, [])
 
 
+def nodes_left(tasks: list[Task], finished: list[Task]) -> list[int]:
+    return [each.node_id for each in tasks if each not in finished]
+
+
 @given(st.lists(st.integers(2, 5)), st.randoms(use_true_random=False))
 def test_a_node_has_one_task_at_a_time_in_the_order_sent(nodes: list[int], random: Any) -> None:
     queue, tasks = NodeQueue(), [task(node) for node in nodes]
@@ -136,6 +140,7 @@ def test_a_node_has_one_task_at_a_time_in_the_order_sent(nodes: list[int], rando
     running: list[Task] = []
     finished: list[Task] = []
     while len(finished) < len(tasks):
+        assert len(queue) == len({*nodes_left(tasks, finished)} - {each.node_id for each in running})
         moves: list[Callable[[], None]] = []
         if (taken := queue.take()) is not None:
             assert taken.node_id not in [each.node_id for each in running]

@@ -365,8 +365,11 @@ def test_nothing_is_left_when_the_command_is_stopped(
 
 def test_options_of_an_experiment_are_refused(tmp_path: Path) -> None:
     assert_refused(run_here("simulate", "my.toml", "--flower-app", LINEAR), "omit EXPERIMENT")
+    done = run_here("simulate", "--flower-app", LINEAR, "--data-dir", tmp_path, "--mlflow", "x")
+    assert_refused(done, "omit --data-dir and --mlflow")
     assert_refused(run_here("simulate", "--run-config", "lr=1"), "--flower-app")
-    done = run_here("simulate", "--flower-app", LINEAR, "--set", "local.lr=1")
+    environment = {"FEDLOOP_DATA_DIR": str(tmp_path)}
+    done = run_here("simulate", "--flower-app", LINEAR, "--set", "local.lr=1", env=environment)
     assert_refused(done, "--set local.lr", "federation.clients", "--run-config")
     assert_refused(run_here("simulate", "--flower-app", LINEAR, "--set", "federation.clients=0"), "from 1")
     (tmp_path / "full").mkdir()
