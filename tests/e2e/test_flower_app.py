@@ -318,15 +318,21 @@ def test_an_app_that_cannot_be_loaded_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_failing_server_is_reported(tmp_path: Path) -> None:
-    server = "from flwr.serverapp import ServerApp\napp = ServerApp()\n@app.main()\ndef main(grid, context):\n    print('begun')\n    1 / 0\n"
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero (server.py, line 6)"),
+        ("import os; os.kill(os.getpid(), 9)", "its process was ended by SIGKILL"),
+    ],
+    ids=["raises", "is killed"],
+)
+def test_a_failing_server_is_reported(tmp_path: Path, body: str, problem: str) -> None:
+    server = f"from flwr.serverapp import ServerApp\napp = ServerApp()\n@app.main()\ndef main(grid, context):\n    print('begun', flush=True)\n    {body}\n"
     app = write_app(tmp_path / "app", server, _LEGACY_CLIENT)
     done = run_cli("simulate", "--flower-app", app, "--out", tmp_path / "out", "--json")
     assert (done.returncode, done.stdout) == (1, "")
     assert "begun" in done.stderr
-    assert (
-        "ServerApp of own ended early: ZeroDivisionError: division by zero (server.py, line 6)" in done.stderr
-    )
+    assert f"ServerApp of own ended early: {problem}; report in" in done.stderr
     assert report_of(tmp_path / "out")["state"] == "failed"
 
 
