@@ -260,6 +260,8 @@ def _hash_experiment(experiment: Experiment) -> str:
     del document["federation"]["rounds"], document["simulation"]["workers"], document["devices"]
     if document["data"]["seed"] == document["seed"]:
         del document["data"]["seed"]  # runs of before have no seed of the data of their own
+    if document["simulation"]["engine"] == "pool":
+        document["simulation"]["engine"] = "processes"  # as runs of before call it
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
