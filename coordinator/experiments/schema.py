@@ -268,7 +268,9 @@ def _modern_engine(name: object) -> object:
 class Simulation(Section):
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Worker processes; 0: one per core."""
-    engine: Annotated[Literal["auto"] | Engine, BeforeValidator(_modern_engine)] = "auto"
+    engine: Annotated[Literal["auto", "pool", "stacked", "compiled"], BeforeValidator(_modern_engine)] = (
+        "auto"
+    )
     """How torch clients train: one by one (pool), as one batch (stacked), or by compiled steps; auto goes by the model."""
     seconds_per_step: Annotated[float, Field(gt=0)] = 0.05
     """Virtual seconds of a local step on a client of average speed."""

@@ -50,6 +50,7 @@ from coordinator.runs.model_setup import (
 )
 from coordinator.runs.own_strategy import make_strategy
 from coordinator.runs.simulation_store import SimulationStore
+from coordinator.runs.training_engine import set_up_engine
 from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_by_group, evaluate
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
@@ -334,6 +335,7 @@ def prepare(
         progress.stage("exporting the model to LiteRT")
         exported = export_model(experiment, model)
         model |= {"tflite": str(exported.tflite), "manifest": str(exported.manifest)}
+    model |= set_up_engine(experiment, model, pool, progress)
     pool.broadcast({"kind": "open", "folder": str(folder), "model": model})
     return Prepared(strategy, folder, data_info, clients, params, trainable)
 

@@ -67,6 +67,7 @@ class Worker:
             "framework": self._framework,
             "initial": self._initial,
             "verify": self._verify,
+            "engine": self._require_engine,
             "open": self._open,
             "model": self._set_model,
             "train": self._train,
@@ -117,6 +118,13 @@ class Worker:
         operators(Path(frame.values["tflite"]).read_bytes())
         _litert(frame.values)
         return {}, []
+
+    def _require_engine(self, frame: Frame) -> Reply:
+        """Why this machine cannot use the engine that the run asks for; empty if it can."""
+        from coordinator.workers.kernels.engine import require_engine
+
+        spec = self._spec(frame.values["model"])
+        return {"why": require_engine(frame.values["engine"], spec, frame.values["batch_size"])}, []
 
     def _open(self, frame: Frame) -> Reply:
         self._run = workspace_arrays.open_workspace(Path(frame.values["folder"]))

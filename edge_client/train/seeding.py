@@ -129,9 +129,7 @@ def _generate(pool: list[Words]) -> list[list[int]]:
     """`generate_state(4, np.uint64)` of every pool: four lists of 64-bit numbers."""
     draw = _Hash(_INIT_B, _MULT_B)
     words = [draw(pool[index % _POOL]).astype(np.uint64) for index in range(8)]
-    return [
-        (words[index] | words[index + 1] << np.uint64(32)).tolist() for index in range(0, 8, 2)
-    ]
+    return [(words[index] | words[index + 1] << np.uint64(32)).tolist() for index in range(0, 8, 2)]
 
 
 def _seeded(numbers: list[list[int]]) -> Iterator[PCGState]:

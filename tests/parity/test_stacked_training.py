@@ -6,7 +6,8 @@ The loop is `edge_client.train.trainer` with its PyTorch runtime, whose steps `t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +19,17 @@ from torch import nn
 from coordinator.workers.kernels.dense_chain import NotStackable, find_chain
 from coordinator.workers.kernels.layout import Work, lay_out
 from coordinator.workers.kernels.stacked import StackedTrainer
-from edge_client.data.examples import QUANTITY_PADDING, Examples
+from coordinator.workers.training import ClientTask, Stack
+from coordinator.workers.workspace_arrays import Workspace
+from edge_client.data.examples import QUANTITY_PADDING, Examples, NoExamples
 from edge_client.train import schedule
 from edge_client.train.torch_trainer import TorchRuntime
 from edge_client.train.trainer import LocalResult, Trainer, TrainTask
 from models.zoo import cnn, logreg, mlp
 from models.zoo.spec import ModelSpec
 from strategies.client_rules import ClientRule, ControlVariates, PlainSGD, Proximal
+from strategies.params import Params, flatten
+from strategies.update import Update
 from tests.support.local_data import examples, first_params, noise_like
 
 TOLERANCE = 1e-5
@@ -56,18 +61,54 @@ def cohort(spec: ModelSpec, lengths: Sequence[int], *, padded: int = 0) -> tuple
     return data, np.split(rows, np.cumsum(lengths)[:-1])
 
 
-def loop(
-    spec: ModelSpec, data: Examples, parts: Sequence[np.ndarray], tasks: Sequence[TrainTask], kept: Sequence[dict]
-) -> list[LocalResult]:
+def loop(spec: ModelSpec, data: Examples, clients: Sequence[ClientTask]) -> list[LocalResult]:
     trainer, params = Trainer(TorchRuntime(spec.build(seed=0), spec.loss)), first_params(spec)
+    return [trainer.train(params, each.task, data.rows(each.rows), each.state) for each in clients]
+
+
+def updates(found: Iterable[LocalResult] | Stack, parts: Sequence[np.ndarray]) -> list[Update]:
+    if not isinstance(found, Stack):
+        return [result.update for result in found]
     return [
-        trainer.train(params, task, data.rows(part), state)
-        for part, task, state in zip(parts, tasks, kept, strict=True)
+        Update(
+            {name: delta[at] for name, delta in found.deltas.items()},
+            len(part),
+            int(found.steps[at]),
+            float(found.losses[at]),
+        )
+        for at, part in enumerate(parts)
+    ]
+
+
+def trainer_of(spec: ModelSpec) -> StackedTrainer:
+    return StackedTrainer(find_chain(spec, spec.build(seed=0)))
+
+
+def workspace(data: Examples) -> Workspace:
+    nothing = np.zeros(0, np.int64)
+    return Workspace(
+        data.x, data.y, nothing, nothing.astype(np.int32), nothing, nothing, nothing.astype(np.int32)
+    )
+
+
+def make_clients(
+    parts: Sequence[np.ndarray], kept: Sequence[dict[str, Params]] | None = None, **task: Any
+) -> list[ClientTask]:
+    return [
+        ClientTask(
+            str(at),
+            TrainTask(**{"seed": at, "batch_size": 8, "lr": 0.1} | task),
+            part,
+            kept[at] if kept else {},
+        )
+        for at, part in enumerate(parts)
     ]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=["logreg", "mlp", "own", "regression"])
-@pytest.mark.parametrize("rule", [PlainSGD(), Proximal(mu=0.5), ControlVariates()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", [PlainSGD(), Proximal(mu=0.5), ControlVariates()], ids=lambda rule: rule.name
+)
 @pytest.mark.parametrize("length", [{"epochs": 3}, {"steps": 5}], ids=["epochs", "steps"])
 def test_a_stack_ends_where_the_loop_ends(spec: ModelSpec, rule: ClientRule, length: dict[str, int]) -> None:
     data, parts = cohort(spec, UNEQUAL, padded=2)
@@ -75,24 +116,17 @@ def test_a_stack_ends_where_the_loop_ends(spec: ModelSpec, rule: ClientRule, len
     scaffold = isinstance(rule, ControlVariates)
     broadcast = {"control": noise_like(params, seed=4)} if scaffold else {}
     kept = [{"control": noise_like(params, seed=5 + at)} if scaffold else {} for at in range(len(parts))]
-    tasks = [
-        TrainTask(seed=at, batch_size=8, lr=0.1, rule=rule, broadcast=broadcast, **length)
-        for at in range(len(parts))
-    ]
-    expected = loop(spec, data, parts, tasks, kept)
-    offsets = [rule.begin(broadcast, state).offset for state in kept]
-    trainer = StackedTrainer(find_chain(spec, spec.build(seed=0)), data.x, data.y, len(parts))
-    work = Work(8, 0.1, length.get("epochs"), length.get("steps"), rule.begin(broadcast, kept[0]).mu)
+    clients = make_clients(parts, kept, rule=rule, broadcast=broadcast, **length)
+    expected = loop(spec, data, clients)
 
-    stack = trainer.train(
-        params, work, parts, range(len(parts)), [each for each in offsets if each is not None] or None
-    )
+    found = trainer_of(spec).train(params, clients, workspace(data))
 
-    for at, result in enumerate(expected):
-        assert stack.steps[at] == result.update.num_steps
-        assert stack.losses[at] == pytest.approx(result.update.train_loss, abs=TOLERANCE)
-        for name, delta in result.update.delta.items():
-            np.testing.assert_allclose(stack.deltas[name][at], delta, rtol=0, atol=TOLERANCE, err_msg=name)
+    for at, (update, one_by_one) in enumerate(zip(updates(found, parts), expected, strict=True)):
+        assert update.num_steps == one_by_one.update.num_steps
+        assert update.train_loss == pytest.approx(one_by_one.update.train_loss, abs=TOLERANCE)
+        sent, wanted = flatten({"delta": update.delta, **update.extras}), one_by_one.update
+        for name, value in flatten({"delta": wanted.delta, **wanted.extras}).items():
+            np.testing.assert_allclose(sent[name], value, rtol=0, atol=TOLERANCE, err_msg=f"{at} {name}")
 
 
 @settings(max_examples=25)
@@ -124,33 +158,55 @@ def test_a_stack_sees_the_batches_of_each_client(
 def test_a_client_that_diverges_leaves_its_neighbours_alone() -> None:
     spec = SPECS[1]
     data, parts = cohort(spec, (8, 8, 8))
-    params, work = first_params(spec), Work(4, 0.1, 1, None)
-    chain = find_chain(spec, spec.build(seed=0))
-    honest = StackedTrainer(chain, data.x, data.y, 3).train(params, work, parts, range(3))
-    kept = {name: delta.copy() for name, delta in honest.deltas.items()}
+    honest = deltas(spec, data, parts)
     data.x[parts[1][3]] = np.nan
 
-    stack = StackedTrainer(chain, data.x, data.y, 3).train(params, work, parts, range(3))
+    beside = deltas(spec, data, parts)
 
-    for name, delta in stack.deltas.items():
+    for name, delta in beside.items():
         assert np.isnan(delta[1]).any()
-        np.testing.assert_array_equal(delta[[0, 2]], kept[name][[0, 2]])
+        np.testing.assert_array_equal(delta[[0, 2]], honest[name][[0, 2]])
 
 
 def test_a_stack_leaves_nothing_behind_for_the_next() -> None:
-    spec = SPECS[1]
+    spec, trainer = SPECS[1], trainer_of(SPECS[1])
     data, parts = cohort(spec, UNEQUAL)
-    params, work = first_params(spec), Work(8, 0.1, 2, None)
-    chain = find_chain(spec, spec.build(seed=0))
-    fresh = StackedTrainer(chain, data.x, data.y, 5).train(params, work, parts[:2], range(2))
-    kept = {name: delta.copy() for name, delta in fresh.deltas.items()}
-    used = StackedTrainer(chain, data.x, data.y, 5)
-    used.train(params, work, parts, range(5, 10))
+    fresh = deltas(spec, data, parts[:2])
+    deltas(spec, data, parts, trainer)
 
-    again = used.train(params, work, parts[:2], range(2))
+    again = deltas(spec, data, parts[:2], trainer)
 
-    for name, delta in again.deltas.items():
-        np.testing.assert_array_equal(delta, kept[name])
+    for name, delta in again.items():
+        np.testing.assert_array_equal(delta, fresh[name])
+
+
+def test_a_large_model_trains_in_several_small_stacks() -> None:
+    spec = mlp.spec((300,), 4, hidden=[800])
+    data, parts = cohort(spec, (8, 20, 8, 4, 9, 30, 16))
+    clients = make_clients(parts, epochs=1)
+
+    found = updates(trainer_of(spec).train(first_params(spec), clients, workspace(data)), parts)
+
+    for update, expected in zip(found, loop(spec, data, clients), strict=True):
+        for name, delta in expected.update.delta.items():
+            np.testing.assert_allclose(update.delta[name], delta, rtol=0, atol=TOLERANCE)
+
+
+def test_a_client_without_examples_is_refused() -> None:
+    spec = SPECS[1]
+    data, parts = cohort(spec, (8, 8))
+    with pytest.raises(NoExamples):
+        deltas(spec, data, [parts[0], parts[1][:0]])
+
+
+def deltas(
+    spec: ModelSpec, data: Examples, parts: Sequence[np.ndarray], trainer: StackedTrainer | None = None
+) -> Params:
+    """What a stack learns in an epoch, copied."""
+    trainer = trainer or trainer_of(spec)
+    stack = trainer.train(first_params(spec), make_clients(parts, epochs=1), workspace(data))
+    assert isinstance(stack, Stack)
+    return {name: delta.copy() for name, delta in stack.deltas.items()}
 
 
 class Residual(nn.Module):
@@ -159,7 +215,7 @@ class Residual(nn.Module):
         self.fc = nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.fc(x)
+        return torch.add(x, self.fc(x))
 
 
 class Shared(nn.Module):
@@ -168,7 +224,7 @@ class Shared(nn.Module):
         self.fc = nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(self.fc(x))
+        return torch.relu(self.fc(self.fc(x)))
 
 
 def frozen() -> nn.Module:
@@ -182,8 +238,14 @@ def frozen() -> nn.Module:
     [
         (cnn.spec((8, 8), 10), "Conv2d 'conv1'"),
         (ModelSpec("own", lambda: nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)), (6,), 3), "Dropout '1'"),
-        (ModelSpec("own", lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), (6,), 3), "BatchNorm1d '1'"),
-        (ModelSpec("own", lambda: nn.Sequential(nn.ReLU(), nn.Linear(6, 3)), (6,), 3), "relu does not follow"),
+        (
+            ModelSpec("own", lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), (6,), 3),
+            "BatchNorm1d '1'",
+        ),
+        (
+            ModelSpec("own", lambda: nn.Sequential(nn.ReLU(), nn.Linear(6, 3)), (6,), 3),
+            "relu does not follow",
+        ),
         (ModelSpec("own", lambda: nn.Sequential(nn.Linear(3, 3)), (2, 3), 3), "begin with nn.Flatten()"),
         (ModelSpec("own", Residual, (6,), 6), "no chain: the operation add"),
         (ModelSpec("own", Shared, (6,), 6), "share their weights"),

@@ -106,13 +106,19 @@ def _require_known_layers(module: nn.Module) -> None:
     """Names a layer that no dense chain has; what the layers are used for is seen in the graph."""
     for path, part in module.named_modules():
         is_layer = type(part).__module__.startswith("torch.nn.") and "container" not in type(part).__module__
-        known = type(part) in (nn.Module, nn.Linear, nn.Flatten, nn.Identity, *_ACTIVATIONS) or _is_idle_dropout(part)
+        known = type(part) in (
+            nn.Module,
+            nn.Linear,
+            nn.Flatten,
+            nn.Identity,
+            *_ACTIVATIONS,
+        ) or _is_idle_dropout(part)
         if is_layer and not known:
             raise NotStackable(f"it has {_name(part, path)}; {_EXPECTED}")
 
 
 def _is_idle_dropout(part: nn.Module | None) -> bool:
-    return isinstance(part, nn.Dropout) and part.p == 0
+    return isinstance(part, nn.Dropout) and not part.p
 
 
 def _follow(graph: fx.Graph, module: nn.Module, flat: bool) -> tuple[Dense, ...]:
@@ -170,7 +176,7 @@ def _flattens(node: fx.Node, part: nn.Module | None) -> bool:
     dims = [*node.args[1:], *([None] * 2)][:2]
     start = node.kwargs.get("start_dim", dims[0])
     end = node.kwargs.get("end_dim", dims[1])
-    return start == 1 and end in (None, -1)
+    return (start, end) in ((1, None), (1, -1))
 
 
 def _dense(path: str, layer: nn.Linear) -> Dense:

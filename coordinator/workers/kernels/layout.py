@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,23 +55,36 @@ def lay_out(parts: Sequence[Rows], seeds: Sequence[int], work: Work) -> Layout:
     width = min(work.batch_size, max(lengths))
     rows = np.zeros((max(counts), len(parts), width), np.int64)
     sizes = np.zeros(rows.shape[:2], np.int64)
-    slots = {int(client): slot for slot, client in enumerate(order)}
-    for client, generator in enumerate(seeding.generators(seeds)):
-        slot, count = slots[client], counts[client]
-        _fill(rows[:count, slot], sizes[:count, slot], parts[client], generator)
+    equals: dict[int, list[int]] = {}
+    for slot, client in enumerate(order.tolist()):
+        equals.setdefault(lengths[client], []).append(slot)
+    shuffled = _shuffle(
+        parts, seeds, {n: -(-counts[order[slots[0]]] // -(-n // width)) for n, slots in equals.items()}
+    )
+    for length, slots in equals.items():
+        count = counts[order[slots[0]]]
+        epochs = np.stack([shuffled[client] for client in order[slots].tolist()], axis=1)
+        rows[:count, slots] = _cut(epochs, width)[:count]
+        sizes[:count, slots] = width
+        per_epoch = -(-length // width)
+        sizes[per_epoch - 1 : count : per_epoch, slots] = length - (per_epoch - 1) * width
     return Layout(order, rows, sizes, np.asarray(counts)[order])
 
 
-def _fill(rows: Rows, sizes: Rows, part: Rows, generator: np.random.Generator) -> None:
-    """Writes one client's batches. `rows`: [its steps, width]."""
-    count, width = rows.shape
-    per_epoch = -(-len(part) // width)
-    last = (per_epoch - 1) * width
-    padded = np.empty(per_epoch * width, np.int64)
-    for start in range(0, count, per_epoch):
-        shuffled = generator.permutation(part)
-        padded[: len(part)] = shuffled
-        padded[len(part) :] = shuffled[last]
-        rows[start : start + per_epoch] = padded.reshape(per_epoch, width)[: count - start]
-    sizes[:] = width
-    sizes[per_epoch - 1 :: per_epoch] = len(part) - last
+def _shuffle(parts: Sequence[Rows], seeds: Sequence[int], epochs: Mapping[int, int]) -> list[Rows]:
+    """Each client's rows in the order of each epoch, [epochs, rows]. `epochs`: by number of rows."""
+    return [
+        np.array([generator.permutation(part) for _ in range(epochs[len(part)])])
+        for part, generator in zip(parts, seeding.generators(seeds), strict=True)
+    ]
+
+
+def _cut(epochs: Rows, width: int) -> Rows:
+    """Batches [steps, clients, width] of epochs [epochs, clients, rows]."""
+    passes, clients, length = epochs.shape
+    per_epoch = -(-length // width)
+    padded = np.empty((passes, clients, per_epoch * width), np.int64)
+    padded[..., :length] = epochs
+    padded[..., length:] = epochs[..., (per_epoch - 1) * width, None]
+    cut = padded.reshape(passes, clients, per_epoch, width).transpose(0, 2, 1, 3)
+    return cut.reshape(passes * per_epoch, clients, width)
