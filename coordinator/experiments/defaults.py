@@ -71,8 +71,11 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
     )
     if experiment.simulation.engine != "auto":
         return completed
-    chosen = experiment.simulation.model_copy(update={"engine": engines.choose(completed)})
-    return completed.model_copy(update={"simulation": chosen})
+    trained, runtimes = completed.model, completed.federation.runtimes
+    engine = engines.choose(trained.name or "", trained.options, trained.adapt, runtimes)
+    return completed.model_copy(
+        update={"simulation": experiment.simulation.model_copy(update={"engine": engine})}
+    )
 
 
 def table_defaults(dataset: str) -> dict[str, Any]:

@@ -32,8 +32,6 @@ Fault = Literal[
 
 FleetKind = Literal["simulated", "devices"]
 
-Engine = Literal["pool", "stacked", "compiled"]
-
 MODEL_KEYS = ("input_shape", "classes", "input_dtype", "task")
 """Properties of the data that a model depends on."""
 

@@ -218,7 +218,11 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         yield f"local.epochs = {local.epochs} and local.steps = {local.steps} are both set; keep one of them"
     yield from _federation_problems(experiment.federation)
     yield from _simulation_problems(experiment)
-    yield from engines.find_problems(experiment, fleet)
+    if fleet == "simulated":
+        engine, model = experiment.simulation.engine, experiment.model
+        yield from engines.find_problems(
+            engine, model.name or "", model.adapt, experiment.federation.runtimes
+        )
     yield from _strategy_problems(experiment.strategy.name, experiment.strategy.options)
 
 
