@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 from models import catalog, user_code
+from strategies.strategy import BLOCK
 
 Engine = Literal["pool", "stacked", "compiled"]
 
@@ -23,6 +24,9 @@ DENSE = ("logreg", "mlp")
 
 WIDEST_STACKED = 256
 """Hidden layers up to this width train faster as a stack; the products of wider ones are as fast alone."""
+
+SMALL_MODEL, LARGE_JOB, SMALL_JOB = 8192, 64, 32
+"""Up to so many params a stack pays more the more clients it has; a larger model fills the cache with fewer."""
 
 
 def choose(name: str, options: Mapping[str, Any], adapt: str | None, runtimes: Collection[str]) -> Engine:
@@ -54,3 +58,10 @@ def find_problems(engine: str, name: str, adapt: str | None, runtimes: Collectio
             f"{key} trains chains of dense layers, such as {' and '.join(DENSE)}, but model.name = {name!r} is none; "
             'take "pool" or "compiled"'
         )
+
+
+def clients_per_job(engine: str, values: int) -> int:
+    """Clients that a worker trains together, as long as the cohort has enough. `values`: params that they train."""
+    if engine != "stacked":
+        return BLOCK
+    return LARGE_JOB if values <= SMALL_MODEL else SMALL_JOB

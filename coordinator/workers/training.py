@@ -1,4 +1,7 @@
-"""How a worker trains the simulated clients of one job."""
+"""How a worker trains the clients of a job: one after the other, or all of them as one computation.
+
+A `ClientTrainer` only trains. Whether a result counts, and what becomes of it, is decided in `coordinator.workers.block`.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,17 @@ from coordinator.workers.workspace_arrays import Workspace
 from edge_client.data.examples import Examples
 from edge_client.train.trainer import LocalResult, Runtime, Trainer, TrainTask
 from strategies.params import Params
+from strategies.update import Update
 
 
 @dataclass(frozen=True)
 class ClientTask:
-    """One client of a job. `rows`: its rows of the workspace; `state`: what it kept, empty the first time."""
+    """The work of one client of a job.
+
+    Attributes:
+        rows: its rows of the workspace.
+        state: what it has kept since its last accepted update.
+    """
 
     client: str
     task: TrainTask
@@ -39,12 +48,24 @@ class Stack:
     steps: npt.NDArray[np.int64]
     losses: npt.NDArray[np.float64]
 
+    def results(self, clients: Sequence[ClientTask]) -> Iterator[LocalResult]:
+        """The result of each client."""
+        for at, client in enumerate(clients):
+            delta = {name: values[at] for name, values in self.deltas.items()}
+            update = Update(delta, len(client.rows), int(self.steps[at]), float(self.losses[at]))
+            yield LocalResult(update, {})
+
 
 class ClientTrainer(Protocol):
+    """Trains several clients from the same params."""
+
     def train(
         self, params: Params, clients: Sequence[ClientTask], data: Workspace
     ) -> Iterable[LocalResult] | Stack:
-        """What each client learnt, starting from `params`."""
+        """The result of each client, in order. A result may be overwritten once the next one is asked for.
+
+        A result may depend, in its last bits, on the other clients of the call: who they are follows from the cohort alone.
+        """
 
 
 @dataclass(frozen=True)
