@@ -52,17 +52,14 @@ class PCGState:
 def states(entropies: Sequence[int | Sequence[int]]) -> list[PCGState]:
     """The state of `np.random.default_rng(entropy)` for each entropy: an integer, or several, none negative."""
     split = [_to_words(entropy) for entropy in entropies]
-    found: list[PCGState | None] = [None] * len(split)
-    by_length: dict[int, list[int]] = {}
-    for index, words in enumerate(split):
-        by_length.setdefault(max(_POOL, len(words)), []).append(index)  # a short entropy is filled with zeros
-    for length, indices in by_length.items():
-        table = np.zeros((length, len(indices)), np.uint32)
-        for column, index in enumerate(indices):
-            table[: len(split[index]), column] = split[index]
-        for index, state in zip(indices, _seeded(_generate(_mix_entropy(table))), strict=True):
-            found[index] = state
-    return [state for state in found if state is not None]
+    if all(len(words) <= _POOL for words in split):
+        return _states(split, _POOL)  # a short entropy is filled up with zeros
+    return [_states([words], max(_POOL, len(words)))[0] for words in split]
+
+
+def _states(split: list[list[int]], length: int) -> list[PCGState]:
+    table = np.array([[*words, *[0] * (length - len(words))] for words in split], np.uint32)
+    return list(_seeded(_generate(_mix_entropy(table.reshape(-1, length).T))))
 
 
 def generators(seeds: Sequence[int]) -> Iterator[np.random.Generator]:
