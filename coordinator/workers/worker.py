@@ -27,12 +27,13 @@ import numpy.typing as npt
 from coordinator.errors import DISK_ERRNOS, UserError
 from coordinator.workers import block, workspace, workspace_arrays
 from coordinator.workers.evaluation import encode_evaluation
-from coordinator.workers.training import ClientTask, ClientTrainer, OneByOne, Stack
+from coordinator.workers.runtimes import Runtimes, find_spec, load_litert
+from coordinator.workers.training import ClientTask, Stack
 from edge_client.data.examples import Examples
 from edge_client.processes.channel import Closed, Frame, read_ahead, send_frame
 from edge_client.processes.process import die_with_parent, serve_forks
 from edge_client.train.evaluation import Evaluation
-from edge_client.train.trainer import LocalResult, Runtime, Trainer, TrainTask
+from edge_client.train.trainer import LocalResult, Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage
 from strategies.params import Params, unflatten
@@ -57,15 +58,13 @@ class ClientFailed(Exception):
 
 
 class Worker:
-    """The state of a worker: data, model, one runtime of each kind."""
+    """The state of a worker: data, params, and the model in its runtimes."""
 
     def __init__(self) -> None:
         self._run: workspace_arrays.Workspace | None = None
-        self._model: dict[str, Any] = {}
         self._round: RoundStart | None = None
         self._candidate: Params = {}
-        self._runtimes: dict[str, Runtime] = {}
-        self._torch_trainer: ClientTrainer | None = None
+        self._runtimes = Runtimes({})
         self._updates: int | None = None
 
     def handle(self, frame: Frame) -> Reply:
@@ -96,14 +95,14 @@ class Worker:
         """The model's framework."""
         from models.zoo import KerasSpec
 
-        spec = self._spec(frame.values["model"])
+        spec = find_spec(frame.values["model"])
         return {"framework": "keras" if isinstance(spec, KerasSpec) else "torch"}, []
 
     def _initial(self, frame: Frame) -> Reply:
         """Builds the model and returns its initial params."""
         from models.zoo import KerasSpec
 
-        spec, seed = self._spec(frame.values["model"]), frame.values["seed"]
+        spec, seed = find_spec(frame.values["model"]), frame.values["seed"]
         if isinstance(spec, KerasSpec):
             spec.require_trainable()
             model = spec.build(seed)
@@ -123,19 +122,19 @@ class Worker:
         from models.conversion.operators import operators
 
         operators(Path(frame.values["tflite"]).read_bytes())
-        _litert(frame.values)
+        load_litert(frame.values)
         return {}, []
 
     def _require_engine(self, frame: Frame) -> Reply:
         """Why this machine cannot use the engine that the run asks for; empty if it can."""
         from coordinator.workers.kernels.engine import require_engine
 
-        spec = self._spec(frame.values["model"])
+        spec = find_spec(frame.values["model"])
         return {"why": require_engine(frame.values["engine"], spec, frame.values["batch_size"])}, []
 
     def _open(self, frame: Frame) -> Reply:
         self._run = workspace_arrays.open_workspace(Path(frame.values["folder"]))
-        self._model = frame.values["model"]
+        self._runtimes = Runtimes(frame.values["model"])
         return {}, []
 
     def _set_model(self, frame: Frame) -> Reply:
@@ -171,7 +170,7 @@ class Worker:
 
     def _results(self, runtime: str, wave: int, clients: Sequence[ClientTask]) -> Iterator[LocalResult]:
         assert self._run is not None and self._round is not None
-        trained = self._client_trainer(runtime).train(self._round.params, clients, self._run)
+        trained = self._runtimes.trainer(runtime).train(self._round.params, clients, self._run)
         results = trained.results(clients) if isinstance(trained, Stack) else iter(trained)
         for each in clients:
             try:
@@ -180,17 +179,6 @@ class Worker:
                 work = self._round.terms.work if self._round.terms else None
                 number = work.round if work else 0
                 raise ClientFailed(f"{runtime} client {each.client}, round {number}: ") from error
-
-    def _client_trainer(self, runtime: str) -> ClientTrainer:
-        """How clients of a runtime train: `model["engine"]` may name a faster way than one after the other."""
-        engine = self._model.get("engine", "pool") if runtime == "torch" else "pool"
-        if engine == "pool":
-            return OneByOne(self._runtime(runtime))
-        if self._torch_trainer is None:
-            from coordinator.workers.kernels.engine import make_trainer
-
-            self._torch_trainer = make_trainer(engine, self._spec(self._model), self._model["batch_size"])
-        return self._torch_trainer
 
     def _set_candidate(self, frame: Frame) -> Reply:
         if frame.file is None:
@@ -215,7 +203,7 @@ class Worker:
         assert self._run is not None and self._round is not None
         start, part = self._round.params, frame.values["part"]
         task = TrainTask.of(TaskMessage.from_json(frame.values["task"]), {})
-        local = Trainer(self._runtime(frame.values["runtime"])).train(
+        local = Trainer(self._runtimes.get(frame.values["runtime"])).train(
             start, task, self._examples(self._run.part(part))
         )
         trained = {name: start[name] + delta for name, delta in local.update.delta.items()}
@@ -223,7 +211,7 @@ class Worker:
         return encode_evaluation(self._score({**start, **trained}, own_rows, frame.values["logits"]))
 
     def _score(self, params: Params, rows: npt.NDArray[np.int64], keep_logits: bool) -> Evaluation:
-        trainer = Trainer(self._runtime("evaluation"))
+        trainer = Trainer(self._runtimes.get("evaluation"))
         return trainer.evaluate(params, self._examples(rows), keep_logits=keep_logits)
 
     def _examples(self, rows: npt.NDArray[np.int64]) -> Examples:
@@ -239,8 +227,7 @@ class Worker:
             return prediction.count_rows(request), []
         if request["release"] is not None:
             return prediction.run(request, None), []
-        self._model = request["description"]
-        runtime = self._runtime("evaluation")
+        runtime = Runtimes(request["description"]).get("evaluation")
         return prediction.run(request, lambda x: runtime.logits(self._candidate, x)), []
 
     def _describe_strategy(self, frame: Frame) -> Reply:
@@ -263,61 +250,6 @@ class Worker:
         values = frame.values
         delta = own_strategy.aggregate(values["name"], values["options"], self._updates, values["updates"])
         return {}, [arrays.encode(delta)]
-
-    def _spec(self, model: dict[str, Any]) -> Any:
-        from models import zoo
-
-        return zoo.find(
-            model["name"],
-            input_shape=tuple(model["input_shape"]),
-            classes=model["classes"],
-            input_dtype=model["input_dtype"],
-            task=model["task"],
-            **model["options"],
-        )
-
-    def _runtime(self, name: str) -> Runtime:
-        if name not in self._runtimes:
-            self._runtimes[name] = self._make_runtime(name)
-        return self._runtimes[name]
-
-    def _make_runtime(self, name: str) -> Runtime:
-        """`name` "evaluation" selects the model's own framework, whatever the clients run; without its code, `litert`."""
-        if name == "litert":
-            return _litert(self._model)
-        if name == "evaluation" and self._model.get("evaluation") == "litert":
-            return self._runtime("litert")
-        from models.zoo import KerasSpec
-
-        spec = self._spec(self._model)
-        if name == "evaluation":
-            return self._runtime("tensorflow" if isinstance(spec, KerasSpec) else "torch")
-        if isinstance(spec, KerasSpec):
-            from edge_client.train.tensorflow_trainer import TensorFlowRuntime
-
-            model = spec.build(0)
-            return TensorFlowRuntime(model, trainable=model.trainable)
-        from edge_client.train.torch_trainer import TorchRuntime
-
-        torch_runtime = TorchRuntime(spec.build(0), spec.loss)
-        if name == "torch":
-            return torch_runtime
-        from edge_client.train.tensorflow_trainer import TensorFlowRuntime
-
-        if spec.tensorflow_twin is None:
-            raise UserError(f"model {self._model['name']!r} has no TensorFlow twin")
-        return TensorFlowRuntime(spec.tensorflow_twin(), trainable=torch_runtime.trainable)
-
-
-def _litert(model: dict[str, Any]) -> Runtime:
-    """The LiteRT runtime of the files `tflite` and `manifest`, once its golden outputs are right here."""
-    from edge_client.train.litert_trainer import LiteRTRuntime
-    from edge_client.wire import manifest
-
-    path = model["manifest"]
-    runtime = LiteRTRuntime(Path(model["tflite"]), manifest.from_json(Path(path).read_bytes(), path))
-    runtime.self_test()
-    return runtime
 
 
 def _initial_reply(
