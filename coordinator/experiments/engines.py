@@ -23,7 +23,7 @@ DENSE = ("logreg", "mlp")
 """Models of the catalog that are chains of dense layers."""
 
 WIDEST_STACKED = 256
-"""Hidden layers up to this width train faster as a stack; the products of wider ones are as fast alone."""
+"""The widest hidden layer of a model that was measured to train faster as a stack."""
 
 SMALL_MODEL, LARGE_JOB, SMALL_JOB = 8192, 64, 32
 """Up to so many params a stack pays more the more clients it has; a larger model fills the cache with fewer."""
