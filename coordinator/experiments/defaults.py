@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from coordinator.experiments import engines
 from coordinator.experiments.schema import (
     Categories,
     Data,
@@ -58,16 +59,22 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
     data = _data(experiment.data, partition, experiment.data_seed)
     if not stored:
         data = data.model_copy(update=missing(data, table_defaults(data.dataset)))
-    return experiment.model_copy(
+    completed = experiment.model_copy(
         update={
             "name": experiment.name or data_name(data.dataset, data.path),
             "data": data,
             "model": _model(experiment.model, model, data, fleet),
             "federation": _federation(experiment.federation, data, fleet),
             "local": _local(experiment.local, lr),
-            "simulation": experiment.simulation.model_copy(update={"engine": "processes"}),
             "strategy": _strategy(experiment.strategy),
         }
+    )
+    if experiment.simulation.engine != "auto":
+        return completed
+    trained, runtimes = completed.model, completed.federation.runtimes
+    engine = engines.choose(trained.name or "", trained.options, trained.adapt, runtimes)
+    return completed.model_copy(
+        update={"simulation": experiment.simulation.model_copy(update={"engine": engine})}
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import tomlkit
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from coordinator.model_references import RegisterAs, parse_register_as
 from coordinator.scheduling.deployments import Selection
@@ -258,11 +258,18 @@ class StrategySection(OpenSection):
     """How updates become the next model; package.module:Class is your own."""
 
 
+def _modern_engine(name: object) -> object:
+    """Experiments of earlier versions call the pool "processes"."""
+    return "pool" if name == "processes" else name
+
+
 class Simulation(Section):
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Worker processes; 0: one per core."""
-    engine: Literal["auto", "processes"] = "auto"
-    """The only engine is "processes"."""
+    engine: Annotated[Literal["auto", "pool", "stacked", "compiled"], BeforeValidator(_modern_engine)] = (
+        "auto"
+    )
+    """How torch clients train: one by one (pool), as one batch (stacked), or by compiled steps; auto goes by the model."""
     seconds_per_step: Annotated[float, Field(gt=0)] = 0.05
     """Virtual seconds of a local step on a client of average speed."""
     speed_spread: Annotated[float, Field(ge=0, le=5)] = 0.0

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import UserError
-from coordinator.experiments import device_schema
+from coordinator.experiments import device_schema, engines
 from coordinator.experiments.schema import DataSection, Experiment, Federation, FleetKind
 from coordinator.json_values import is_finite
 from coordinator.model_references import parse_register_as
@@ -218,6 +218,11 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         yield f"local.epochs = {local.epochs} and local.steps = {local.steps} are both set; keep one of them"
     yield from _federation_problems(experiment.federation)
     yield from _simulation_problems(experiment)
+    if fleet == "simulated":
+        engine, model = experiment.simulation.engine, experiment.model
+        yield from engines.find_problems(
+            engine, model.name or "", model.adapt, experiment.federation.runtimes
+        )
     yield from _strategy_problems(experiment.strategy.name, experiment.strategy.options)
 
 

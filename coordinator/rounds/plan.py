@@ -15,6 +15,7 @@ from statistics import median_low
 import numpy as np
 
 from coordinator.rounds.closing import Closing
+from edge_client.train import seeding
 from edge_client.wire.device import TaskMessage
 from strategies import client_rules
 from strategies.strategy import Strategy
@@ -73,7 +74,12 @@ class Task:
 
 def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
     """The generator for one purpose, such as `("cohort", round)`; independent across purposes and numbers."""
-    return np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *numbers]))
+    return np.random.default_rng(entropy(seed, purpose, *numbers))
+
+
+def entropy(seed: int, purpose: str, *numbers: int) -> list[int]:
+    """What `generator` is seeded with, for `edge_client.train.seeding`."""
+    return [seed, zlib.crc32(purpose.encode()), *numbers]
 
 
 def cohort_size(plan: RunPlan) -> int:
@@ -99,6 +105,7 @@ def weight_limit(declared: Collection[int], cap: float) -> int | None:
 def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPlan) -> tuple[Task, ...]:
     """The tasks of a cohort; each client's seed depends only on the round and its name."""
     rule = client_rules.to_options(plan.strategy.client_rule)
+    states = seeding.states([entropy(plan.seed, client, round_number) for client in cohort])
     return tuple(
         Task(
             position,
@@ -106,7 +113,7 @@ def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPla
                 round=round_number,
                 client=client,
                 base=base,
-                seed=int(generator(plan.seed, client, round_number).integers(2**63)),
+                seed=state.first_integer(),
                 batch_size=plan.local.batch_size,
                 lr=plan.local.lr,
                 epochs=plan.local.epochs,
@@ -114,5 +121,5 @@ def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPla
                 rule=rule,
             ),
         )
-        for position, client in enumerate(cohort)
+        for position, (client, state) in enumerate(zip(cohort, states, strict=True))
     )

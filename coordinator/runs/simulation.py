@@ -27,6 +27,7 @@ import numpy as np
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
+from coordinator.experiments.engines import clients_per_job
 from coordinator.experiments.experiment import MAY_CHANGE
 from coordinator.experiments.schema import Experiment, Runtime
 from coordinator.extras import problems_with
@@ -50,6 +51,7 @@ from coordinator.runs.model_setup import (
 )
 from coordinator.runs.own_strategy import make_strategy
 from coordinator.runs.simulation_store import SimulationStore
+from coordinator.runs.training_engine import set_up_engine
 from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_by_group, evaluate
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
@@ -251,7 +253,9 @@ def _make_fleet(experiment: Experiment, pool: WorkerPool, prepared: Prepared) ->
         spread=simulation.speed_spread,
         dropout=simulation.dropout,
     )
-    return SimulatedFleet(pool, prepared.clients, clock)
+    values = sum(prepared.params[name].size for name in prepared.trainable)
+    per_job = clients_per_job(prepared.engine, values)
+    return SimulatedFleet(pool, prepared.clients, clock, per_job)
 
 
 def _hash_experiment(experiment: Experiment) -> str:
@@ -260,6 +264,8 @@ def _hash_experiment(experiment: Experiment) -> str:
     del document["federation"]["rounds"], document["simulation"]["workers"], document["devices"]
     if document["data"]["seed"] == document["seed"]:
         del document["data"]["seed"]  # runs of before have no seed of the data of their own
+    if document["simulation"]["engine"] == "pool":
+        document["simulation"]["engine"] = "processes"  # as runs of before call it
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
@@ -297,6 +303,7 @@ class Prepared:
         folder: the workspace.
         data_info: description of the data (`coordinator.workers.workspace.prepare`).
         params: initial params.
+        engine: that PyTorch clients train with here.
     """
 
     strategy: Strategy
@@ -305,6 +312,7 @@ class Prepared:
     clients: tuple[SimulatedClient, ...]
     params: Params
     trainable: tuple[str, ...]
+    engine: str
 
 
 def prepare(
@@ -332,8 +340,9 @@ def prepare(
         progress.stage("exporting the model to LiteRT")
         exported = export_model(experiment, model)
         model |= {"tflite": str(exported.tflite), "manifest": str(exported.manifest)}
+    model |= set_up_engine(experiment, model, pool, progress)
     pool.broadcast({"kind": "open", "folder": str(folder), "model": model})
-    return Prepared(strategy, folder, data_info, clients, params, trainable)
+    return Prepared(strategy, folder, data_info, clients, params, trainable, model["engine"])
 
 
 def _require_task(experiment: Experiment, task: str) -> None:
