@@ -173,7 +173,7 @@ class DeviceFleet:
         failpoints.reach("round.opened")
         self._session.notify(task.message.client for task in tasks)
 
-    def results(self) -> Iterator[Answer | Silence]:
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence]:
         """Yields once the round is closed and every accepted update is verified."""
         while True:
             opened, ended = self._wait_until_closed()

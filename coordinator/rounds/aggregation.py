@@ -1,6 +1,7 @@
 """Aggregation: folds the updates of a cohort into one aggregate that no single client can dominate.
 
-    1. fold each accepted update as it arrives; no update weighs more than the round's weight limit
+    1. fold each accepted update as it arrives; no update weighs more than the round's weight limit.
+       A fleet may fold a block of them itself, by the same rules (`fleet.BlockSum`)
     2. at the end compare the updates: is one out of all proportion?
     3. if so, fold once more without it: the fleet repeats its results
 
@@ -33,7 +34,9 @@ from coordinator.rounds import intake
 from coordinator.rounds.events import Emit
 from coordinator.rounds.fleet import (
     Answer,
+    BlockSum,
     Fleet,
+    Measured,
     Model,
     OpenRound,
 )
@@ -130,7 +133,10 @@ def _fold_results(
     answered: set[int] = set()
     rejections: Counter[str] = Counter()
     bytes_up = 0
-    for result in fleet.results():
+    for result in fleet.results(excluded):
+        if isinstance(result, BlockSum):
+            fold.add_partial(result.block, result.partial)
+            continue
         at, client = result.task.position, result.task.message.client
         where = {"round": result.task.message.round, "client": client}
         if not isinstance(result, Answer):
@@ -147,16 +153,16 @@ def _fold_results(
         norms[at] = measure(client, verdict)
         if at in excluded:
             continue
-        update = _clamp(verdict, weight_limit)
-        if update.num_examples < verdict.num_examples:
-            emit("weight_capped", **where, examples=verdict.num_examples, counted=update.num_examples)
-        fold.add(at, strategy.transform(update))
+        if weight_limit is not None and weight_limit < verdict.num_examples:
+            emit("weight_capped", **where, examples=verdict.num_examples, counted=weight_limit)
+        if isinstance(verdict, Update):
+            fold.add(at, strategy.transform(clamp(verdict, weight_limit)))
         folded.append(client)
     aggregate = fold.finish() if folded else None
     return _Pass(aggregate, norms, tuple(folded), answered, rejections, bytes_up)
 
 
-def _clamp(update: Update, weight_limit: int | None) -> Update:
+def clamp(update: Update, weight_limit: int | None) -> Update:
     """The update with its number of examples and its training loss within bounds."""
     examples = update.num_examples if weight_limit is None else min(update.num_examples, weight_limit)
     loss = min(max(update.train_loss, -MAX_TRAIN_LOSS), MAX_TRAIN_LOSS)
@@ -210,7 +216,10 @@ class Bounds:
     broadcast: Mapping[str, Tensors] = field(default_factory=dict)
 
 
-def measure(client: str, update: Update) -> UpdateNorms:
+def measure(client: str, update: Update | Measured) -> UpdateNorms:
+    """The norms of an accepted update, unless its fleet has measured them already."""
+    if isinstance(update, Measured):
+        return UpdateNorms(client, update.norm, update.num_steps, update.streams)
     streams = {name: l2_norm(tensors) for name, tensors in update.extras.items()}
     return UpdateNorms(client, update.norm, update.num_steps, streams)
 

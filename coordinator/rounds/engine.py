@@ -30,6 +30,7 @@ from coordinator.rounds.plan import RunPlan, Task
 from coordinator.rounds.records import RoundRecord, RunState, Score
 from coordinator.storage.blobs import Blobs
 from edge_client.wire.arrays import FilePayload, StoredArrays
+from strategies import summation
 from strategies.params import NotFinite, Params, State, Tensors, guard_finite, materialize
 from strategies.update import Aggregate
 
@@ -147,6 +148,7 @@ def _make_terms(run_plan: RunPlan, model: Model, opened: OpenRound) -> Terms:
         expected=intake.make_expected(trained, model.streams, run_plan.max_examples, opened.weight_limit),
         closing=run_plan.closing,
         population=opened.population,
+        summation=summation.of(run_plan.strategy),
     )
 
 

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +25,17 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.errors import DISK_ERRNOS, UserError
-from coordinator.workers import faults, workspace, workspace_arrays
+from coordinator.workers import block, workspace, workspace_arrays
 from coordinator.workers.evaluation import encode_evaluation
+from coordinator.workers.training import ClientTask, ClientTrainer, OneByOne
 from edge_client.data.examples import Examples
 from edge_client.processes.channel import Closed, Frame, read_ahead, send_frame
 from edge_client.processes.process import die_with_parent, fork_each
 from edge_client.train.evaluation import Evaluation
-from edge_client.train.trainer import Runtime, Trainer, TrainTask
+from edge_client.train.trainer import LocalResult, Runtime, Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage
-from strategies.params import Params, flatten, unflatten
+from strategies.params import Params, unflatten
 
 if TYPE_CHECKING:
     from models.zoo import KerasSpec, ModelSpec
@@ -48,6 +49,11 @@ class RoundStart:
 
     params: Params
     streams: dict[str, Params]
+    terms: block.RoundTerms | None
+
+
+class ClientFailed(Exception):
+    """The training of one client failed; the message begins with who it is, the cause says why."""
 
 
 class Worker:
@@ -125,24 +131,50 @@ class Worker:
 
     def _set_model(self, frame: Frame) -> Reply:
         params, streams = (arrays.decode(blob) for blob in frame.blobs)
-        self._round = RoundStart(params, unflatten(streams))
+        terms = frame.values.get("terms")
+        self._round = RoundStart(
+            params, unflatten(streams), None if terms is None else block.RoundTerms.from_json(terms)
+        )
         return {}, []
 
     def _train(self, frame: Frame) -> Reply:
+        """Trains the clients of a job, and answers as `coordinator.workers.block` says."""
+        assert self._run is not None and self._round is not None and self._round.terms is not None
+        values, terms, reply = frame.values, self._round.terms, block.BlockReply(self._round.terms)
+        states = dict(zip(values["states"], frame.blobs, strict=True))
+        members = block.members(terms, values)
+        groups: dict[tuple[str, int], list[ClientTask]] = {}
+        order = list(zip(values["runtimes"], values["waves"], strict=True))
+        for member, part, group in zip(members, values["parts"], order, strict=True):
+            state = states.get(member.task.position)
+            groups.setdefault(group, []).append(
+                ClientTask(
+                    member.task.message.client,
+                    TrainTask.of(member.task.message, self._round.streams),
+                    self._run.part(part),
+                    unflatten(arrays.decode(state)) if state is not None else {},
+                )
+            )
+        results = {group: self._results(*group, clients) for group, clients in groups.items()}
+        for member, group in zip(members, order, strict=True):
+            reply.add(member, next(results[group]))
+        return reply.encode()
+
+    def _results(self, runtime: str, wave: int, clients: Sequence[ClientTask]) -> Iterator[LocalResult]:
         assert self._run is not None and self._round is not None
-        task = TaskMessage.from_json(frame.values["task"])
-        client_state = unflatten(arrays.decode(frame.blobs[0]))
-        examples = self._examples(self._run.part(frame.values["part"]))
-        trainer = Trainer(self._runtime(frame.values["runtime"]))
-        local = trainer.train(
-            self._round.params, TrainTask.of(task, self._round.streams), examples, client_state
-        )
-        fault = frame.values["fault"]
-        if fault is None:
-            uploads = [arrays.encode_result(task, local.update)]
-        else:
-            uploads = faults.encode_uploads(fault, task, local.update)
-        return {}, [*uploads, arrays.encode(flatten(local.client_state))]
+        trainer = self._client_trainer(runtime)
+        results = iter(trainer.train(self._round.params, clients, self._run))
+        for each in clients:
+            try:
+                yield next(results)
+            except Exception as error:
+                work = self._round.terms.work if self._round.terms else None
+                number = work.round if work else 0
+                raise ClientFailed(f"{runtime} client {each.client}, round {number}: ") from error
+
+    def _client_trainer(self, runtime: str) -> ClientTrainer:
+        """How clients of a runtime train: `model["engine"]` may name a faster way than one after the other."""
+        return OneByOne(self._runtime(runtime))
 
     def _set_candidate(self, frame: Frame) -> Reply:
         if frame.file is None:
@@ -317,6 +349,8 @@ def _format_error(frame: Frame, error: Exception) -> str:
 
     task = frame.values.get("task")
     where = f"{frame.values['runtime']} client {task['client']}, round {task['round']}: " if task else ""
+    if isinstance(error, ClientFailed) and isinstance(error.__cause__, Exception):
+        where, error = str(error), error.__cause__
     is_ours = isinstance(error, UserError | DataError) or type(error).__module__.startswith(
         ("models.", "edge_client.")
     )

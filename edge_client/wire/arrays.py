@@ -193,22 +193,26 @@ def write(path: Path, tensors: Tensors, values: Mapping[str, Any] | None = None)
 
 def _parts(tensors: Tensors, values: Mapping[str, Any] | None) -> Iterator[bytes | memoryview]:
     names = sorted(tensors)
-    head: dict[str, Any] = {}
-    if values is not None:
-        head["__metadata__"] = _metadata(values)
-    end = 0
-    for name in names:
-        shape = shape_of(tensors, name)
-        start, end = end, end + 4 * math.prod(shape)
-        head[name] = {"dtype": "F32", "shape": shape, "data_offsets": (start, end)}
-    text = json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode()
-    padded = text + b" " * (-len(text) % 8)
-    yield len(padded).to_bytes(8, "little") + padded
+    yield _head({name: shape_of(tensors, name) for name in names}, values)
     for name in names:
         for piece in pieces_of(tensors, name):
             if piece.dtype != np.float32:
                 raise ValueError(f"tensor {name!r} is {piece.dtype}, expected float32")
             yield np.ascontiguousarray(piece, "<f4").data
+
+
+def _head(shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, Any] | None) -> bytes:
+    """The beginning of a payload of float32 tensors. `shapes`: in sorted order."""
+    head: dict[str, Any] = {}
+    if values is not None:
+        head["__metadata__"] = _metadata(values)
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * math.prod(shape)
+        head[name] = {"dtype": "F32", "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode()
+    padded = text + b" " * (-len(text) % 8)
+    return len(padded).to_bytes(8, "little") + padded
 
 
 def read_header(payload: Payload | bytes) -> Header:
@@ -283,7 +287,7 @@ class ResultHeader:
 
 def encode_result(task: TaskMessage, update: Update) -> bytes:
     """The update as the bytes a client uploads."""
-    return encode(flatten({DELTA: update.delta, **update.extras}), asdict(_header_of(task, update)))
+    return encode(flatten({DELTA: update.delta, **update.extras}), asdict(header_of(task, update)))
 
 
 def write_result(path: Path, task: TaskMessage, update: Update) -> None:
@@ -292,10 +296,33 @@ def write_result(path: Path, task: TaskMessage, update: Update) -> None:
     Raises:
         OSError: the disk is full or not writable.
     """
-    write(path, flatten({DELTA: update.delta, **update.extras}), asdict(_header_of(task, update)))
+    write(path, flatten({DELTA: update.delta, **update.extras}), asdict(header_of(task, update)))
 
 
-def _header_of(task: TaskMessage, update: Update) -> ResultHeader:
+def measure_result(task: TaskMessage, update: Update) -> int:
+    """How many bytes `encode_result` would return of a float32 update."""
+    tensors = flatten({DELTA: update.delta, **update.extras})
+    shapes = {name: shape_of(tensors, name) for name in sorted(tensors)}
+    data = sum(4 * math.prod(shape) for shape in shapes.values())
+    return len(_head(shapes, asdict(header_of(task, update)))) + data
+
+
+def describe(tensors: Tensors) -> dict[str, TensorHeader]:
+    """The headers that tensors in memory would have in a payload; their offsets are left at 0.
+
+    Raises:
+        Malformed: a dtype has no name in safetensors.
+    """
+    names = {stored: name for name, stored in DTYPES.items() if name != "BF16"}
+    for name, value in tensors.items():
+        if value.dtype not in names:
+            raise Malformed(f"tensor {name!r} is {value.dtype}, which cannot be sent")
+    return {name: TensorHeader(names[value.dtype], value.shape) for name, value in tensors.items()}
+
+
+def header_of(task: TaskMessage, update: Update) -> ResultHeader:
+    """What the client of this task says of its update."""
+
     return ResultHeader(
         task.round, task.client, task.base, update.num_examples, update.num_steps, update.train_loss
     )

@@ -6,7 +6,7 @@ Rounds and tasks are rows as with real ones, so that runs, their reports and the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class FakeDevices:
         )
         self._services.database.write(lambda at: rounds.open_round(at, opened, model.base)).result()
 
-    def results(self) -> Iterator[Answer | Silence]:
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence]:
         for task in self._tasks:
             if task.message.round == self._stops_at:
                 self.waiting.set()

@@ -1,0 +1,46 @@
+"""How updates are summed where they were made, as a value that can be sent there.
+
+Whoever trains several clients of a cohort need not hand over each update: where the aggregator takes partial sums, one sum
+of a canonical block (`strategies.strategy.BLOCK` positions) stands for its updates, and the result is the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from strategies.strategy import ClipNorm, PartialSum, Strategy, Weighting, clipping, sum_block
+from strategies.update import Update, apply_all
+
+
+@dataclass(frozen=True)
+class Summation:
+    """What happens to the accepted updates of a block: clipped to `clip_norm` (0: not), then summed by `weighting`."""
+
+    weighting: Weighting
+    clip_norm: float = 0.0
+
+    def sum(self, updates: Sequence[Update]) -> PartialSum | None:
+        """The sum of a block's updates in position order; None without any."""
+        transforms = clipping(self.clip_norm)
+        return sum_block([apply_all(transforms, update, {})[0] for update in updates], self.weighting)
+
+    def to_options(self) -> dict[str, Any]:
+        """The value as JSON."""
+        return {"weighting": self.weighting, "clip_norm": self.clip_norm}
+
+    @staticmethod
+    def from_options(options: Mapping[str, Any]) -> Summation:
+        """The value of `to_options`."""
+        assert options["weighting"] in get_args(Weighting)
+        return Summation(options["weighting"], float(options["clip_norm"]))
+
+
+def of(strategy: Strategy) -> Summation | None:
+    """How the strategy's updates are summed; None if its aggregator needs each one, or a transform cannot be sent."""
+    weighting = strategy.aggregator.partial_sums
+    clips = [each.max_norm for each in strategy.transforms if isinstance(each, ClipNorm)]
+    if weighting is None or len(strategy.transforms) > 1 or len(clips) < len(strategy.transforms):
+        return None
+    return Summation(weighting, *clips)
