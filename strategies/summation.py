@@ -7,11 +7,14 @@ of a canonical block (`strategies.strategy.BLOCK` positions) stands for its upda
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from strategies.strategy import ClipNorm, PartialSum, Strategy, Weighting, clipping, sum_block
 from strategies.update import Update, apply_all
+
+MAX_TRAIN_LOSS = 1e6
+"""A client's training loss is clamped to this in the round's mean, so that one client cannot make the mean infinite."""
 
 
 @dataclass(frozen=True)
@@ -44,3 +47,12 @@ def of(strategy: Strategy) -> Summation | None:
     if weighting is None or len(strategy.transforms) > 1 or len(clips) < len(strategy.transforms):
         return None
     return Summation(weighting, *clips)
+
+
+def clamp(update: Update, weight_limit: int | None) -> Update:
+    """The update with its number of examples and its training loss within bounds. `weight_limit`: None: no limit."""
+    examples = update.num_examples if weight_limit is None else min(update.num_examples, weight_limit)
+    loss = min(max(update.train_loss, -MAX_TRAIN_LOSS), MAX_TRAIN_LOSS)
+    if (examples, loss) == (update.num_examples, update.train_loss):
+        return update
+    return replace(update, num_examples=examples, train_loss=loss)

@@ -10,7 +10,7 @@ exp(spread · z), z standard normal. Nothing waits; the numbers only decide the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,7 @@ from coordinator.rounds.fleet import (
 )
 from coordinator.rounds.plan import Task, generator
 from coordinator.workers.block import RoundTerms
-from coordinator.workers.pool import WorkerPool
+from coordinator.workers.pool import Job, WorkerPool
 from edge_client.train import schedule
 from edge_client.wire import arrays
 from strategies.params import Params, Tensors, flatten
@@ -161,14 +161,17 @@ class SimulatedFleet:
         open_blocks = {each.block for each in waiting}
         answers: dict[int, Sequence[Answer]] = {}
         turn = 0
-        for job, reply in self._pool.run(work.begin_wave(wave, self._client_states)):
-            outcome = work.read(job, reply)
-            answers |= outcome.answers
-            self._renewed |= outcome.states
-            yield from work.release(open_blocks)
-            while turn < len(wave) and wave[turn].position in answers:
-                yield from answers[wave[turn].position]
-                turn += 1
+        jobs: Iterable[Job] = work.begin_wave(wave, self._client_states)
+        while jobs:
+            for job, reply in self._pool.run(jobs):
+                outcome = work.read(job, reply)
+                answers |= outcome.answers
+                self._renewed |= outcome.states
+                yield from work.release(open_blocks)
+                while turn < len(wave) and wave[turn].position in answers:
+                    yield from answers[wave[turn].position]
+                    turn += 1
+            jobs = work.retry(self._client_states)
 
     def _arrival(self, task: Task) -> Arrival:
         client, work = self._clients[task.message.client], task.message

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from statistics import median_low
 from typing import Any
@@ -44,13 +44,11 @@ from coordinator.rounds.plan import RunPlan
 from strategies.client_rules import ClientRule
 from strategies.params import Tensors, l2_norm, select
 from strategies.strategy import Strategy
+from strategies.summation import clamp
 from strategies.update import Aggregate, Update
 
 OUTLIER = "outlier"
 """Counted as a rejection, though the device was told `accepted`: the updates to compare with had not arrived yet."""
-
-MAX_TRAIN_LOSS = 1e6
-"""A client's training loss is clamped to this in the round's mean, so that one client cannot make the mean infinite."""
 
 MAX_STEP_RATIO = 10
 
@@ -162,15 +160,6 @@ def _fold_results(
     return _Pass(aggregate, norms, tuple(folded), answered, rejections, bytes_up)
 
 
-def clamp(update: Update, weight_limit: int | None) -> Update:
-    """The update with its number of examples and its training loss within bounds."""
-    examples = update.num_examples if weight_limit is None else min(update.num_examples, weight_limit)
-    loss = min(max(update.train_loss, -MAX_TRAIN_LOSS), MAX_TRAIN_LOSS)
-    if (examples, loss) == (update.num_examples, update.train_loss):
-        return update
-    return replace(update, num_examples=examples, train_loss=loss)
-
-
 def _ignore(event: str, **values: Any) -> None:
     """Drops events of a repeated pass."""
 
@@ -218,10 +207,8 @@ class Bounds:
 
 def measure(client: str, update: Update | Measured) -> UpdateNorms:
     """The norms of an accepted update, unless its fleet has measured them already."""
-    if isinstance(update, Measured):
-        return UpdateNorms(client, update.norm, update.num_steps, update.streams)
-    streams = {name: l2_norm(tensors) for name, tensors in update.extras.items()}
-    return UpdateNorms(client, update.norm, update.num_steps, streams)
+    measured = update if isinstance(update, Measured) else Measured.of(update)
+    return UpdateNorms(client, measured.norm, measured.num_steps, measured.streams)
 
 
 def find_outliers(norms: Mapping[int, UpdateNorms], bounds: Bounds) -> dict[int, Outlier]:

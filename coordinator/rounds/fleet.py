@@ -19,7 +19,7 @@ from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
 from coordinator.rounds.records import Expected
 from edge_client.wire import arrays
-from strategies.params import Params, Tensors
+from strategies.params import Params, Tensors, l2_norm
 from strategies.strategy import PartialSum
 from strategies.summation import Summation
 from strategies.update import Update
@@ -76,6 +76,12 @@ class Measured:
     num_steps: int
     norm: float
     streams: Mapping[str, float]
+
+    @staticmethod
+    def of(update: Update) -> Measured:
+        """The figures of an update that is at hand."""
+        streams = {name: l2_norm(tensors) for name, tensors in update.extras.items()}
+        return Measured(update.num_examples, update.num_steps, update.norm, streams)
 
 
 @dataclass(frozen=True)

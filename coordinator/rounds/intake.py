@@ -47,6 +47,7 @@ Reason = Literal[
     "wrong_dtype",
     "wrong_shape",
     "non_finite",
+    "crashed",
 ]
 
 FOLDABLE = ("F64", "F32", "F16", "BF16", "I32", "I16", "I8", "U8")
@@ -184,6 +185,16 @@ def parse_reason(code: str | None) -> Reason:
 def reject_duplicate(task: Task) -> Rejection:
     """The rejection of a valid update of a client whose update was accepted before."""
     return _reject(task, "duplicate", "this client's update of this round was already accepted")
+
+
+def reject_crashed(task: Task, attempts: int, how: str) -> Rejection:
+    """The rejection of a simulated client whose training ended its worker process each time."""
+    return _reject(
+        task,
+        "crashed",
+        f"training it has ended {attempts} worker processes, the last with {how}; the end of work/workers.log may say why, "
+        "and so may the kernel's log if memory was short",
+    )
 
 
 def _reject_size(task: Task, size: int, expected: Expected) -> Rejection:

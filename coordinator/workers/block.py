@@ -2,7 +2,7 @@
 
 The coordinator's process gets figures of each client and one sum for each canonical block, or, for an aggregator that needs
 every update, the updates themselves. The rules are those of a real fleet: `intake` checks an update, or the bytes that a faulty
-client uploads, and `aggregation.clamp` bounds its weight.
+client uploads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.rounds import aggregation, intake
+from coordinator.rounds import intake
 from coordinator.rounds.fleet import Measured
 from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
@@ -25,7 +25,7 @@ from edge_client.wire.arrays import DELTA, BytesPayload
 from edge_client.wire.device import TaskMessage
 from strategies.params import Params, Tensors, flatten, unflatten
 from strategies.strategy import BLOCK, PartialSum
-from strategies.summation import Summation
+from strategies.summation import Summation, clamp
 from strategies.update import Update
 
 Reply = tuple[dict[str, Any], list[bytes]]
@@ -87,7 +87,7 @@ class BlockReply:
         for verdict, payload_bytes in self._uploads(member, result.update):
             if isinstance(verdict, Update) and accepted:
                 verdict = intake.reject_duplicate(member.task)
-            self._answers.append([position, payload_bytes, *_figures(member.task, verdict)])
+            self._answers.append([position, payload_bytes, *_figures(verdict)])
             if isinstance(verdict, Update):
                 accepted = True
                 if member.is_summed:
@@ -123,14 +123,20 @@ class BlockReply:
     def _kept(self, update: Update) -> Update:
         if self._terms.summation is None:
             return update
-        return aggregation.clamp(update, self._terms.expected.weight_limit)
+        return clamp(update, self._terms.expected.weight_limit)
 
 
-def _figures(task: Task, verdict: Update | Rejection) -> list[Any]:
+def _figures(verdict: Update | Rejection) -> list[Any]:
     if isinstance(verdict, Rejection):
         return [verdict.reason, verdict.message]
-    norms = aggregation.measure(task.message.client, verdict)
-    return [verdict.num_examples, verdict.num_steps, verdict.train_loss, norms.norm, dict(norms.streams)]
+    measured = Measured.of(verdict)
+    return [
+        verdict.num_examples,
+        verdict.num_steps,
+        verdict.train_loss,
+        measured.norm,
+        dict(measured.streams),
+    ]
 
 
 def is_accepted(figures: Sequence[Any]) -> bool:

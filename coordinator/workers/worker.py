@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from coordinator.workers.evaluation import encode_evaluation
 from coordinator.workers.training import ClientTask, ClientTrainer, OneByOne
 from edge_client.data.examples import Examples
 from edge_client.processes.channel import Closed, Frame, read_ahead, send_frame
-from edge_client.processes.process import die_with_parent, fork_each
+from edge_client.processes.process import die_with_parent, serve_forks
 from edge_client.train.evaluation import Evaluation
 from edge_client.train.trainer import LocalResult, Runtime, Trainer, TrainTask
 from edge_client.wire import arrays
@@ -362,22 +362,30 @@ def _format_error(frame: Frame, error: Exception) -> str:
 
 
 def main() -> None:
-    """Becomes one worker for each file descriptor of a channel, after it has imported the modules that follow these.
+    """Becomes one worker, whose channel is the given file descriptor.
 
-    Several workers are forked from this process, so that the modules are in memory once.
+    After `--fork` it is the descriptor of a socket over which workers are asked for. Each is forked from this process, which has
+    imported the modules that follow, so that these are in memory once.
     """
     die_with_parent()
     # Ctrl-C reaches the whole process group; the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     np.seterr(all="ignore")  # the intake rejects a diverging client and says so
-    for module in sys.argv[2:]:
+    forks = sys.argv[1] == "--fork"
+    descriptor, *modules = sys.argv[2:] if forks else sys.argv[1:]
+    for module in modules:
         importlib.import_module(module)
-    channels = [int(each) for each in sys.argv[1].split(",")]
-    with socket.socket(fileno=fork_each(channels) if len(channels) > 1 else channels[0]) as channel:
-        try:
-            serve(channel)
-        except Closed:
-            os._exit(0)
+    with socket.socket(fileno=int(descriptor)) as given:
+        if not forks:
+            _serve_until_closed(given)
+        with socket.socket(fileno=serve_forks(given)) as channel:
+            _serve_until_closed(channel)
+
+
+def _serve_until_closed(channel: socket.socket) -> NoReturn:
+    with suppress(Closed):
+        serve(channel)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, VirtualTime
 from coordinator.rounds import intake, plan
-from coordinator.rounds.aggregation import clamp, measure
+from coordinator.rounds.aggregation import measure
 from coordinator.rounds.closing import Closing
 from coordinator.rounds.fleet import (
     Answer,
@@ -31,6 +31,7 @@ from edge_client.processes.channel import Frame
 from edge_client.train.trainer import LocalResult
 from strategies import presets, summation
 from strategies.strategy import BLOCK, Strategy
+from strategies.summation import clamp
 from strategies.update import Update
 from tests.support.federation import PARAMS, run_plan, steps_of, update
 
