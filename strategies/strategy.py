@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Literal, Protocol
 
 import numpy as np
@@ -158,13 +157,22 @@ class MeanFold:
 
 def sum_block(updates: Sequence[Update], weighting: Weighting) -> PartialSum | None:
     """Sum of one block's updates, given in position order; None for an empty block."""
-    return reduce(_plus, (_weighted(update, weighting) for update in updates)) if updates else None
+    total: PartialSum | None = None
+    for update in updates:
+        total = add_update(total, update, weighting)
+    return total
+
+
+def add_update(total: PartialSum | None, update: Update, weighting: Weighting) -> PartialSum:
+    """The sum of a block with the update of its next position. Positions are added in their order, None first."""
+    term = _weighted(update, weighting)
+    return term if total is None else _plus(total, term)
 
 
 def _weighted(update: Update, weighting: Weighting) -> PartialSum:
     weight = float(update.num_examples) if weighting == "examples" else 1.0
     return PartialSum(
-        delta=elementwise(lambda value: value.astype(np.float64) * weight, update.delta),
+        delta=elementwise(lambda value: np.multiply(value, weight, dtype=np.float64), update.delta),
         extras={stream: elementwise(_float64, tensors) for stream, tensors in update.extras.items()},
         weight=weight,
         num_updates=1,

@@ -6,11 +6,11 @@ of a canonical block (`strategies.strategy.BLOCK` positions) stands for its upda
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from strategies.strategy import ClipNorm, PartialSum, Strategy, Weighting, clipping, sum_block
+from strategies.strategy import ClipNorm, PartialSum, Strategy, Weighting, add_update, clipping
 from strategies.update import Update, apply_all
 
 MAX_TRAIN_LOSS = 1e6
@@ -24,10 +24,9 @@ class Summation:
     weighting: Weighting
     clip_norm: float = 0.0
 
-    def sum(self, updates: Sequence[Update]) -> PartialSum | None:
-        """The sum of a block's updates in position order; None without any."""
-        transforms = clipping(self.clip_norm)
-        return sum_block([apply_all(transforms, update, {})[0] for update in updates], self.weighting)
+    def add(self, total: PartialSum | None, update: Update) -> PartialSum:
+        """The sum of a block with the accepted update of its next position; `total`: None before the first."""
+        return add_update(total, apply_all(clipping(self.clip_norm), update, {})[0], self.weighting)
 
     def to_options(self) -> dict[str, Any]:
         """The value as JSON."""

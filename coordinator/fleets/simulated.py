@@ -24,7 +24,6 @@ from coordinator.rounds.fleet import (
     OpenRound,
     Silence,
     Terms,
-    encode_model,
 )
 from coordinator.rounds.plan import Task, generator
 from coordinator.workers.block import RoundTerms
@@ -103,13 +102,17 @@ class SimulatedFleet:
         return {name: self._clients[name].num_examples for name in clients}
 
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
-        return encode_model(params, streams)
+        published = self._pool.publish(params)
+        extra = sum(value.nbytes for tensors in streams.values() for value in tensors.values())
+        return Model(params, streams, published.sha256, published.size_bytes + extra)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
         if tasks:
             shared = RoundTerms(tasks[0].message, terms.expected, terms.summation)
-            blobs = [arrays.encode(model.params), arrays.encode(flatten(model.streams))]
-            self._pool.broadcast({"kind": "model", "terms": shared.to_json()}, blobs)
+            self._pool.publish(model.params)
+            self._pool.broadcast(
+                {"kind": "round", "terms": shared.to_json()}, [arrays.encode(flatten(model.streams))]
+            )
         self._terms = terms
         self._renewed = {}
         silent = {

@@ -7,11 +7,12 @@ client uploads.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import Measured
@@ -19,7 +20,10 @@ from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
 from coordinator.rounds.records import Expected
 from coordinator.workers import faults
-from edge_client.train.trainer import LocalResult
+from coordinator.workers.training import ClientTask, ClientTrainer, Stack
+from coordinator.workers.workspace_arrays import Workspace
+from edge_client.train import schedule
+from edge_client.train.trainer import LocalResult, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.arrays import DELTA, BytesPayload
 from edge_client.wire.device import TaskMessage
@@ -77,7 +81,8 @@ class BlockReply:
     def __init__(self, terms: RoundTerms) -> None:
         self._terms = terms
         self._answers: list[list[Any]] = []
-        self._updates: dict[int, list[Update]] = {}
+        self._sums: dict[int, PartialSum] = {}
+        self._updates: list[Update] = []
         self._states: dict[int, bytes] = {}
 
     def add(self, member: Member, result: LocalResult) -> None:
@@ -91,21 +96,30 @@ class BlockReply:
             if isinstance(verdict, Update):
                 accepted = True
                 if member.is_summed:
-                    self._updates.setdefault(position // BLOCK, []).append(self._kept(verdict))
+                    self._keep(position // BLOCK, verdict)
         if result.client_state:
             self._states[position] = arrays.encode(flatten(result.client_state))
 
+    def add_stack(self, group: Sequence[Member], clients: Sequence[ClientTask], stack: Stack) -> None:
+        """As `add` of each client of a stack; finite values and norms are looked for in all of them at once."""
+        good, norms = self._is_good(group, clients, stack), _norms(stack)
+        for index, (member, client) in enumerate(zip(group, clients, strict=True)):
+            update = stack.update(index, client)
+            if not good[index]:
+                self.add(member, LocalResult(update, {}))
+                continue
+            position = member.task.position
+            size = arrays.measure_result(member.task.message, update)
+            figures = [update.num_examples, update.num_steps, update.train_loss, float(norms[index]), {}]
+            self._answers.append([position, size, *figures])
+            if member.is_summed:
+                self._keep(position // BLOCK, update)
+
     def encode(self) -> Reply:
         """The reply of the worker."""
-        values: dict[str, Any] = {"answers": self._answers, "states": list(self._states)}
-        blobs = list(self._states.values())
-        if self._terms.summation is None:
-            updates = [update for block in self._updates.values() for update in block]
-            return values, [*blobs, *(arrays.encode(_flat(update)) for update in updates)]
-        values["sums"] = []
-        for block, updates in self._updates.items():
-            total = self._terms.summation.sum(updates)
-            assert total is not None  # there is an update
+        values: dict[str, Any] = {"answers": self._answers, "states": list(self._states), "sums": []}
+        blobs = [*self._states.values(), *(arrays.encode(_flat(update)) for update in self._updates)]
+        for block, total in self._sums.items():
             figures = [total.weight, total.num_updates, total.num_examples, total.loss_sum]
             values["sums"].append([block, *figures])
             blobs.append(encode_sum(total))
@@ -120,10 +134,42 @@ class BlockReply:
         for payload in faults.encode_uploads(member.fault, task.message, update):
             yield intake.check(BytesPayload(payload), task, expected), len(payload)
 
-    def _kept(self, update: Update) -> Update:
+    def _keep(self, block: int, update: Update) -> None:
         if self._terms.summation is None:
-            return update
-        return clamp(update, self._terms.expected.weight_limit)
+            self._updates.append(update)
+            return
+        counted = clamp(update, self._terms.expected.weight_limit)
+        self._sums[block] = self._terms.summation.add(self._sums.get(block), counted)
+
+    def _is_good(
+        self, group: Sequence[Member], clients: Sequence[ClientTask], stack: Stack
+    ) -> npt.NDArray[np.bool_]:
+        """Whether the intake would accept each client's update; those of which this is not plain are False."""
+        expected, work = self._terms.expected, self._terms.work
+        shapes = {f"{DELTA}/{name}": value.shape[1:] for name, value in stack.deltas.items()}
+        is_float32 = all(value.dtype == np.float32 for value in stack.deltas.values())
+        if self._terms.summation is None or shapes != expected.shapes or not is_float32:
+            return np.zeros(len(group), np.bool_)
+        most = expected.max_examples if expected.max_examples is not None else arrays.LARGEST_COUNT
+        steps = [
+            schedule.count(len(each.rows), work.batch_size, epochs=work.epochs, steps=work.steps)
+            if 1 <= len(each.rows) <= most and member.fault is None
+            else -1
+            for member, each in zip(group, clients, strict=True)
+        ]
+        good = np.isfinite(stack.losses) & (stack.steps == steps)
+        for value in stack.deltas.values():
+            good &= np.isfinite(value).reshape(len(group), -1).all(axis=1)
+        return np.asarray(good)
+
+
+def _norms(stack: Stack) -> npt.NDArray[np.float64]:
+    """The L2 norm of each client's delta, as `strategies.params.l2_norm` sums it."""
+    squares = np.zeros(len(stack.steps))
+    for name in sorted(stack.deltas):
+        values = stack.deltas[name].reshape(len(squares), -1)
+        squares += np.square(values, dtype=np.float64).sum(axis=1)
+    return np.sqrt(squares)
 
 
 def _figures(verdict: Update | Rejection) -> list[Any]:
@@ -183,14 +229,66 @@ def parse_sum(figures: Sequence[Any], blob: bytes, expected: Expected) -> Partia
     return PartialSum(streams.pop(DELTA), streams, weight, updates, examples, loss_sum)
 
 
-def members(terms: RoundTerms, values: Mapping[str, Any]) -> list[Member]:
-    """The clients of a job."""
-    left_out: Collection[int] = set(values["left_out"])
-    return [
-        Member(
-            terms.task(position, client, seed), values["faults"].get(str(position)), position not in left_out
-        )
-        for position, client, seed in zip(
-            values["positions"], values["clients"], values["seeds"], strict=True
-        )
-    ]
+class ClientFailed(Exception):
+    """The training of one client failed; the message begins with who it is, the cause says why."""
+
+
+@dataclass(frozen=True)
+class RoundStart:
+    """What the jobs of a round start from."""
+
+    params: Params
+    streams: Mapping[str, Params]
+    terms: RoundTerms
+
+
+def train(
+    start: RoundStart,
+    values: Mapping[str, Any],
+    states: Sequence[bytes],
+    data: Workspace,
+    trainer_for: Callable[[str], ClientTrainer],
+) -> Reply:
+    """The reply to a job. `trainer_for`: how clients of a runtime train.
+
+    Raises:
+        ClientFailed: a client cannot be trained.
+    """
+    left_out, kept = set(values["left_out"]), dict(zip(values["states"], states, strict=True))
+    groups: dict[tuple[str, int], list[tuple[Member, ClientTask]]] = {}
+    order: list[tuple[Member, tuple[str, int]]] = []
+    columns = ("positions", "clients", "seeds", "parts", "runtimes", "waves")
+    for position, client, seed, part, runtime, wave in zip(*map(values.__getitem__, columns), strict=True):
+        task = start.terms.task(position, client, seed)
+        state = unflatten(arrays.decode(kept[position])) if position in kept else {}
+        member = Member(task, values["faults"].get(str(position)), position not in left_out)
+        work = ClientTask(client, TrainTask.of(task.message, start.streams), data.part(part), state)
+        groups.setdefault((runtime, wave), []).append((member, work))
+        order.append((member, (runtime, wave)))
+    reply = BlockReply(start.terms)
+    trained: dict[tuple[str, int], Iterator[LocalResult]] = {}
+    for (runtime, wave), group in groups.items():
+        clients = [client for _, client in group]
+        results = trainer_for(runtime).train(start.params, clients, data)
+        if isinstance(results, Stack) and len(groups) == 1:
+            reply.add_stack([member for member, _ in group], clients, results)
+            return reply.encode()
+        if isinstance(results, Stack):
+            results = results.results(clients)
+        trained[runtime, wave] = _named(results, clients, f"{runtime} client", start.terms.work.round)
+    for member, key in order:
+        reply.add(member, next(trained[key]))
+    return reply.encode()
+
+
+def _named(
+    results: Iterable[LocalResult], clients: Sequence[ClientTask], what: str, number: int
+) -> Iterator[LocalResult]:
+    """The results; an error says whose training failed."""
+    following = iter(results)
+    for each in clients:
+        try:
+            result = next(following)
+        except Exception as error:
+            raise ClientFailed(f"{what} {each.client}, round {number}: ") from error
+        yield result

@@ -26,8 +26,11 @@ from types import TracebackType
 from typing import Any
 
 from coordinator.errors import StorageFailed, UserError
+from coordinator.workers import shared_params
+from coordinator.workers.shared_params import Published
 from edge_client.processes.channel import Closed, Frame, receive_frame, send_frame
 from edge_client.processes.process import FORK, FORKED, Launch
+from strategies.params import Tensors
 
 JOBS_PER_WORKER = 2
 """Jobs that one worker has at a time."""
@@ -97,6 +100,7 @@ class WorkerPool:
         self._launch = launch or Launch()
         self._batch = 0
         self._broadcasts: dict[str, _Broadcast] = {}
+        self._published: Published | None = None
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
         self._again: deque[_Sent] = deque()
@@ -132,6 +136,22 @@ class WorkerPool:
         self._broadcasts[kind] = kept
         for worker in self._workers:
             self._tell(worker, kept)
+
+    def publish(self, params: Tensors) -> Published:
+        """Gives every worker these params, from which it trains and which it scores. They are sent once, however often this is called."""
+        if self._published is None or self._published.params is not params:
+            descriptor, self._published = shared_params.write(params)
+            try:
+                self.broadcast({"kind": "params", "is_mapped": True}, file=descriptor)
+            finally:
+                os.close(descriptor)
+        return self._published
+
+    def publish_file(self, path: Path) -> None:
+        """As `publish`, of encoded params in a file, which this process need not read."""
+        self._published = None
+        with path.open("rb") as file:
+            self.broadcast({"kind": "params", "is_mapped": False}, file=file.fileno())
 
     def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Frame]]:
         """Replies in the order they arrive. A job is drawn from `jobs` when a worker can take one.

@@ -1,7 +1,7 @@
 """One worker process: loads data, builds models, trains and evaluates, one job at a time.
 
-Broadcasts set its state: the run's data and model once (`open`), the params to start from before each round (`model`),
-and the params to score before each evaluation (`candidate`). A job then needs little more than the index of its client.
+Broadcasts set its state: the run's data and model once (`open`), the params to train from and to score (`params`), and what the
+clients of a round share besides (`round`). A job then needs little more than the index of its client.
 A framework is imported when the first job needs it, so that a worker that only trains LiteRT clients never loads
 TensorFlow.
 """
@@ -15,9 +15,8 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,14 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.errors import DISK_ERRNOS, UserError
-from coordinator.workers import block, workspace, workspace_arrays
+from coordinator.workers import block, shared_params, workspace, workspace_arrays
 from coordinator.workers.evaluation import encode_evaluation
-from coordinator.workers.training import ClientTask, ClientTrainer, OneByOne
+from coordinator.workers.training import ClientTrainer, OneByOne
 from edge_client.data.examples import Examples
 from edge_client.processes.channel import Closed, Frame, read_ahead, send_frame
 from edge_client.processes.process import die_with_parent, serve_forks
 from edge_client.train.evaluation import Evaluation
-from edge_client.train.trainer import LocalResult, Runtime, Trainer, TrainTask
+from edge_client.train.trainer import Runtime, Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage
 from strategies.params import Params, unflatten
@@ -43,27 +42,14 @@ if TYPE_CHECKING:
 Reply = tuple[dict[str, Any], list[bytes]]
 
 
-@dataclass
-class RoundStart:
-    """The params and streams that the jobs of the current round start from."""
-
-    params: Params
-    streams: dict[str, Params]
-    terms: block.RoundTerms | None
-
-
-class ClientFailed(Exception):
-    """The training of one client failed; the message begins with who it is, the cause says why."""
-
-
 class Worker:
     """The state of a worker: data, model, one runtime of each kind."""
 
     def __init__(self) -> None:
         self._run: workspace_arrays.Workspace | None = None
         self._model: dict[str, Any] = {}
-        self._round: RoundStart | None = None
-        self._candidate: Params = {}
+        self._round: block.RoundStart | None = None
+        self._params: Params = {}
         self._runtimes: dict[str, Runtime] = {}
         self._updates: int | None = None
 
@@ -74,10 +60,10 @@ class Worker:
             "initial": self._initial,
             "verify": self._verify,
             "open": self._open,
-            "model": self._set_model,
+            "params": self._set_params,
+            "round": self._set_round,
             "train": self._train,
             "train_alone": self._train_alone,
-            "candidate": self._set_candidate,
             "evaluate": self._evaluate,
             "predict": self._predict,
             "strategy": self._describe_strategy,
@@ -129,75 +115,45 @@ class Worker:
         self._model = frame.values["model"]
         return {}, []
 
-    def _set_model(self, frame: Frame) -> Reply:
-        params, streams = (arrays.decode(blob) for blob in frame.blobs)
-        terms = frame.values.get("terms")
-        self._round = RoundStart(
-            params, unflatten(streams), None if terms is None else block.RoundTerms.from_json(terms)
-        )
+    def _set_params(self, frame: Frame) -> Reply:
+        """The params to train from and to score."""
+        assert frame.file is not None
+        try:
+            if frame.values["is_mapped"]:
+                self._params = shared_params.read(frame.file)
+            else:
+                # Mapped, because reading would move a file position that all workers share.
+                with mmap.mmap(frame.file, 0, access=mmap.ACCESS_READ) as content:
+                    self._params = arrays.decode(content[:])
+        finally:
+            os.close(frame.file)
+        return {}, []
+
+    def _set_round(self, frame: Frame) -> Reply:
+        """What all clients of a round share besides the params."""
+        terms, streams = block.RoundTerms.from_json(frame.values["terms"]), arrays.decode(frame.blobs[0])
+        self._round = block.RoundStart(self._params, unflatten(streams), terms)
         return {}, []
 
     def _train(self, frame: Frame) -> Reply:
         """Trains the clients of a job, and answers as `coordinator.workers.block` says."""
-        assert self._run is not None and self._round is not None and self._round.terms is not None
-        values, terms, reply = frame.values, self._round.terms, block.BlockReply(self._round.terms)
-        states = dict(zip(values["states"], frame.blobs, strict=True))
-        members = block.members(terms, values)
-        groups: dict[tuple[str, int], list[ClientTask]] = {}
-        order = list(zip(values["runtimes"], values["waves"], strict=True))
-        for member, part, group in zip(members, values["parts"], order, strict=True):
-            state = states.get(member.task.position)
-            groups.setdefault(group, []).append(
-                ClientTask(
-                    member.task.message.client,
-                    TrainTask.of(member.task.message, self._round.streams),
-                    self._run.part(part),
-                    unflatten(arrays.decode(state)) if state is not None else {},
-                )
-            )
-        results = {group: self._results(*group, clients) for group, clients in groups.items()}
-        for member, group in zip(members, order, strict=True):
-            reply.add(member, next(results[group]))
-        return reply.encode()
-
-    def _results(self, runtime: str, wave: int, clients: Sequence[ClientTask]) -> Iterator[LocalResult]:
         assert self._run is not None and self._round is not None
-        trainer = self._client_trainer(runtime)
-        results = iter(trainer.train(self._round.params, clients, self._run))
-        for each in clients:
-            try:
-                yield next(results)
-            except Exception as error:
-                work = self._round.terms.work if self._round.terms else None
-                number = work.round if work else 0
-                raise ClientFailed(f"{runtime} client {each.client}, round {number}: ") from error
+        return block.train(self._round, frame.values, frame.blobs, self._run, self._client_trainer)
 
     def _client_trainer(self, runtime: str) -> ClientTrainer:
         """How clients of a runtime train: `model["engine"]` may name a faster way than one after the other."""
         return OneByOne(self._runtime(runtime))
 
-    def _set_candidate(self, frame: Frame) -> Reply:
-        if frame.file is None:
-            self._candidate = arrays.decode(frame.blobs[0])
-            return {}, []
-        try:
-            # Mapped, because reading would move a file position that all workers share.
-            with mmap.mmap(frame.file, 0, access=mmap.ACCESS_READ) as content:
-                self._candidate = arrays.decode(content[:])
-        finally:
-            os.close(frame.file)
-        return {}, []
-
     def _evaluate(self, frame: Frame) -> Reply:
         """Scores the rows [start, stop) of the test part."""
         assert self._run is not None
         rows = self._run.test_rows[frame.values["start"] : frame.values["stop"]]
-        return encode_evaluation(self._score(self._candidate, rows, frame.values["logits"]))
+        return encode_evaluation(self._score(self._params, rows, frame.values["logits"]))
 
     def _train_alone(self, frame: Frame) -> Reply:
         """Trains a client on its own rows and scores the result on its own test rows."""
-        assert self._run is not None and self._round is not None
-        start, part = self._round.params, frame.values["part"]
+        assert self._run is not None
+        start, part = self._params, frame.values["part"]
         task = TrainTask.of(TaskMessage.from_json(frame.values["task"]), {})
         local = Trainer(self._runtime(frame.values["runtime"])).train(
             start, task, self._examples(self._run.part(part))
@@ -225,7 +181,7 @@ class Worker:
             return prediction.run(request, None), []
         self._model = request["description"]
         runtime = self._runtime("evaluation")
-        return prediction.run(request, lambda x: runtime.logits(self._candidate, x)), []
+        return prediction.run(request, lambda x: runtime.logits(self._params, x)), []
 
     def _describe_strategy(self, frame: Frame) -> Reply:
         """The base of a user's own strategy, and whose each option is."""
@@ -349,7 +305,7 @@ def _format_error(frame: Frame, error: Exception) -> str:
 
     task = frame.values.get("task")
     where = f"{frame.values['runtime']} client {task['client']}, round {task['round']}: " if task else ""
-    if isinstance(error, ClientFailed) and isinstance(error.__cause__, Exception):
+    if isinstance(error, block.ClientFailed) and isinstance(error.__cause__, Exception):
         where, error = str(error), error.__cause__
     is_ours = isinstance(error, UserError | DataError) or type(error).__module__.startswith(
         ("models.", "edge_client.")

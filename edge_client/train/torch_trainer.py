@@ -37,7 +37,8 @@ class TorchRuntime:
         self, params: Tensors, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
     ) -> tuple[Params, list[float]]:
         load(self._module, params)
-        torch.manual_seed(seed)
+        # `torch.manual_seed` would also note a stack trace for each other kind of device, which takes as long as a small client trains.
+        torch.default_generator.manual_seed(seed)
         train_mode(self._module)
         weights: list[torch.Tensor] = list(self._weights.values())
         start = [weight.detach().clone() for weight in weights] if correction.mu else []

@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -193,7 +194,9 @@ def write(path: Path, tensors: Tensors, values: Mapping[str, Any] | None = None)
 
 def _parts(tensors: Tensors, values: Mapping[str, Any] | None) -> Iterator[bytes | memoryview]:
     names = sorted(tensors)
-    yield _head({name: shape_of(tensors, name) for name in names}, values)
+    head = _head({name: shape_of(tensors, name) for name in names}, values)
+    padded = head + b" " * (-len(head) % 8)
+    yield len(padded).to_bytes(8, "little") + padded
     for name in names:
         for piece in pieces_of(tensors, name):
             if piece.dtype != np.float32:
@@ -202,7 +205,7 @@ def _parts(tensors: Tensors, values: Mapping[str, Any] | None) -> Iterator[bytes
 
 
 def _head(shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, Any] | None) -> bytes:
-    """The beginning of a payload of float32 tensors. `shapes`: in sorted order."""
+    """The header of float32 tensors. `shapes`: in sorted order."""
     head: dict[str, Any] = {}
     if values is not None:
         head["__metadata__"] = _metadata(values)
@@ -210,9 +213,7 @@ def _head(shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, Any] | Non
     for name, shape in shapes.items():
         start, end = end, end + 4 * math.prod(shape)
         head[name] = {"dtype": "F32", "shape": shape, "data_offsets": (start, end)}
-    text = json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode()
-    padded = text + b" " * (-len(text) % 8)
-    return len(padded).to_bytes(8, "little") + padded
+    return json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def read_header(payload: Payload | bytes) -> Header:
@@ -302,9 +303,19 @@ def write_result(path: Path, task: TaskMessage, update: Update) -> None:
 def measure_result(task: TaskMessage, update: Update) -> int:
     """How many bytes `encode_result` would return of a float32 update."""
     tensors = flatten({DELTA: update.delta, **update.extras})
-    shapes = {name: shape_of(tensors, name) for name in sorted(tensors)}
-    data = sum(4 * math.prod(shape) for shape in shapes.values())
-    return len(_head(shapes, asdict(header_of(task, update)))) + data
+    text, data = _measure_tensors(tuple((name, shape_of(tensors, name)) for name in sorted(tensors)))
+    values = {"__metadata__": _metadata(asdict(header_of(task, update)))}
+    # Two JSON objects become one: a comma for two braces, unless one is empty.
+    text += len(json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode()) - (
+        1 if tensors else 2
+    )
+    return 8 + text + -text % 8 + data
+
+
+@lru_cache(maxsize=8)
+def _measure_tensors(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[int, int]:
+    """Bytes of the JSON object that describes these float32 tensors, and of their values."""
+    return len(_head(dict(shapes), None)), sum(4 * math.prod(shape) for _, shape in shapes)
 
 
 def describe(tensors: Tensors) -> dict[str, TensorHeader]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,13 +28,16 @@ from coordinator.rounds.fleet import (
 from coordinator.rounds.plan import LocalWork, Task
 from coordinator.workers import block
 from coordinator.workers.pool import Job, WorkerPool
+from coordinator.workers.training import ClientTask, Stack
+from coordinator.workers.workspace_arrays import Workspace
 from edge_client.processes.channel import Frame
 from edge_client.train.trainer import LocalResult
 from strategies import presets, summation
+from strategies.params import Params, Tensors
 from strategies.strategy import BLOCK, Strategy
 from strategies.summation import clamp
 from strategies.update import Update
-from tests.support.federation import PARAMS, run_plan, steps_of, update
+from tests.support.federation import PARAMS, run_plan, update
 
 SECONDS = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 1.0}
 """When each client answers: one local step, times a factor of its own."""
@@ -42,8 +46,9 @@ SECONDS = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 1.0}
 class BackwardPool:
     """A pool that takes jobs `at_once` and answers them last first; clients do not train, but send what `update` draws."""
 
-    def __init__(self, at_once: int = 1) -> None:
+    def __init__(self, at_once: int = 1, *, stacked: bool = False) -> None:
         self._at_once = at_once
+        self._trainer = Drawing(stacked)
         self._terms: block.RoundTerms | None = None
         self.jobs: list[dict[str, Any]] = []
 
@@ -51,6 +56,9 @@ class BackwardPool:
     def drawn(self) -> list[str]:
         """Clients in the order in which their jobs were taken."""
         return [client for job in self.jobs for client in job["clients"]]
+
+    def publish(self, params: Tensors) -> None:
+        pass
 
     def broadcast(self, values: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         self._terms = block.RoundTerms.from_json(over_the_channel(values["terms"]))
@@ -68,13 +76,43 @@ class BackwardPool:
 
     def _done(self, job: Job) -> tuple[Job, Frame]:
         assert self._terms is not None
-        reply = block.BlockReply(self._terms)
-        for member in block.members(self._terms, over_the_channel(job.values)):
-            message = member.task.message
-            made = update({"w": PARAMS["w"]}, seed=message.seed)
-            reply.add(member, LocalResult(replace(made, num_steps=steps_of(message, 10)), {}))
-        values, blobs = reply.encode()
+        start = block.RoundStart({}, {}, self._terms)
+        sent = over_the_channel(job.values)
+        values, blobs = block.train(start, sent, job.blobs, NO_ROWS, lambda runtime: self._trainer)
         return job, Frame(over_the_channel(values), tuple(blobs))
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Clients send what `update` draws, one by one or as a stack."""
+
+    stacked: bool = False
+
+    def train(
+        self, params: Params, clients: Sequence[ClientTask], data: Workspace
+    ) -> Iterable[LocalResult] | Stack:
+        made = [
+            replace(update({"w": PARAMS["w"]}, seed=each.task.seed), num_steps=each.task.steps or 5)
+            for each in clients
+        ]
+        if not self.stacked:
+            return [LocalResult(each, {}) for each in made]
+        deltas = {"w": np.stack([each.delta["w"] for each in made])}
+        losses = np.array([each.train_loss for each in made])
+        return Stack(deltas, np.array([each.num_steps for each in made]), losses)
+
+
+NOTHING = np.zeros(0, np.int64)
+NO_ROWS = Workspace(
+    x=NOTHING,
+    y=NOTHING,
+    test_rows=NOTHING,
+    owners=np.zeros(0, np.int32),
+    parts=np.zeros(1000, np.int64),
+    ends=np.arange(10, 1001, 10),
+    sites=np.zeros(0, np.int32),
+)
+"""Ten rows for each client, of nothing."""
 
 
 def over_the_channel(values: dict[str, Any]) -> dict[str, Any]:
@@ -243,17 +281,18 @@ def fold(
     at_once=st.integers(1, 4),
     clients_per_job=st.sampled_from([1, BLOCK, 2 * BLOCK]),
     options=st.sampled_from([{}, {"weighting": "uniform"}, {"clip_norm": 0.1}]),
+    stacked=st.booleans(),
 )  # fmt: skip
 def test_sums_of_blocks_give_the_bits_and_the_answers_of_single_updates(
     seconds: list[float], faulty: dict[int, str], excluded: set[int], wanted: int, at_once: int,
-    clients_per_job: int, options: dict[str, Any],
+    clients_per_job: int, options: dict[str, Any], stacked: bool,
 ) -> None:  # fmt: skip
     strategy = presets.get("fedavg", **options)
     names = [f"{index:02}" for index in range(len(seconds))]
     singly = fold(
         crowd(BackwardPool(1), seconds, faulty), names, strategy, wanted, in_blocks=False, excluded=excluded
     )
-    pool = BackwardPool(at_once)
+    pool = BackwardPool(at_once, stacked=stacked)
     in_blocks = fold(
         crowd(pool, seconds, faulty, clients_per_job), names, strategy, wanted, in_blocks=True, excluded=excluded
     )  # fmt: skip
