@@ -163,6 +163,8 @@ class WorkerPool:
             StorageFailed: a job met a disk error that may be temporary.
             WorkerDied: a job was given up, or workers cannot be started.
         """
+        if not self._workers:
+            self._start()  # the last attempt has failed
         self._batch += 1
         self._again.clear()
         source = iter(jobs)
