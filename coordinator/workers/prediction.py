@@ -73,15 +73,19 @@ def run(request: Mapping[str, Any], logits: Logits | None) -> dict[str, Any]:
 
 
 def _reading(request: Mapping[str, Any], schema: DataSchema) -> rows.Reading:
-    moments = None if request["site_rows"] is None else _moments(schema, Path(request["site_rows"]))
+    moments = (
+        None
+        if request["site_rows"] is None
+        else _moments(schema, Path(request["site_rows"]), request["encoding"])
+    )
     return rows.Reading(tuple(request["leave_out"]), request["encoding"], moments)
 
 
-def _moments(schema: DataSchema, site_rows: Path) -> Moments:
+def _moments(schema: DataSchema, site_rows: Path, encoding: str | None) -> Moments:
     if schema.scale != "site":
         raise UserError(
             f'--site-rows {site_rows}: is for models with data.scale = "site"; this one has "{schema.scale}"; remove the option'
         )
-    site = rows.read_natural(site_rows, schema)
+    site = rows.read_natural(site_rows, schema, rows.Reading(encoding=encoding))
     training = np.ones(len(site.x), np.bool_) if site.test is None else ~site.test
     return local_moments(site.x, training, site.categories, site.standardised)

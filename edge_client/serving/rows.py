@@ -217,9 +217,7 @@ def _table(path: Path, schema: DataSchema, model: str, reading: Reading) -> Inpu
         raise DataProblem(
             f"{path}: {model} needs column {needed[0]!r}; --leave-out is for columns that are not inputs"
         )
-    rows = read_natural(
-        path, replace(schema, encoding=reading.encoding or schema.encoding), reading.leave_out
-    )
+    rows = read_natural(path, schema, reading)
     scaling = reading.moments if schema.scale == "site" else rows.moments
     x = rows.x if scaling is None else scaling.apply(rows.x)
     return Inputs(x.astype(np.float32, copy=False), rows.y if (rows.y != PADDING).any() else None)
@@ -234,8 +232,9 @@ def require_given_scale(schema: DataSchema, model: str, place: str) -> None:
         )
 
 
-def read_natural(path: Path, schema: DataSchema, leave_out: tuple[str, ...] = ()) -> Rows:
+def read_natural(path: Path, schema: DataSchema, reading: Reading = Reading()) -> Rows:
     """The rows of a table as the schema's columns, not yet scaled; labels are `PADDING` where the table has none."""
+    leave_out = reading.leave_out
     known = replace(schema, ignored=(*schema.ignored, *leave_out))
 
     def all_rows(table: Table, options: TableOptions) -> Rows:
@@ -244,7 +243,7 @@ def read_natural(path: Path, schema: DataSchema, leave_out: tuple[str, ...] = ()
         labelled = options.label in table.columns and options.label not in options.exclude
         return read_table_rows(table, options, labelled=labelled)
 
-    return read_table(table_at(path, known), all_rows)
+    return read_table(table_at(path, known, reading.encoding), all_rows)
 
 
 def _numpy(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:

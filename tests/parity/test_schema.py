@@ -67,6 +67,31 @@ def test_a_device_reads_its_site_as_the_simulation_does(table: Path, tmp_path: P
             np.testing.assert_array_equal(examples.y, dataset.y[rows])
 
 
+def test_a_site_may_have_another_encoding_than_the_training_table(table: Path, tmp_path: Path) -> None:
+    """Its own option is taken; without one, UTF-8 is not read as the Latin-1 of the training table."""
+    trained = write(tmp_path / "trained.csv", awkward_rows(), COLUMNS, "latin-1", ";")
+    dataset = load(trained, encoding="latin-1")
+    schema = schema_of(dataset)
+    own = write(tmp_path / "own.csv", awkward_rows(), COLUMNS[1:], "utf-8", ";")
+    device = open_data(DataConfig("csv", own, {"split": "split", "encoding": "utf-8"}), schema)
+    np.testing.assert_array_equal(device.train().x, dataset.x[~dataset.test])
+    predicted = read_inputs(own, schema, "patients:1", Reading(encoding="utf-8"))
+    np.testing.assert_array_equal(predicted.x, dataset.x)
+    with pytest.raises(
+        DataProblem, match="is UTF-8, while the model's training table was latin-1; say which"
+    ):
+        open_data(DataConfig("csv", own, {"split": "split"}), schema).train()
+    with pytest.raises(DataProblem, match="--encoding utf-8 of a command"):
+        read_inputs(own, schema, "patients:1")
+    with pytest.raises(DataProblem, match=r'data\.encoding = "utf-8"'):
+        from_settings({"dataset": "csv", "path": str(own)}, schema=schema)
+    marked = write(tmp_path / "marked.csv", awkward_rows(), COLUMNS[1:], "utf-8-sig", ";")
+    np.testing.assert_array_equal(read_inputs(marked, schema, "patients:1").x, dataset.x)
+    np.testing.assert_array_equal(
+        read_inputs(trained, schema, "patients:1", Reading(("patient",))).x, dataset.x
+    )
+
+
 def test_a_device_trains_to_the_same_update(table: Path, tmp_path: Path) -> None:
     dataset = load(table)
     path = write(tmp_path / "own.csv", awkward_rows(), COLUMNS[1:], "utf-8", ";")
