@@ -119,9 +119,10 @@ def load(
             *table_notes.left_out(found, reading.texts),
             *table_notes.column_notes(table, rows.x, schema.columns, reading.texts),
             *scaling,
-            *(() if is_quantity else table_notes.class_notes(y, test, classes)),
+            *(() if is_quantity else table_notes.class_notes(y, test, classes, reading.texts.minimum_count)),
             *(() if is_quantity else table_notes.device_notes(schema)),
         ),
+        private_notes=tuple(table_notes.spelling_notes(table, schema.columns, reading.texts)),
     )
 
 

@@ -22,7 +22,15 @@ from edge_client.wire import arrays
 from edge_client.wire import schema as schemas
 from models import zoo
 from models.datasets import from_settings
-from tests.support.awkward_table import COLUMNS, SECRET_CELLS, SECRETS, many_codes, rare_texts, write
+from tests.support.awkward_table import (
+    COLUMNS,
+    RARE_SPELLING,
+    SECRET_CELLS,
+    SECRETS,
+    many_codes,
+    rare_texts,
+    write,
+)
 from tests.support.cli import report_of, run_cli, run_here
 from tests.support.processes import HANGS_SECONDS
 from tests.support.row_search import values_in
@@ -198,7 +206,7 @@ def test_devices_read_their_tables_by_the_runs_schema(world: World) -> None:
 def test_no_rare_value_leaves_its_table(world: World, tmp_path: Path) -> None:
     """No patient, rare code or extreme of one row is in the run folders, the release, the coordinator or the devices' state."""
     rows = many_codes()
-    texts, numbers = [*rare_texts(rows), *SECRET_CELLS], list(SECRETS.values())
+    texts, numbers = [*rare_texts(rows), *SECRET_CELLS, RARE_SPELLING], list(SECRETS.values())
     for folder in ("run", "trained"):
         schema = schemas.from_json((world.folder / folder / "schema.json").read_bytes())
         scaled = {column.name: (column.mean, column.deviation) for column in schema.columns}

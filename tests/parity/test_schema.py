@@ -19,7 +19,7 @@ from edge_client.wire import schema as schemas
 from edge_client.wire.schema import ColumnSchema, DataSchema
 from edge_client.wire.strict import InvalidDocument
 from models import zoo
-from models.datasets import Dataset, from_settings
+from models.datasets import Dataset, from_settings, preview
 from tests.support.awkward_table import COLUMNS, OLDEST, RAREST, awkward_rows, write
 
 
@@ -204,7 +204,25 @@ def test_spellings_are_told_and_folded_when_asked_for(tmp_path: Path) -> None:
     plain = from_settings({**settings, "categories": {"minimum_count": 1}})
     folded = from_settings({**settings, "categories": {"minimum_count": 1, "fold": True}})
     assert plain.input_shape == (4,) and folded.input_shape == (2,)
-    assert any("data.categories.fold = true" in note for note in plain.notes)
+    (note,) = [note for note in plain.notes if "data.categories.fold = true" in note]
+    assert (
+        "spells 2 texts in more than one way" in note and "ale" not in note
+    )  # one row may have the spelling
+    assert "Column 'sex' has both 'Male' and 'male'." in preview(plain, private=True)
+    assert not any("has both" in line for line in preview(plain) + preview(folded, private=True))
+
+
+def test_names_of_classes_that_a_schema_makes_public_are_pointed_out(tmp_path: Path) -> None:
+    """Every class is named in the schema, also a rare one; spellings of one class are no class each by accident."""
+    path = tmp_path / "t.csv"
+    labels = ["Yes", "yes", "no"] * 20 + ["only one"]
+    path.write_text("age,label\n" + "".join(f"{row},{label}\n" for row, label in enumerate(labels)))
+    settings = {"dataset": "csv", "path": str(path), "scale": "federated"}
+    notes = from_settings({**settings, "categories": {"minimum_count": 10}}).notes
+    assert any("The label's classes Yes, yes differ only in case" in note for note in notes)
+    assert any(note.startswith("1 class has fewer than 10 training rows") for note in notes)
+    plain = from_settings({**settings, "categories": {"minimum_count": 1}}, seed=1).notes
+    assert not any("fewer than" in note for note in plain)
 
 
 def test_all_columns_with_a_problem_are_named_at_once(tmp_path: Path, table: Path) -> None:
