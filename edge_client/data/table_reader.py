@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from edge_client.data.cells import kind_of
 from edge_client.data.connector import DataProblem
 from edge_client.data.examples import PADDING
-from edge_client.data.labels import Labels, quantities
+from edge_client.data.labels import Labels, is_empty, quantities
 from edge_client.data.options import TableOptions
 from edge_client.data.quoting import MOST, column_name, column_names, listed, nearest_column
 from edge_client.data.rows import Rows, scaled, shaped
@@ -29,8 +29,21 @@ EXCLUDED = "excluded column"
 """The role of a column that is no input."""
 
 
-def read_rows(table: Table, options: TableOptions, *, labelled: bool = True) -> Rows:
-    """All rows of a table. `labelled`: whether it has the label's column; without it, labels are `PADDING`.
+def read_rows_to_predict(table: Table, options: TableOptions) -> Rows:
+    """All rows of a table whose label may be missing: no such column, or no label in any row; labels are `PADDING` then.
+
+    Raises:
+        DataProblem: as `read_rows`; also if only some rows have a label.
+    """
+    labelled = options.label in table.columns and options.label not in options.exclude
+    return read_rows(table, options, labelled=labelled, may_be_empty=True)
+
+
+def read_rows(
+    table: Table, options: TableOptions, *, labelled: bool = True, may_be_empty: bool = False
+) -> Rows:
+    """All rows of a table. `labelled`: whether it has the label's column; without it, labels are `PADDING`. `may_be_empty`:
+    whether they are `PADDING` too if that column is empty in all rows.
 
     A cell is a number or text that reads as one; in Parquet it may be a list of numbers. A column of the option
     `categories` is one-hot. A gap is refused, unless columns are standardised: then it is NaN here.
@@ -38,7 +51,7 @@ def read_rows(table: Table, options: TableOptions, *, labelled: bool = True) -> 
     Raises:
         DataProblem: naming file, line or row, column, the value and what was expected.
     """
-    parser = _parser(table, options, labelled=labelled)
+    parser = replace(_parser(table, options, labelled=labelled), may_be_empty=may_be_empty)
     records = iter(table.records)
     blocks_of_records = iter(lambda: list(islice(records, BLOCK_ROWS)), [])
     first = next(blocks_of_records, [])
@@ -118,12 +131,13 @@ def _require_no_more(table: Table, known: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class _Block:
-    """Parsed rows. `widths`: how many values of an example each feature makes."""
+    """Parsed rows. `widths`: how many values of an example each feature makes. `is_labelled`: whether y holds labels."""
 
     x: npt.NDArray[Any]
     y: npt.NDArray[Any]
     test: npt.NDArray[np.bool_] | None
     widths: tuple[int, ...]
+    is_labelled: bool
 
 
 @dataclass(frozen=True)
@@ -132,6 +146,7 @@ class _Parser:
     options: TableOptions
     features: tuple[str, ...]
     labelled: bool
+    may_be_empty: bool = False
 
     def block(self, records: Sequence[Record]) -> _Block:
         """Parsed records. Raises: DataProblem: the first problem of every column, so that a file is mended at once."""
@@ -150,7 +165,8 @@ class _Parser:
             for name, cells in zip(self.table.columns, zip(*rows, strict=True), strict=True)
         }
         parts = [parsed(partial(feature, columns[name], options)) for name in self.features]
-        y = parsed(lambda: self._labels(columns, len(rows)))
+        label = self._label(columns)
+        y = parsed(partial(self._labels, label, len(rows)))
         test = parsed(partial(held_out, columns[options.split])) if options.split else None
         if problems:
             raise DataProblem("\n".join(problems[:MOST]))
@@ -161,12 +177,28 @@ class _Parser:
             y,
             test,
             tuple(part.shape[1] for part in values),
+            label is not None,
         )
 
-    def _labels(self, columns: Mapping[str, Column], rows: int) -> npt.NDArray[Any]:
+    def _label(self, columns: Mapping[str, Column]) -> Column | None:
+        """The label's column, if there are labels in it."""
         if not self.labelled:
-            return np.full(rows, PADDING, np.int32)
+            return None
         label = columns[self.options.label]
+        empty = [is_empty(cell) for cell in label.cells] if self.may_be_empty else [False]
+        if any(empty) and not all(empty):
+            raise self._partly_labelled(label.place(empty.index(True)))
+        return None if all(empty) else label
+
+    def _partly_labelled(self, place: str) -> DataProblem:
+        return DataProblem(
+            f"{place}: the label is empty, and other rows have one; fill it in, empty all of them, or leave the column out: "
+            f"--leave-out {self.options.label!r}"
+        )
+
+    def _labels(self, label: Column | None, rows: int) -> npt.NDArray[Any]:
+        if label is None:
+            return np.full(rows, PADDING, np.int32)
         if self.options.label_scale:
             return quantities(label.cells, label.place, self.table.decimal_comma)
         return Labels(self.options.classes, self.table.decimal_comma).indices(label.cells, label.place)
@@ -179,6 +211,8 @@ class _Parser:
                 raise DataProblem(
                     f"{self.table.name}: rows hold {sum(widths)} or {sum(block.widths)} values, expected one number"
                 )
+        if len({block.is_labelled for block in blocks}) > 1:
+            raise self._partly_labelled(f"{self.table.name}, column {self.options.label!r}")
         y = np.concatenate([block.y for block in blocks])
         tests = [block.test for block in blocks if block.test is not None]
         x = np.empty((len(y), sum(widths)), self._dtype())

@@ -17,7 +17,7 @@ from edge_client.data.numpy_file import NumpyOptions
 from edge_client.data.options import TableOptions, read_options
 from edge_client.data.rows import Rows, scaled
 from edge_client.data.table import Table
-from edge_client.data.table_reader import read_rows
+from edge_client.data.table_reader import read_rows_to_predict
 from edge_client.data.tables import read_table
 from edge_client.serving.rows import Inputs, Reading, read_arrays
 
@@ -63,8 +63,7 @@ def _table(path: Path, config: DataConfig, reading: Reading) -> Inputs:
     def all_rows(table: Table, options: TableOptions) -> Rows:
         for name in reading.leave_out:
             table.index(name, "--leave-out")
-        labelled = options.label in table.columns and options.label not in options.exclude
-        return read_rows(table, options, labelled=labelled)
+        return read_rows_to_predict(table, options)
 
     rows = read_table(replace(config, kind=kind, path=path, options=options), all_rows)
     x = rows.x if reading.moments is None else reading.moments.apply(rows.x)

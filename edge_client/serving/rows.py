@@ -24,7 +24,7 @@ from edge_client.data.quoting import quoted
 from edge_client.data.rows import Rows
 from edge_client.data.standardise import Moments
 from edge_client.data.table import Table
-from edge_client.data.table_reader import read_rows as read_table_rows
+from edge_client.data.table_reader import read_rows_to_predict
 from edge_client.data.tables import read_table
 from edge_client.infer.runtime import InvalidRows, check_rows
 from edge_client.serving.images import from_pixels, image_files, read_images
@@ -233,15 +233,14 @@ def require_given_scale(schema: DataSchema, model: str, place: str) -> None:
 
 
 def read_natural(path: Path, schema: DataSchema, reading: Reading = Reading()) -> Rows:
-    """The rows of a table as the schema's columns, not yet scaled; labels are `PADDING` where the table has none."""
+    """The rows of a table as the schema's columns, not yet scaled; labels are `PADDING` where it has none."""
     leave_out = reading.leave_out
     known = replace(schema, ignored=(*schema.ignored, *leave_out))
 
     def all_rows(table: Table, options: TableOptions) -> Rows:
         for name in leave_out:
             table.index(name, "--leave-out")
-        labelled = options.label in table.columns and options.label not in options.exclude
-        return read_table_rows(table, options, labelled=labelled)
+        return read_rows_to_predict(table, options)
 
     return read_table(table_at(path, known, reading.encoding), all_rows)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_client.data import DataConfig, DataProblem, open_data
+from edge_client.data import DataConfig, DataProblem, open_data, table_reader
 from edge_client.serving.predict import accuracy, errors, from_logits
 from edge_client.serving.records import read_records
 from edge_client.serving.rows import Reading, read_inputs
@@ -117,6 +117,29 @@ def test_rows_to_predict_are_read_as_the_training_rows_were(table: Path, tmp_pat
     known = read_inputs(table, schema_of(dataset), "patients:1")
     assert known.y is not None
     np.testing.assert_array_equal(known.y, dataset.y)
+
+
+@pytest.mark.parametrize("empty", ["", "NaN"])
+@pytest.mark.parametrize("block_rows", [100, 1 << 20])
+def test_an_empty_label_column_is_no_label(
+    table: Path, tmp_path: Path, empty: str, block_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spreadsheets keep the column when its cells are emptied. Where only some are, that is said."""
+    monkeypatch.setattr(table_reader, "BLOCK_ROWS", block_rows)
+    dataset = load(table)
+    outcome = COLUMNS.index("outcome")
+    rows = [[*row[:outcome], empty] for row in awkward_rows()]
+    path = write(tmp_path / "new.csv", rows, COLUMNS, "utf-8", ";")
+    found = read_inputs(path, schema_of(dataset), "patients:1")
+    assert found.y is None
+    np.testing.assert_array_equal(found.x, dataset.x)
+    some = write(tmp_path / "some.csv", [*awkward_rows()[:300], *rows[300:]], COLUMNS, "utf-8", ";")
+    with pytest.raises(
+        DataProblem, match=r"column 'outcome'.*label is empty, and other rows.*--leave-out 'outcome'"
+    ):
+        read_inputs(some, schema_of(dataset), "patients:1")
+    left_out = read_inputs(some, schema_of(dataset), "patients:1", Reading(("outcome",)))
+    assert left_out.y is None and len(left_out.x) == len(rows)
 
 
 @pytest.mark.parametrize(
