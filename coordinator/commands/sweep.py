@@ -11,7 +11,8 @@ from rich.console import Group
 
 from coordinator.commands.options import DataDir, ExperimentFile, Json, Mlflow, RunFolder, Sets, TensorBoard
 from coordinator.commands.output import RichProgress, format_metric, make_table, print_summary
-from coordinator.errors import UserError
+from coordinator.commands.summaries import learnt_nothing
+from coordinator.errors import NothingLearnt, UserError
 from coordinator.output_folders import default_folder
 
 if TYPE_CHECKING:
@@ -77,7 +78,10 @@ def sweep(
 
     trackers = Trackers(mlflow, tensorboard)
 
+    unchanged: list[str] = []
+
     def copy(run: Path, report: Mapping[str, Any]) -> None:
+        unchanged.extend([run.name] if learnt_nothing(report) else [])
         trackers.copy_run(run, report, environment.clock(), run.parent)
 
     with RichProgress() as progress:
@@ -98,6 +102,16 @@ def sweep(
             document = runs.sweep(name, combinations, folder, environment, jobs=jobs, on_finished=copy)
         trackers.copy_sweep(folder, document["name"])
     print_summary({"out": str(folder), **document}, _summary(document, folder), as_json=as_json)
+    if unchanged:
+        raise NothingLearnt(
+            "\n  ".join(
+                [
+                    f"no round changed the model of these runs, whose figures are those of the initial model; the reasons are in "
+                    f"events.jsonl of their folders in {folder}/:",
+                    *sorted(unchanged),
+                ]
+            )
+        )
 
 
 def _combinations(file: Path | None, sets: list[str], over: list[str], seeds: int) -> list[Combination]:
