@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.cells import kind_of
-from edge_client.data.connector import DataProblem
+from edge_client.data.connector import DataProblem, Problems
 from edge_client.data.examples import PADDING
 from edge_client.data.labels import Labels, is_empty, quantities
 from edge_client.data.options import TableOptions
@@ -21,9 +21,6 @@ from edge_client.data.quoting import MOST, column_name, column_names, listed, ne
 from edge_client.data.rows import Rows, scaled, shaped
 from edge_client.data.standardise import Moments
 from edge_client.data.table import BLOCK_ROWS, Column, Record, Table, feature, held_out
-
-Parsed = TypeVar("Parsed")
-
 
 EXCLUDED = "excluded column"
 """The role of a column that is no input."""
@@ -103,7 +100,13 @@ def _parser(table: Table, options: TableOptions, *, labelled: bool) -> _Parser:
     roles = dict.fromkeys(options.exclude, EXCLUDED)
     roles |= {options.label: "label"} if labelled else {}
     roles |= {options.split: "split"} if options.split else {}
-    features = feature_names(table, roles, options.features or None)
+    problems = Problems()
+    features = problems.of(partial(feature_names, table, roles, options.features or None)) or ()
+    if options.closed:
+        problems.of(
+            partial(_require_no_more, table, {*roles, *(features or options.features), options.label})
+        )
+    problems.require_none()
     for option in ("categories", "standardised", "dates", "scaling"):
         for name in getattr(options, option):
             table.index(name, f"the option {option}")
@@ -115,8 +118,6 @@ def _parser(table: Table, options: TableOptions, *, labelled: bool) -> _Parser:
                 raise DataProblem(
                     f"{table.name}: the option {option} names {name!r}, which has no categories"
                 )
-    if options.closed:
-        _require_no_more(table, {*roles, *features, options.label})
     return _Parser(table, options, features, labelled)
 
 
@@ -150,26 +151,17 @@ class _Parser:
 
     def block(self, records: Sequence[Record]) -> _Block:
         """Parsed records. Raises: DataProblem: the first problem of every column, so that a file is mended at once."""
-        options, problems = self.options, []
-
-        def parsed(read: Callable[[], Parsed]) -> Parsed | None:
-            try:
-                return read()
-            except DataProblem as problem:
-                problems.append(str(problem))
-                return None
-
+        options, problems = self.options, Problems()
         numbers, rows = zip(*records, strict=True)
         columns = {
             name: Column(self.table, name, cells, numbers)
             for name, cells in zip(self.table.columns, zip(*rows, strict=True), strict=True)
         }
-        parts = [parsed(partial(feature, columns[name], options)) for name in self.features]
+        parts = [problems.of(partial(feature, columns[name], options)) for name in self.features]
         label = self._label(columns)
-        y = parsed(partial(self._labels, label, len(rows)))
-        test = parsed(partial(held_out, columns[options.split])) if options.split else None
-        if problems:
-            raise DataProblem("\n".join(problems[:MOST]))
+        y = problems.of(partial(self._labels, label, len(rows)))
+        test = problems.of(partial(held_out, columns[options.split])) if options.split else None
+        problems.require_none()
         values = [part for part in parts if part is not None]
         assert y is not None, "a problem was raised"
         return _Block(

@@ -147,6 +147,7 @@ def test_an_empty_label_column_is_no_label(
     [
         (["dose", "admitted", "ward", "code", "agee"], "no column 'age' for a feature, did you mean 'agee'"),
         (["dose", "admitted", "ward", "code", "age", "site", "weight"], "no column 'weight'"),
+        (["dose", "ward", "code", "age", "weight"], r"no column 'admitted'[^\n]*\n.*no column 'weight'"),
     ],
 )
 def test_columns_that_are_missing_or_unknown_are_refused(
