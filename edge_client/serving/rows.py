@@ -22,7 +22,7 @@ from edge_client.data.numpy_file import read_archive, read_array
 from edge_client.data.options import TableOptions
 from edge_client.data.quoting import quoted
 from edge_client.data.rows import Rows
-from edge_client.data.standardise import Moments
+from edge_client.data.standardise import Moments, local_moments
 from edge_client.data.table import Table
 from edge_client.data.table_reader import read_rows_to_predict
 from edge_client.data.tables import read_table
@@ -228,8 +228,23 @@ def require_given_scale(schema: DataSchema, model: str, place: str) -> None:
     if schema.scale == "site" and any(column.kind != "category" for column in schema.columns):
         raise DataProblem(
             f'{place}: {model} scales numbers by each site\'s own mean and deviation (data.scale = "site"), which the model does not '
-            "hold; name the training rows of the site too: --data NAME on its device, --site-rows TABLE elsewhere"
+            "hold; name the training rows of the site too: --data NAME on its device, --site-rows TABLE elsewhere, site_rows in Python"
         )
+
+
+def site_moments(path: Path, schema: DataSchema, encoding: str | None = None) -> Moments:
+    """What numbers of a site are scaled by: its training rows' means and deviations, of the table in `path`.
+
+    Raises:
+        DataProblem: the table cannot be read, or the model scales numbers otherwise.
+    """
+    if schema.scale != "site":
+        raise DataProblem(
+            f'{path}: the site\'s rows are for models with data.scale = "site"; this one has "{schema.scale}"; leave --site-rows out'
+        )
+    site = read_natural(path, schema, Reading(encoding=encoding))
+    training = np.ones(len(site.x), np.bool_) if site.test is None else ~site.test
+    return local_moments(site.x, training, site.categories, site.standardised)
 
 
 def read_natural(path: Path, schema: DataSchema, reading: Reading = Reading()) -> Rows:

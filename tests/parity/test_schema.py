@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import stat
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import fedloop
+from coordinator.experiments.objects import name_objects
+from coordinator.experiments.schema import Experiment
 from edge_client.data import DataConfig, DataProblem, open_data, table_reader
 from edge_client.serving.predict import accuracy, errors, from_logits
 from edge_client.serving.records import read_records
@@ -298,6 +304,67 @@ def test_only_columns_that_are_there_and_no_inputs_are_left_out(
 ) -> None:
     with pytest.raises(DataProblem, match=message):
         read_inputs(table, schema_of(load(table)), "patients:1", Reading((column,)))
+
+
+class Frame:
+    """As much of a pandas DataFrame as is used of one."""
+
+    def __init__(self, **columns: list[Any]) -> None:
+        self.columns, self._rows = list(columns), zip(*columns.values(), strict=True)
+
+    def to_dict(self, orient: str) -> list[dict[str, Any]]:
+        assert orient == "records"
+        return [dict(zip(self.columns, row, strict=True)) for row in self._rows]
+
+
+def test_a_result_predicts_a_site_scaled_table_as_the_command_does(table: Path, tmp_path: Path) -> None:
+    dataset = load(table, "site", site="", exclude=["patient", "site"])
+    schema = schema_of(dataset)
+    spec = zoo.get("logreg", input_shape=dataset.input_shape, classes=3)
+    params = {name: value.detach().numpy() for name, value in spec.build(3).state_dict().items()}
+    report = {
+        "data": {"schema": json.loads(schema.to_json()), "classes": 3, "task": "classification",
+                 "input_shape": list(dataset.input_shape)},
+        "experiment": Experiment.model_validate({"model": {"name": "logreg"}}).model_dump(mode="json"),
+    }  # fmt: skip
+    result = fedloop.Result(tmp_path, report, params)
+    labels, _ = result.predict(dataset.x)
+    site = write(tmp_path / "site.csv", awkward_rows(), [*COLUMNS[:6], *COLUMNS[7:]], "latin-1", ";")
+    found, _ = result.predict(site, site_rows=site, leave_out=["patient"], encoding="latin-1")
+    np.testing.assert_array_equal(found, labels)
+    names = ["age", "dose", "ward", "code", "admitted"]
+    cells = {name: [row[COLUMNS.index(name)] for row in awkward_rows()] for name in names}
+    cells["dose"] = [float(cell.replace(",", ".")) if cell else None for cell in cells["dose"]]
+    frame = Frame(**cells, room=[""] * len(labels))
+    found, _ = result.predict(frame, site_rows=table, leave_out=["room"])
+    np.testing.assert_array_equal(found, labels)
+    for x, options, message in (
+        (site, {}, "site_rows in Python"),
+        (dataset.x, {"leave_out": ["age"]}, "for rows in natural form"),
+        (Frame(age=[1]), {"encoding": "latin-1"}, "encoding: is that of a file"),
+    ):
+        with pytest.raises(fedloop.UserError, match=message):
+            result.predict(x, **options)
+
+
+def test_a_frame_is_trained_on_as_the_table_of_its_rows_is(tmp_path: Path) -> None:
+    rows = range(40)
+    frame = Frame(
+        age=[None if row == 3 else 20 + row / 3 for row in rows],
+        ward=[("Süd; 1", "ICU", float("nan"))[row % 3] for row in rows],
+        seen=[datetime(2024, 3, 1 + row % 28) for row in rows],
+        outcome=[bool(row % 2) for row in rows],
+    )
+    document = {"data": {"label": "outcome"}}
+    named, fill = name_objects(document, tmp_path, None, frame, None)
+    fill(tmp_path)
+    assert stat.S_IMODE((tmp_path / "work").stat().st_mode) == 0o700
+    found = from_settings(named["data"])
+    assert found.schema is not None and found.class_names == ("False", "True")
+    assert [column.kind for column in found.schema.columns] == ["number", "category", "date"]
+    assert found.schema.columns[1].categories == ("ICU", "Süd; 1")
+    with pytest.raises(fedloop.UserError, match="or a pandas DataFrame"):
+        name_objects(document, tmp_path, None, [1, 2], None)
 
 
 def test_records_are_read_as_the_rows_of_a_file(tmp_path: Path) -> None:
