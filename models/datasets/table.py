@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.data.connector import Problems
 from edge_client.data.contract import options_of
 from edge_client.data.csv_file import DELIMITERS
 from edge_client.data.labels import Labels
@@ -21,7 +20,7 @@ from edge_client.data.rows import Rows
 from edge_client.data.standardise import Moments, moments
 from edge_client.data.table import Column
 from edge_client.data.table import held_out as split_column
-from edge_client.data.table_reader import EXCLUDED, feature_names, read_rows
+from edge_client.data.table_reader import EXCLUDED, Problems, feature_names, read_rows
 from edge_client.wire.schema import ColumnSchema, DataSchema, Scale
 from models.datasets import columns, table_notes
 from models.datasets.columns import TextRules, TextTable
@@ -109,7 +108,7 @@ def load(
         site_names=site_names,
         schema=schema,
         notes=(
-            f"Read from {path}, separated by {DELIMITERS[table.delimiter or ',']}s; label: {roles.label!r}.",
+            f"Read from {path}{_separated(table)}; label: {roles.label!r}.",
             *roles.notes,
             table_notes.split_note(roles.split, roles.site),
             *table_notes.left_out(found, reading.texts),
@@ -120,6 +119,10 @@ def load(
         ),
         private_notes=tuple(table_notes.spelling_notes(table, schema.columns, reading.texts)),
     )
+
+
+def _separated(table: TextTable) -> str:
+    return "" if table.delimiter is None else f", separated by {DELIMITERS[table.delimiter]}s"
 
 
 def _parse(

@@ -6,6 +6,7 @@ import json
 import stat
 from dataclasses import replace
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from edge_client.wire.strict import InvalidDocument
 from models import zoo
 from models.datasets import Dataset, from_settings, preview
 from tests.support.awkward_table import COLUMNS, OLDEST, RAREST, awkward_rows, write
+from tests.support.require import require
 
 
 def load(path: Path, scale: str = "federated", **more: object) -> Dataset:
@@ -96,6 +98,34 @@ def test_a_site_may_have_another_encoding_than_the_training_table(table: Path, t
     np.testing.assert_array_equal(
         read_inputs(trained, schema, "patients:1", Reading(("patient",))).x, dataset.x
     )
+
+
+def test_a_parquet_file_is_read_in_simulation_as_on_a_device(table: Path, tmp_path: Path) -> None:
+    """Typed columns: numbers with gaps, dates and truth values; one schema for the table as Parquet and as CSV."""
+    if find_spec("pyarrow") is None:
+        require("pyarrow", "it is not installed")
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = {name: [row[place] for row in awkward_rows()] for place, name in enumerate(COLUMNS)}
+    typed: dict[str, Any] = dict(columns)
+    typed["age"] = [int(cell) for cell in columns["age"]]
+    typed["dose"] = [float(cell.replace(",", ".")) if cell else None for cell in columns["dose"]]
+    typed["admitted"] = [datetime.strptime(cell, "%d.%m.%Y").date() for cell in columns["admitted"]]
+    path = tmp_path / "all.parquet"
+    parquet.write_table(pyarrow.table(typed), path)
+    dataset, plain = load(path), load(table)
+    np.testing.assert_array_equal(dataset.x, plain.x)
+    np.testing.assert_array_equal(dataset.y, plain.y)
+    assert schema_of(dataset) == schema_of(plain)
+    parquet.write_table(pyarrow.table({name: each for name, each in typed.items() if name != "site"}), path)
+    device = open_data(DataConfig("parquet", path, {"split": "split"}), schema_of(dataset)).train()
+    np.testing.assert_array_equal(device.x, dataset.x[~dataset.test])
+    with pytest.raises(DataProblem, match=r"data\.encoding is that of a text file"):
+        load(path, encoding="latin-1")
+    parquet.write_table(pyarrow.table({**typed, "age": [[1, 2]] * len(typed["age"])}), path)
+    with pytest.raises(DataProblem, match="row 1, column 'age': holds a list"):
+        load(path)
 
 
 def test_a_device_trains_to_the_same_update(table: Path, tmp_path: Path) -> None:
@@ -330,13 +360,15 @@ def test_a_result_predicts_a_site_scaled_table_as_the_command_does(table: Path, 
     result = fedloop.Result(tmp_path, report, params)
     labels, _ = result.predict(dataset.x)
     site = write(tmp_path / "site.csv", awkward_rows(), [*COLUMNS[:6], *COLUMNS[7:]], "latin-1", ";")
-    found, _ = result.predict(site, site_rows=site, leave_out=["patient"], encoding="latin-1")
+    trained = [row for row in awkward_rows() if row[COLUMNS.index("split")] == "train"]
+    training = write(tmp_path / "training.csv", trained, COLUMNS, "latin-1", ";")
+    found, _ = result.predict(site, site_rows=training, leave_out=["patient"], encoding="latin-1")
     np.testing.assert_array_equal(found, labels)
     names = ["age", "dose", "ward", "code", "admitted"]
     cells = {name: [row[COLUMNS.index(name)] for row in awkward_rows()] for name in names}
     cells["dose"] = [float(cell.replace(",", ".")) if cell else None for cell in cells["dose"]]
     frame = Frame(**cells, room=[""] * len(labels))
-    found, _ = result.predict(frame, site_rows=table, leave_out=["room"])
+    found, _ = result.predict(frame, site_rows=training, leave_out=["room"], encoding="latin-1")
     np.testing.assert_array_equal(found, labels)
     for x, options, message in (
         (site, {}, "site_rows in Python"),
