@@ -11,7 +11,6 @@ from rich.console import Group
 
 from coordinator.commands.options import DataDir, ExperimentFile, Json, Mlflow, RunFolder, Sets, TensorBoard
 from coordinator.commands.output import RichProgress, format_metric, make_table, print_summary
-from coordinator.commands.summaries import learnt_nothing
 from coordinator.errors import NothingLearnt, UserError
 from coordinator.output_folders import default_folder
 
@@ -78,10 +77,7 @@ def sweep(
 
     trackers = Trackers(mlflow, tensorboard)
 
-    unchanged: list[str] = []
-
     def copy(run: Path, report: Mapping[str, Any]) -> None:
-        unchanged.extend([run.name] if learnt_nothing(report) else [])
         trackers.copy_run(run, report, environment.clock(), run.parent)
 
     with RichProgress() as progress:
@@ -102,16 +98,22 @@ def sweep(
             document = runs.sweep(name, combinations, folder, environment, jobs=jobs, on_finished=copy)
         trackers.copy_sweep(folder, document["name"])
     print_summary({"out": str(folder), **document}, _summary(document, folder), as_json=as_json)
+    _require_learnt(folder, document)
+
+
+def _require_learnt(folder: Path, document: Mapping[str, Any]) -> None:
+    """Raises NothingLearnt: no round changed the model of some runs; names them."""
+    from coordinator.reports.folder_state import learnt_nothing
+    from coordinator.reports.run_folders import read_report
+
+    runs = [run for row in document["rows"] for run in row["folders"]]
+    unchanged = [run for run in runs if learnt_nothing(read_report(folder / run))]
     if unchanged:
-        raise NothingLearnt(
-            "\n  ".join(
-                [
-                    f"no round changed the model of these runs, whose figures are those of the initial model; the reasons are in "
-                    f"events.jsonl of their folders in {folder}/:",
-                    *sorted(unchanged),
-                ]
-            )
+        why = (
+            "no round changed the model of these runs, whose figures are those of the initial model; the reasons are in events.jsonl of "
+            f"their folders in {folder}/:"
         )
+        raise NothingLearnt("\n  ".join([why, *unchanged]))
 
 
 def _combinations(file: Path | None, sets: list[str], over: list[str], seeds: int) -> list[Combination]:

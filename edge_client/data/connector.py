@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-from edge_client.data.quoting import MOST
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     # The daemon reads configurations but never data, and stays small without numpy.
     from edge_client.data.examples import Examples
 
 
-T = TypeVar("T")
-
-
 class DataProblem(ValueError):
     """The data or its description is wrong; the message names file, place and value, and says what to do."""
-
-
-class Problems:
-    """Collects what is wrong with a file, so that it is mended at once."""
-
-    def __init__(self) -> None:
-        self._found: list[str] = []
-
-    def of(self, read: Callable[[], T]) -> T | None:
-        """What `read` returns; None if the data is wrong, which `require_none` then says."""
-        try:
-            return read()
-        except DataProblem as problem:
-            self._found.append(str(problem))
-            return None
-
-    def require_none(self) -> None:
-        """Raises DataProblem: with the problems found, a line each."""
-        if self._found:
-            raise DataProblem("\n".join(dict.fromkeys(self._found[:MOST])))
 
 
 @dataclass(frozen=True)

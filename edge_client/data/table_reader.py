@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.cells import kind_of
-from edge_client.data.connector import DataProblem, Problems
+from edge_client.data.connector import DataProblem
 from edge_client.data.examples import PADDING
 from edge_client.data.labels import Labels, is_empty, quantities
 from edge_client.data.options import TableOptions
@@ -22,8 +22,30 @@ from edge_client.data.rows import Rows, scaled, shaped
 from edge_client.data.standardise import Moments
 from edge_client.data.table import BLOCK_ROWS, Column, Record, Table, feature, held_out
 
+T = TypeVar("T")
+
 EXCLUDED = "excluded column"
 """The role of a column that is no input."""
+
+
+class Problems:
+    """Collects what is wrong with a file, so that it is mended at once."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def of(self, read: Callable[[], T]) -> T | None:
+        """What `read` returns; None if the data is wrong, which `require_none` then says."""
+        try:
+            return read()
+        except DataProblem as problem:
+            self._found.append(str(problem))
+            return None
+
+    def require_none(self) -> None:
+        """Raises DataProblem: with the problems found, a line each."""
+        if self._found:
+            raise DataProblem("\n".join(dict.fromkeys(self._found[:MOST])))
 
 
 def read_rows_to_predict(table: Table, options: TableOptions) -> Rows:
