@@ -94,7 +94,7 @@ def _read_parquet(path: Path, encoding: str | None) -> TextTable:
         raise DataError(f"{path}: data.encoding is that of a text file, and this is Parquet; leave it out")
 
     def as_text(table: Table, options: TableOptions) -> TextTable:
-        records = [
+        records: list[Record] = [
             (
                 row,
                 [
