@@ -326,7 +326,7 @@ def prepare(
     strategy = make_strategy(experiment, lambda: pool, folder.parent)
     progress.stage("loading and partitioning the data")
     data_info = load_data(experiment, folder, pool, data_dir)
-    for line in (*data_info["preview"], *_describe_sites(experiment, data_info)):
+    for line in (*data_info["shown"], *_describe_sites(experiment, data_info)):
         progress.note(line)
     _require_task(experiment, data_info["task"])
     _require_scored(experiment, data_info, folder)

@@ -129,6 +129,15 @@ def test_runs_are_compared_by_the_keys_that_differ_and_their_figures(
     assert table.split()[:2] == ["runs/a", "runs/b"] and "local.steps" in table and "data." not in table
     assert_refused(fedloop("runs", "compare", "a"), "two runs or more")
 
+    for name, metrics in (("a", {"r2": 0.5, "mae": 12.0, "rmse": 15.0}), ("b", {"auc": 0.75})):
+        folder = tmp_path / "runs" / name
+        report = run_folders.read_report(folder)
+        final = {**report["final"], "metrics": metrics, "model_sha256": "0" * 64}
+        (folder / "report.json").write_text(json.dumps({**report, "final": final}))
+        (folder / "model.safetensors").write_bytes(b"")
+    found = json.loads(fedloop("runs", "compare", "a", "b", "--json").stdout)["final"]
+    assert (found["r2"], found["mae"], found["auc"]) == ([0.5, None], [12.0, None], [None, 0.75])
+
 
 def test_what_a_folder_cannot_do_is_refused_with_the_reason(tmp_path: Path, fedloop: Fedloop) -> None:
     fleet = make_folder(tmp_path / "runs" / "fleet", TINY, run="3f2a1111-x")
@@ -167,7 +176,8 @@ def test_an_extended_run_is_the_run_of_so_many_rounds_from_the_start(
         done = fedloop("simulate", "--out", f"runs/{out}", *options([*SETS, f"federation.rounds={rounds}"]))
         assert done.returncode == 0, done.stderr
     short, long = tmp_path / "runs" / "short", tmp_path / "runs" / "long"
-    extended = fedloop("runs", "extend", "short", "--rounds", "4", "--json")
+    tracked = "--tensorboard", tmp_path / "events"
+    extended = fedloop("runs", "extend", "short", "--rounds", "4", "--json", *tracked)
     assert extended.returncode == 0, extended.stderr
     assert report_of(short)["final"] == report_of(long)["final"]
     assert [row["round"] for row in report_of(short)["rounds"]] == [1, 2, 3, 4]
@@ -175,7 +185,11 @@ def test_an_extended_run_is_the_run_of_so_many_rounds_from_the_start(
     assert_refused(
         fedloop("simulate", "--resume", short, "--set", "federation.rounds=3"), "less than the 4 rounds"
     )
-    again = fedloop("runs", "resume", "short", "--set", "simulation.workers=2")
+    assert any((tmp_path / "events" / "short").iterdir())
+    again = fedloop(
+        "runs", "resume", "short", "--set", "simulation.workers=2", "--tensorboard", tmp_path / "again"
+    )
+    assert any((tmp_path / "again" / "short").iterdir())
     assert again.returncode == 0 and "already finished" in again.stderr
     assert run_folders.read_run(short).state == "finished"
 
