@@ -37,6 +37,7 @@ from coordinator.reports.figures import Judged, LabelledRows, has_metrics, round
 from coordinator.reports.progress import Progress, Quiet
 from coordinator.rounds import engine
 from coordinator.rounds.events import Clock
+from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.plan import generator
 from coordinator.rounds.records import Checkpoint, RunState, Score
 from coordinator.runs import local_baseline, resumption
@@ -60,9 +61,17 @@ from strategies.strategy import Strategy
 
 @dataclass(frozen=True)
 class Environment:
-    """What a run needs besides its experiment. `data_dir`: folder of data files."""
+    """What a run needs besides its experiment.
+
+    Attributes:
+        data_dir: folder of data files.
+        make_fleet: the fleet that trains, given the run's folder for its files; default: a simulated one.
+        how_to_resume: what the user does if the run is interrupted; `{out}` is its folder.
+    """
 
     data_dir: Path | None = None
+    make_fleet: Callable[[Experiment, Prepared], Fleet] | None = None
+    how_to_resume: str = "fedloop simulate --resume {out}"
     progress: Progress = Quiet()  # noqa: RUF009 - holds no state
     clock: Clock = lambda: datetime.now(UTC)
     monotonic: Callable[[], float] = time.monotonic
@@ -79,7 +88,7 @@ def simulate(
         UserError: something in the experiment or its data is wrong, or `out` is not empty.
         RunInterrupted: the run stopped for another reason; what was committed can be resumed.
     """
-    require_new(out, hint=f", or go on with: fedloop simulate --resume {out}")
+    require_new(out, hint=f", or go on with: {environment.how_to_resume.format(out=out)}")
     if lacking := problems_with(experiment.federation.runtimes):
         raise UserError("\n".join(lacking))
     with undone_if_refused(out, (out / "checkpoint" / "checkpoint.json").exists):
@@ -112,7 +121,7 @@ def resume(out: Path, environment: Environment, sets: Sequence[str] = ()) -> dic
 def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[str, Any]:
     work = out / "work"
     progress = environment.progress
-    how = f"nothing committed is lost; go on with: fedloop simulate --resume {out}"
+    how = f"nothing committed is lost; go on with: {environment.how_to_resume.format(out=out)}"
     with (
         resumable(how, WorkerDied),
         locked(out / folder_state.LOCK, resumption.taken(out)),
@@ -187,7 +196,10 @@ def _run_rounds(
 ) -> RunState:
     cohort = _cohort_size(experiment, len(prepared.clients))
     run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
-    fleet = _make_fleet(experiment, pool, prepared)
+    if environment.make_fleet is not None:
+        fleet = environment.make_fleet(experiment, prepared)
+    else:
+        fleet = _make_fleet(experiment, pool, prepared)
     owners = np.load(prepared.folder / "owners.npy", allow_pickle=False)
     names = [client.name for client in prepared.clients]
     rows, metric = open_workspace(prepared.folder), experiment.federation.metric
@@ -242,7 +254,7 @@ def _cohort_size(experiment: Experiment, clients: int) -> int:
     return size
 
 
-def _make_fleet(experiment: Experiment, pool: WorkerPool, prepared: Prepared) -> SimulatedFleet:
+def _make_fleet(experiment: Experiment, pool: WorkerPool, prepared: Prepared) -> Fleet:
     simulation = experiment.simulation
     clock = virtual_time(
         [client.name for client in prepared.clients],
@@ -296,6 +308,7 @@ class Prepared:
     Attributes:
         folder: the workspace.
         data_info: description of the data (`coordinator.workers.workspace.prepare`).
+        model: its description, as workers take it.
         params: initial params.
     """
 
@@ -303,6 +316,7 @@ class Prepared:
     folder: Path
     data_info: Mapping[str, Any]
     clients: tuple[SimulatedClient, ...]
+    model: Mapping[str, Any]
     params: Params
     trainable: tuple[str, ...]
 
@@ -333,7 +347,7 @@ def prepare(
         exported = export_model(experiment, model)
         model |= {"tflite": str(exported.tflite), "manifest": str(exported.manifest)}
     pool.broadcast({"kind": "open", "folder": str(folder), "model": model})
-    return Prepared(strategy, folder, data_info, clients, params, trainable)
+    return Prepared(strategy, folder, data_info, clients, model, params, trainable)
 
 
 def _require_task(experiment: Experiment, task: str) -> None:

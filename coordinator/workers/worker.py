@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.errors import DISK_ERRNOS, UserError
-from coordinator.workers import faults, workspace, workspace_arrays
+from coordinator.workers import faults, runtimes, workspace, workspace_arrays
 from coordinator.workers.evaluation import encode_evaluation
 from edge_client.data.examples import Examples
 from edge_client.processes.channel import Closed, Frame, read_ahead, send_frame
@@ -88,14 +88,14 @@ class Worker:
         """The model's framework."""
         from models.zoo import KerasSpec
 
-        spec = self._spec(frame.values["model"])
+        spec = runtimes.find_spec(frame.values["model"])
         return {"framework": "keras" if isinstance(spec, KerasSpec) else "torch"}, []
 
     def _initial(self, frame: Frame) -> Reply:
         """Builds the model and returns its initial params."""
         from models.zoo import KerasSpec
 
-        spec, seed = self._spec(frame.values["model"]), frame.values["seed"]
+        spec, seed = runtimes.find_spec(frame.values["model"]), frame.values["seed"]
         if isinstance(spec, KerasSpec):
             spec.require_trainable()
             model = spec.build(seed)
@@ -115,7 +115,7 @@ class Worker:
         from models.conversion.operators import operators
 
         operators(Path(frame.values["tflite"]).read_bytes())
-        _litert(frame.values)
+        runtimes.make_litert(frame.values)
         return {}, []
 
     def _open(self, frame: Frame) -> Reply:
@@ -216,60 +216,14 @@ class Worker:
         delta = own_strategy.aggregate(values["name"], values["options"], self._updates, values["updates"])
         return {}, [arrays.encode(delta)]
 
-    def _spec(self, model: dict[str, Any]) -> Any:
-        from models import zoo
-
-        return zoo.find(
-            model["name"],
-            input_shape=tuple(model["input_shape"]),
-            classes=model["classes"],
-            input_dtype=model["input_dtype"],
-            task=model["task"],
-            **model["options"],
-        )
-
     def _runtime(self, name: str) -> Runtime:
+        """As `runtimes.make_runtime`; the one that evaluates is shared with clients of the same framework."""
         if name not in self._runtimes:
-            self._runtimes[name] = self._make_runtime(name)
+            framework = runtimes.find_framework(self._model, name)
+            if framework not in self._runtimes:
+                self._runtimes[framework] = runtimes.make_runtime(self._model, framework)
+            self._runtimes[name] = self._runtimes[framework]
         return self._runtimes[name]
-
-    def _make_runtime(self, name: str) -> Runtime:
-        """`name` "evaluation" selects the model's own framework, whatever the clients run; without its code, `litert`."""
-        if name == "litert":
-            return _litert(self._model)
-        if name == "evaluation" and self._model.get("evaluation") == "litert":
-            return self._runtime("litert")
-        from models.zoo import KerasSpec
-
-        spec = self._spec(self._model)
-        if name == "evaluation":
-            return self._runtime("tensorflow" if isinstance(spec, KerasSpec) else "torch")
-        if isinstance(spec, KerasSpec):
-            from edge_client.train.tensorflow_trainer import TensorFlowRuntime
-
-            model = spec.build(0)
-            return TensorFlowRuntime(model, trainable=model.trainable)
-        from edge_client.train.torch_trainer import TorchRuntime
-
-        torch_runtime = TorchRuntime(spec.build(0), spec.loss)
-        if name == "torch":
-            return torch_runtime
-        from edge_client.train.tensorflow_trainer import TensorFlowRuntime
-
-        if spec.tensorflow_twin is None:
-            raise UserError(f"model {self._model['name']!r} has no TensorFlow twin")
-        return TensorFlowRuntime(spec.tensorflow_twin(), trainable=torch_runtime.trainable)
-
-
-def _litert(model: dict[str, Any]) -> Runtime:
-    """The LiteRT runtime of the files `tflite` and `manifest`, once its golden outputs are right here."""
-    from edge_client.train.litert_trainer import LiteRTRuntime
-    from edge_client.wire import manifest
-
-    path = model["manifest"]
-    runtime = LiteRTRuntime(Path(model["tflite"]), manifest.from_json(Path(path).read_bytes(), path))
-    runtime.self_test()
-    return runtime
 
 
 def _initial_reply(
