@@ -46,7 +46,8 @@ class Federation:
 
     Attributes:
         clients: all clients, in their canonical order, which is that of their parts of the data.
-        fingerprint: of the data set; a node with another one is refused.
+        fingerprint: of the data set, a node with another one is refused; empty if nodes train on rows of their own.
+        schema: by which nodes read rows of their own, else None.
         model: description of the model, as workers take it.
         artifact: the files `tflite` and `manifest` for litert clients.
         quorum: clients with which a round may begin once patience has ended.
@@ -54,6 +55,7 @@ class Federation:
 
     clients: Sequence[SimulatedClient]
     fingerprint: str
+    schema: Mapping[str, Any] | None
     model: Mapping[str, Any]
     artifact: Mapping[str, bytes]
     quorum: int
@@ -123,12 +125,14 @@ class FlowerFleet:
             self._clock.sleep(POLL_SECONDS)
 
     def declared_examples(self, clients: Sequence[str]) -> Mapping[str, int]:
-        return {name: self._clients[name].num_examples for name in clients}
+        return {name: self._nodes.examples[name] for name in clients}
 
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
         return encode_model(params, streams)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
+        if tasks and not self._nodes.by_client:  # nobody has asked for the clients yet
+            self.clients(len(tasks))
         for path in self._folder.iterdir():
             path.unlink()
         self._terms = terms
@@ -142,6 +146,7 @@ class FlowerFleet:
                 task.message,
                 client.runtime,
                 self._federation.model,
+                self._federation.schema,
                 params,
                 streams,
                 arrays.encode(flatten(self._client_states.get(client.name, {}))),
@@ -236,6 +241,7 @@ class _Nodes:
         self._asked: dict[str, int] = {}
         self._known: set[int] = set()
         self.by_client: dict[str, int] = {}
+        self.examples: dict[str, int] = {}
 
     def look(self) -> None:
         """Asks nodes that are new, takes what those asked before have answered, and forgets those that are gone.
@@ -248,7 +254,7 @@ class _Nodes:
         self._known &= there
         for node in sorted(there - self._known):
             self._known.add(node)
-            question = messages.question(node, _DESCRIBE_SECONDS)
+            question = messages.question(node, self._federation.schema, _DESCRIBE_SECONDS)
             if (sent := next(iter(self._grid.push_messages([question])), None)) is not None:
                 self._asked[sent] = node
         if self._asked:
@@ -272,7 +278,7 @@ class _Nodes:
             )
         if description.fingerprint != self._federation.fingerprint:
             raise UserError(
-                f"node {node} has other data than the server (its fingerprint differs); are the files the same?"
+                f"node {node} has other data than the server (its fingerprint differs); are the files the same, and the versions?"
             )
         name = self._federation.clients[description.partition].name
         if (other := self.by_client.get(name)) is not None:
@@ -280,3 +286,4 @@ class _Nodes:
                 f"nodes {other} and {node} both hold part {description.partition}; the later one counts"
             )
         self.by_client[name] = node
+        self.examples[name] = description.examples

@@ -39,12 +39,14 @@ class Description:
     """A node as it describes itself.
 
     Attributes:
-        partition: which part of the partition it holds, from 0. partitions: how many parts there are.
-        fingerprint: of the data set that it has partitioned.
+        partition: which client it is, from 0. partitions: how many clients there are.
+        examples: its rows to train on.
+        fingerprint: of the data set that it has partitioned; empty if it trains on rows of its own.
     """
 
     partition: int
     partitions: int
+    examples: int
     fingerprint: str
 
 
@@ -54,6 +56,7 @@ class TrainRequest:
 
     Attributes:
         model: its description, as workers take it.
+        schema: the data schema of a table, by which a node reads rows of its own; else None.
         params, streams, state: safetensors; `state` is the client rule's, from the client's last accepted round.
         tflite, manifest: the artifact's two files for the litert runtime, else empty.
     """
@@ -61,6 +64,7 @@ class TrainRequest:
     task: TaskMessage
     runtime: str
     model: Mapping[str, Any]
+    schema: Mapping[str, Any] | None
     params: bytes
     streams: bytes
     state: bytes
@@ -68,7 +72,12 @@ class TrainRequest:
     manifest: bytes = b""
 
     def to_record(self) -> RecordDict:
-        document = {"task": self.task.to_json(), "runtime": self.runtime, "model": dict(self.model)}
+        document = {
+            "task": self.task.to_json(),
+            "runtime": self.runtime,
+            "model": dict(self.model),
+            "schema": self.schema,
+        }
         blobs = {name: getattr(self, name) for name in _BLOBS}
         return RecordDict(
             {_BYTES: _to_arrays(blobs), _VALUES: ConfigRecord({"request": json.dumps(document)})}
@@ -79,15 +88,22 @@ class TrainRequest:
         document = json.loads(message.content[_VALUES]["request"])
         task = TaskMessage.from_json(document["task"])
         blobs = _from_arrays(message.content[_BYTES])
-        return TrainRequest(task, document["runtime"], document["model"], **blobs)
+        return TrainRequest(task, document["runtime"], document["model"], document["schema"], **blobs)
 
 
 _BLOBS = ("params", "streams", "state", "tflite", "manifest")
 
 
-def question(node: int, ttl: float) -> Message:
-    """The message `DESCRIBE` to a node."""
-    return Message(RecordDict({}), node, DESCRIBE, ttl=ttl)
+def question(node: int, schema: Mapping[str, Any] | None, ttl: float) -> Message:
+    """The message `DESCRIBE` to a node. `schema`: as in `TrainRequest`."""
+    values = ConfigRecord({"schema": json.dumps(schema)})
+    return Message(RecordDict({_VALUES: values}), node, DESCRIBE, ttl=ttl)
+
+
+def read_question(asked: Message) -> Mapping[str, Any] | None:
+    """The schema in a message `DESCRIBE`."""
+    schema: Mapping[str, Any] | None = json.loads(asked.content[_VALUES]["schema"])
+    return schema
 
 
 def describe(description: Description, asked: Message) -> Message:

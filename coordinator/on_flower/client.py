@@ -3,7 +3,7 @@
     app = make_client_app(folder)      # of the Flower app, with its experiment.toml
 
 Every node partitions the experiment's data set by the experiment's seed, as a simulation does, and trains on the part that
-its configuration names. Flower's simulation keeps the process of a node, so data and runtimes are kept between messages;
+its configuration names; or it trains on rows of its own (`settings`). Flower's simulation keeps the process of a node, so data and runtimes are kept between messages;
 a SuperNode starts a process for each message.
 """
 
@@ -28,15 +28,20 @@ from coordinator.fleets import flower_messages as messages
 from coordinator.fleets.flower_messages import Description, TrainRequest
 from coordinator.on_flower.settings import EXPERIMENT, NodeSettings, read_node
 from coordinator.workers import runtimes, workspace, workspace_arrays
+from edge_client import config
+from edge_client.data import DataProblem, open_data
 from edge_client.data.examples import Examples, NoExamples
 from edge_client.processes.process import ONE_THREAD
+from edge_client.train.resolve import CannotRun, require_compatible
 from edge_client.train.trainer import BatchTooLarge, Runtime, Trainer, TrainTask
 from edge_client.wire import arrays
+from edge_client.wire import schema as schemas
+from edge_client.wire.device import ModelRef
 from models.datasets import DataError
 from models.user_code import UserCodeError
 from strategies.params import flatten, unflatten
 
-_THEIRS = (UserError, DataError, NoExamples, BatchTooLarge, UserCodeError)
+_THEIRS = (UserError, DataError, DataProblem, NoExamples, BatchTooLarge, CannotRun, UserCodeError)
 """Errors in what the node was given; the server is told the reason. Flower reports all others with a traceback."""
 
 
@@ -49,7 +54,8 @@ def make_client_app(folder: Path) -> ClientApp:
 
     @app.query("describe")  # type: ignore[untyped-decorator]
     def describe(message: Message, context: Context) -> Message:
-        return _answer(message, lambda: messages.describe(node.describe(read_node(context)), message))
+        schema = messages.read_question(message)
+        return _answer(message, lambda: messages.describe(node.describe(read_node(context), schema), message))
 
     @app.train()  # type: ignore[untyped-decorator]
     def train(message: Message, context: Context) -> Message:
@@ -74,9 +80,10 @@ class _Node:
         self._partitioned: dict[Path | None, tuple[Mapping[str, Any], workspace_arrays.Workspace]] = {}
         self._runtimes: dict[str, Runtime] = {}
 
-    def describe(self, settings: NodeSettings) -> Description:
-        data_info, _ = self._partition(settings)
-        return Description(settings.partition, settings.partitions, data_info["fingerprint"])
+    def describe(self, settings: NodeSettings, schema: Mapping[str, Any] | None) -> Description:
+        rows = self._examples(settings, schema)
+        fingerprint = "" if settings.edge_config else self._partition(settings)[0]["fingerprint"]
+        return Description(settings.partition, settings.partitions, len(rows), fingerprint)
 
     def train(self, request: TrainRequest, settings: NodeSettings) -> tuple[bytes, bytes]:
         """The upload, and the client rule's new state.
@@ -88,15 +95,38 @@ class _Node:
             raise UserError(
                 f"the params are not those of model {request.task.base[:12]}, which the task names"
             )
-        _, rows = self._partition(settings)
-        part = rows.part(settings.partition)
+        rows = self._examples(settings, request.schema)
+        require_compatible(rows, _model_ref(request.model))
         local = Trainer(self._runtime(request)).train(
             arrays.decode(request.params),
             TrainTask.of(request.task, unflatten(arrays.decode(request.streams))),
-            Examples(rows.x[part], rows.y[part]),
+            rows,
             unflatten(arrays.decode(request.state)),
         )
         return arrays.encode_result(request.task, local.update), arrays.encode(flatten(local.client_state))
+
+    def _examples(self, settings: NodeSettings, schema: Mapping[str, Any] | None) -> Examples:
+        """The rows that a client trains on: its own, or its part of the data set."""
+        if settings.edge_config is not None:
+            return self._own_rows(settings.edge_config, schema)
+        _, rows = self._partition(settings)
+        if not 0 <= settings.partition < len(rows.ends):
+            raise UserError(
+                f"partition-id = {settings.partition}: the data is dealt out to {len(rows.ends)} clients, 0 to {len(rows.ends) - 1}"
+            )
+        part = rows.part(settings.partition)
+        return Examples(rows.x[part], rows.y[part])
+
+    def _own_rows(self, edge_config: Path, schema: Mapping[str, Any] | None) -> Examples:
+        known = config.load(edge_config, {}).config.data
+        wanted = self._experiment.data.dataset
+        if wanted not in known:
+            raise UserError(
+                f"{edge_config}: has no table [data.{wanted}], which the experiment's data.dataset names; it has: "
+                f"{', '.join(known) or 'none'}"
+            )
+        read = None if schema is None else schemas.from_document(dict(schema), "the data schema of the task")
+        return open_data(known[wanted], read).train()
 
     @cached_property
     def _experiment(self) -> Experiment:
@@ -143,3 +173,10 @@ class _Node:
             for name, content in files.items():
                 (Path(folder) / name).write_bytes(content)
             return runtimes.make_litert({name: str(Path(folder) / name) for name in files})
+
+
+def _model_ref(model: Mapping[str, Any]) -> ModelRef:
+    shape = tuple(model["input_shape"])
+    return ModelRef(
+        model["name"], model["options"], shape, model["classes"], model["input_dtype"], model["task"]
+    )

@@ -20,7 +20,7 @@ import tomlkit
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
 from coordinator.on_flower.possible import require_possible
-from coordinator.on_flower.settings import EXPERIMENT
+from coordinator.on_flower.settings import DEFAULTS, EXPERIMENT
 from coordinator.output_folders import require_new, undone_if_refused
 from edge_client.files import write_durably
 from models.user_code import OURS, is_reference
@@ -81,7 +81,7 @@ def _pyproject(experiment: Experiment, out: Path) -> str:
     app = {
         "publisher": "fedloop",
         "components": {"serverapp": "server_app:app", "clientapp": "client_app:app"},
-        "config": {"out": str(out), "data-dir": ""},
+        "config": {**DEFAULTS, "out": str(out)},
     }
     document = {
         "project": {

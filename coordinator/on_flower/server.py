@@ -62,12 +62,15 @@ def run(folder: Path, grid: Grid, settings: RunSettings) -> dict[str, Any]:
         updates = prepared.folder / _UPDATES
         shutil.rmtree(updates, ignore_errors=True)
         updates.mkdir()
-        return FlowerFleet(grid, _federation(experiment, prepared), updates, note=progress.note)
+        return FlowerFleet(
+            grid, _federation(experiment, prepared, settings.own_rows), updates, note=progress.note
+        )
 
     environment = simulation.Environment(
         data_dir=settings.data_dir,
         progress=progress,
         make_fleet=make_fleet,
+        owns_rows=not settings.own_rows,
         how_to_resume=f"flwr run, with the same app and out = {str(out)!r}",
     )
     if not (out / EXPERIMENT).exists():
@@ -80,13 +83,14 @@ def run(folder: Path, grid: Grid, settings: RunSettings) -> dict[str, Any]:
     return report
 
 
-def _federation(experiment: Experiment, prepared: simulation.Prepared) -> Federation:
+def _federation(experiment: Experiment, prepared: simulation.Prepared, own_rows: bool) -> Federation:
     keys = ("tflite", "manifest")
     model = dict(prepared.model)
     files = {key: Path(model.pop(key)).read_bytes() for key in keys if key in model}
     return Federation(
         clients=prepared.clients,
-        fingerprint=prepared.data_info["fingerprint"],
+        fingerprint="" if own_rows else prepared.data_info["fingerprint"],
+        schema=prepared.data_info["schema"] if own_rows else None,
         model=model,
         artifact=files,
         quorum=experiment.federation.min_updates,

@@ -1,7 +1,11 @@
 """What Flower tells our apps: the run configuration, and the configuration of a node.
 
-flwr run DIR --run-config "out='/srv/runs/mine' data-dir='/srv/data'"
-flower-supernode --node-config "partition-id=0 num-partitions=2"
+    flwr run DIR --run-config "out='/srv/runs/mine' rows='dealt'"
+    flower-supernode --node-config "partition-id=0 num-partitions=2 data-dir='/srv/data'"
+    flower-supernode --node-config "partition-id=1 num-partitions=2 edge-config='/etc/fedloop/edge.toml'"
+
+With rows = "dealt" every node loads the experiment's data set and trains on its part of the partition. With rows = "own" it
+trains on rows of its own, which a device's configuration file describes; its number still says which client it is.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ if TYPE_CHECKING:
 EXPERIMENT = "experiment.toml"
 """The experiment in the folder of a Flower app."""
 
+DEFAULTS = {"out": "", "rows": "dealt", "data-dir": ""}
+"""The run configuration."""
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -26,19 +33,27 @@ class RunSettings:
 
     Attributes:
         out: the run's folder, on the machine of the ServerApp.
+        own_rows: whether nodes train on rows of their own.
         data_dir: folder of data files, on every machine.
     """
 
     out: Path
-    data_dir: Path | None
+    own_rows: bool = False
+    data_dir: Path | None = None
 
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """What a node is to be. `data_dir`: folder of data files on its machine."""
+    """What a node is to be.
+
+    Attributes:
+        edge_config: file that describes the node's own rows, as that of a device; None: it trains on a part of the data set.
+        data_dir: folder of data files on its machine.
+    """
 
     partition: int
     partitions: int
+    edge_config: Path | None
     data_dir: Path | None
 
 
@@ -46,7 +61,7 @@ def read_run(context: Context) -> RunSettings:
     """The settings of the ServerApp.
 
     Raises:
-        UserError: `out` is not an absolute path.
+        UserError: `out` is not an absolute path, or `rows` is unknown.
     """
     out = str(context.run_config.get("out", ""))
     if not Path(out).is_absolute():
@@ -54,14 +69,14 @@ def read_run(context: Context) -> RunSettings:
             f"out = {out!r} is not an absolute path of the run's folder; the ServerApp has a working directory of its own: "
             "flwr run --run-config \"out='/…'\""
         )
-    return RunSettings(Path(out), _folder(context.run_config))
+    return RunSettings(Path(out), _has_own_rows(context), _path(context.run_config, "data-dir"))
 
 
 def read_node(context: Context) -> NodeSettings:
     """The settings of a ClientApp.
 
     Raises:
-        UserError: the node is not told which part of the data it holds.
+        UserError: the node is not told which client it is, or where its own rows are.
     """
     node = context.node_config
     keys = ("partition-id", "num-partitions")
@@ -71,10 +86,27 @@ def read_node(context: Context) -> NodeSettings:
             f"the node's configuration gives {given}; expected both numbers: "
             "flower-supernode --node-config 'partition-id=0 num-partitions=2'"
         )
-    partition, partitions = (int(node[key]) for key in keys)
-    return NodeSettings(partition, partitions, _folder(node) or _folder(context.run_config))
+    edge_config = _path(node, "edge-config")
+    if _has_own_rows(context) and edge_config is None:
+        raise UserError(
+            "rows = 'own', but the node's configuration names no rows: "
+            "flower-supernode --node-config \"… edge-config='/etc/fedloop/edge.toml'\""
+        )
+    return NodeSettings(
+        int(node["partition-id"]),
+        int(node["num-partitions"]),
+        edge_config if _has_own_rows(context) else None,
+        _path(node, "data-dir") or _path(context.run_config, "data-dir"),
+    )
 
 
-def _folder(config: Mapping[str, Any]) -> Path | None:
-    given = str(config.get("data-dir", ""))
+def _has_own_rows(context: Context) -> bool:
+    rows = str(context.run_config.get("rows", DEFAULTS["rows"]))
+    if rows not in ("dealt", "own"):
+        raise UserError(f"rows = {rows!r}: expected 'dealt' or 'own'")
+    return rows == "own"
+
+
+def _path(config: Mapping[str, Any], key: str) -> Path | None:
+    given = str(config.get(key, ""))
     return Path(given) if given else None

@@ -66,15 +66,17 @@ class Environment:
     Attributes:
         data_dir: folder of data files.
         make_fleet: the fleet that trains, given the run's folder for its files; default: a simulated one.
+        owns_rows: whether clients train on rows of the run's own data set; else nothing is told of single clients.
         how_to_resume: what the user does if the run is interrupted; `{out}` is its folder.
     """
 
     data_dir: Path | None = None
-    make_fleet: Callable[[Experiment, Prepared], Fleet] | None = None
-    how_to_resume: str = "fedloop simulate --resume {out}"
     progress: Progress = Quiet()  # noqa: RUF009 - holds no state
     clock: Clock = lambda: datetime.now(UTC)
     monotonic: Callable[[], float] = time.monotonic
+    make_fleet: Callable[[Experiment, Prepared], Fleet] | None = None
+    owns_rows: bool = True
+    how_to_resume: str = "fedloop simulate --resume {out}"
 
 
 def simulate(
@@ -145,7 +147,7 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
         state = _run_rounds(experiment, pool, prepared, store, environment)
         progress.stage("evaluating the model")
         kept_round, params = state.result(experiment.federation.keep == "best")
-        judged = _judge(experiment, pool, prepared, params, state.round, progress)
+        judged = _judge(experiment, pool, prepared, params, state.round, environment)
         model = adapters.merge(experiment, params, work)
         written = report.write(
             out, experiment, prepared.data_info, prepared.clients, model, kept_round, judged
@@ -160,15 +162,15 @@ def _judge(
     prepared: Prepared,
     params: Tensors,
     rounds: int,
-    progress: Progress,
+    environment: Environment,
 ) -> Judged:
     """The final model on the held-out rows, and what it is compared with. `rounds`: that the run took."""
     rows, data_info = open_workspace(prepared.folder), prepared.data_info
     keep_logits = has_metrics(data_info, len(rows.test_rows))
     final = evaluate(pool, len(rows.test_rows), params, keep_logits=keep_logits)
     alone = None
-    if local_baseline.is_wanted(experiment, data_info):
-        progress.stage("training each client alone, to compare")
+    if environment.owns_rows and local_baseline.is_wanted(experiment, data_info):
+        environment.progress.stage("training each client alone, to compare")
         cohort = _cohort_size(experiment, len(prepared.clients))
         run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
         alone = local_baseline.train_alone(
@@ -210,6 +212,8 @@ def _run_rounds(
         figure = round_metric(metric, scored, y, prepared.data_info)
         if prepared.data_info["task"] == "regression":
             return Score(scored.loss, None, {}, figure)
+        if not environment.owns_rows:
+            return Score(scored.loss, scored.accuracy, {}, figure)
         clients = accuracy_by_group(scored, owners, names)
         tested = {name: value for name, value in clients.items() if value is not None}
         return Score(scored.loss, scored.accuracy, tested, figure)
