@@ -48,7 +48,9 @@ class SuperLink:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         for node in self._nodes:
-            node.send(signal.SIGKILL)  # by SIGTERM it says goodbye to its SuperLink, for as long as that takes
+            node.send(
+                signal.SIGKILL
+            )  # by SIGTERM it says goodbye to its SuperLink, for as long as that takes
         self._link.send(signal.SIGTERM)
         if kind is None:
             assert self._marked.all_gone(), self._marked.alive()
