@@ -112,17 +112,29 @@ def app_grid(
     app: Path, nodes: int, run_config: Mapping[str, Any] | None = None, **node_config: str
 ) -> NodeGrid:
     """A Grid on whose nodes the ClientApp of the Flower app in `app` runs, in this process."""
+    return NodeGrid(
+        {
+            partition + 1: app_node(app, partition, nodes, run_config, **node_config)
+            for partition in range(nodes)
+        }
+    )
+
+
+def app_node(
+    app: Path,
+    partition: int,
+    partitions: int,
+    run_config: Mapping[str, Any] | None = None,
+    **node_config: str,
+) -> Node:
+    """A node on which the ClientApp of the Flower app in `app` runs."""
     take_identity()
-
-    def answer(partition: int) -> Node:
-        client_app = make_client_app(app)
-        context = Context(
-            run_id=1,
-            node_id=partition + 1,
-            node_config={"partition-id": partition, "num-partitions": nodes, **node_config},
-            state=RecordDict(),
-            run_config=dict(run_config or {}),
-        )
-        return lambda message: client_app(message, context)
-
-    return NodeGrid({partition + 1: answer(partition) for partition in range(nodes)})
+    client_app = make_client_app(app)
+    context = Context(
+        run_id=1,
+        node_id=partition + 1,
+        node_config={"partition-id": partition, "num-partitions": partitions, **node_config},
+        state=RecordDict(),
+        run_config=dict(run_config or {}),
+    )
+    return lambda message: client_app(message, context)
