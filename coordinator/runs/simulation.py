@@ -27,7 +27,6 @@ import numpy as np
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
-from coordinator.experiments.experiment import MAY_CHANGE
 from coordinator.experiments.schema import Experiment, Runtime
 from coordinator.extras import problems_with
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, virtual_time
@@ -39,7 +38,7 @@ from coordinator.rounds import engine
 from coordinator.rounds.events import Clock
 from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.plan import generator
-from coordinator.rounds.records import Checkpoint, RunState, Score
+from coordinator.rounds.records import RunState, Score
 from coordinator.runs import local_baseline, resumption
 from coordinator.runs.initial_params import read_init
 from coordinator.runs.model_setup import (
@@ -55,7 +54,7 @@ from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_by_group, evaluate
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
 from coordinator.workers.workspace_arrays import open_workspace
-from strategies.params import Params, ShapeMismatch, Tensors, require_same_shapes
+from strategies.params import Params, Tensors
 from strategies.strategy import Strategy
 
 
@@ -143,7 +142,7 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
             **adapters.fingerprint(experiment, work),
         }
         if store.checkpoint is not None:
-            _require_same(store.checkpoint, prepared, store.identity, out)
+            resumption.require_same(store.checkpoint, prepared.params, store.identity, out)
         state = _run_rounds(experiment, pool, prepared, store, environment)
         progress.stage("evaluating the model")
         kept_round, params = state.result(experiment.federation.keep == "best")
@@ -277,26 +276,6 @@ def _hash_experiment(experiment: Experiment) -> str:
     if document["data"]["seed"] == document["seed"]:
         del document["data"]["seed"]  # runs of before have no seed of the data of their own
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def _require_same(checkpoint: Checkpoint, prepared: Prepared, identity: Mapping[str, str], out: Path) -> None:
-    if checkpoint.identity["experiment"] != identity["experiment"]:
-        raise UserError(
-            f"{out / 'experiment.toml'} was changed since the run began; only {' and '.join(MAY_CHANGE)} may change on "
-            "--resume"
-        )
-    if checkpoint.identity["data"] != identity["data"]:
-        raise UserError(f"--resume {out}: the data is not what the run began with (its fingerprint differs)")
-    if checkpoint.identity.get("backbone") != identity.get("backbone"):
-        raise UserError(
-            f"--resume {out}: the frozen backbone is not what the run began with; was model.init replaced?"
-        )
-    try:
-        require_same_shapes(checkpoint.params, prepared.params)
-    except ShapeMismatch as error:
-        raise UserError(
-            f"--resume {out}: the model's code was changed since the run began: {error}"
-        ) from None
 
 
 def _start_workers(experiment: Experiment, work: Path) -> WorkerPool:
