@@ -39,6 +39,9 @@ POLL_SECONDS = 0.2
 _DESCRIBE_SECONDS = 3600.0
 """How long a node may take to describe itself: it loads the data first."""
 
+_ASK_AGAIN_SECONDS = 30.0
+"""After this time a node is asked again that Flower could not bring to an answer."""
+
 
 @dataclass(frozen=True)
 class Federation:
@@ -88,7 +91,7 @@ class FlowerFleet:
         self._folder = folder
         self._note = note
         self._clock = clock or Clock()
-        self._nodes = _Nodes(grid, federation, note)
+        self._nodes = _Nodes(grid, federation, note, self._clock)
         self._present: int | None = None
         self._terms: Terms | None = None
         self._began = 0.0
@@ -236,9 +239,10 @@ class FlowerFleet:
 class _Nodes:
     """The nodes of a Grid, by the client that each is."""
 
-    def __init__(self, grid: Grid, federation: Federation, note: Callable[[str], None]) -> None:
-        self._grid, self._federation, self._note = grid, federation, note
+    def __init__(self, grid: Grid, federation: Federation, note: Callable[[str], None], clock: Clock) -> None:
+        self._grid, self._federation, self._note, self._clock = grid, federation, note, clock
         self._asked: dict[str, int] = {}
+        self._failed: dict[int, float] = {}
         self._known: set[int] = set()
         self.by_client: dict[str, int] = {}
         self.examples: dict[str, int] = {}
@@ -251,7 +255,10 @@ class _Nodes:
         """
         there = set(self._grid.get_node_ids())
         self.by_client = {name: node for name, node in self.by_client.items() if node in there}
-        self._known &= there
+        now = self._clock.monotonic()
+        again = {node for node, since in self._failed.items() if now - since >= _ASK_AGAIN_SECONDS}
+        self._failed = {node: since for node, since in self._failed.items() if node not in again}
+        self._known = (self._known & there) - again
         for node in sorted(there - self._known):
             self._known.add(node)
             question = messages.question(node, self._federation.schema, _DESCRIBE_SECONDS)
@@ -264,6 +271,7 @@ class _Nodes:
     def _take(self, node: int, reply: Message) -> None:
         if (problem := messages.failure(reply)) is not None:
             self._note(f"node {node} cannot say which client it is: {problem}")
+            self._failed[node] = self._clock.monotonic()
             return
         try:
             description = messages.read_description(reply)

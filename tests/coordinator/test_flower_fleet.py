@@ -135,6 +135,17 @@ def test_a_client_without_a_node_is_silent(tmp_path: Path) -> None:
     assert isinstance(answer, Answer) and answer.task.message.client == "east"
 
 
+def test_a_node_that_flower_could_not_ask_is_asked_again(tmp_path: Path) -> None:
+    failures = iter([True])
+
+    def fails_once(message: Message) -> Message:
+        return failing(message) if next(failures, False) else west()(message)
+
+    grid = NodeGrid({3: east(), 9: fails_once})
+    assert fleet_of(grid, tmp_path).clients(2) == ["west", "east"]
+    assert 30 <= grid.time.now < 31
+
+
 def failing(message: Message) -> Message:
     return Message(Error(3, "out of memory"), reply_to=message)
 
