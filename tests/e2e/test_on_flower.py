@@ -232,9 +232,11 @@ def test_a_run_goes_on_in_another_flower_run_after_its_superlink_was_killed(tmp_
         first = link.flwr_run(app)
         wait_until(lambda: checkpoint.exists() or first.poll() is not None)
         link.kill()
+        first.kill()
         first.communicate()
         assert not (tmp_path / "run" / "report.json").exists()
         link.start()
+        link.restart_nodes()
         output, _ = link.flwr_run(app).communicate()
     expected = simulated_hash(document, tmp_path / "simulated")
     assert read_hash(tmp_path / "run", output + link.logs()) == expected

@@ -82,6 +82,12 @@ class SuperLink:
         node.start()
         self._nodes.append(node)
 
+    def restart_nodes(self) -> None:
+        """Starts the SuperNodes that have ended; they do when their SuperLink no longer knows them."""
+        for node in self._nodes:
+            node.kill()
+            node.start()
+
     def flwr_run(self, app: Path, *flags: str) -> subprocess.Popen[str]:
         """`flwr run`, which shows the run's log and ends with the run."""
         return subprocess.Popen(
