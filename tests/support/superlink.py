@@ -47,11 +47,12 @@ class SuperLink:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        # By SIGTERM a node says goodbye to its SuperLink, for as long as that takes. All are reaped, because Flower's own
+        # children wait until the process id of their parent is gone.
         for node in self._nodes:
-            node.send(
-                signal.SIGKILL
-            )  # by SIGTERM it says goodbye to its SuperLink, for as long as that takes
-        self._link.send(signal.SIGTERM)
+            node.kill()
+        if self._link.is_running():
+            self._link.stop()
         if kind is None:
             assert self._marked.all_gone(), self._marked.alive()
         for pid in self._marked.pids_of(""):
