@@ -31,10 +31,18 @@ EXPERIMENT: dict[str, Any] = {
     "name": "on Flower",
     "data": {"dataset": "synthetic(shape=[8], classes=3, samples=60)", "partition": "iid"},
     "model": {"name": "logreg"},
-    "federation": {"clients": 2, "clients_per_round": 2, "rounds": 2, "runtimes": {"torch": 1.0}},
+    "federation": {
+        "clients": 2,
+        "clients_per_round": 2,
+        "rounds": 2,
+        "runtimes": {"torch": 1.0},
+        "deadline_seconds": 3600.0,
+    },
     "local": {"epochs": 1, "lr": 0.1},
     "strategy": {"name": "scaffold"},
     "simulation": {"workers": 1},
+    # Both outlast a busy machine: a round that begins or ends without a client gives another model.
+    "devices": {"patience_seconds": 3600.0},
 }
 
 
