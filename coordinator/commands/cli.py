@@ -173,6 +173,33 @@ def _run_flower_app(
     print_summary({"out": str(chosen), **report}, run.summarize(report, chosen), as_json=as_json)
 
 
+@app.command("flower-app", epilog="Example: fedloop flower-app my.toml --out my-app && flwr run my-app")
+def flower_app(
+    experiment: ExperimentFile = None,
+    sets: Sets = None,
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="New or empty folder for the app.", metavar="DIR", show_default=True),
+    ] = Path("flower-app"),
+    run_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--run-folder",
+            help="Folder of the run, on the machine of the ServerApp. Default: in runs/.",
+            metavar="DIR",
+        ),
+    ] = None,
+) -> None:
+    """Write an experiment as a Flower app: `flwr run` then executes it on Flower's nodes (docs/scaling.md)."""
+    from coordinator.experiments import experiment as experiments
+    from coordinator.on_flower import folder
+
+    loaded = experiments.load(experiment, sets or [])
+    run = (run_folder or default_folder(loaded.name)).absolute()
+    names = folder.write(loaded, out, run, Path.cwd())
+    typer.echo(f"wrote {', '.join(names)} in {out}/; its run will be in {run}; run it: flwr run {out}")
+
+
 @app.command(epilog="Example: fedloop demo --out runs/my-demo")
 def demo(out: RunFolder = None, as_json: Json = False) -> None:
     """Run the whole loop on digits: pretrain, distil, quantize, federate, and show the result of each stage."""

@@ -139,7 +139,7 @@ def client_data(experiment: Experiment) -> list[dict[str, npt.NDArray[Any]]]:
     """The training and test rows of each client in the simulation of `experiment`."""
     data, clients = experiment.data, experiment.federation.clients
     assert clients is not None and data.partition is not None  # resolved
-    dataset = datasets.load(data.dataset, seed=experiment.data_seed)
+    dataset = datasets.load(data.dataset, seed=experiment.data_seed, clients=clients)
     parts = datasets.partition(data.partition, dataset, clients=clients, seed=experiment.data_seed)
     return split_arrays(dataset, parts, experiment.data_seed)
 

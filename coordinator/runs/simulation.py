@@ -28,7 +28,6 @@ from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.engines import clients_per_job
-from coordinator.experiments.experiment import MAY_CHANGE
 from coordinator.experiments.schema import Experiment, Runtime
 from coordinator.extras import problems_with
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, virtual_time
@@ -38,8 +37,9 @@ from coordinator.reports.figures import Judged, LabelledRows, has_metrics, round
 from coordinator.reports.progress import Progress, Quiet
 from coordinator.rounds import engine
 from coordinator.rounds.events import Clock
+from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.plan import generator
-from coordinator.rounds.records import Checkpoint, RunState, Score
+from coordinator.rounds.records import RunState, Score
 from coordinator.runs import local_baseline, resumption
 from coordinator.runs.initial_params import read_init
 from coordinator.runs.model_setup import (
@@ -56,18 +56,28 @@ from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_by_group, evaluate
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
 from coordinator.workers.workspace_arrays import open_workspace
-from strategies.params import Params, ShapeMismatch, Tensors, require_same_shapes
+from strategies.params import Params, Tensors
 from strategies.strategy import Strategy
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What a run needs besides its experiment. `data_dir`: folder of data files."""
+    """What a run needs besides its experiment.
+
+    Attributes:
+        data_dir: folder of data files.
+        make_fleet: the fleet that trains, given the run's folder for its files; default: a simulated one.
+        owns_rows: whether clients train on rows of the run's own data set; else nothing is told of single clients.
+        how_to_resume: what the user does if the run is interrupted; `{out}` is its folder.
+    """
 
     data_dir: Path | None = None
     progress: Progress = Quiet()  # noqa: RUF009 - holds no state
     clock: Clock = lambda: datetime.now(UTC)
     monotonic: Callable[[], float] = time.monotonic
+    make_fleet: Callable[[Experiment, Prepared], Fleet] | None = None
+    owns_rows: bool = True
+    how_to_resume: str = "fedloop simulate --resume {out}"
 
 
 def simulate(
@@ -81,7 +91,7 @@ def simulate(
         UserError: something in the experiment or its data is wrong, or `out` is not empty.
         RunInterrupted: the run stopped for another reason; what was committed can be resumed.
     """
-    require_new(out, hint=f", or go on with: fedloop simulate --resume {out}")
+    require_new(out, hint=f", or go on with: {environment.how_to_resume.format(out=out)}")
     if lacking := problems_with(experiment.federation.runtimes):
         raise UserError("\n".join(lacking))
     with undone_if_refused(out, (out / "checkpoint" / "checkpoint.json").exists):
@@ -114,7 +124,7 @@ def resume(out: Path, environment: Environment, sets: Sequence[str] = ()) -> dic
 def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[str, Any]:
     work = out / "work"
     progress = environment.progress
-    how = f"nothing committed is lost; go on with: fedloop simulate --resume {out}"
+    how = f"nothing committed is lost; go on with: {environment.how_to_resume.format(out=out)}"
     with (
         resumable(how, WorkerDied),
         locked(out / folder_state.LOCK, resumption.taken(out)),
@@ -134,11 +144,11 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
             **adapters.fingerprint(experiment, work),
         }
         if store.checkpoint is not None:
-            _require_same(store.checkpoint, prepared, store.identity, out)
+            resumption.require_same(store.checkpoint, prepared.params, store.identity, out)
         state = _run_rounds(experiment, pool, prepared, store, environment)
         progress.stage("evaluating the model")
         kept_round, params = state.result(experiment.federation.keep == "best")
-        judged = _judge(experiment, pool, prepared, params, state.round, progress)
+        judged = _judge(experiment, pool, prepared, params, state.round, environment)
         model = adapters.merge(experiment, params, work)
         written = report.write(
             out, experiment, prepared.data_info, prepared.clients, model, kept_round, judged
@@ -153,15 +163,15 @@ def _judge(
     prepared: Prepared,
     params: Tensors,
     rounds: int,
-    progress: Progress,
+    environment: Environment,
 ) -> Judged:
     """The final model on the held-out rows, and what it is compared with. `rounds`: that the run took."""
     rows, data_info = open_workspace(prepared.folder), prepared.data_info
     keep_logits = has_metrics(data_info, len(rows.test_rows))
     final = evaluate(pool, len(rows.test_rows), params, keep_logits=keep_logits)
     alone = None
-    if local_baseline.is_wanted(experiment, data_info):
-        progress.stage("training each client alone, to compare")
+    if environment.owns_rows and local_baseline.is_wanted(experiment, data_info):
+        environment.progress.stage("training each client alone, to compare")
         cohort = _cohort_size(experiment, len(prepared.clients))
         run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
         alone = local_baseline.train_alone(
@@ -189,7 +199,10 @@ def _run_rounds(
 ) -> RunState:
     cohort = _cohort_size(experiment, len(prepared.clients))
     run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
-    fleet = _make_fleet(experiment, pool, prepared)
+    if environment.make_fleet is not None:
+        fleet = environment.make_fleet(experiment, prepared)
+    else:
+        fleet = _make_fleet(experiment, pool, prepared)
     owners = np.load(prepared.folder / "owners.npy", allow_pickle=False)
     names = [client.name for client in prepared.clients]
     rows, metric = open_workspace(prepared.folder), experiment.federation.metric
@@ -200,6 +213,8 @@ def _run_rounds(
         figure = round_metric(metric, scored, y, prepared.data_info)
         if prepared.data_info["task"] == "regression":
             return Score(scored.loss, None, {}, figure)
+        if not environment.owns_rows:
+            return Score(scored.loss, scored.accuracy, {}, figure)
         clients = accuracy_by_group(scored, owners, names)
         tested = {name: value for name, value in clients.items() if value is not None}
         return Score(scored.loss, scored.accuracy, tested, figure)
@@ -244,7 +259,7 @@ def _cohort_size(experiment: Experiment, clients: int) -> int:
     return size
 
 
-def _make_fleet(experiment: Experiment, pool: WorkerPool, prepared: Prepared) -> SimulatedFleet:
+def _make_fleet(experiment: Experiment, pool: WorkerPool, prepared: Prepared) -> Fleet:
     simulation = experiment.simulation
     clock = virtual_time(
         [client.name for client in prepared.clients],
@@ -254,7 +269,7 @@ def _make_fleet(experiment: Experiment, pool: WorkerPool, prepared: Prepared) ->
         dropout=simulation.dropout,
     )
     values = sum(prepared.params[name].size for name in prepared.trainable)
-    per_job = clients_per_job(prepared.engine, values)
+    per_job = clients_per_job(prepared.model["engine"], values)
     return SimulatedFleet(pool, prepared.clients, clock, per_job)
 
 
@@ -267,26 +282,6 @@ def _hash_experiment(experiment: Experiment) -> str:
     if document["simulation"]["engine"] == "pool":
         document["simulation"]["engine"] = "processes"  # as runs of before call it
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def _require_same(checkpoint: Checkpoint, prepared: Prepared, identity: Mapping[str, str], out: Path) -> None:
-    if checkpoint.identity["experiment"] != identity["experiment"]:
-        raise UserError(
-            f"{out / 'experiment.toml'} was changed since the run began; only {' and '.join(MAY_CHANGE)} may change on "
-            "--resume"
-        )
-    if checkpoint.identity["data"] != identity["data"]:
-        raise UserError(f"--resume {out}: the data is not what the run began with (its fingerprint differs)")
-    if checkpoint.identity.get("backbone") != identity.get("backbone"):
-        raise UserError(
-            f"--resume {out}: the frozen backbone is not what the run began with; was model.init replaced?"
-        )
-    try:
-        require_same_shapes(checkpoint.params, prepared.params)
-    except ShapeMismatch as error:
-        raise UserError(
-            f"--resume {out}: the model's code was changed since the run began: {error}"
-        ) from None
 
 
 def _start_workers(experiment: Experiment, work: Path) -> WorkerPool:
@@ -302,17 +297,17 @@ class Prepared:
     Attributes:
         folder: the workspace.
         data_info: description of the data (`coordinator.workers.workspace.prepare`).
+        model: its description, as workers take it; `engine` is the one that PyTorch clients train with here.
         params: initial params.
-        engine: that PyTorch clients train with here.
     """
 
     strategy: Strategy
     folder: Path
     data_info: Mapping[str, Any]
     clients: tuple[SimulatedClient, ...]
+    model: Mapping[str, Any]
     params: Params
     trainable: tuple[str, ...]
-    engine: str
 
 
 def prepare(
@@ -342,7 +337,7 @@ def prepare(
         model |= {"tflite": str(exported.tflite), "manifest": str(exported.manifest)}
     model |= set_up_engine(experiment, model, pool, progress)
     pool.broadcast({"kind": "open", "folder": str(folder), "model": model})
-    return Prepared(strategy, folder, data_info, clients, params, trainable, model["engine"])
+    return Prepared(strategy, folder, data_info, clients, model, params, trainable)
 
 
 def _require_task(experiment: Experiment, task: str) -> None:

@@ -39,8 +39,7 @@ _OOM_SCORE_ADJUSTMENT = "500"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# Several multi-threaded processes would compete for the cores. oneDNN's rounding depends on the processor.
-_ONE_THREAD = {
+ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -49,6 +48,8 @@ _ONE_THREAD = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_ENABLE_ONEDNN_OPTS": "0",
 }
+"""Environment of a worker. Several multi-threaded processes would compete for the cores; oneDNN's rounding depends on the
+processor."""
 
 Report = Callable[..., None]
 """Writes its keyword arguments as one JSON line to the parent."""
@@ -56,7 +57,7 @@ Report = Callable[..., None]
 
 def worker_environment() -> dict[str, str]:
     """The environment for a worker: ours, with one thread and the parent's process id."""
-    return {**os.environ, **_ONE_THREAD, PARENT_VARIABLE: str(os.getpid())}
+    return {**os.environ, **ONE_THREAD, PARENT_VARIABLE: str(os.getpid())}
 
 
 @dataclass(frozen=True)
