@@ -28,6 +28,9 @@ from strategies import presets
 COHORT = 10
 """Clients per round by default, if there are that many."""
 
+STALENESS = "polynomial(0.5)"
+"""Of FedBuff, Nguyen 2022, section 5."""
+
 # By data set: model, partition, local learning rate. Transformers need a larger rate with plain SGD: at 0.05 they predict
 # only the majority class for many rounds.
 _DEFAULTS: dict[str, tuple[str, str, float]] = {
@@ -63,7 +66,9 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
             "name": experiment.name or data_name(data.dataset, data.path),
             "data": data,
             "model": _model(experiment.model, model, data, fleet),
-            "federation": _federation(experiment.federation, data, fleet),
+            "federation": _asynchrony(
+                _federation(experiment.federation, data, fleet), experiment.strategy.name
+            ),
             "local": _local(experiment.local, lr),
             "simulation": experiment.simulation.model_copy(update={"engine": "processes"}),
             "strategy": _strategy(experiment.strategy),
@@ -118,6 +123,15 @@ def _federation(federation: Federation, data: Data, fleet: FleetKind) -> Federat
     if federation.clients_per_round is None and federation.clients is not None:
         federation = federation.model_copy(update={"clients_per_round": min(COHORT, federation.clients)})
     return federation
+
+
+def _asynchrony(federation: Federation, strategy: str) -> Federation:
+    mode = federation.mode or presets.modes(strategy)[0]
+    if mode == "sync":
+        return federation.model_copy(update={"mode": mode})
+    at_a_time = federation.clients_per_round  # None if the number of clients is not known yet
+    defaults = {"buffer": at_a_time, "concurrency": at_a_time, "staleness": STALENESS}
+    return federation.model_copy(update={"mode": mode, **missing(federation, defaults)})
 
 
 def _local(local: Local, lr: float) -> Local:

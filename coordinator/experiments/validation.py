@@ -15,7 +15,7 @@ from typing import Any, TypeGuard, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import UserError
-from coordinator.experiments import device_schema
+from coordinator.experiments import asynchrony, device_schema
 from coordinator.experiments.schema import DataSection, Experiment, Federation, FleetKind
 from coordinator.json_values import is_finite
 from coordinator.model_references import parse_register_as
@@ -217,6 +217,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     if local.epochs is not None and local.steps is not None:
         yield f"local.epochs = {local.epochs} and local.steps = {local.steps} are both set; keep one of them"
     yield from _federation_problems(experiment.federation)
+    yield from asynchrony.find_problems(experiment)
     yield from _simulation_problems(experiment)
     yield from _strategy_problems(experiment.strategy.name, experiment.strategy.options)
 

@@ -147,7 +147,7 @@ def _fold_results(
         norms[at] = measure(client, verdict)
         if at in excluded:
             continue
-        update = _clamp(verdict, weight_limit)
+        update = clamp(verdict, weight_limit)
         if update.num_examples < verdict.num_examples:
             emit("weight_capped", **where, examples=verdict.num_examples, counted=update.num_examples)
         fold.add(at, strategy.transform(update))
@@ -156,7 +156,7 @@ def _fold_results(
     return _Pass(aggregate, norms, tuple(folded), answered, rejections, bytes_up)
 
 
-def _clamp(update: Update, weight_limit: int | None) -> Update:
+def clamp(update: Update, weight_limit: int | None) -> Update:
     """The update with its number of examples and its training loss within bounds."""
     examples = update.num_examples if weight_limit is None else min(update.num_examples, weight_limit)
     loss = min(max(update.train_loss, -MAX_TRAIN_LOSS), MAX_TRAIN_LOSS)

@@ -162,6 +162,13 @@ def reject_duplicate(task: Task) -> Rejection:
     return _reject(task, "duplicate", "this client's update of this round was already accepted")
 
 
+def reject_stale(task: Task, staleness: int) -> Rejection:
+    """The rejection of a client's work whose base is too old for an asynchronous run."""
+    return _reject(
+        task, "stale_base", f"the model that it trains is {staleness} versions old by now, which is too old"
+    )
+
+
 def _reject(task: Task, reason: Reason, problem: str) -> Rejection:
     # `printable` bounds the length: the problem quotes what the client sent, which may be a megabyte.
     sent = task.message

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from coordinator.errors import DISK_ERRNOS, UserError
 from coordinator.workers import faults, workspace, workspace_arrays
 from coordinator.workers.evaluation import encode_evaluation
+from coordinator.workers.versions import Versions
 from edge_client.data.examples import Examples
 from edge_client.processes.channel import Closed, Frame, read_ahead, send_frame
 from edge_client.processes.process import die_with_parent, fork_each
@@ -60,6 +61,7 @@ class Worker:
         self._candidate: Params = {}
         self._runtimes: dict[str, Runtime] = {}
         self._updates: int | None = None
+        self._versions = Versions()
 
     def handle(self, frame: Frame) -> Reply:
         kinds: dict[str, Callable[[Frame], Reply]] = {
@@ -70,6 +72,8 @@ class Worker:
             "open": self._open,
             "model": self._set_model,
             "train": self._train,
+            "version": self._versions.add,
+            "train_version": self._train_version,
             "train_alone": self._train_alone,
             "candidate": self._set_candidate,
             "evaluate": self._evaluate,
@@ -143,6 +147,11 @@ class Worker:
         else:
             uploads = faults.encode_uploads(fault, task, local.update)
         return {}, [*uploads, arrays.encode(flatten(local.client_state))]
+
+    def _train_version(self, frame: Frame) -> Reply:
+        """Trains a client of an asynchronous run."""
+        assert self._run is not None
+        return self._versions.train(frame, self._run, self._runtime)
 
     def _set_candidate(self, frame: Frame) -> Reply:
         if frame.file is None:
