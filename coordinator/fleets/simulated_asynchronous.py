@@ -98,10 +98,10 @@ class AsynchronousSimulatedFleet:
     def results(self) -> Iterator[Answer | Silence]:
         step = self._require_step()
         accepted = 0
-        for each in [each for each in self._at_work.values() if each.training.round < step.oldest]:
-            del self._at_work[each.training.order]
-            stale = intake.reject_stale(each.task, staleness_of(step.number, each.task))
-            yield Answer(each.task, stale, 0, self._now - self._began_at)
+        for old in [each for each in self._at_work.values() if each.training.round < step.oldest]:
+            del self._at_work[old.training.order]
+            stale = intake.reject_stale(old.task, staleness_of(step.number, old.task))
+            yield Answer(old.task, stale, 0, 0.0)
         while not step.terms.closing.is_complete(accepted) and (each := self._next_to_end()) is not None:
             seconds = self._now - self._began_at
             if not each.training.answers:
