@@ -318,7 +318,7 @@ class RunService:
         return row
 
     def _clean_up(self, run: str) -> None:
-        """Removes the folder of a run that has ended, and blobs and uploads of its open round."""
+        """Removes the folder of a run that has ended, and blobs and uploads of its open work."""
         services = self._services
         sweep_uploads(services)
         shutil.rmtree(services.settings.home / "runs" / run, ignore_errors=True)
@@ -327,7 +327,8 @@ class RunService:
             row = rows.find(connection, run)
             if row is None or row.state in rows.LIVE:
                 return set()
-            return rows.blobs_of_round(connection, run, row.round + 1) - rows.blobs_in_use(connection)
+            left = rows.blobs_of_round(connection, run, row.round + 1) | rows.blobs_left(connection, run)
+            return left - rows.blobs_in_use(connection)
 
         with services.blobs.reference_lock:
             services.blobs.remove(services.database.read(unneeded))
