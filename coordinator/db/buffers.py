@@ -27,7 +27,6 @@ class EndedAnswer:
 
     id: str
     device: str
-    position: int
     message: TaskMessage
     state: str
     reason: str | None
@@ -56,6 +55,14 @@ def take(connection: Connection, run: str, number: int, answers: Sequence[str]) 
     """Closes a round, which takes the answers to these tasks."""
     rounds.close_round(connection, run, number)
     connection.execute(update(tasks).where(tasks.c.id.in_(answers)).values(counted_in=number))
+
+
+def reopen(connection: Connection, run: str, number: int, deadline_at: datetime) -> None:
+    """Opens a closed round again; what it took waits once more."""
+    rounds.reopen_round(connection, run, number, deadline_at)
+    connection.execute(
+        update(tasks).where(_of_run(run), tasks.c.counted_in == number).values(counted_in=None)
+    )
 
 
 def started_in(connection: Connection, run: str, number: int) -> list[str]:
@@ -99,12 +106,15 @@ def _of_run(run: str) -> ColumnElement[bool]:
 
 
 def _ended(connection: Connection, run: str, where: ColumnElement[bool]) -> list[EndedAnswer]:
-    same = (updates.c.run == tasks.c.run, updates.c.round == tasks.c.round, updates.c.device == tasks.c.device)
+    same = (
+        updates.c.run == tasks.c.run,
+        updates.c.round == tasks.c.round,
+        updates.c.device == tasks.c.device,
+    )
     query = (
         select(
             tasks.c.id,
             tasks.c.device,
-            tasks.c.position,
             tasks.c.offer,
             tasks.c.state,
             tasks.c.reason,
@@ -124,4 +134,3 @@ def _ended(connection: Connection, run: str, where: ColumnElement[bool]) -> list
 def _answer(row: dict[str, Any]) -> EndedAnswer:
     message = TaskMessage.from_json(row.pop("offer")["message"])
     return EndedAnswer(message=message, **row)
-

@@ -345,9 +345,7 @@ def blobs_in_use(connection: Connection) -> set[str]:
         .join(tasks, answered)
         .join(runs, runs.c.id == updates.c.run)
         .outerjoin(rounds, and_(rounds.c.run == tasks.c.run, rounds.c.number == tasks.c.counted_in))
-        .where(
-            or_(tasks.c.counted_in.is_(None), rounds.c.state != "committed"), runs.c.state.in_(LIVE_RUNS)
-        )
+        .where(or_(tasks.c.counted_in.is_(None), rounds.c.state != "committed"), runs.c.state.in_(LIVE_RUNS))
     )
     return used | set(connection.execute(waiting).scalars())
 

@@ -13,6 +13,7 @@ from coordinator import failpoints
 from coordinator.experiments.schema import Experiment
 from coordinator.json_values import finite
 from coordinator.reports.pooled_metrics import pooled_classification
+from coordinator.rounds.asynchronous import AsynchronousFleet
 from coordinator.rounds.fleet import Fleet, Model
 from coordinator.rounds.pooling import bounded_loss, label_cap, pool_quantities
 from coordinator.rounds.records import Score
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
     from coordinator.runs.live_preparation import HeldOut
 
 
-class EvaluatingFleet(Fleet, Protocol):
-    """A fleet that can also evaluate, and can be stopped from another thread."""
+class Evaluating(Protocol):
+    """What a fleet can do besides carrying updates: evaluate, and be stopped from another thread."""
+
+    def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
+        """As `Fleet.model`."""
 
     def evaluate(self, number: int, model: Model, seconds: float) -> Mapping[str, EvaluationResult]:
         """Results by client, of those that answer in time."""
@@ -35,6 +39,14 @@ class EvaluatingFleet(Fleet, Protocol):
 
     def stop(self) -> None:
         """From now on every method raises `Stopped`, also one that is waiting."""
+
+
+class EvaluatingFleet(Fleet, Evaluating, Protocol):
+    """A fleet that can also evaluate."""
+
+
+class AsynchronousEvaluatingFleet(AsynchronousFleet, Evaluating, Protocol):
+    """A fleet of an asynchronous run that can also evaluate."""
 
 
 MAX_DETAILED_SITES = 50
@@ -156,7 +168,7 @@ class LiveEvaluation:
     def __init__(
         self,
         experiment: Experiment,
-        fleet: EvaluatingFleet,
+        fleet: Evaluating,
         held_out: HeldOut | None,
         about: Labels = CLASSES,
     ) -> None:
