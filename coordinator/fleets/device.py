@@ -57,6 +57,8 @@ _EVALUATION_LIMIT_BYTES = 65_536
 class DeviceFleet:
     """Implements `coordinator.rounds.fleet.Fleet` for one run."""
 
+    is_virtual = False
+
     def __init__(self, services: Services, deployment: Deployment, *, patience_seconds: float) -> None:
         self._services = services
         self.session = RunSession(services, deployment.run)

@@ -78,6 +78,8 @@ class _Arrival:
 class SimulatedFleet:
     """A fleet over a worker pool that has data and model open (see `coordinator.runs.simulation`)."""
 
+    is_virtual = True
+
     def __init__(self, pool: WorkerPool, clients: Sequence[SimulatedClient], clock: VirtualTime) -> None:
         self._pool = pool
         self._clients = {client.name: client for client in clients}

@@ -54,7 +54,12 @@ MAX_STEP_RATIO = 10
 
 @dataclass(frozen=True)
 class Aggregated:
-    """The aggregate of a cohort's answers. `norms`: of the accepted updates by client, the largest first."""
+    """The aggregate of a cohort's answers.
+
+    Attributes:
+        norms: of the accepted updates by client, the largest first.
+        seconds: on the fleet's clock, when the last of the answers came or the deadline passed.
+    """
 
     aggregate: Aggregate | None
     accepted: tuple[str, ...]
@@ -62,6 +67,7 @@ class Aggregated:
     silent: int
     bytes_up: int
     norms: Mapping[str, float]
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class _Pass:
     answered: Collection[int]
     rejections: Mapping[str, int]
     bytes_up: int
+    seconds: float
 
 
 def aggregate_round(
@@ -107,6 +114,7 @@ def aggregate_round(
         silent=len(opened.tasks) - len(last.answered),
         bytes_up=last.bytes_up,
         norms=dict(sorted(norms.items(), key=lambda item: -item[1])),
+        seconds=last.seconds,
     )
 
 
@@ -129,10 +137,11 @@ def _fold_results(
     folded: list[str] = []
     answered: set[int] = set()
     rejections: Counter[str] = Counter()
-    bytes_up = 0
+    bytes_up, seconds = 0, 0.0
     for result in fleet.results():
         at, client = result.task.position, result.task.message.client
         where = {"round": result.task.message.round, "client": client}
+        seconds = max(seconds, result.seconds)
         if not isinstance(result, Answer):
             emit("client_silent", **where, reason=result.reason)
             continue
@@ -153,7 +162,7 @@ def _fold_results(
         fold.add(at, strategy.transform(update))
         folded.append(client)
     aggregate = fold.finish() if folded else None
-    return _Pass(aggregate, norms, tuple(folded), answered, rejections, bytes_up)
+    return _Pass(aggregate, norms, tuple(folded), answered, rejections, bytes_up, seconds)
 
 
 def clamp(update: Update, weight_limit: int | None) -> Update:
