@@ -129,9 +129,16 @@ def _asynchrony(federation: Federation, strategy: str) -> Federation:
     mode = federation.mode or presets.modes(strategy)[0]
     if mode == "sync":
         return federation.model_copy(update={"mode": mode})
-    at_a_time = federation.clients_per_round  # None if the number of clients is not known yet
-    defaults = {"buffer": at_a_time, "concurrency": at_a_time, "staleness": STALENESS}
+    # None if the number of clients is not known yet
+    concurrency = federation.concurrency or federation.clients_per_round
+    buffer = None if concurrency is None else half(concurrency)
+    defaults = {"buffer": buffer, "concurrency": concurrency, "staleness": STALENESS}
     return federation.model_copy(update={"mode": mode, **missing(federation, defaults)})
+
+
+def half(concurrency: int) -> int:
+    """The default buffer of an asynchronous run: a step then waits for the faster half of its clients."""
+    return max(1, concurrency // 2)
 
 
 def _local(local: Local, lr: float) -> Local:

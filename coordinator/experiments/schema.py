@@ -222,7 +222,7 @@ class Federation(Section):
     mode: Literal["sync", "async"] | None = None
     """Whether a round waits for its clients, or steps at every `buffer` updates; default: what the strategy needs, else sync."""
     buffer: Annotated[int, Field(ge=1)] | None = None
-    """Accepted updates in a step of an asynchronous run; default: `clients_per_round`."""
+    """Accepted updates in a step of an asynchronous run; default: half of `concurrency`."""
     concurrency: Annotated[int, Field(ge=1)] | None = None
     """Clients at work at a time in an asynchronous run; default: `clients_per_round`."""
     staleness: str | None = None

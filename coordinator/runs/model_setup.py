@@ -10,6 +10,7 @@ from typing import Any
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.asynchrony import mode_problems
+from coordinator.experiments.defaults import half
 from coordinator.experiments.schema import Experiment, Federation
 from coordinator.experiments.validation import score_problem
 from coordinator.rounds.closing import Closing
@@ -217,7 +218,10 @@ def make_run_plan(
     assert local.lr is not None and federation.mode is not None  # resolved
     for problem in mode_problems(strategy.name, strategy.modes, federation.mode):
         raise UserError(problem)
-    wanted = clients_per_round if federation.mode == "sync" else federation.buffer or clients_per_round
+    asynchrony = _asynchrony(federation, clients_per_round)
+    wanted = clients_per_round
+    if asynchrony is not None:
+        wanted = federation.buffer or half(asynchrony.concurrency)
     return RunPlan(
         seed=experiment.seed,
         rounds=federation.rounds,
@@ -233,7 +237,7 @@ def make_run_plan(
         max_examples=federation.max_examples,
         outlier_factor=federation.outlier_factor,
         weight_cap=federation.weight_cap,
-        asynchrony=_asynchrony(federation, clients_per_round),
+        asynchrony=asynchrony,
     )
 
 
