@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from coordinator.experiments.schema import Experiment, Federation
-from strategies import presets, staleness
+from strategies import staleness
 from strategies.strategy import Mode
 
 ASYNC_KEYS = ("buffer", "concurrency", "staleness", "max_staleness")
@@ -18,14 +18,12 @@ _WHY_NOT: dict[Mode, str] = {
 """Why a strategy does not work in a mode; a strategy has one reason at most."""
 
 
-def find_problems(experiment: Experiment) -> Iterator[str]:
-    """One sentence for each problem of an experiment with its defaults filled in."""
+def find_problems(experiment: Experiment, modes: tuple[Mode, ...]) -> Iterator[str]:
+    """One sentence for each problem of an experiment with its defaults filled in. `modes`: those of its strategy."""
     federation = experiment.federation
     if federation.mode is None:
         return
-    yield from mode_problems(
-        experiment.strategy.name, presets.modes(experiment.strategy.name), federation.mode
-    )
+    yield from mode_problems(experiment.strategy.name, modes, federation.mode)
     if federation.mode == "sync":
         for key in ASYNC_KEYS:
             if (value := getattr(federation, key)) is not None:

@@ -217,7 +217,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     if local.epochs is not None and local.steps is not None:
         yield f"local.epochs = {local.epochs} and local.steps = {local.steps} are both set; keep one of them"
     yield from _federation_problems(experiment.federation)
-    yield from asynchrony.find_problems(experiment)
+    yield from asynchrony.find_problems(experiment, presets.modes(experiment.strategy.name))
     yield from _simulation_problems(experiment)
     yield from _strategy_problems(experiment.strategy.name, experiment.strategy.options)
 

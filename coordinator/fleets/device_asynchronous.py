@@ -30,11 +30,11 @@ from coordinator.db.rounds import RoundRow, TaskRow
 from coordinator.fleets.device import DeviceFleet, sweep_uploads
 from coordinator.fleets.run_session import LONGEST_WAIT_SECONDS
 from coordinator.rounds import intake
-from coordinator.rounds.asynchronous import Step
 from coordinator.rounds.fleet import Answer, Model, OpenRound, Silence
 from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
 from coordinator.rounds.records import NOBODY, InFlight
+from coordinator.rounds.step import Step
 from coordinator.scheduling import offers
 from coordinator.scheduling.deployments import Deployment
 from edge_client.wire import arrays
@@ -46,7 +46,7 @@ _LOOK_SECONDS = 0.5
 
 
 class AsynchronousDeviceFleet:
-    """Implements `rounds.asynchronous.AsynchronousFleet` for one run."""
+    """Implements `rounds.step.AsynchronousFleet` for one run."""
 
     def __init__(self, services: Services, deployment: Deployment, *, patience_seconds: float) -> None:
         self._services = services

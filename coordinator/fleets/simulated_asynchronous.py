@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 from coordinator.fleets.simulated import SimulatedClient
 from coordinator.rounds import intake
-from coordinator.rounds.asynchronous import Step, make_task, staleness_of
 from coordinator.rounds.fleet import Answer, Model, OpenRound, Silence, encode_model
 from coordinator.rounds.plan import RunPlan, Task
 from coordinator.rounds.records import InFlight, Training
+from coordinator.rounds.step import Step, make_task, staleness_of
 from coordinator.workers.pool import Job
 from edge_client.processes.channel import Frame
 from edge_client.train import schedule
@@ -50,7 +50,7 @@ class ClientTimes(Protocol):
 
 
 class AsynchronousSimulatedFleet:
-    """Implements `rounds.asynchronous.AsynchronousFleet` over a worker pool that has data and model open."""
+    """Implements `rounds.step.AsynchronousFleet` over a worker pool that has data and model open."""
 
     def __init__(self, pool: Workers, clients: Sequence[SimulatedClient], clock: ClientTimes) -> None:
         self._names = [client.name for client in clients]

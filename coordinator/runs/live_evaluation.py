@@ -13,11 +13,11 @@ from coordinator import failpoints
 from coordinator.experiments.schema import Experiment
 from coordinator.json_values import finite
 from coordinator.reports.pooled_metrics import pooled_classification
-from coordinator.rounds.asynchronous import AsynchronousFleet
 from coordinator.rounds.fleet import Fleet, Model
 from coordinator.rounds.pooling import bounded_loss, label_cap, pool_quantities
 from coordinator.rounds.records import Score
 from coordinator.rounds.scores import pool_scores
+from coordinator.rounds.step import AsynchronousFleet
 from edge_client.wire.device import EvaluationResult
 from strategies.params import Tensors
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from coordinator.rounds import engine
-from coordinator.rounds.asynchronous import AsynchronousFleet
 from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.plan import RunPlan
 from coordinator.rounds.records import RoundRecord, RunState, Score
+from coordinator.rounds.step import AsynchronousFleet
 from strategies.params import Params, Tensors
 from tests.support.federation import PARAMS
 
