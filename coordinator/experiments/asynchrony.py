@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from coordinator.experiments.schema import Experiment, Federation
 from strategies import staleness
-from strategies.strategy import Mode
+
+if TYPE_CHECKING:
+    from coordinator.experiments.schema import Experiment, Federation
+    from strategies.strategy import Mode
 
 ASYNC_KEYS = ("buffer", "concurrency", "staleness", "max_staleness")
 """Keys of [federation] that only an asynchronous run has."""
