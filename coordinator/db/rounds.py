@@ -124,12 +124,27 @@ def close_round(connection: Connection, run: str, number: int) -> None:
 
 
 def forget_round(connection: Connection, run: str, number: int) -> None:
-    """Deletes an uncommitted round, its tasks, and what devices sent for them."""
-    of_number = select(tasks.c.id).where(tasks.c.run == run, tasks.c.round == number)
-    connection.execute(delete(uploads).where(uploads.c.task.in_(of_number)))
-    for table in (updates, evaluations, tasks):
-        connection.execute(delete(table).where(table.c.run == run, table.c.round == number))
+    """Deletes an uncommitted round, its tasks, and what devices sent for them.
+
+    Of an asynchronous run also earlier tasks whose answers this round took, or whose updates no round has taken yet.
+    """
+    taken = and_(tasks.c.kind == "train", _counts_for(number))
+    which = and_(tasks.c.run == run, or_(tasks.c.round == number, taken))
+    answered = and_(
+        updates.c.run == tasks.c.run, updates.c.round == tasks.c.round, updates.c.device == tasks.c.device
+    )
+    earlier = select(tasks.c.id).where(which, tasks.c.kind == "train", answered).exists()
+    connection.execute(delete(updates).where(updates.c.run == run, earlier))
+    connection.execute(delete(uploads).where(uploads.c.task.in_(select(tasks.c.id).where(which))))
+    connection.execute(delete(evaluations).where(evaluations.c.run == run, evaluations.c.round == number))
+    connection.execute(delete(tasks).where(which))
     connection.execute(delete(rounds).where(rounds.c.run == run, rounds.c.number == number))
+
+
+def _counts_for(number: int) -> ColumnElement[bool]:
+    """The tasks whose answers an uncommitted round has taken, or may take because no round has."""
+    untaken = and_(tasks.c.counted_in.is_(None), tasks.c.state == "accepted")
+    return or_(tasks.c.counted_in == number, untaken)
 
 
 def reopen_round(connection: Connection, run: str, number: int, deadline_at: datetime) -> None:
@@ -294,7 +309,10 @@ def ended_tasks(connection: Connection, run: str, number: int) -> list[EndedTask
 
 
 def cohort(connection: Connection, run: str, number: int) -> list[Row[Any]]:
-    """The train tasks of a round by position, each with the size of its update or of the upload that has begun, if any."""
+    """The train tasks that a round may still take answers to or has taken, and those that started in it.
+
+    By round and position, each with the size of its update or of the upload that has begun, if any.
+    """
     of_task = and_(
         updates.c.run == tasks.c.run, updates.c.round == tasks.c.round, updates.c.device == tasks.c.device
     )
@@ -309,9 +327,13 @@ def cohort(connection: Connection, run: str, number: int) -> list[Row[Any]]:
         )
         .outerjoin(updates, of_task)
         .outerjoin(uploads, uploads.c.task == tasks.c.id)
-        .where(of_round(run, number, "train"))
+        .where(
+            tasks.c.run == run,
+            tasks.c.kind == "train",
+            or_(tasks.c.round == number, tasks.c.state.in_(LIVE), _counts_for(number)),
+        )
     )
-    return list(connection.execute(query.order_by(tasks.c.position)))
+    return list(connection.execute(query.order_by(tasks.c.round, tasks.c.position)))
 
 
 def live_task_ids(connection: Connection) -> set[str]:
