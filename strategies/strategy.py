@@ -48,6 +48,8 @@ from strategies.update import Aggregate, Streams, Update, UpdateTransform, apply
 
 BLOCK = 8
 Weighting = Literal["examples", "uniform"]
+Mode = Literal["sync", "async"]
+"""Whether the clients of a round all start from its model, or each from the newest one when it becomes free."""
 
 
 class Fold(Protocol):
@@ -328,13 +330,17 @@ def clipping(norm: float) -> tuple[UpdateTransform, ...]:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A federated algorithm: client rule, update transforms, aggregator, server optimizer."""
+    """A federated algorithm: client rule, update transforms, aggregator, server optimizer.
+
+    `modes`: how its rounds may follow each other, the usual way first.
+    """
 
     name: str
     client_rule: ClientRule = PlainSGD()  # noqa: RUF009 - a frozen value
     transforms: tuple[UpdateTransform, ...] = ()
     aggregator: Aggregator = WeightedMean()
     server_optimizer: ServerOptimizer = SGD()
+    modes: tuple[Mode, ...] = ("sync", "async")
 
     def init(self, params: Tensors, trainable: Collection[str]) -> State:
         """State before round 1, for the tensors of `params` named in `trainable`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Row, and_, func, insert, literal, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, func, insert, literal, or_, select, update
 
 from coordinator.db import events, registry, rounds
 from coordinator.db import tables as t
@@ -266,14 +266,40 @@ def devices_used(connection: Connection, run: str) -> int:
 
 
 def blobs_of_round(connection: Connection, run: str, number: int) -> set[str]:
-    """The blobs of a round: its updates, and those that its tasks refer to."""
-    blobs = set(
+    """The blobs of a round: its updates, those that its tasks refer to, and those of tasks whose answers it took."""
+    counted = and_(t.tasks.c.run == run, t.tasks.c.counted_in == number, t.tasks.c.round != number)
+    blobs = _blobs_of_tasks(connection, counted)
+    blobs |= set(
         connection.execute(
             select(t.updates.c.blob).where(t.updates.c.run == run, t.updates.c.round == number)
         ).scalars()
     )
-    offers = select(t.tasks.c.offer).where(t.tasks.c.run == run, t.tasks.c.round == number)
-    for offer in connection.execute(offers).scalars():
+    return blobs | _blobs_offered(connection, and_(t.tasks.c.run == run, t.tasks.c.round == number))
+
+
+def blobs_left(connection: Connection, run: str) -> set[str]:
+    """The blobs of tasks that a run left open when it ended, or whose updates no round took."""
+    ended_with_run = t.tasks.c.reason.startswith("run_", autoescape=True)
+    untaken = and_(t.tasks.c.state == "accepted", t.tasks.c.counted_in.is_(None))
+    return _blobs_of_tasks(connection, and_(t.tasks.c.run == run, or_(ended_with_run, untaken)))
+
+
+def _blobs_of_tasks(connection: Connection, where: ColumnElement[bool]) -> set[str]:
+    """The blobs that these train tasks refer to, and their updates."""
+    answered = and_(
+        t.tasks.c.run == t.updates.c.run,
+        t.tasks.c.round == t.updates.c.round,
+        t.tasks.c.device == t.updates.c.device,
+        t.tasks.c.kind == "train",
+    )
+    blobs = select(t.updates.c.blob).join(t.tasks, answered).where(where)
+    return set(connection.execute(blobs).scalars()) | _blobs_offered(connection, where)
+
+
+def _blobs_offered(connection: Connection, where: ColumnElement[bool]) -> set[str]:
+    """The blobs that these tasks refer to."""
+    blobs: set[str] = set()
+    for offer in connection.execute(select(t.tasks.c.offer).where(where)).scalars():
         blobs |= rounds.blobs_of(offer)
     return blobs
 

@@ -29,24 +29,35 @@ SMALL_MODEL, LARGE_JOB, SMALL_JOB = 8192, 64, 32
 """Up to so many params a stack pays more the more clients it has; a larger model fills the cache with fewer."""
 
 
-def choose(name: str, options: Mapping[str, Any], adapt: str | None, runtimes: Collection[str]) -> Engine:
-    """The engine that "auto" stands for. `name`, `options`, `adapt`: of the model.
+def choose(
+    name: str,
+    options: Mapping[str, Any],
+    adapt: str | None,
+    runtimes: Collection[str],
+    mode: str | None = "sync",
+) -> Engine:
+    """The engine that "auto" stands for. `name`, `options`, `adapt`: of the model; `mode`: of the rounds.
 
     "stacked" where every client trains a small dense model of the catalog in PyTorch; else "pool". A model of one's own, and
-    a federation with other runtimes, which would gain little, keep "pool".
+    a federation with other runtimes, which would gain little, keep "pool"; so do asynchronous runs, whose clients start from
+    different models.
     """
-    if set(runtimes) != {"torch"} or adapt is not None or name not in DENSE:
+    if mode == "async" or set(runtimes) != {"torch"} or adapt is not None or name not in DENSE:
         return "pool"
     hidden = options.get("hidden", [])
     widths = hidden if isinstance(hidden, list) else []
     return "stacked" if all(isinstance(each, int) and each <= WIDEST_STACKED for each in widths) else "pool"
 
 
-def find_problems(engine: str, name: str, adapt: str | None, runtimes: Collection[str]) -> Iterator[str]:
+def find_problems(
+    engine: str, name: str, adapt: str | None, runtimes: Collection[str], mode: str | None = "sync"
+) -> Iterator[str]:
     """A sentence for each reason why a simulation's engine cannot train the model `name`."""
     if engine not in ("stacked", "compiled"):
         return
     key = f'simulation.engine = "{engine}"'
+    if mode == "async":
+        yield f'{key} is for rounds whose clients start from one model, not for federation.mode = "async"; take "pool"'
     if "torch" not in runtimes:
         yield f'{key} is for torch clients, and federation.runtimes has none; take "pool", or give torch a share'
     if name.endswith(user_code.KERAS_FILE):

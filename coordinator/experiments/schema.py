@@ -219,8 +219,16 @@ class Federation(Section):
         "torch": 0.5,
     }
     """Runtimes of clients with their shares; on devices those that are allowed."""
-    mode: Literal["sync"] = "sync"
-    """How rounds follow each other."""
+    mode: Literal["sync", "async"] | None = None
+    """Whether a round waits for its clients, or steps at every `buffer` updates; default: what the strategy needs, else sync."""
+    buffer: Annotated[int, Field(ge=1)] | None = None
+    """Accepted updates in a step of an asynchronous run; default: half of `concurrency`."""
+    concurrency: Annotated[int, Field(ge=1)] | None = None
+    """Clients at work at a time in an asynchronous run; default: `clients_per_round`."""
+    staleness: str | None = None
+    """What a stale update counts for: constant, polynomial(0.5), hinge(10, 4)."""
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Most versions that an update may be behind; default: any number."""
     over_select: Annotated[float, Field(ge=1, le=10)] = 1.0
     """Clients that a round selects, as a multiple of those it needs."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 600.0

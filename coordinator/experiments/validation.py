@@ -15,7 +15,7 @@ from typing import Any, TypeGuard, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import UserError
-from coordinator.experiments import device_schema, engines
+from coordinator.experiments import asynchrony, device_schema, engines
 from coordinator.experiments.schema import DataSection, Experiment, Federation, FleetKind
 from coordinator.json_values import is_finite
 from coordinator.model_references import parse_register_as
@@ -217,11 +217,13 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     if local.epochs is not None and local.steps is not None:
         yield f"local.epochs = {local.epochs} and local.steps = {local.steps} are both set; keep one of them"
     yield from _federation_problems(experiment.federation)
+    yield from asynchrony.find_problems(experiment, presets.modes(experiment.strategy.name))
     yield from _simulation_problems(experiment)
     if fleet == "simulated":
         engine, model = experiment.simulation.engine, experiment.model
+        federation = experiment.federation
         yield from engines.find_problems(
-            engine, model.name or "", model.adapt, experiment.federation.runtimes
+            engine, model.name or "", model.adapt, federation.runtimes, federation.mode
         )
     yield from _strategy_problems(experiment.strategy.name, experiment.strategy.options)
 

@@ -76,6 +76,8 @@ class Clock:
 class FlowerFleet:
     """Implements `coordinator.rounds.fleet.Fleet` over a Grid. `folder`: for updates; it exists and is empty."""
 
+    is_virtual = False
+
     def __init__(
         self,
         grid: Grid,

@@ -75,6 +75,8 @@ class SimulatedFleet:
     `clients_per_job`: how many clients a worker trains at a time, in whole blocks; only if the aggregator takes sums of them.
     """
 
+    is_virtual = True
+
     def __init__(
         self,
         pool: WorkerPool,

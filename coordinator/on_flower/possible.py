@@ -18,6 +18,11 @@ def require_possible(experiment: Experiment) -> None:
         for key, value, why in (
             ("model.adapt", experiment.model.adapt, "the frozen backbone does not travel to Flower's nodes"),
             ("simulation.faults", dict(simulated.faults), "Flower's nodes have no made-up faults"),
+            (
+                "federation.mode",
+                "async" if experiment.federation.mode == "async" else None,
+                "rounds on Flower are synchronous",
+            ),
             ("simulation.dropout", simulated.dropout, "Flower's nodes answer in real time"),
             ("simulation.speed_spread", simulated.speed_spread, "Flower's nodes answer in real time"),
         )

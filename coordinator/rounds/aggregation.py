@@ -55,7 +55,12 @@ MAX_STEP_RATIO = 10
 
 @dataclass(frozen=True)
 class Aggregated:
-    """The aggregate of a cohort's answers. `norms`: of the accepted updates by client, the largest first."""
+    """The aggregate of a cohort's answers.
+
+    Attributes:
+        norms: of the accepted updates by client, the largest first.
+        seconds: on the fleet's clock, when the last of the answers came or the deadline passed.
+    """
 
     aggregate: Aggregate | None
     accepted: tuple[str, ...]
@@ -63,6 +68,7 @@ class Aggregated:
     silent: int
     bytes_up: int
     norms: Mapping[str, float]
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ class _Pass:
     answered: Collection[int]
     rejections: Mapping[str, int]
     bytes_up: int
+    seconds: float
 
 
 def aggregate_round(
@@ -108,6 +115,7 @@ def aggregate_round(
         silent=len(opened.tasks) - len(last.answered),
         bytes_up=last.bytes_up,
         norms=dict(sorted(norms.items(), key=lambda item: -item[1])),
+        seconds=last.seconds,
     )
 
 
@@ -130,13 +138,14 @@ def _fold_results(
     folded: list[str] = []
     answered: set[int] = set()
     rejections: Counter[str] = Counter()
-    bytes_up = 0
+    bytes_up, seconds = 0, 0.0
     for result in fleet.results(excluded):
         if isinstance(result, BlockSum):
             fold.add_partial(result.block, result.partial)
             continue
         at, client = result.task.position, result.task.message.client
         where = {"round": result.task.message.round, "client": client}
+        seconds = max(seconds, result.seconds)
         if not isinstance(result, Answer):
             emit("client_silent", **where, reason=result.reason)
             continue
@@ -157,7 +166,7 @@ def _fold_results(
             fold.add(at, strategy.transform(clamp(verdict, weight_limit)))
         folded.append(client)
     aggregate = fold.finish() if folded else None
-    return _Pass(aggregate, norms, tuple(folded), answered, rejections, bytes_up)
+    return _Pass(aggregate, norms, tuple(folded), answered, rejections, bytes_up, seconds)
 
 
 def _ignore(event: str, **values: Any) -> None:

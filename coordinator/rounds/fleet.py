@@ -127,7 +127,12 @@ class OpenRound:
 
 
 class Fleet(Protocol):
-    """Carries tasks to clients. Every method may raise `Stopped`."""
+    """Carries tasks to clients. Every method may raise `Stopped`.
+
+    `is_virtual`: whether its seconds are virtual.
+    """
+
+    is_virtual: bool
 
     def find_open_round(self, round_number: int) -> OpenRound | None:
         """This round if it was submitted but not committed; submitting it again continues it."""

@@ -201,6 +201,13 @@ def _reject_size(task: Task, size: int, expected: Expected) -> Rejection:
     return _reject(task, "oversized", f"{size} bytes, at most {expected.payload_limit_bytes} are allowed")
 
 
+def reject_stale(task: Task, staleness: int) -> Rejection:
+    """The rejection of a client's work whose base is too old for an asynchronous run."""
+    return _reject(
+        task, "stale_base", f"the model that it trains is {staleness} versions old by now, which is too old"
+    )
+
+
 def _reject(task: Task, reason: Reason, problem: str) -> Rejection:
     # `printable` bounds the length: the problem quotes what the client sent, which may be a megabyte.
     sent = task.message

@@ -18,6 +18,7 @@ from coordinator.rounds.closing import Closing
 from edge_client.train import seeding
 from edge_client.wire.device import TaskMessage
 from strategies import client_rules
+from strategies.staleness import StalenessWeight
 from strategies.strategy import Strategy
 
 
@@ -29,6 +30,20 @@ class LocalWork:
     lr: float
     epochs: int | None
     steps: int | None
+
+
+@dataclass(frozen=True)
+class Asynchrony:
+    """How a run works whose clients do not wait for each other (`rounds.asynchronous`).
+
+    Attributes:
+        concurrency: clients that train at a time.
+        max_staleness: most versions that the base of an accepted update may be old; None: any number.
+    """
+
+    concurrency: int
+    staleness: StalenessWeight
+    max_staleness: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,7 @@ class RunPlan:
         max_examples: the most that one client may claim; None: no limit.
         outlier_factor: limit of an update's step length as a multiple of the others' (`rounds.aggregation`); 0: no limit.
         weight_cap: limit of an update's weight as a multiple of the cohort's median number of examples; 0: no limit.
+        asynchrony: None: rounds are synchronous.
     """
 
     seed: int
@@ -62,6 +78,7 @@ class RunPlan:
     max_examples: int | None = None
     outlier_factor: float = 0.0
     weight_cap: float = 0.0
+    asynchrony: Asynchrony | None = None
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,19 @@ from typing import Any
 
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
-from coordinator.experiments.schema import Experiment
+from coordinator.experiments.asynchrony import mode_problems
+from coordinator.experiments.defaults import half
+from coordinator.experiments.schema import Experiment, Federation
 from coordinator.experiments.validation import score_problem
 from coordinator.rounds.closing import Closing
-from coordinator.rounds.plan import LocalWork, RunPlan
+from coordinator.rounds.plan import Asynchrony, LocalWork, RunPlan
 from coordinator.runs.initial_params import decode_init
 from coordinator.workers.pool import WorkerPool
 from edge_client.processes.process import Launch
 from edge_client.wire import arrays
 from models.conversion import request as export_request
 from models.conversion.request_cache import Exported
+from strategies import staleness
 from strategies.params import Params
 from strategies.strategy import Strategy
 
@@ -206,16 +209,26 @@ def require_scores(experiment: Experiment, why_not: str | None) -> None:
 def make_run_plan(
     experiment: Experiment, strategy: Strategy, trainable: Sequence[str], clients_per_round: int
 ) -> RunPlan:
-    """The plan of a resolved experiment. `trainable`: names of the tensors that clients train."""
+    """The plan of a resolved experiment. `trainable`: names of the tensors that clients train.
+
+    Raises:
+        UserError: the strategy, a user's own, does not work in the experiment's mode.
+    """
     federation, local = experiment.federation, experiment.local
-    assert local.lr is not None  # resolved
+    assert local.lr is not None and federation.mode is not None  # resolved
+    for problem in mode_problems(strategy.name, strategy.modes, federation.mode):
+        raise UserError(problem)
+    asynchrony = _asynchrony(federation, clients_per_round)
+    wanted = clients_per_round
+    if asynchrony is not None:
+        wanted = federation.buffer or half(asynchrony.concurrency)
     return RunPlan(
         seed=experiment.seed,
         rounds=federation.rounds,
         strategy=strategy,
         local=LocalWork(local.batch_size, local.lr, local.epochs, local.steps),
         trainable=tuple(trainable),
-        closing=Closing(clients_per_round, federation.deadline_seconds),
+        closing=Closing(wanted, federation.deadline_seconds),
         early_stop=federation.early_stop,
         keep_best=federation.keep == "best",
         by_metric=federation.metric != "loss",
@@ -224,4 +237,16 @@ def make_run_plan(
         max_examples=federation.max_examples,
         outlier_factor=federation.outlier_factor,
         weight_cap=federation.weight_cap,
+        asynchrony=asynchrony,
+    )
+
+
+def _asynchrony(federation: Federation, clients_per_round: int) -> Asynchrony | None:
+    if federation.mode == "sync":
+        return None
+    assert federation.staleness is not None  # resolved
+    return Asynchrony(
+        federation.concurrency or clients_per_round,
+        staleness.parse(federation.staleness),
+        federation.max_staleness,
     )

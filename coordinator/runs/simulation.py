@@ -30,12 +30,11 @@ from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.engines import clients_per_job
 from coordinator.experiments.schema import Experiment, Runtime
 from coordinator.extras import problems_with
-from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, virtual_time
+from coordinator.fleets.simulated import SimulatedClient, VirtualTime, virtual_time
 from coordinator.output_folders import begin, locked, require_new, resumable, undone_if_refused
 from coordinator.reports import folder_state, report
 from coordinator.reports.figures import Judged, LabelledRows, has_metrics, round_metric, why_no_metric
 from coordinator.reports.progress import Progress, Quiet
-from coordinator.rounds import engine
 from coordinator.rounds.events import Clock
 from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.plan import generator
@@ -50,6 +49,7 @@ from coordinator.runs.model_setup import (
     set_up_model,
 )
 from coordinator.runs.own_strategy import make_strategy
+from coordinator.runs.simulated_rounds import make_rounds, require_enough
 from coordinator.runs.simulation_store import SimulationStore
 from coordinator.runs.training_engine import set_up_engine
 from coordinator.workers import faults
@@ -199,10 +199,11 @@ def _run_rounds(
 ) -> RunState:
     cohort = _cohort_size(experiment, len(prepared.clients))
     run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
-    if environment.make_fleet is not None:
-        fleet = environment.make_fleet(experiment, prepared)
-    else:
-        fleet = _make_fleet(experiment, pool, prepared)
+    clock = _virtual_time(experiment, prepared.clients)
+    fleet = None if environment.make_fleet is None else environment.make_fleet(experiment, prepared)
+    values = sum(prepared.params[name].size for name in prepared.trainable)
+    per_job = clients_per_job(prepared.model["engine"], values)
+    run_rounds = make_rounds(run_plan, pool, prepared.clients, clock, store.checkpoint, fleet, per_job)
     owners = np.load(prepared.folder / "owners.npy", allow_pickle=False)
     names = [client.name for client in prepared.clients]
     rows, metric = open_workspace(prepared.folder), experiment.federation.metric
@@ -234,43 +235,26 @@ def _run_rounds(
             )
         else:
             start = RunState(checkpoint.round, checkpoint.params, checkpoint.state, checkpoint.best)
-            fleet.restore(checkpoint.client_states)
             store.emit_resumed(checkpoint, experiment.name)
         environment.progress.begin(run_plan.rounds, start.round)
-        return engine.run(
-            run_plan,
-            fleet,
-            start,
-            store,
-            evaluate=score,
-            emit=store.emit,
-            monotonic=environment.monotonic,
-        )
+        return run_rounds(start, store, evaluate=score, emit=store.emit, monotonic=environment.monotonic)
 
 
 def _cohort_size(experiment: Experiment, clients: int) -> int:
-    """Clients per round. If the clients are the sites of the data, their number is known only now."""
-    size = experiment.federation.clients_per_round or min(COHORT, clients)
-    if size > clients:
-        raise UserError(
-            f"federation.clients_per_round = {size} is more than the {clients} sites that data.partition = "
-            f'"natural" gives; expected 1 to {clients}'
-        )
-    return size
+    """Clients per round."""
+    require_enough(experiment, clients)
+    return experiment.federation.clients_per_round or min(COHORT, clients)
 
 
-def _make_fleet(experiment: Experiment, pool: WorkerPool, prepared: Prepared) -> Fleet:
+def _virtual_time(experiment: Experiment, clients: Sequence[SimulatedClient]) -> VirtualTime:
     simulation = experiment.simulation
-    clock = virtual_time(
-        [client.name for client in prepared.clients],
+    return virtual_time(
+        [client.name for client in clients],
         experiment.seed,
         seconds_per_step=simulation.seconds_per_step,
         spread=simulation.speed_spread,
         dropout=simulation.dropout,
     )
-    values = sum(prepared.params[name].size for name in prepared.trainable)
-    per_job = clients_per_job(prepared.model["engine"], values)
-    return SimulatedFleet(pool, prepared.clients, clock, per_job)
 
 
 def _hash_experiment(experiment: Experiment) -> str:

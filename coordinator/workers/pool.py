@@ -123,19 +123,30 @@ class WorkerPool:
                 os.close(broadcast.file)
         self._broadcasts = {}
 
-    def broadcast(self, values: dict[str, Any], blobs: Sequence[bytes] = (), file: int | None = None) -> None:
-        """Sends every worker state for the jobs that follow, without a reply; it replaces what was sent with this `kind`.
+    def broadcast(
+        self,
+        values: dict[str, Any],
+        blobs: Sequence[bytes] = (),
+        file: int | None = None,
+        *,
+        key: str | None = None,
+    ) -> None:
+        """Sends every worker state for the jobs that follow, without a reply; a worker that is started later gets it too.
 
-        `file`: descriptor of a file to read.
+        `file`: descriptor of a file to read. `key`: it replaces what was sent with this key; by default the `kind`.
         """
-        kind = values["kind"]
-        before = self._broadcasts.pop(kind, None)
-        if before is not None and before.file is not None:
-            os.close(before.file)
+        key = key or values["kind"]
+        self.forget(key)
         kept = _Broadcast({**values, "broadcast": True}, blobs, None if file is None else os.dup(file))
-        self._broadcasts[kind] = kept
+        self._broadcasts[key] = kept
         for worker in self._workers:
             self._tell(worker, kept)
+
+    def forget(self, key: str) -> None:
+        """Workers that are started later do not get what was broadcast with this key."""
+        before = self._broadcasts.pop(key, None)
+        if before is not None and before.file is not None:
+            os.close(before.file)
 
     def publish(self, params: Tensors) -> Published:
         """Gives every worker these params, from which it trains and which it scores. They are sent once, however often this is called."""

@@ -27,6 +27,7 @@ from coordinator.errors import DISK_ERRNOS, UserError
 from coordinator.workers import block, shared_params, workspace, workspace_arrays
 from coordinator.workers.evaluation import encode_evaluation
 from coordinator.workers.runtimes import Runtimes, find_spec, load_litert
+from coordinator.workers.versions import Versions
 from edge_client.data.examples import Examples
 from edge_client.processes.channel import Closed, Frame, read_ahead, send_frame
 from edge_client.processes.process import die_with_parent, serve_forks
@@ -51,6 +52,7 @@ class Worker:
         self._params: Params = {}
         self._runtimes = Runtimes({})
         self._updates: int | None = None
+        self._versions = Versions()
 
     def handle(self, frame: Frame) -> Reply:
         kinds: dict[str, Callable[[Frame], Reply]] = {
@@ -63,6 +65,8 @@ class Worker:
             "params": self._set_params,
             "round": self._set_round,
             "train": self._train,
+            "version": self._versions.add,
+            "train_version": self._train_version,
             "train_alone": self._train_alone,
             "evaluate": self._evaluate,
             "predict": self._predict,
@@ -146,6 +150,11 @@ class Worker:
         """Trains the clients of a job, and answers as `coordinator.workers.block` says."""
         assert self._run is not None and self._round is not None
         return block.train(self._round, frame.values, frame.blobs, self._run, self._runtimes.trainer)
+
+    def _train_version(self, frame: Frame) -> Reply:
+        """Trains a client of an asynchronous run."""
+        assert self._run is not None
+        return self._versions.train(frame, self._run, self._runtimes.get)
 
     def _evaluate(self, frame: Frame) -> Reply:
         """Scores the rows [start, stop) of the test part."""

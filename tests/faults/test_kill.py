@@ -48,6 +48,14 @@ SETTINGS = (
 MIXED = (*SETTINGS, "federation.runtimes={litert=0.5, torch=0.5}", "strategy.name=fedadam")
 TORCH = (*SETTINGS, "federation.runtimes={torch=1}", "strategy.name=scaffold")
 
+BUFFERED = (
+    *SETTINGS,
+    "federation.over_select=1",
+    "federation.buffer=2",
+    "federation.runtimes={torch=1}",
+    "strategy.name=fedbuff",
+)
+
 
 @pytest.mark.extended
 def test_a_run_killed_anywhere_ends_in_the_model_of_an_undisturbed_one(tmp_path: Path) -> None:
@@ -105,6 +113,10 @@ def killed_anywhere(
     again = run_here("simulate", "--resume", out)
     assert again.returncode == 0 and "already finished" in again.stderr
     return len(points)
+
+
+def test_clients_at_work_in_an_asynchronous_run_survive_kills_between_steps(tmp_path: Path) -> None:
+    killed_anywhere(tmp_path, 2, BUFFERED, 13, kills_in_rounds=2, only_in_rounds=True)
 
 
 @pytest.mark.parametrize("moment", ["models.conversion.convert", "round_started"])

@@ -34,6 +34,8 @@ DEVICES = ("ada", "bob", "eve")
 class FakeDevices:
     """Implements `coordinator.runs.live_evaluation.EvaluatingFleet`. In round `stops_at` it waits to be stopped."""
 
+    is_virtual = False
+
     def __init__(self, services: Services, deployment: Deployment, stops_at: int | None = None) -> None:
         self._services = services
         self.deployment = deployment

@@ -55,6 +55,8 @@ class _Upload:
 class MemoryFleet:
     """Implements `coordinator.rounds.fleet.Fleet` over clients by name."""
 
+    is_virtual = True
+
     def __init__(self, clients: Mapping[str, MemoryClient]) -> None:
         self._clients = dict(clients)
         self._tasks: dict[int, Task] = {}
