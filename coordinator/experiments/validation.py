@@ -213,17 +213,15 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     """One sentence for each problem of an experiment with its defaults filled in."""
     yield from _data_problems(experiment, fleet)
     yield from _model_problems(experiment)
-    local = experiment.local
+    local, model, federation = experiment.local, experiment.model, experiment.federation
     if local.epochs is not None and local.steps is not None:
         yield f"local.epochs = {local.epochs} and local.steps = {local.steps} are both set; keep one of them"
-    yield from _federation_problems(experiment.federation)
+    yield from _federation_problems(federation)
     yield from asynchrony.find_problems(experiment, presets.modes(experiment.strategy.name))
     yield from _simulation_problems(experiment)
     if fleet == "simulated":
-        engine, model = experiment.simulation.engine, experiment.model
-        federation = experiment.federation
         yield from engines.find_problems(
-            engine, model.name or "", model.adapt, federation.runtimes, federation.mode
+            experiment.simulation.engine, model.name or "", model.adapt, federation.runtimes, federation.mode
         )
     yield from _strategy_problems(experiment.strategy.name, experiment.strategy.options)
 

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from coordinator.fleets.simulated import SimulatedClient
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import Answer, Model, OpenRound, Silence, encode_model
 from coordinator.rounds.plan import RunPlan, Task
@@ -31,6 +30,9 @@ from edge_client.wire import arrays
 from edge_client.wire.arrays import BytesPayload
 from strategies.params import Tensors
 from strategies.update import Update
+
+if TYPE_CHECKING:
+    from coordinator.fleets.simulated import SimulatedClient
 
 
 class Workers(Protocol):

@@ -13,6 +13,7 @@ from coordinator.experiments.asynchrony import mode_problems
 from coordinator.experiments.defaults import half
 from coordinator.experiments.schema import Experiment, Federation
 from coordinator.experiments.validation import score_problem
+from coordinator.reports.progress import Progress
 from coordinator.rounds.closing import Closing
 from coordinator.rounds.plan import Asynchrony, LocalWork, RunPlan
 from coordinator.runs.initial_params import decode_init
@@ -250,3 +251,24 @@ def _asynchrony(federation: Federation, clients_per_round: int) -> Asynchrony | 
         staleness.parse(federation.staleness),
         federation.max_staleness,
     )
+
+
+def set_up_engine(
+    experiment: Experiment, model: Mapping[str, Any], pool: WorkerPool, progress: Progress
+) -> dict[str, Any]:
+    """What workers need to know of the engine, as part of the model's description.
+
+    If there is no compiler for "compiled" here, it is "pool", and a note says so.
+
+    Raises:
+        UserError: the engine cannot train the model.
+    """
+    engine, batch_size = experiment.simulation.engine, experiment.local.batch_size
+    if engine == "compiled":
+        progress.stage("compiling the training step")
+    if engine in ("stacked", "compiled"):
+        asked = {"kind": "engine", "model": dict(model), "engine": engine, "batch_size": batch_size}
+        if why := pool.run_one(asked).values["why"]:
+            progress.note(f'simulation.engine = "{engine}" trains as "pool" does: {why}')
+            engine = "pool"
+    return {"engine": engine, "batch_size": batch_size}

@@ -46,12 +46,12 @@ from coordinator.runs.model_setup import (
     load_data,
     make_run_plan,
     require_scores,
+    set_up_engine,
     set_up_model,
 )
 from coordinator.runs.own_strategy import make_strategy
 from coordinator.runs.simulated_rounds import make_rounds, require_enough
 from coordinator.runs.simulation_store import SimulationStore
-from coordinator.runs.training_engine import set_up_engine
 from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_by_group, evaluate
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
