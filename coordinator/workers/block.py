@@ -29,7 +29,7 @@ from edge_client.wire.arrays import DELTA, BytesPayload
 from edge_client.wire.device import TaskMessage
 from strategies.params import Params, Tensors, flatten, unflatten
 from strategies.strategy import BLOCK, PartialSum
-from strategies.summation import Summation, clamp
+from strategies.summation import StackedUpdates, Summation, clamp, measure_norms
 from strategies.update import Update
 
 Reply = tuple[dict[str, Any], list[bytes]]
@@ -101,19 +101,27 @@ class BlockReply:
             self._states[position] = arrays.encode(flatten(result.client_state))
 
     def add_stack(self, group: Sequence[Member], clients: Sequence[ClientTask], stack: Stack) -> None:
-        """As `add` of each client of a stack; finite values and norms are looked for in all of them at once."""
-        good, norms = self._is_good(group, clients, stack), _norms(stack)
+        """As `add` of each client of a stack; checked, measured and summed for all of them at once."""
+        good, norms = self._check_stack(group, clients, stack)
+        shapes = tuple((f"{DELTA}/{name}", value.shape[1:]) for name, value in sorted(stack.deltas.items()))
+        sizes = arrays.ResultSizes.of(self._terms.work.round, self._terms.work.base, shapes)
+        steps, losses = stack.steps.tolist(), stack.losses.tolist()
+        pending: list[int] = []  # of one block, not yet summed
         for index, (member, client) in enumerate(zip(group, clients, strict=True)):
-            update = stack.update(index, client)
-            if not good[index]:
-                self.add(member, LocalResult(update, {}))
-                continue
             position = member.task.position
-            size = arrays.measure_result(member.task.message, update)
-            figures = [update.num_examples, update.num_steps, update.train_loss, float(norms[index]), {}]
-            self._answers.append([position, size, *figures])
+            if pending and (not good[index] or position // BLOCK != group[pending[0]].task.position // BLOCK):
+                self._sum(pending, group, clients, stack, norms)
+                pending = []
+            if not good[index]:
+                self.add(member, LocalResult(stack.update(index, client), {}))
+                continue
+            figures = [len(client.rows), steps[index], losses[index]]
+            size = sizes.measure(client.client, *figures)
+            self._answers.append([position, size, *figures, float(norms[index]), {}])
             if member.is_summed:
-                self._keep(position // BLOCK, update)
+                pending.append(index)
+        if pending:
+            self._sum(pending, group, clients, stack, norms)
 
     def encode(self) -> Reply:
         """The reply of the worker."""
@@ -141,15 +149,38 @@ class BlockReply:
         counted = clamp(update, self._terms.expected.weight_limit)
         self._sums[block] = self._terms.summation.add(self._sums.get(block), counted)
 
-    def _is_good(
+    def _sum(
+        self,
+        indices: Sequence[int],
+        group: Sequence[Member],
+        clients: Sequence[ClientTask],
+        stack: Stack,
+        norms: npt.NDArray[np.float64],
+    ) -> None:
+        """Adds clients of one block of a stack to its sum."""
+        assert self._terms.summation is not None  # `_check_stack`
+        first, last = indices[0], indices[-1]
+        # A slice is no copy.
+        chosen: Any = slice(first, last + 1) if last - first + 1 == len(indices) else list(indices)
+        updates = StackedUpdates(
+            {name: value[chosen] for name, value in stack.deltas.items()},
+            [len(clients[index].rows) for index in indices],
+            stack.losses[chosen].tolist(),
+            norms[chosen],
+        )
+        number = group[first].task.position // BLOCK
+        total, limit = self._sums.get(number), self._terms.expected.weight_limit
+        self._sums[number] = self._terms.summation.add_stack(total, updates, limit)
+
+    def _check_stack(
         self, group: Sequence[Member], clients: Sequence[ClientTask], stack: Stack
-    ) -> npt.NDArray[np.bool_]:
-        """Whether the intake would accept each client's update; those of which this is not plain are False."""
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
+        """Whether the intake would accept each client's update, and their norms; where this is not plain, it is False."""
         expected, work = self._terms.expected, self._terms.work
         shapes = {f"{DELTA}/{name}": value.shape[1:] for name, value in stack.deltas.items()}
         is_float32 = all(value.dtype == np.float32 for value in stack.deltas.values())
         if self._terms.summation is None or shapes != expected.shapes or not is_float32:
-            return np.zeros(len(group), np.bool_)
+            return np.zeros(len(group), np.bool_), np.zeros(len(group))
         most = expected.max_examples if expected.max_examples is not None else arrays.LARGEST_COUNT
         steps = [
             schedule.count(len(each.rows), work.batch_size, epochs=work.epochs, steps=work.steps)
@@ -157,19 +188,9 @@ class BlockReply:
             else -1
             for member, each in zip(group, clients, strict=True)
         ]
-        good = np.isfinite(stack.losses) & (stack.steps == steps)
-        for value in stack.deltas.values():
-            good &= np.isfinite(value).reshape(len(group), -1).all(axis=1)
-        return np.asarray(good)
-
-
-def _norms(stack: Stack) -> npt.NDArray[np.float64]:
-    """The L2 norm of each client's delta, as `strategies.params.l2_norm` sums it."""
-    squares = np.zeros(len(stack.steps))
-    for name in sorted(stack.deltas):
-        values = stack.deltas[name].reshape(len(squares), -1)
-        squares += np.square(values, dtype=np.float64).sum(axis=1)
-    return np.sqrt(squares)
+        norms = measure_norms(stack.deltas, len(group))
+        # In float64 the norm of finite float32 values is finite.
+        return np.isfinite(stack.losses) & (stack.steps == steps) & np.isfinite(norms), norms
 
 
 def _figures(verdict: Update | Rejection) -> list[Any]:

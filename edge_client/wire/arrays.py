@@ -303,19 +303,42 @@ def write_result(path: Path, task: TaskMessage, update: Update) -> None:
 def measure_result(task: TaskMessage, update: Update) -> int:
     """How many bytes `encode_result` would return of a float32 update."""
     tensors = flatten({DELTA: update.delta, **update.extras})
-    text, data = _measure_tensors(tuple((name, shape_of(tensors, name)) for name in sorted(tensors)))
-    values = {"__metadata__": _metadata(asdict(header_of(task, update)))}
-    # Two JSON objects become one: a comma for two braces, unless one is empty.
-    text += len(json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode()) - (
-        1 if tensors else 2
+    shapes = tuple((name, shape_of(tensors, name)) for name in sorted(tensors))
+    return ResultSizes.of(task.round, task.base, shapes).measure(
+        task.client, update.num_examples, update.num_steps, update.train_loss
     )
-    return 8 + text + -text % 8 + data
 
 
-@lru_cache(maxsize=8)
-def _measure_tensors(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[int, int]:
-    """Bytes of the JSON object that describes these float32 tensors, and of their values."""
-    return len(_head(dict(shapes), None)), sum(4 * math.prod(shape) for _, shape in shapes)
+@dataclass(frozen=True)
+class ResultSizes:
+    """How many bytes `encode_result` would return for float32 updates of one round and of one set of tensors.
+
+    Attributes:
+        text_bytes: JSON of a header whose client is empty and whose three figures are a digit each.
+        data_bytes: values of all tensors.
+    """
+
+    text_bytes: int
+    data_bytes: int
+
+    @staticmethod
+    @lru_cache(maxsize=8)
+    def of(number: int, base: str, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> ResultSizes:
+        """Sizes of results of round `number`. `shapes`: of the streams' tensors, in sorted order."""
+        values = asdict(ResultHeader(number, "", base, 0, 0, 0))
+        return ResultSizes(len(_head(dict(shapes), values)), sum(4 * math.prod(shape) for _, shape in shapes))
+
+    def measure(self, client: str, num_examples: int, num_steps: int, train_loss: float) -> int:
+        """Bytes of one client's result."""
+        figures = len(json.dumps((num_examples, num_steps, train_loss))) - len("[0, 0, 0]")
+        text = self.text_bytes + figures + _measure_text(client)
+        return 8 + text + -text % 8 + self.data_bytes
+
+
+@lru_cache(maxsize=4096)
+def _measure_text(text: str) -> int:
+    """Bytes between the quotes of a text within our JSON object, which is itself a text in the header's JSON."""
+    return len(json.dumps(json.dumps(text))) - len(json.dumps(json.dumps("")))
 
 
 def describe(tensors: Tensors) -> dict[str, TensorHeader]:

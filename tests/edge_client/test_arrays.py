@@ -351,12 +351,12 @@ def _payload(content: bytes, folder: Path | None) -> Payload:
 
 
 @given(
-    st.text(max_size=20), st.floats(), st.integers(1, 2**53),
+    st.text(max_size=20), st.floats(), st.integers(1, 2**53), st.integers(1, 10**6), st.integers(0, 10**4),
     st.dictionaries(st.text(min_size=1, max_size=9), st.lists(st.integers(0, 3), max_size=3), max_size=4),
 )  # fmt: skip
 def test_a_result_has_the_bytes_that_are_measured_without_encoding_it(
-    client: str, loss: float, examples: int, shapes: dict[str, list[int]]
+    client: str, loss: float, examples: int, steps: int, number: int, shapes: dict[str, list[int]]
 ) -> None:
-    message = TaskMessage(3, client, "ab" * 32, 5, 4, 0.1, 1, None, {"name": "plain"})
-    update = Update({n: np.zeros(s, np.float32) for n, s in shapes.items()}, examples, 7, loss)
+    message = TaskMessage(number, client, "ab" * 32, 5, 4, 0.1, 1, None, {"name": "plain"})
+    update = Update({n: np.zeros(s, np.float32) for n, s in shapes.items()}, examples, steps, loss)
     assert arrays.measure_result(message, update) == len(arrays.encode_result(message, update))
