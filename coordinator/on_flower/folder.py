@@ -56,6 +56,9 @@ def write(experiment: Experiment, folder: Path, out: Path, code_folder: Path) ->
     Raises:
         UserError: the experiment cannot run on Flower, or `folder` is not empty or cannot be written.
     """
+    # As Flower's nodes train; so `fedloop simulate` of the app's experiment.toml gives the same bits.
+    one_by_one = experiment.simulation.model_copy(update={"engine": "pool"})
+    experiment = experiment.model_copy(update={"simulation": one_by_one})
     require_possible(experiment)
     require_new(folder)
     sources = _find_modules(experiment, code_folder)

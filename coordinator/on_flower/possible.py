@@ -24,9 +24,15 @@ def require_possible(experiment: Experiment) -> None:
                 "rounds on Flower are synchronous",
             ),
             ("simulation.dropout", simulated.dropout, "Flower's nodes answer in real time"),
+            ("simulation.engine", _other_engine(experiment), 'Flower\'s nodes train one by one; take "pool"'),
             ("simulation.speed_spread", simulated.speed_spread, "Flower's nodes answer in real time"),
         )
         if value
     ]
     if problems:
         raise UserError("\n".join(["this experiment cannot run on Flower; leave these keys out:", *problems]))
+
+
+def _other_engine(experiment: Experiment) -> str:
+    engine = experiment.simulation.engine
+    return "" if engine == "pool" else engine

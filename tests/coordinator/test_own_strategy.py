@@ -221,7 +221,7 @@ def test_daemons_and_nodes_of_flower_and_a_simulation_of_them_get_the_same_model
         run = fleet.client.post("/runs", {"experiment": EXPERIMENT})
         federated = run_follower.follow(fleet.client, run["id"], folder / "federated", Quiet())
         fleet.stop()
-    document = {**EXPERIMENT, "simulation": {"names": [ids[name] for name in names]}}
+    document = {**EXPERIMENT, "simulation": {"engine": "pool", "names": [ids[name] for name in names]}}
     simulated = fedloop.simulate(document, out=folder / "simulated")
     assert [row["accepted"] for row in federated["rounds"]] == [2, 2]
     same = experiments.resolve(document, "experiment")

@@ -40,7 +40,7 @@ EXPERIMENT: dict[str, Any] = {
     },
     "local": {"epochs": 1, "lr": 0.1},
     "strategy": {"name": "scaffold"},
-    "simulation": {"workers": 1},
+    "simulation": {"workers": 1, "engine": "pool"},
     # Both outlast a busy machine: a round that begins or ends without a client gives another model.
     "devices": {"patience_seconds": 3600.0},
 }
