@@ -139,18 +139,18 @@ def simulate(
 
     trackers = Trackers(mlflow, tensorboard)
     with RichProgress() as progress:
-        surroundings = simulation.Environment(data_dir=data_dir, progress=progress)
+        environment = simulation.Environment(data_dir=data_dir, progress=progress)
         if resume is not None:
             if experiment is not None or out is not None:
                 raise UserError("--resume takes the experiment from its folder: omit EXPERIMENT and --out")
             trackers.check()
-            report, folder = simulation.resume(resume, surroundings, sets or []), resume
+            report, folder = simulation.resume(resume, environment, sets or []), resume
         else:
             loaded = experiments.load(experiment, sets or [])
             folder = out or default_folder(loaded.name)
             trackers.check()
-            report = simulation.simulate(loaded, folder, surroundings)
-        trackers.copy_run(folder, report, surroundings.clock())
+            report = simulation.simulate(loaded, folder, environment)
+        trackers.copy_run(folder, report, environment.clock())
     show_report(report, folder, as_json=as_json)
 
 

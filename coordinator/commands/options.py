@@ -22,9 +22,9 @@ HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 """Settings of a command whose subcommands take `-h` too."""
 
 
-def show_version(asked: bool) -> None:
+def show_version(requested: bool) -> None:
     """Prints the version and ends the command, if `--version` was given."""
-    if asked:
+    if requested:
         typer.echo(f"{DISTRIBUTION} {installed_version(DISTRIBUTION)}")
         raise typer.Exit
 

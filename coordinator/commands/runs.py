@@ -202,9 +202,9 @@ def _go_on(
     assert isinstance(found, LocalRun)
     trackers.check()
     with RichProgress() as progress:
-        surroundings = simulation.Environment(data_dir=data_dir, progress=progress)
-        report = simulation.resume(found.run.folder, surroundings, sets)
-        trackers.copy_run(found.run.folder, report, surroundings.clock())
+        environment = simulation.Environment(data_dir=data_dir, progress=progress)
+        report = simulation.resume(found.run.folder, environment, sets)
+        trackers.copy_run(found.run.folder, report, environment.clock())
     show_report(report, found.run.folder, as_json=as_json)
 
 

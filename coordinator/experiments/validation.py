@@ -335,13 +335,13 @@ def _regression_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[s
         yield f'data.task = "regression" is for csv and loaders of your own, but data.dataset = {data.dataset!r} has classes'
 
 
-def score_problem(federation: Federation, why_not: str) -> str | None:
-    """A sentence if a key needs the rounds' scores. `why_not`: the reason why there are none."""
+def score_problem(federation: Federation, blocking_reason: str) -> str | None:
+    """A sentence if a key needs the rounds' scores. `blocking_reason`: the reason why there are none."""
     if not federation.needs_scores:
         return None
     key = f"early_stop = {federation.early_stop}" if federation.early_stop else f'keep = "{federation.keep}"'
     by = "the test losses" if federation.metric == "loss" else f"{federation.metric} (federation.metric)"
-    return f"federation.{key} compares {by} of the rounds, but {why_not}"
+    return f"federation.{key} compares {by} of the rounds, but {blocking_reason}"
 
 
 def own_key_problems(data: Any, own_keys: Mapping[str, tuple[str, ...]]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""How far the run in a folder is, from the files that it leaves there."""
+"""The state of a run, read from the files in its folder."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ class LiveRun:
             return (
                 f"devices report it of at most {scores.MAX_CLASSES} classes, and the data has {model.classes}"
             )
-        return figures.why_not_of_task(metric, model.task)
+        return figures.metric_blocking_reason(metric, model.task)
 
     def _place(self, pool: WorkerPool) -> live_preparation.Place:
         return live_preparation.Place(self._folder, pool, self._services.blobs, self._services.settings)

@@ -197,13 +197,13 @@ def export_model(
         ) from None
 
 
-def require_scores(experiment: Experiment, why_not: str | None) -> None:
-    """Refuses keys that need the rounds' scores. `why_not`: the reason why there are none, None if there are.
+def require_scores(experiment: Experiment, blocking_reason: str | None) -> None:
+    """Refuses keys that need the rounds' scores. `blocking_reason`: the reason why there are none, None if there are.
 
     Raises:
         UserError: naming the key, its value and the reason.
     """
-    if why_not is not None and (problem := score_problem(experiment.federation, why_not)):
+    if blocking_reason is not None and (problem := score_problem(experiment.federation, blocking_reason)):
         raise UserError(problem)
 
 

@@ -76,7 +76,7 @@ def read_rows(path: Path, manifest: InferenceManifest, reading: Reading = Readin
     return _checked(path, read_inputs(path, manifest.data_schema, _name(manifest), reading), manifest)
 
 
-def joined(parts: Sequence[Inputs]) -> Inputs:
+def concatenate(parts: Sequence[Inputs]) -> Inputs:
     """The rows of several files, in their order; classes only if every file has them."""
     known = [part.y for part in parts if part.y is not None]
     last = [part.last for part in parts if part.last is not None]

@@ -33,7 +33,9 @@ class QuadraticPool:
         self.trained: list[tuple[str, int]] = []
         self.most_versions = 0
 
-    def broadcast(self, values: dict[str, Any], blobs: Sequence[bytes] = (), *, key: str | None = None) -> None:
+    def broadcast(
+        self, values: dict[str, Any], blobs: Sequence[bytes] = (), *, key: str | None = None
+    ) -> None:
         assert values["kind"] == "version"
         kept = {at: params for at, params in self._versions.items() if at in values["needed"]}
         self._versions = kept | {values["round"]: arrays.decode(blobs[0])}
