@@ -25,10 +25,10 @@ from coordinator.rounds.fleet import (
     Silence,
     Terms,
 )
-from coordinator.rounds.plan import Task, generator
+from coordinator.rounds.plan import Task, entropy, generator
 from coordinator.workers.block import RoundTerms
 from coordinator.workers.pool import Job, WorkerPool
-from edge_client.train import schedule
+from edge_client.train import schedule, seeding
 from edge_client.wire import arrays
 from strategies.params import Params, Tensors, flatten
 from strategies.strategy import BLOCK
@@ -46,8 +46,13 @@ class VirtualTime:
     def duration_seconds(self, client: str, steps: int) -> float:
         return steps * self.seconds_per_step * self.factors[client]
 
-    def drops_out(self, client: str, round_number: int) -> bool:
-        return bool(generator(self.seed, f"dropout {client}", round_number).random() < self.dropout)
+    def find_dropouts(self, clients: Sequence[str], round_number: int) -> set[str]:
+        """Which of these clients do not answer in a round; each is drawn by a generator of its own."""
+        if not self.dropout:
+            return set()
+        states = seeding.states([entropy(self.seed, f"dropout {client}", round_number) for client in clients])
+        draws = zip(clients, states, strict=True)
+        return {client for client, state in draws if state.first_random() < self.dropout}
 
 
 def virtual_time(
@@ -117,12 +122,11 @@ class SimulatedFleet:
             )
         self._terms = terms
         self._renewed = {}
-        silent = {
-            task.position for task in tasks if self._clock.drops_out(task.message.client, task.message.round)
-        }
-        self._silent = [task for task in tasks if task.position in silent]
+        cohort = [task.message.client for task in tasks]
+        silent = self._clock.find_dropouts(cohort, tasks[0].message.round) if tasks else set()
+        self._silent = [task for task in tasks if task.message.client in silent]
         self._arrivals = sorted(
-            (self._arrival(task) for task in tasks if task.position not in silent),
+            (self._arrival(task) for task in tasks if task.message.client not in silent),
             key=lambda each: (each.seconds, each.task.position),
         )
 
